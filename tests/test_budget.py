@@ -21,7 +21,7 @@ BUDGET = {
     "ppo": 1658,
     "generation": 1342,
     "functional": 1317,
-    "distributed": 1181,
+    "distributed": 989,
     "rewards": 1012,
     "checkpoint": 954,
     "tracking": 902,

@@ -21,7 +21,7 @@ from alpaca_ppo.adapters.checks import belongs_to
 from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_state, tensors_fingerprint
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
-from alpaca_ppo.distributed.schedules import StepCounts
+from alpaca_ppo.distributed.optimizer import StepCounts
 from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Reference
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer

@@ -18,7 +18,7 @@ from alpaca_ppo.checkpoint import directory
 from alpaca_ppo.checkpoint.serialization import Checkpoint, check_fits, check_optimizer, read_weights
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed import collectives
-from alpaca_ppo.distributed.engine import TrainState
+from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import random_states
 
 
@@ -138,7 +138,7 @@ class CheckpointManager:
         args: PPOConfig,
         state: TrainerState,
         *,
-        engine: TrainState,
+        engine: Engine,
         scheduler: Any,
         components: Callable[[], Mapping[str, Component]],
         identity: Callable[[], dict[str, Any]],

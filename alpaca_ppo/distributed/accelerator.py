@@ -1,20 +1,50 @@
-"""Builds the run's Accelerator from its configuration, and describes the processes and their machine."""
+"""The processes of a run: its Accelerator and engine, the threads that each process computes with, and the machine.
 
+torch and Accelerate take all cores of the machine, whatever a container's quota leaves of them and, torch, however many
+ranks share them. Threads without a core of their own cost far more than they bring, because each operator waits for
+its slowest thread. How threads wait for each other is set in `alpaca_ppo/__init__.py`, before torch is imported.
+"""
+
+import math
 import os
 import platform
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    get_cpu_distributed_information,
+)
+from transformers.integrations import unset_hf_deepspeed_config
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin, disable_zero3_init, wants_deepspeed
+from alpaca_ppo.distributed.collectives import gather_list
+from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin
+from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
+from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.launcher import watch_launcher
-from alpaca_ppo.distributed.threads import limit_threads
 from alpaca_ppo.library_output import ignore_known_lines
+from alpaca_ppo.models import ActorCritic
+
+ENGINES = {DistributedType.DEEPSPEED: DeepSpeedEngine}
+"""The engines of other ways to distribute than DDP. A new one is a file and an entry here."""
+
+
+def make_engine(
+    accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
+) -> Engine:
+    """The engine of the accelerator's way to distribute.
+
+    Raises:
+        ValueError: under DeepSpeed, for an optimizer group with parameters of both policy and critic.
+    """
+    return ENGINES.get(accelerator.distributed_type, Engine)(accelerator, actor_critic, optimizer, args)
 
 
 def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) -> Accelerator:
@@ -34,13 +64,14 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
         accelerator = _made(args)
     else:
         _check(accelerator, args)
-    disable_zero3_init()
+    # Under ZeRO 3, Accelerate makes transformers load models sharded; the engine shards them later.
+    unset_hf_deepspeed_config()
     limit_threads(accelerator)
     return accelerator
 
 
 def _made(args: PPOConfig) -> Accelerator:
-    plugin = deepspeed_plugin(args) if wants_deepspeed(args.deepspeed) else None
+    plugin = deepspeed_plugin(args)
     on_cpu = args.use_cpu or not torch.cuda.is_available()
     # With DeepSpeed and no GPU, Accelerate picks no backend, and every process runs as if it were the only one. "nccl"
     # is Accelerate's default and leaves the choice to it.
@@ -78,6 +109,69 @@ def _check(accelerator: Accelerator, args: PPOConfig) -> None:
             f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; give that accelerator a "
             "DeepSpeedPlugin for this file, or do not pass an accelerator"
         )
+
+
+def limit_threads(accelerator: Accelerator) -> None:
+    """Lowers torch's number of threads to this process's share of the cores, and says so once on each machine.
+
+    A number that the user chose stays as it is, and so does one that is smaller than the share. All ranks must call
+    this, because a launcher need not say how many of them are on one machine.
+    """
+    # Sets, because a launcher may have bound each rank to cores of its own. macOS and Windows do not tell them.
+    own = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    everywhere = gather_list((platform.node(), own), accelerator)
+    here = {rank: cores for rank, (machine, cores) in enumerate(everywhere) if machine == platform.node()}
+    cores = math.ceil(min(len(set().union(*here.values())), cpu_quota()))
+    share, before = max(1, min(len(own), cores // len(here))), torch.get_num_threads()
+    if before <= share or _chosen_by_user(before, len(own)):
+        return
+    torch.set_num_threads(share)
+    if accelerator.process_index == min(here):
+        print(
+            f"torch computes with {share} of {before} threads"
+            f"{f' in each of {len(here)} processes' if len(here) > 1 else ''}, because "
+            f"{'1 core is' if cores == 1 else f'{cores} cores are'} usable; for another number, set OMP_NUM_THREADS"
+        )
+
+
+def _chosen_by_user(number: int, allowed: int) -> bool:
+    """Whether torch's `number` of threads is the user's, as far as that can be told: not torch's own number on
+    `allowed` cores, nor the one that Accelerate chooses for training on a CPU, both of which ignore quotas.
+    """
+    cores = os.cpu_count() or 1
+    physical = psutil.cpu_count(logical=False) or cores
+    # The launcher exports it where OMP_NUM_THREADS is missing; without the launcher, `PartialState` sets it in torch.
+    accelerates = max(1, physical // max(1, get_cpu_distributed_information().local_world_size))
+    if "MKL_NUM_THREADS" in os.environ:
+        return True
+    if "OMP_NUM_THREADS" in os.environ:
+        # The other variable is set by `accelerate launch` in each of its modes.
+        exported = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ["OMP_NUM_THREADS"] == str(accelerates)
+        return not (exported and number == accelerates)
+    # torch takes one thread for each core, physical (MKL) or logical (OpenMP), of those allowed when it was imported.
+    return number not in (accelerates, cores, physical, allowed, math.ceil(allowed * physical / cores))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """The processor time that control groups allow this process, in cores; infinite without a limit.
+
+    A quota may be set at any level above the process; in a container, the highest visible one is the container's.
+    """
+    file, limits = root / "proc/self/cgroup", [math.inf]
+    for line in file.read_text().splitlines() if file.exists() else ():
+        # "0::/system.slice/x" in version 2 of control groups; "4:cpu,cpuacct:/system.slice/x" in version 1.
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # "150000 100000" or "max 100000"; in version 1 two files, of which the first has -1 for no limit.
+        names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+        top = root / "sys/fs/cgroup" / controllers
+        innermost = top / group.lstrip("/")
+        for folder in (innermost, *innermost.parents):
+            if folder.is_relative_to(top) and all((folder / name).exists() for name in names):
+                quota, period = " ".join((folder / name).read_text() for name in names).split()
+                limits.append(math.inf if quota in ("max", "-1") else int(quota) / int(period))
+    return min(limits)
 
 
 def hardware(accelerator: Accelerator) -> dict[str, Any]:

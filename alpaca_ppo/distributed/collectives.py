@@ -7,7 +7,7 @@ Other modules see either one rank's rows or the global batch and do not depend o
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -109,11 +109,10 @@ def on_main_process(compute: Callable[[], T], accelerator: Accelerator) -> T:
     Raises:
         Exception: what `compute` raised; on the other ranks a RuntimeError that names its error.
     """
-    result: list[T] = []
     with raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            result.append(compute())
-    return gather_list(result, accelerator)[0][0]
+        result: Any = compute() if accelerator.is_main_process else None
+    found: T = gather_list(result, accelerator)[0]
+    return found
 
 
 def pad_to_longest_rank(

@@ -1,6 +1,7 @@
-"""What happens before a DeepSpeed engine exists: whether to use DeepSpeed, the plugin, and its "auto" values."""
+"""What happens before a DeepSpeed engine exists: Accelerate's plugin, and a configuration's "auto" values."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,25 +9,22 @@ from typing import Any
 
 import torch
 from accelerate.utils import DeepSpeedPlugin, is_deepspeed_available, parse_flag_from_env
-from transformers.integrations import unset_hf_deepspeed_config
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.ppo_config import PPOConfig
 
 
-def wants_deepspeed(file: str | None) -> bool:
-    """Whether to use DeepSpeed: the run names a configuration `file`, or `accelerate launch` was configured for it."""
-    return file is not None or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-
-
-def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin:
-    """Accelerate's plugin for the configuration file `args.deepspeed`, or that of `accelerate launch`.
+def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
+    """Accelerate's plugin for the configuration file `args.deepspeed`, or that of `accelerate launch`; None without
+    either.
 
     Raises:
         ValueError: when DeepSpeed is not installed, the file is not a JSON file, the program was not started by a
             launcher, the ZeRO stage is not 1, 2 or 3, or `args` ask for what DeepSpeed cannot do.
     """
     file = args.deepspeed
+    if file is None and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        return None
     if not is_deepspeed_available():
         raise ValueError("DeepSpeed is requested but not installed; pip install 'alpaca_ppo[deepspeed]'")
     if "LOCAL_RANK" not in os.environ:
@@ -36,7 +34,11 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin:
         )
     if file is not None:
         read_deepspeed_file(file)
-    _skip_shared_memory()
+    from deepspeed.ops import __compatible_ops__
+
+    # A collective of inference on CPUs, which would be compiled at the first start without a GPU; a start that is
+    # killed meanwhile leaves a lock file on which all later ones wait.
+    __compatible_ops__["deepspeed_shm_comm"] = False
     # Models are built unsharded and sharded afterwards, because building them reads the weights.
     plugin = DeepSpeedPlugin(hf_ds_config=file, zero3_init_flag=False)
     check_stage(plugin.zero_stage, "the DeepSpeed configuration")
@@ -73,17 +75,10 @@ def read_deepspeed_file(file: str) -> dict[str, Any]:
             f"deepspeed is {file!r}, which contains {shown(content)}, which is not a JSON object; write settings like "
             "those in examples/deepspeed_configs"
         )
-    _check_sections(content)
-    return content
-
-
-def _check_sections(config: Mapping[str, Any]) -> None:
     for name in ("zero_optimization", "bf16", "fp16"):
-        if not isinstance(config.get(name, {}), Mapping):
-            raise ValueError(
-                f"the DeepSpeed configuration has {name} {shown(config[name])}; it must be an object, such as "
-                f"{{}} or {{{'stage: 2' if name == 'zero_optimization' else 'enabled: false'}}}"
-            )
+        if not isinstance(content.get(name, {}), Mapping):
+            raise ValueError(f"deepspeed {file!r} has {name} {shown(content[name])}; make it an object, such as {{}}")
+    return content
 
 
 def check_stage(stage: Any, source: str) -> None:
@@ -99,35 +94,7 @@ def check_stage(stage: Any, source: str) -> None:
         )
 
 
-def disable_zero3_init() -> None:
-    """Makes transformers build and load models unsharded, until DeepSpeed shards them.
-
-    Under stage 3, Accelerate would otherwise turn on sharded loading whatever `zero3_init_flag` is.
-    """
-    unset_hf_deepspeed_config()
-
-
-def _skip_shared_memory() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory collective, which only inference on CPUs uses.
-
-    Without a GPU it would be compiled at the first start, and a start that is killed meanwhile leaves a lock file on
-    which all later ones wait.
-    """
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def resolve_auto(
-    config: Mapping[str, Any],
-    *,
-    hidden_size: int,
-    bf16: bool,
-    max_grad_norm: float,
-    micro_batches: int,
-    step_per_device_batch_size: int,
-    world: int,
-) -> dict[str, Any]:
+def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, hidden_size: int) -> dict[str, Any]:
     """A DeepSpeed configuration with its "auto" and missing entries set from the run's own configuration.
 
     Raises:
@@ -140,41 +107,39 @@ def resolve_auto(
                 f"the DeepSpeed configuration has {name!r}; remove it: learning_rate, lr_scheduler_type and the adam_* "
                 "fields of the run decide it"
             )
-    _check_sections(config)
+    rows = args.step_per_device_batch_size
+    # For DeepSpeed's configuration; the number of a step may differ.
+    micro_batches = math.ceil(args.step_batch_size / (rows * processes))
     ours = {
         "gradient_accumulation_steps": micro_batches,
-        "train_micro_batch_size_per_gpu": step_per_device_batch_size,
-        "train_batch_size": step_per_device_batch_size * micro_batches * world,
-        "gradient_clipping": max_grad_norm,
+        "train_micro_batch_size_per_gpu": rows,
+        "train_batch_size": rows * micro_batches * processes,
+        "gradient_clipping": args.max_grad_norm,
     }
-    for name, value in ours.items():
-        _check_agrees(name, config.get(name, "auto"), value)
-    zero, half = dict(config.get("zero_optimization", {})), dict(config.get("bf16", {}))
-    gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
-    if bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and "offload_optimizer" not in zero:
-        raise ValueError(
-            "the DeepSpeed configuration has data_types.grad_accum_dtype 'fp32', for which ZeRO 1 in bf16 takes an "
-            "optimizer whose gradients and checkpoints this package cannot read; remove the entry, or set "
-            "zero_optimization.stage to 2"
-        )
-    _check_agrees("bf16.enabled", half.get("enabled", "auto"), bf16)
+    zero: dict[str, Any] = dict(config.get("zero_optimization", {}))
+    half: dict[str, Any] = dict(config.get("bf16", {}))
+    given = {name: config.get(name, "auto") for name in ours}
+    given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
     # A run computes in bf16 or float32; there is no field for fp16.
-    _check_agrees("fp16.enabled", config.get("fp16", {}).get("enabled", "auto"), False)
+    for name, expected in {**ours, "bf16.enabled": args.bf16, "fp16.enabled": False}.items():
+        if given[name] not in ("auto", expected):
+            raise ValueError(
+                f"the DeepSpeed configuration has {name} {shown(given[name])}, but the run's configuration makes it "
+                f'{expected!r}; write "auto" there'
+            )
+    gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
+    if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and "offload_optimizer" not in zero:
+        raise ValueError(
+            "the DeepSpeed configuration has data_types.grad_accum_dtype 'fp32', whose optimizer under ZeRO 1 in bf16 "
+            "cannot be read; remove the entry, or set zero_optimization.stage to 2"
+        )
     automatic = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     zero |= {name: value for name, value in automatic.items() if zero.get(name) == "auto"}
-    half |= {"enabled": bf16, "check_grad_overflow": bf16}
+    half |= {"enabled": args.bf16, "check_grad_overflow": args.bf16}
     # The optimizer is torch's own, even if its state is offloaded to the host.
     rest = {"zero_optimization": zero, "bf16": half, "zero_force_ds_cpu_optimizer": False}
     return {**config, **ours, **rest, "zero_allow_untested_optimizer": True}
-
-
-def _check_agrees(name: str, given: Any, expected: Any) -> None:
-    if given not in ("auto", expected):
-        raise ValueError(
-            f"the DeepSpeed configuration has {name} {shown(given)}, but the run's configuration makes it "
-            f'{expected!r}; write "auto" there'
-        )

@@ -1,12 +1,12 @@
 """The engine for DeepSpeed ZeRO. Stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also parameters.
 
-How weights and optimizer state are read out of the shards, for checkpoints, is in `deepspeed_state`.
+The code follows DeepSpeed 0.19.8. A checkpoint holds unsharded tensors, so it depends neither on the ZeRO stage nor on
+the number of ranks.
 """
 
 import copy
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.deepspeed_clipping import DeepSpeedClipping
 from alpaca_ppo.distributed.deepspeed_config import resolve_auto
-from alpaca_ppo.distributed.deepspeed_state import DeepSpeedState
 from alpaca_ppo.distributed.engine import Engine, GradNorms
 from alpaca_ppo.models import ActorCritic, Policy
 
@@ -41,24 +39,21 @@ class DeepSpeedEngine(Engine):
     def __init__(
         self, accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
     ) -> None:
-        _check_groups(optimizer, actor_critic)
-        plugin, rows = accelerator.deepspeed_plugin, args.step_per_device_batch_size
-        assert plugin is not None
-        # For DeepSpeed's configuration; the number of a step may differ.
-        micro_batches = math.ceil(args.step_batch_size / (rows * accelerator.num_processes))
-        plugin.deepspeed_config.update(
-            resolve_auto(
-                plugin.deepspeed_config,
-                hidden_size=actor_critic.policy.model.config.get_text_config().hidden_size,
-                bf16=accelerator.mixed_precision == "bf16",
-                max_grad_norm=args.max_grad_norm,
-                micro_batches=micro_batches,
-                step_per_device_batch_size=rows,
-                world=accelerator.num_processes,
+        critic = {id(parameter) for parameter in actor_critic.critic_parameters()}
+        roles = [{id(parameter) in critic for parameter in group["params"]} for group in optimizer.param_groups]
+        if {True, False} in roles:
+            # It flattens a group into one tensor, so it clips whole groups, and leaves whole groups out of a step.
+            raise ValueError(
+                f"group {roles.index({True, False})} of the optimizer has parameters of policy and critic, which "
+                "DeepSpeed cannot clip or freeze apart; make one group of each"
             )
-        )
-        accelerator.gradient_accumulation_steps = micro_batches
+        self._of_critic = [role == {True} for role in roles]
+        plugin = accelerator.deepspeed_plugin
+        assert plugin is not None
         self.config: dict[str, Any] = plugin.deepspeed_config
+        hidden = actor_critic.policy.model.config.get_text_config().hidden_size
+        self.config.update(resolve_auto(self.config, args, processes=accelerator.num_processes, hidden_size=hidden))
+        accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
         self.stage: int = plugin.zero_stage
         self.synced_forwards = self.stage == 3
         self._frozen_optimizers: list[Any] = []
@@ -76,22 +71,8 @@ class DeepSpeedEngine(Engine):
         self._step_any_group = self._zero._optimizer_step
         self._zero._optimizer_step = self._step_group
         self._frozen_groups: set[int] = set()
-        self._state = DeepSpeedState(
-            self.actor_critic,
-            self.optimizer,
-            self._zero,
-            self._groups,
-            stage=self.stage,
-            device=self.accelerator.device,
-            is_main_process=self.accelerator.is_main_process,
-        )
-        critic = {id(parameter) for parameter in self.actor_critic.critic_parameters()}
-        self._clipping = DeepSpeedClipping(
-            self._zero,
-            ["critic" if id(group[0]) in critic else "policy" for group in self._groups],
-            {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm},
-            stage=self.stage,
-        )
+        limits = {False: self.max_grad_norm, True: self.critic_max_grad_norm}
+        self._clipping = _Clipping(self._zero, self._of_critic, limits, stage=self.stage)
         if self.synced_forwards:
             _register_head_use(self.actor_critic, self.actor_critic.policy)
             _register_head_use(self.actor_critic.policy, self.actor_critic.policy)
@@ -109,19 +90,11 @@ class DeepSpeedEngine(Engine):
             for buffer in getattr(self._zero, "accumulated_grads_in_cpu", {}).values():
                 buffer.zero_()
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        self.model.set_gradient_accumulation_boundary(last)
-        yield
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        boundary = self.model.is_gradient_accumulation_boundary()
+    def passing(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
         # Stage 3 reduces a gradient in the pass that computes it; the other stages in the last pass, where
         # `unused_parameter_loss` brings in the parameters of earlier ones.
-        self.model.set_gradient_accumulation_boundary(boundary and self.stage == 3)
-        yield
-        self.model.set_gradient_accumulation_boundary(boundary)
+        self.model.set_gradient_accumulation_boundary(last_batch and (last_pass or self.stage == 3))
+        return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks, and with this flag does not divide by its accumulation steps.
@@ -134,10 +107,11 @@ class DeepSpeedEngine(Engine):
     def step(self, *, frozen: Sequence[nn.Parameter] = ()) -> GradNorms:
         ids = {id(parameter) for parameter in frozen}
         self._frozen_groups = {i for i, group in enumerate(self._groups) if ids.intersection(map(id, group))}
-        with self._clipping.of_one_step() as norms:
-            self.model.step()
+        self._clipping.begin()
+        self.model.step()
         self.weights_version += 1
-        return GradNorms(norms["policy"], norms["critic"] if self.actor_critic.critic is not None else None)
+        policy, critic = self._clipping.norms()
+        return GradNorms(policy, critic if self.actor_critic.critic is not None else None)
 
     def _step_group(self, number: int) -> None:
         """Updates a group of the optimizer, or a sub-group of one under stage 3, unless the step freezes it."""
@@ -167,7 +141,13 @@ class DeepSpeedEngine(Engine):
             _register_head_use(model, model)
 
     def _add_sampler(self, policy: Policy, device: torch.device) -> None:
-        self._samplers[id(policy)] = _copy_without_weights(policy.model, device)
+        """Adds a copy of `policy` with empty parameters and no DeepSpeed hooks, so that sampling triggers none."""
+        memo: dict[int, Any] = {}
+        for parameter in policy.model.parameters():
+            empty = torch.empty(0, dtype=parameter.dtype, device=device)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+        self._samplers[id(policy)] = copy.deepcopy(policy.model, memo)
+        torch.nn.Module.to(self._samplers[id(policy)], device)
 
     @contextmanager
     def sampling(self, policy: Policy | None = None) -> Iterator[PreTrainedModel]:
@@ -196,35 +176,112 @@ class DeepSpeedEngine(Engine):
         if self.stage != 3:
             yield
             return
-        # Gathering skips parameters that are still being prefetched and would leave them empty.
-        for optimizer in (self._zero, *self._frozen_optimizers):
-            optimizer.empty_partition_cache()
+        self._drop_prefetched()
         with deepspeed.zero.GatheredParameters([p for module in modules for p in module.parameters()]):
             yield
 
-    def weights(self) -> dict[str, Tensor]:
-        return self._state.weights()
+    def _drop_prefetched(self) -> None:
+        """Releases parameters that stage 3 has prefetched for a pass that did not run, if the critic was skipped, say.
+        Gathering skips these and would leave them empty.
+        """
+        for optimizer in (self._zero, *self._frozen_optimizers):
+            optimizer.empty_partition_cache()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Trained weights are the float32 masters. One tensor at a time is gathered, which bounds the memory."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return self._to_writer(safe_get_full_fp32_param(tensor)) if isinstance(tensor, nn.Parameter) else tensor
+
+    def _to_writer(self, tensor: Tensor) -> Tensor:
+        """`tensor` in host memory on the rank that writes checkpoints; only its shape and dtype on the others."""
+        return tensor.to("cpu" if self.accelerator.is_main_process else "meta")
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        self._state.load_weights(weights)
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        if self.stage == 3:
+            self._drop_prefetched()
+        targets = self.actor_critic.state_dict(keep_vars=True)
+        for name, tensor in weights.items():
+            target, value = targets[name], tensor.to(self.accelerator.device)
+            if not isinstance(target, nn.Parameter):
+                target.copy_(value)
+                continue
+            safe_set_full_fp32_param(target, value)
+            with deepspeed.zero.GatheredParameters(target, modifier_rank=0, enabled=self.stage == 3):
+                target.data.copy_(value)
         self.weights_version += 1
 
     def optimizer_state(self) -> dict[str, Any]:
-        return self._state.optimizer_state()
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        self._link_optimizer_state()
+        state, groups, count = {}, [], 0
+        for i, parameters in enumerate(self._groups):
+            flat = self._flat_partitions(i)[0]
+            flat_state = self.optimizer.state.get(flat, {})
+            for parameter in parameters:
+                if flat_state:
+                    state[count] = {
+                        key: self._to_writer(safe_get_full_optimizer_state(parameter, key))
+                        if torch.is_tensor(value) and value.shape == flat.shape
+                        else value
+                        for key, value in flat_state.items()
+                    }
+                count += 1
+            settings = {key: value for key, value in self.optimizer.param_groups[i].items() if key != "params"}
+            groups.append({**settings, "params": list(range(count - len(parameters), count))})
+        return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        self._state.load_optimizer_state(state)
+        from deepspeed.utils import safe_set_full_optimizer_state
 
+        first = 0
+        for i, (parameters, saved) in enumerate(zip(self._groups, state["param_groups"], strict=True)):
+            self.optimizer.param_groups[i].update({key: value for key, value in saved.items() if key != "params"})
+            values = [state["state"].get(first + j, {}) for j in range(len(parameters))]
+            self._allocate_optimizer_state(i, parameters[0], values[0])
+            for parameter, value in zip(parameters, values, strict=True):
+                for key, tensor in value.items():
+                    if torch.is_tensor(tensor) and tensor.shape == self._full_shape(parameter):
+                        safe_set_full_optimizer_state(parameter, tensor.to(self.accelerator.device), key)
+            first += len(parameters)
 
-def _copy_without_weights(policy: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """A copy of `policy` with empty parameters and no DeepSpeed hooks, so that sampling does not trigger them."""
-    memo: dict[int, Any] = {}
-    for parameter in policy.parameters():
-        empty = torch.empty(0, dtype=parameter.dtype, device=device)
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-    copied = copy.deepcopy(policy, memo)
-    torch.nn.Module.to(copied, device)
-    return copied
+    def _allocate_optimizer_state(self, group: int, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
+        """Allocates the state of a group's flat partitions, as the optimizer itself would in its first step."""
+        fused = self.optimizer.param_groups[group].get("fused")
+        for flat in self._flat_partitions(group):
+            self.optimizer.state.pop(flat, None)
+            for key, value in saved.items():
+                if torch.is_tensor(value) and value.shape == self._full_shape(parameter):
+                    own = torch.zeros_like(flat.data)
+                else:
+                    own = copy.deepcopy(value)
+                    # A fused kernel reads the number of steps from its device.
+                    own = own.to(flat.device) if fused and torch.is_tensor(own) else own
+                self.optimizer.state[flat][key] = own
+        self._link_optimizer_state()
+
+    def _link_optimizer_state(self) -> None:
+        """Links every parameter to its part of the optimizer state.
+
+        Stages 1 and 2 do so after the first group's first step, when the other groups have no state yet.
+        """
+        if self.stage != 3:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    def _flat_partitions(self, group: int) -> list[Tensor]:
+        """This rank's flat float32 partitions of an optimizer group: the keys of the optimizer's state."""
+        if self.stage != 3:
+            return [self._zero.single_partition_of_fp32_groups[group]]
+        owners = self._zero.sub_group_to_group_id
+        return [flat for i, flat in enumerate(self._zero.fp32_partitioned_groups_flat) if owners[i] == group]
+
+    def _full_shape(self, parameter: Any) -> torch.Size:
+        return torch.Size(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
 
 def _register_head_use(module: nn.Module, policy: Policy) -> None:
@@ -235,12 +292,65 @@ def _register_head_use(module: nn.Module, policy: Policy) -> None:
         deepspeed.zero.register_external_parameter(module, parameter)
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
-    """DeepSpeed flattens a group into one tensor, so it clips whole groups, and leaves whole groups out of a step."""
-    policy = {id(parameter) for parameter in actor_critic.policy_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        if len({id(parameter) in policy for parameter in group["params"]}) > 1:
-            raise ValueError(
-                f"group {number} of the optimizer has parameters of policy and critic, which DeepSpeed cannot clip or "
-                "freeze apart; make one group of policy_parameters() and one of critic_parameters()"
-            )
+class _Clipping:
+    """The gradient norms and the clipping of a ZeRO optimizer, for policy and critic each on its own; by itself
+    DeepSpeed clips all parameters by one norm, so that a large value loss would shrink the policy's step.
+
+    A ZeRO optimizer's `step` computes the norm of each of its groups, in their order, combines them into one that tells
+    whether the step is skipped, and then passes that to `unscale_and_clip_grads` for each group, in the same order.
+    DeepSpeed has no option to clip groups on their own (https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/
+    deepspeed/runtime/zero/stage_1_and_2.py and stage3.py), so these methods are wrapped; delete this class once it has.
+
+    Args:
+        zero: DeepSpeed's ZeRO optimizer; its methods are replaced on the instance.
+        of_critic: whether a group of the torch optimizer inside has the critic's parameters.
+        limits: the largest norm of the policy's (False) and the critic's (True) gradient.
+        stage: of ZeRO, 1 to 3.
+    """
+
+    def __init__(self, zero: Any, of_critic: Sequence[bool], limits: Mapping[bool, float], *, stage: int) -> None:
+        self._zero, self._limits = zero, limits
+        # Stage 3 divides an optimizer group into sub-groups.
+        owners = [zero.sub_group_to_group_id[i] for i in range(len(zero.fp16_groups))] if stage == 3 else None
+        self._of_critic = of_critic if owners is None else [of_critic[owner] for owner in owners]
+        # The second takes the place of the first if the optimizer is offloaded.
+        for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
+            setattr(zero, name, self._recorded(getattr(zero, name)))
+        self._clip = zero.unscale_and_clip_grads
+        zero.unscale_and_clip_grads = self._clip_next
+        if stage != 3:
+            # In bfloat16 these stages look for inf and NaN before the norm, which would end the step without telling
+            # whose gradient it was. The norm of such a gradient is not finite and ends it too.
+            zero.check_overflow = lambda partition_gradients: None
+
+    def begin(self) -> None:
+        """To be called before the ZeRO optimizer's step."""
+        self._group_norms: list[Tensor] = []
+        self._clipped = 0
+
+    def norms(self) -> tuple[float, float]:
+        """Of policy and critic in the step since `begin`, before clipping; inf if a gradient is not finite."""
+        assert self._clipped == (0 if self._zero.overflow else len(self._of_critic))
+        policy, critic = (float(self._norm(of_critic)) / self._zero.loss_scale for of_critic in (False, True))
+        return policy, critic
+
+    def _norm(self, of_critic: bool) -> Tensor | float:
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        own = [n for n, critics in zip(self._group_norms, self._of_critic, strict=True) if critics == of_critic]
+        norm: Tensor | float = combine_grad_norm_groups(own) if own else 0.0
+        return norm
+
+    def _recorded(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def recorded(*arguments: Any) -> Tensor:
+            self._group_norms.append(compute(*arguments))
+            return self._group_norms[-1]
+
+        return recorded
+
+    def _clip_next(self, gradients: Any, total_norm: Tensor) -> None:
+        """Clips the group (its gradients, or its number under stage 3) whose turn it is, by the norm of its role."""
+        of_critic = self._of_critic[self._clipped]
+        self._clipped += 1
+        self._zero.clip_grad = self._limits[of_critic]
+        self._clip(gradients, self._norm(of_critic))

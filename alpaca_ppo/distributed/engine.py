@@ -1,7 +1,7 @@
 """The engine for one process and for DDP: backward passes, gradient synchronization and optimizer steps by Accelerate.
 
-An engine wraps policy and critic and knows where their weights and the optimizer state are. DeepSpeed's engine is in
-`deepspeed_engine`; what an optimizer step consists of is in `ppo.updates`.
+An engine wraps policy and critic and knows where their weights and the optimizer state are. It is chosen in
+`accelerator`; DeepSpeed's is in `deepspeed_engine`. What an optimizer step consists of is in `ppo.updates`.
 """
 
 import math
@@ -47,51 +47,9 @@ class LearningRates(NamedTuple):
         return {name: rate for name, rate in rates.items() if rate is not None}
 
 
-class TrainState:
-    """The weights and optimizer state of a model that is not sharded, as a checkpoint saves and restores them.
-
-    Args:
-        module: the model.
-        optimizer: over its parameters.
-    """
-
-    weights_version = 0
-    """How often the weights have changed."""
-
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.module, self.optimizer = module, optimizer
-
-    def weights(self) -> dict[str, Tensor]:
-        """The model's tensors that a checkpoint saves, by name, on every rank: parameters and persistent buffers.
-
-        A tensor with several names (tied weights) appears once, under the first. Of a model with a frozen base only
-        the trainable parameters are saved: the base can be loaded again from its original
-        path.
-        """
-        names = saved_names(self.module)
-        return {name: tensor for name, tensor in self.module.state_dict().items() if name in names}
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Restores what `weights` returned."""
-        targets = self.module.state_dict()
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                targets[name].copy_(tensor)
-        self.weights_version += 1
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state dictionary over unsharded parameters, on every rank."""
-        state = self.optimizer.state_dict()
-        # In the order of the parameters, not of their first updates, so that all settings write the same checkpoint.
-        return {**state, "state": dict(sorted(state["state"].items()))}
-
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `optimizer_state` returned."""
-        self.optimizer.load_state_dict(dict(state))
-
-
-class Engine(TrainState):
-    """Trains policy and critic on one process or under DDP, where every rank holds all parameters.
+class Engine:
+    """Trains policy and critic on one process or under DDP, where every rank holds all parameters. Another way to
+    distribute is a subclass; nothing outside this folder knows it.
 
     Args:
         accelerator: of the run.
@@ -102,18 +60,15 @@ class Engine(TrainState):
 
     synced_forwards = False
     """Whether all ranks must make the same forward passes, also without gradients, because parameters are sharded."""
+    weights_version = 0
+    """How often the weights have changed."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        actor_critic: ActorCritic,
-        optimizer: torch.optim.Optimizer,
-        args: PPOConfig,
+        self, accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
     ) -> None:
-        super().__init__(actor_critic, optimizer)
-        self.accelerator, self.actor_critic, self.max_grad_norm = accelerator, actor_critic, args.max_grad_norm
+        self.accelerator, self.actor_critic, self.optimizer = accelerator, actor_critic, optimizer
         own = args.critic_max_grad_norm
-        self.critic_max_grad_norm = args.max_grad_norm if own is None else own
+        self.max_grad_norm, self.critic_max_grad_norm = args.max_grad_norm, args.max_grad_norm if own is None else own
         # DeepSpeed will replace the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self.model: Any = self._wrap()
@@ -128,32 +83,23 @@ class Engine(TrainState):
     @property
     def learning_rates(self) -> LearningRates:
         """Of the next optimizer step: the largest of the groups that hold parameters of the policy, or the critic."""
-        policy = self._learning_rate(self.actor_critic.policy_parameters())
-        if self.actor_critic.critic is None:
-            return LearningRates(policy, None)
-        return LearningRates(policy, self._learning_rate(self.actor_critic.critic_parameters()))
-
-    def _learning_rate(self, parameters: Sequence[nn.Parameter]) -> float:
-        ids = {id(parameter) for parameter in parameters}
-        pairs = zip(self.optimizer.param_groups, self._groups, strict=True)
-        return max((float(group["lr"]) for group, own in pairs if not ids.isdisjoint(map(id, own))), default=0.0)
+        critic = {id(parameter) for parameter in self.actor_critic.critic_parameters()}
+        found: dict[bool, list[float]] = {False: [0.0], True: [0.0]}
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
+            for of_critic in {id(parameter) in critic for parameter in parameters}:
+                found[of_critic].append(float(group["lr"]))
+        return LearningRates(max(found[False]), None if self.actor_critic.critic is None else max(found[True]))
 
     def begin(self) -> None:
         """Starts an optimizer step: drops gradients left by an update that was skipped or interrupted."""
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Wraps the forward and backward passes of a micro-batch; gradients are synchronized in the `last` one."""
-        with nullcontext() if last else self.accelerator.no_sync(self.model):
-            yield
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Wraps a backward pass without gradient synchronization, because another pass of the micro-batch follows."""
-        with self.accelerator.no_sync(self.model):
-            yield
+    def passing(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
+        """Wraps a forward and backward pass, of which a micro-batch may have several; gradients are synchronized in the
+        last one of the last micro-batch.
+        """
+        return nullcontext() if last_batch and last_pass else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`, one summand of the optimizer step's loss over all ranks and micro-batches."""
@@ -223,10 +169,37 @@ class Engine(TrainState):
         """A block in which every rank holds all parameters of `modules`. All ranks must enter it."""
         yield
 
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of policy and critic that a checkpoint saves, by name, unsharded: parameters and persistent
+        buffers. All ranks must call this; ranks that write no checkpoints may get tensors without memory.
 
-def saved_names(model: nn.Module) -> set[str]:
-    """Names of the tensors that a checkpoint saves of `model`."""
-    parameters = dict(model.named_parameters())
-    if all(parameter.requires_grad for parameter in parameters.values()):
-        return parameters.keys() | {name for name, _ in model.named_buffers()}
-    return {name for name, parameter in parameters.items() if parameter.requires_grad}
+        A tensor with several names (tied weights) appears once, under the first. Of a model with a frozen base only
+        the trainable parameters are saved: the base can be loaded again from its original path.
+        """
+        parameters = dict(self.actor_critic.named_parameters())
+        names = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        if names == parameters.keys():
+            names |= {name for name, _ in self.actor_critic.named_buffers()}
+        state = self.actor_critic.state_dict(keep_vars=True)
+        return {name: self._whole(tensor) for name, tensor in state.items() if name in names}
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """A parameter or buffer as `weights` returns it."""
+        return tensor.detach()
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Restores what `weights` returned."""
+        targets = self.actor_critic.state_dict()
+        for name, tensor in weights.items():
+            targets[name].copy_(tensor)
+        self.weights_version += 1
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state dictionary over unsharded parameters; see `weights`."""
+        state = self.optimizer.state_dict()
+        # In the order of the parameters, not of their first updates, so that all settings write the same checkpoint.
+        return {**state, "state": dict(sorted(state["state"].items()))}
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `optimizer_state` returned."""
+        self.optimizer.load_state_dict(dict(state))

@@ -11,11 +11,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from accelerate.utils import get_int_from_env
 
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """Where Accelerate looks for the rank."""
@@ -41,21 +41,8 @@ _stopping = False
 
 
 def launched_rank() -> int:
-    """The rank that the launcher gave this process, before there is an Accelerator; 0 without a launcher.
-
-    Raises:
-        ValueError: when the variable that should hold it does not hold a number.
-    """
-    name = next((name for name in _RANK if name in os.environ), None)
-    if name is None:
-        return 0
-    try:
-        return int(os.environ[name])
-    except ValueError as error:
-        raise ValueError(
-            f"the environment variable {name} is {os.environ[name]!r}, which is no rank; unset it, or start the run "
-            "with a launcher, which sets it"
-        ) from error
+    """The rank that the launcher gave this process, before there is an Accelerator; 0 without a launcher."""
+    return get_int_from_env(_RANK, 0)
 
 
 def watch_launcher() -> None:
@@ -67,16 +54,21 @@ def watch_launcher() -> None:
     parent must also run a launcher's command. A run that a shell started lives on when the shell ends.
     """
     global _watched
-    parent = os.getppid()
-    if _watched is None and any(name in os.environ for name in _SET_BY_LAUNCHERS) and _is_launcher(_command(parent)):
-        _watched = parent
-        threading.Thread(target=_end_with, args=(parent,), daemon=True, name="launcher watch").start()
+    if _watched is None and any(name in os.environ for name in _SET_BY_LAUNCHERS) and launcher_command() is not None:
+        _watched = os.getppid()
+        threading.Thread(target=_end_with, args=(_watched,), daemon=True, name="launcher watch").start()
 
 
 def launcher_command() -> tuple[str, ...] | None:
     """The command line of the launcher that started this process; None if no launcher did."""
-    words = _command(os.getppid())
-    return tuple(words) if _is_launcher(words) else None
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        # It has just ended, or belongs to another user: no launcher of ours.
+        return None
+    files = tuple(f"{module.replace('.', '/')}.py" for module in _MODULES)
+    started = any(word in _MODULES or word.endswith(files) or Path(word).name in _SCRIPTS for word in words)
+    return tuple(words) if started else None
 
 
 def end_without_launcher() -> None:
@@ -86,26 +78,6 @@ def end_without_launcher() -> None:
     """
     global _stopping
     _stopping = True
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        return psutil.Process(pid).cmdline()
-    except psutil.Error:
-        # It has just ended, or belongs to another user: no launcher of ours.
-        return []
-
-
-def _is_launcher(command: Sequence[str]) -> bool:
-    """Whether `command` is `python -m <launcher> ...` or `python .../torchrun ...`, after options of Python."""
-    files, before = tuple(f"{module.replace('.', '/')}.py" for module in _MODULES), ""
-    for word in command[1:]:
-        if before.startswith("-") and before.endswith(("m", "c")):
-            return before.endswith("m") and word in _MODULES
-        if not word.startswith("-") and before not in ("-X", "-W"):
-            return Path(word).name in _SCRIPTS or word.endswith(files)
-        before = word
-    return False
 
 
 def _end_with(launcher: int) -> None:

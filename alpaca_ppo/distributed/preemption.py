@@ -66,7 +66,7 @@ class PreemptionHandler:
         """Whether ranks make the same forward passes, and so can only leave a rollout together."""
         self._accelerator = accelerator
         self._signum = 0
-        self._installed = self._stoppable = self._local = self._at_once = False
+        self._stoppable = self._in_part = self._at_once = False
         self._requested_at = 0.0
         self._pid = os.getpid()
 
@@ -82,7 +82,7 @@ class PreemptionHandler:
             Interrupted: at the end, if a signal arrived after the last poll; KeyboardInterrupt for a SIGINT with a
                 prompt.
         """
-        self._signum, self._pid, self._installed = 0, os.getpid(), True
+        self._signum, self._pid = 0, os.getpid()
         before: dict[signal.Signals, Any] = {}
         try:
             if threading.current_thread() is threading.main_thread():
@@ -92,13 +92,13 @@ class PreemptionHandler:
                         before[number] = signal.signal(number, self._note)
             yield
         finally:
-            self._installed = False
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if self._signum:
-            late = Interrupted(self._signum)
-            late.return_to_prompt()
-            raise late
+            late, self._signum = self._signum, 0
+        if late:
+            interrupted = Interrupted(late)
+            interrupted.return_to_prompt()
+            raise interrupted
 
     @contextmanager
     def rollout(self, *, can_stop: bool) -> Iterator[None]:
@@ -108,7 +108,7 @@ class PreemptionHandler:
         """
         self._stoppable = can_stop
         try:
-            with nullcontext() if self.lockstep else self._leaving():
+            with suppress(SamplingStopped):
                 yield
         finally:
             self._stoppable = False
@@ -121,35 +121,24 @@ class PreemptionHandler:
         Raises:
             Interrupted: in lockstep, on every rank, if any was asked to stop.
         """
-        agrees = self.lockstep and self._stoppable
-        with self._leaving() if agrees else nullcontext():
-            self._at_once = at_once and self._local
-            try:
+        self._in_part, self._at_once = True, at_once
+        try:
+            with suppress(SamplingStopped) if self.lockstep else nullcontext():
                 self.poll()
                 yield
-            finally:
-                self._at_once = False
-        if agrees:
-            self.poll_all_ranks()
-
-    @contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """A block that this rank leaves by SamplingStopped, which is caught at its end."""
-        self._local = self._stoppable
-        try:
-            with suppress(SamplingStopped):
-                yield
         finally:
-            self._local = False
+            self._in_part = self._at_once = False
+        if self.lockstep and self._stoppable:
+            self.poll_all_ranks()
 
     def poll(self) -> None:
         """Raises SamplingStopped, which leaves the rank's part of a rollout, if this rank was asked to stop."""
-        if self._local and self._installed and self._signum:
+        if self._signum and self._stoppable and (self._in_part or not self.lockstep):
             raise SamplingStopped
 
     def poll_all_ranks(self) -> None:
         """Called by every rank at the same point; raises Interrupted on all of them if any was asked to stop."""
-        if self._installed and (signum := max_int_over_ranks(self._signum, self._accelerator)):
+        if signum := max_int_over_ranks(self._signum, self._accelerator):
             raise Interrupted(signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -167,7 +156,7 @@ class PreemptionHandler:
                 # Not print: a handler may run in the middle of another print.
                 os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint and {after}\n".encode())
             if self._at_once:
-                raise SamplingStopped
+                self.poll()
         elif time.monotonic() - self._requested_at >= _ONE_REQUEST:
             if signum == signal.SIGINT and at_prompt():
                 raise KeyboardInterrupt

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 
 def random_states() -> dict[str, Any]:
@@ -35,16 +34,6 @@ def seed_random_states(seed: int, rank: int) -> None:
     random.seed(python)
     np.random.seed(legacy)
     torch.manual_seed(of_torch)
-
-
-def check_random_states(state: Mapping[str, Any]) -> None:
-    """Raises if `set_random_states` would: sets the states of generators that nobody uses."""
-    random.Random().setstate(state["python"])
-    np.random.RandomState().set_state(state["numpy"])
-    torch.Generator().set_state(state["torch"])
-    for cuda in state["cuda"]:
-        if not isinstance(cuda, Tensor) or cuda.dtype != torch.uint8:
-            raise TypeError(f"the state of a CUDA device is {type(cuda).__name__}, not a tensor of bytes")
 
 
 def set_random_states(state: Mapping[str, Any]) -> None:

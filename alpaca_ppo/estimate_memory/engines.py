@@ -3,7 +3,6 @@
 The arithmetic follows DeepSpeed 0.19.8 as `distributed.deepspeed_engine` uses it, without the padding of its buffers.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -48,13 +47,10 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
         return Sharding(processes, stage, buckets=2 if stage == 2 else 1)
     settings = resolve_auto(
         read_deepspeed_file(args.deepspeed),
+        args,
+        processes=processes,
         # Buckets of size 0, which means "auto" here.
         hidden_size=0,
-        bf16=args.bf16,
-        max_grad_norm=args.max_grad_norm,
-        micro_batches=math.ceil(args.step_batch_size / (args.step_per_device_batch_size * processes)),
-        step_per_device_batch_size=args.step_per_device_batch_size,
-        world=processes,
     )
     zero = settings["zero_optimization"]
     file_stage = zero.get("stage", 0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.schedules import Part, StepCounts
+from alpaca_ppo.distributed.optimizer import Part, StepCounts
 from alpaca_ppo.functional.rng import seeded_permutation
 
 

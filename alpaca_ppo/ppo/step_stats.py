@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from alpaca_ppo.distributed.collectives import gather_list
-from alpaca_ppo.distributed.schedules import Part
+from alpaca_ppo.distributed.optimizer import Part
 
 
 class StatsAccumulator:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.distributed.accelerator import make_engine
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
 from alpaca_ppo.distributed.engine import Engine, LearningRates
-from alpaca_ppo.distributed.optimizer import make_engine, prepared_optimizer
-from alpaca_ppo.distributed.schedules import Part, Schedules, StepCounts
+from alpaca_ppo.distributed.optimizer import Part, Schedules, StepCounts, prepared_optimizer
 from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
@@ -135,23 +135,22 @@ class Updater:
             passes = [(False, True), (True, False)]
         found: dict[str, Terms] = {}
         try:
-            with engine.micro_batch(last=batch.last):
-                for with_policy, with_critic in passes:
-                    ends = (with_policy, with_critic) == passes[-1]
-                    with (
-                        nullcontext() if ends else engine.no_sync(),
-                        # Gradient checkpointing recomputes activations of the critic with its adapter.
-                        nullcontext() if with_policy else engine.actor_critic.critic_active(),
-                    ):
-                        outputs = self._forward(batch, with_policy=with_policy, with_critic=with_critic)
-                        hooks = {"compute_policy_loss": policy_loss} if with_policy else {}
-                        hooks |= {"compute_value_loss": value_loss} if with_critic else {}
-                        own = {name: _checked(name, hook(batch.rows, outputs)) for name, hook in hooks.items()}
-                        loss = torch.stack([loss for loss, _ in own.values()]).sum()
-                        if ends:
-                            loss = loss + engine.unused_parameter_loss(self._untouched(with_policy, with_critic))
-                        engine.backward(loss)
-                        found |= {name: (loss.detach(), stats) for name, (loss, stats) in own.items()}
+            for with_policy, with_critic in passes:
+                ends = (with_policy, with_critic) == passes[-1]
+                with (
+                    engine.passing(last_batch=batch.last, last_pass=ends),
+                    # Gradient checkpointing recomputes activations of the critic with its adapter.
+                    nullcontext() if with_policy else engine.actor_critic.critic_active(),
+                ):
+                    outputs = self._forward(batch, with_policy=with_policy, with_critic=with_critic)
+                    hooks = {"compute_policy_loss": policy_loss} if with_policy else {}
+                    hooks |= {"compute_value_loss": value_loss} if with_critic else {}
+                    own = {name: _checked(name, hook(batch.rows, outputs)) for name, hook in hooks.items()}
+                    loss = torch.stack([loss for loss, _ in own.values()]).sum()
+                    if ends:
+                        loss = loss + engine.unused_parameter_loss(self._untouched(with_policy, with_critic))
+                    engine.backward(loss)
+                    found |= {name: (loss.detach(), stats) for name, (loss, stats) in own.items()}
         except torch.OutOfMemoryError as error:
             rows, tokens = len(batch.lengths), sum(batch.lengths)
             raise torch.OutOfMemoryError(

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, SchedulerType
 
 from alpaca_ppo.checkpoint.compatibility import depends_on_length, schedule_lengths
-from alpaca_ppo.distributed.schedules import StepCounts
+from alpaca_ppo.distributed.optimizer import StepCounts
 from alpaca_ppo.models import build_actor_critic
 from tests.checkpoint.test_compatibility import refuse
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer

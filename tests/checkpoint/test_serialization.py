@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from alpaca_ppo.checkpoint.directory import FILES, write_manifest
 from alpaca_ppo.checkpoint.serialization import Checkpoint, check_fits, check_optimizer, checkpoint_bytes
-from alpaca_ppo.distributed.engine import TrainState
+from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states
 from tests.tiny_models import tiny_causal_lm
 
@@ -52,9 +52,16 @@ def make_run(seed=0, *, width=4, optimizer=torch.optim.AdamW, **options):
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
 
+class Whole(Engine):
+    """The part of an engine that a checkpoint needs, of a model that is no policy."""
+
+    def __init__(self, model, optimizer):
+        self.actor_critic, self.optimizer = model, optimizer
+
+
 def save(run, folder, **parts):
     """Writes a checkpoint of `run`, which may hold other `parts`."""
-    whole = TrainState(run["model"], run["optimizer"])
+    whole = Whole(run["model"], run["optimizer"])
     held = {"weights": whole.weights(), "optimizer": whole.optimizer_state(), "rng": [random_states()]}
     rest = {"scheduler": run["scheduler"].state_dict(), "components": EXTRA, "best": {}, "identity": {}}
     Checkpoint(**{**held, **rest, **parts}).write(folder)
@@ -62,7 +69,7 @@ def save(run, folder, **parts):
 
 def load(run, folder):
     """Reads a checkpoint, checks it and restores it, as a manager does; returns its components."""
-    whole = TrainState(run["model"], run["optimizer"])
+    whole = Whole(run["model"], run["optimizer"])
     saved = Checkpoint.read(folder)
     check_fits(folder, saved.weights, whole.weights())
     check_optimizer(folder, saved.optimizer, whole.optimizer_state())
@@ -201,32 +208,11 @@ def without(name):
     return lambda state: {key: value for key, value in state.items() if key != name}
 
 
-def put(name, value):
-    return lambda state: {**state, name: value}
-
-
-def rng_with(name, value):
-    """The only rank's random states with another entry `name`; None leaves it out."""
-    left = {} if value is None else {name: value}
-    return lambda state: {**state, "rng": [{k: v for k, v in state["rng"][0].items() if k != name} | left]}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        *((without(name), name) for name in ("optimizer", "scheduler", "rng", "components", "best", "identity")),
-        (put("more", 1), "more"),
-        (put("rng", {}), "rng is no list"),
-        (put("rng", []), "rng"),
-        (put("rng", [3]), "TypeError"),
-        (rng_with("python", None), "KeyError: 'python'"),
-        (rng_with("python", (3, (1, 2), None)), "state vector"),
-        (rng_with("numpy", None), "KeyError: 'numpy'"),
-        (rng_with("numpy", {"bit_generator": "MT19937"}), "ValueError"),
-        (rng_with("torch", [1, 2]), "TypeError"),
-        (rng_with("cuda", ["state"]), "TypeError"),
-        (put("scheduler", 1), "scheduler is no dict"),
-        (put("optimizer", {"state": {}}), "optimizer"),
+        *((without(name), name) for name in ("optimizer", "identity")),
+        (lambda state: {**state, "more": 1}, "more"),
         (lambda state: [1, 2], "TypeError"),
         (lambda state: b"{", "UnpicklingError|EOFError"),
     ],

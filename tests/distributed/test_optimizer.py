@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig
 
+from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.distributed.optimizer import make_optimizer
 from alpaca_ppo.models import build_actor_critic
 from tests.tiny_models import tiny_causal_lm
@@ -88,3 +90,15 @@ def test_only_a_gradient_beyond_its_limit_is_rewritten(run):
         engine._clip([first, second], limit)
         torch.nn.utils.clip_grad_norm_(given, limit)
         assert torch.equal(first.grad, given[0].grad) and torch.equal(second.grad, given[1].grad), limit
+
+
+def test_an_optimizer_of_all_parameters_keeps_those_that_train(tmp_path):
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = build_actor_critic(add_policy_adapter(tiny_causal_lm("llama"), lora), critic_layout="adapter")
+    frozen, *others = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
+    optimizer = torch.optim.AdamW([{"params": [frozen]}, {"params": others}])
+    trainer = tiny_trainer(
+        tmp_path, model=model, trainer_arguments={"optimizers": (optimizer, None)}, critic_layout="adapter"
+    )
+    (group,) = trainer.updater.optimizer.param_groups
+    assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters() if p.requires_grad}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.directory import FILES, newest_checkpoint, write_manifest
 from alpaca_ppo.trainer.preflight import check_start
-from tests.fuzz.mutations import mutated_bytes, mutated_tree, values
+from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
 from tests.tiny_models import SMALLEST, tiny_causal_lm
 from tests.tiny_runs import tiny_trainer
@@ -131,20 +131,14 @@ def test_a_manifest_with_other_entries_is_refused(run, data):
 PARTS = ("optimizer", "scheduler", "rng", "components", "best", "identity")
 
 
-@fuzz(40, part=st.sampled_from(PARTS), kind=st.sampled_from(["delete", "replace", "nest", "rename"]), value=values)
-def test_a_state_without_one_of_its_parts_is_refused(run, part, kind, value):
+@fuzz(40, part=st.sampled_from(PARTS), renamed=st.booleans())
+def test_a_state_without_one_of_its_parts_is_refused(run, part, renamed):
     """As if another program had written it: the manifest has the hashes of the changed file."""
     path = run[0] / "checkpoint-1" / FILES[1]
     state = torch.load(path, weights_only=True)
     entry = state.pop(part)
-    if part == "rng" and kind == "nest":
-        entry = [{"python": entry}]
-    elif kind == "replace":
-        entry = [value]
-    elif kind == "nest":
-        entry = [entry]
-    if kind != "delete":
-        state[f"{part}s" if kind == "rename" else part] = entry
+    if renamed:
+        state[f"{part}s"] = entry
     buffer = io.BytesIO()
     torch.save(state, buffer)
     with Replaced(path, buffer.getvalue(), manifest=True):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from alpaca_ppo.distributed.deepspeed_config import check_stage, read_deepspeed_file, resolve_auto
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
+from tests.tiny_runs import tiny_config
 
 VALID: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -19,14 +20,9 @@ VALID: dict[str, Any] = {
     "fp16": {"enabled": False},
     "steps_per_print": 10,
 }
-RUN = {
-    "hidden_size": 8,
-    "bf16": False,
-    "max_grad_norm": 1.0,
-    "micro_batches": 2,
-    "step_per_device_batch_size": 4,
-    "world": 2,
-}
+# 16 rows in an optimizer step: 2 micro-batches of 4 on each of 2 processes.
+SIZES = {"rollout_batch_size": 16, "step_batch_size": 16, "step_per_device_batch_size": 4, "max_grad_norm": 1.0}
+ARGS = tiny_config("unused", **SIZES)
 OURS = {
     "gradient_accumulation_steps": 2,
     "train_micro_batch_size_per_gpu": 4,
@@ -43,8 +39,10 @@ def file(tmp_path_factory):
 def resolve(file: Any, content: bytes) -> Any:
     file.write_bytes(content)
     with files_unchanged(file.parent):
-        read = outcome(lambda: read_deepspeed_file(str(file)), names=(str(file), "the DeepSpeed configuration"))
-        return read if isinstance(read, Refused) else outcome(lambda: resolve_auto(read, **RUN), names=("DeepSpeed",))
+        read = outcome(lambda: read_deepspeed_file(str(file)), names=(str(file),))
+        if isinstance(read, Refused):
+            return read
+        return outcome(lambda: resolve_auto(read, ARGS, processes=2, hidden_size=8), names=("DeepSpeed",))
 
 
 @fuzz(300, config=mutated_tree(VALID))
