@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 989,
     "rewards": 1012,
     "checkpoint": 954,
-    "tracking": 902,
+    "tracking": 806,
     "environments": 890,
     "root": 715,
     "cli": 567,

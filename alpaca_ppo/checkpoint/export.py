@@ -16,7 +16,7 @@ from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card, write
 from alpaca_ppo.library_output import transformers_bars
 from alpaca_ppo.models import ActorCritic, write_critic
 from alpaca_ppo.remote_code import has_remote_code
-from alpaca_ppo.tracking.weights_step import FILE as STEP_FILE
+from alpaca_ppo.tracking.results import STEP_FILE
 
 
 def save_final(

@@ -18,8 +18,7 @@ from transformers.utils import CONFIG_NAME
 
 from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.registry import ADV_ESTIMATORS
-from alpaca_ppo.tracking.start_and_end import Ends, better_before_training, means_in_words, start_and_end
-from alpaca_ppo.tracking.weights_step import WeightsStep
+from alpaca_ppo.tracking.results import Ends, WeightsStep, better_before_training, means_in_words, start_and_end
 
 _TEMPLATES = Path(__file__).with_name("cards")
 _PATH_OPTIONS = ("output_dir", "deepspeed", "reference", "reward_adapter")

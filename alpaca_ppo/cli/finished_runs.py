@@ -91,7 +91,7 @@ def export(argv: Sequence[str]) -> int:
     from alpaca_ppo.checkpoint.serialization import restore_models
     from alpaca_ppo.models import factory
     from alpaca_ppo.models.loading import load_processing_class
-    from alpaca_ppo.tracking.weights_step import WeightsStep
+    from alpaca_ppo.tracking.results import WeightsStep
 
     checkpoint = newest_checkpoint(run) if start == run else start
     if checkpoint is None:

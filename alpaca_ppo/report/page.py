@@ -13,7 +13,7 @@ from typing import Any
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.report.answers import choose_answers, script_json
 from alpaca_ppo.report.runs import Run, plain
-from alpaca_ppo.tracking.start_and_end import better_before_training, means_in_words, start_and_end
+from alpaca_ppo.tracking.results import better_before_training, means_in_words, start_and_end
 
 SCRIPTS = (
     "format.js", "charts.js", "metrics.js", "curves.js", "overview.js", "configuration.js", "tokens.js", "answers.js",

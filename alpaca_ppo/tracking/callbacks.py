@@ -116,18 +116,6 @@ class CallbackHandler:
                 vars(callback).update(left[type(callback).__name__].pop(0))
 
     def notify(self, event: str, args: Any, **context: Any) -> None:
-        """Calls `event` (a method name of TrainerCallback) on each callback; a returned control replaces the old one.
-
-        Raises:
-            ValueError: if a callback reads an argument that `args` does not have.
-        """
+        """Calls `event`, a method of TrainerCallback, on each callback; a returned control replaces the old one."""
         for callback in [*self.built_in, *self.callbacks]:
-            try:
-                self.control = getattr(callback, event)(args, self.state, self.control, **context) or self.control
-            except AttributeError as error:
-                if error.obj is not args:
-                    raise
-                raise ValueError(
-                    f"{type(callback).__name__}.{event} reads args.{error.name}, which {type(args).__name__} does not "
-                    "have: override that method in a subclass, or remove the callback"
-                ) from error
+            self.control = getattr(callback, event)(args, self.state, self.control, **context) or self.control

@@ -1,29 +1,75 @@
 """`Console`: what a run prints while it trains, and at its end.
 
-The same lines appear on a terminal, in a notebook and in a file. The text is made in `console_text`, the progress bar
-in `progress_bar`.
+The same lines appear on a terminal, in a notebook and in a file: a table with a row for each step, evaluations, sampled
+answers, and what has changed. The progress bar is in `progress_bar`, the record of a run in `run_log`.
 """
 
 import json
+import math
 import shlex
 import shutil
 import sys
+import textwrap
 import time
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tqdm import tqdm
+from tqdm.utils import disp_len
 from transformers import TrainerCallback
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.tracking import console_text
-from alpaca_ppo.tracking.console_text import StepTable, eval_sets
+from alpaca_ppo.tracking.results import Metrics, better_before_training, means_in_words, start_and_end
 from alpaca_ppo.tracking.run_log import RunLog
-from alpaca_ppo.tracking.start_and_end import Metrics, better_before_training, means_in_words
 
 _ROWS_PER_HEADER = 20
-_NARROWEST = 80
+_NARROWEST, _WIDEST = 80, 120
+"""Columns of the text: those of the terminal within these bounds, and the most of them where there is none."""
+_SOURCES = "objective/scores/"
+"""Begins the names of the sources' mean scores."""
+_PROMPT_LINES, _ANSWER_LINES = (2, 4), (12, 8)
+"""Lines of a sampled text that are printed, at its beginning and at its end."""
+
+
+def number(value: float) -> str:
+    """Returns `value` with three decimals, or as a power of ten where these would be all zero or too many."""
+    if value and math.isfinite(value) and not 0.0005 <= abs(value) < 1e5:
+        return f"{value:.1e}"
+    return f"{value:.3f}"
+
+
+class Column(NamedTuple):
+    """A metric as a column of the table of steps, and as it is named in evaluations and at the end."""
+
+    key: str
+    title: str
+    width: int = 0
+    form: str = ""
+    """A format specification; "" is `number`."""
+
+    def text(self, value: float | None) -> str:
+        """Returns `value` as it is shown, "-" for a missing one."""
+        if value is None:
+            return "-"
+        return format(value, self.form) if self.form else number(value)
+
+
+COLUMNS = (
+    Column("objective/rewards", "reward", 9),
+    Column("objective/kl_sum_seq", "KL", 8),
+    Column("objective/response_length", "length", 7, ".1f"),
+    Column("objective/turns", "turns", 6, ".2f"),
+    Column("objective/truncated_fraction", "cut off", 7, ".1%"),
+    Column("ppo/val/explained_variance", "expl.var", 8, ".2f"),
+    Column("tokens/per_second", "tok/s", 7, ",.0f"),
+    Column("time/step", "sec", 6, ".1f"),
+)
+"""What a step shows if the run has it; reward sources have columns of their own after the first."""
+_CHANGES = tuple(column for column in COLUMNS if column.title in ("reward", "KL", "length", "cut off"))
+_EVALUATED = {column.key.removeprefix("objective/"): column for column in _CHANGES}
 
 
 def samples_are_due(step: int) -> bool:
@@ -47,7 +93,7 @@ class Console(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins a new table, and, in a run that is resumed, reads what its first evaluation was."""
         self._began, self._printed_step, self._first_step = time.perf_counter(), state.global_step, state.global_step
-        self._rows, self._width = 0, console_text.MAX_WIDTH
+        self._rows, self._width = 0, _WIDEST
         if sys.stdout.isatty():
             self._width = max(_NARROWEST, min(self._width, shutil.get_terminal_size().columns))
         plain = self._args.penalty_reward_value is None and self._args.overlong_buffer_len is None
@@ -61,14 +107,12 @@ class Console(TrainerCallback):
         if step % self._args.logging_steps == 0 or step == self._max_steps:
             self._print_step(kwargs["metrics"], step)
         samples, self._log.samples = self._log.samples, []
-        self._print_block(
-            console_text.sample_lines(samples, step=step, width=self._width, has_reference=self._has_reference)
-        )
+        self._print_block(sample_lines(samples, step=step, width=self._width, has_reference=self._has_reference))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints each set's metrics before training and now."""
         metrics = self._known(kwargs["metrics"])
-        lines = console_text.evaluation_lines(metrics, self._before, step=state.global_step, width=self._width)
+        lines = evaluation_lines(metrics, self._before, step=state.global_step, width=self._width)
         self._before = self._before or metrics
         self._print_block(lines)
 
@@ -81,11 +125,23 @@ class Console(TrainerCallback):
         """Prints what changed, which step was best, what the doctor has found, where the policy is, and what to do
         next.
         """
-        if self._log.is_main:
-            self._log.message("\n".join(self._summary(state)))
+        if not self._log.is_main:
+            return
+        history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
+        done = f"{step} steps" if step == self._max_steps else f"stopped at step {step} of {self._max_steps}"
+        resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
+        lines = [f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._began)}{resumed}"]
+        if changed := change_lines(history, metric=self._args.metric_for_best_model):
+            lines += [", ".join(filter(None, ["from start to end", means_in_words(history)])) + ":", *changed]
+        lines += [*self._best(history, state), f"findings:    {self._findings()}"]
+        best = self._args.load_best_model_at_end and state.best_global_step
+        lines.append(f"policy:      {folder / 'final' / 'policy'}{f' (of step {best})' if best else ''}")
+        lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
+        self._log.message("\n".join([*lines, f"report:      alpaca-ppo report {shlex.quote(str(folder))}"]))
 
     def _print_step(self, stats: Metrics, step: int) -> None:
-        lines = self._table.row(self._known(stats), step=step, seconds_left=self._log.bar.seconds_left(step))
+        pace = (time.perf_counter() - self._began) / max(1, step - self._first_step)
+        lines = self._table.row(self._known(stats), step=step, seconds_left=pace * (self._max_steps - step))
         if self._rows % _ROWS_PER_HEADER == 0:
             lines.insert(0, self._table.header)
         self._rows, self._printed_step = self._rows + 1, step
@@ -98,45 +154,25 @@ class Console(TrainerCallback):
         if len(lines) > 1:
             self._rows = 0
 
-    def _summary(self, state: Any) -> list[str]:
-        history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
-        done = f"{step} steps" if step == self._max_steps else f"stopped at step {step} of {self._max_steps}"
-        resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
-        lines = [f"done: {done} in {console_text.duration(time.perf_counter() - self._began)}{resumed}"]
-        if changed := console_text.change_lines(history, metric=self._args.metric_for_best_model):
-            lines += [", ".join(filter(None, ["from start to end", means_in_words(history)])) + ":", *changed]
-        lines += [*self._best(history, state), f"findings:    {self._findings()}"]
-        best = self._args.load_best_model_at_end and state.best_global_step
-        lines.append(f"policy:      {folder / 'final' / 'policy'}{f' (of step {best})' if best else ''}")
-        lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
-        return [*lines, f"report:      alpaca-ppo report {shlex.quote(str(folder))}"]
-
     def _best(self, history: Sequence[Metrics], state: Any) -> list[str]:
-        """The step with the best `metric_for_best_model`, or else the best evaluation, or else the highest reward.
-
-        By a metric of the steps, `metric_for_best_model` chooses among those with a checkpoint.
-        """
-        among, greater = "", True
-        if state.best_global_step:
-            metric, value, step = str(self._args.metric_for_best_model), state.best_metric, state.best_global_step
-            greater = self._args.greater_is_better
-            among = "" if metric.startswith("eval/") else " of those with a checkpoint"
-        else:
-            evaluated = [prefix for line in history for prefix in eval_sets(line)]
-            metric = f"{evaluated[0]}rewards" if evaluated else "objective/rewards"
+        """The step with the best `metric_for_best_model`, or else the best evaluation, or else the highest reward."""
+        metric, greater = self._args.metric_for_best_model, self._args.greater_is_better
+        step, value = state.best_global_step, state.best_metric
+        if not step:
+            sets, greater = [prefix for line in history for prefix in eval_sets(line)], True
+            metric = f"{sets[0]}rewards" if sets else "objective/rewards"
             values = [(value, line["step"]) for line in history if (value := line.get(metric)) is not None]
             if len(values) < 2:
                 return []
             value, step = max(values, key=lambda pair: pair[0])
-        shown, kept = f"{metric} {console_text.number(value)}", Path(self._args.output_dir) / f"checkpoint-{step}"
+        assert metric is not None
         if not step:
-            return [f"best step:   none is better than before training ({shown})"]
-        where = f", kept in {kept}" if kept.is_dir() else ""
-        if not where and metric.startswith("eval/"):
-            where = ", not kept: metric_for_best_model was not set"
-        lines = [f"best step:   {step}{among} ({shown}{where})"]
+            return [f"best step:   none is better than before training ({metric} {number(value)})"]
+        folder = Path(self._args.output_dir) / f"checkpoint-{step}"
+        kept = f"kept in {folder}" if folder.is_dir() else "not kept; metric_for_best_model keeps it"
+        lines = [f"best step:   {step} ({metric} {number(value)}, {kept})"]
         if (before := better_before_training(history, metric, value, greater_is_better=greater)) is not None:
-            lines.append(f"             worse than before training ({metric} {console_text.number(before)})")
+            lines.append(f"             worse than before training ({metric} {number(before)})")
         return lines
 
     def _known(self, stats: Metrics) -> Metrics:
@@ -147,9 +183,10 @@ class Console(TrainerCallback):
         """How many findings the doctor has printed, and where they are."""
         path = Path(self._args.output_dir) / "findings.jsonl"
         found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        counts = Counter(json.loads(line)["severity"] for line in found)
+        counts = sorted(Counter(json.loads(line)["severity"] for line in found).items())
+        words = ", ".join(f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in counts)
         report = ", in report.html" if self._args.report else ""
-        return f"{console_text.severities(counts)} (printed above{report} and in {path})" if counts else "none"
+        return f"{words} (printed above{report} and in {path})" if counts else "none"
 
     def _history(self) -> list[Metrics]:
         """The lines of metrics.jsonl on the main process. A run may be resumed from another folder's checkpoint."""
@@ -157,3 +194,168 @@ class Console(TrainerCallback):
         if not self._log.is_main or not path.exists():
             return []
         return [self._known(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class StepTable:
+    """The lines of a table with a row for each step. Which columns it has is decided by the first row.
+
+    Reward sources have a column each, or, where these would be too wide, a line of their own under each row. A single
+    source has none if the reward is its score.
+
+    Args:
+        width: columns of the screen.
+        max_steps: of the run.
+        reward_is_score: whether the reward of a response is what a single source returns for it.
+    """
+
+    def __init__(self, width: int, *, max_steps: int, reward_is_score: bool) -> None:
+        self._width, self._max_steps, self._reward_is_score = width, max_steps, reward_is_score
+        self._columns: list[Column] = []
+        self._below: list[str] = []
+
+    @property
+    def header(self) -> str:
+        """The line of the titles."""
+        return " ".join(column.title.rjust(column.width) for column in self._columns)
+
+    def row(self, stats: Metrics, *, step: int, seconds_left: float) -> list[str]:
+        """Returns the line of `step` (from 1), and those of the sources if they have no columns; a metric that is
+        missing is shown as "-".
+        """
+        if not self._columns:
+            sources = [key.removeprefix(_SOURCES) for key in stats if key.startswith(_SOURCES)]
+            sources = [] if len(sources) == 1 and self._reward_is_score else sources
+            reward, *others = (column for column in COLUMNS if column.key in stats or column is COLUMNS[0])
+            others.append(Column("left", "left", 8))
+            self._columns = [Column("step", "step", max(5, 2 * len(str(self._max_steps)) + 1)), reward]
+            of_sources = [Column(_SOURCES + name, name, max(9, disp_len(name))) for name in sources]
+            if sum(column.width + 1 for column in [*self._columns, *of_sources, *others]) > self._width + 1:
+                of_sources, self._below = [], sources
+            self._columns += [*of_sources, *others]
+        cells = {"step": f"{step}/{self._max_steps}", "left": tqdm.format_interval(seconds_left)}
+        texts = [(cells.get(each.key) or each.text(stats.get(each.key))).rjust(each.width) for each in self._columns]
+        below = [f"{name} {Column('', '').text(stats.get(_SOURCES + name)):>8}" for name in self._below]
+        indent = " " * (self._columns[0].width + 2)
+        return [" ".join(texts), *_filled(below, self._width, indent, indent)]
+
+
+def evaluation_lines(stats: Metrics, start: Metrics, *, step: int, width: int) -> list[str]:
+    """Returns the metrics of an evaluation, each as it was before training and is now: a paragraph for each set.
+
+    Args:
+        stats: names of an evaluation begin with `eval/`, of a named set with `eval/<set>/`.
+        start: the metrics of the run's first evaluation.
+        step: how many steps have ended.
+        width: columns of the screen.
+    """
+    lines = []
+    for prefix in eval_sets(stats):
+        title = f"eval {prefix.removeprefix('eval/').strip('/')}".strip()
+        parts = [title + (f" at step {step}:" if step else " before training:")]
+        for column in _shown(stats, prefix):
+            now, before, error = (
+                found.get(column.key + end) for found, end in ((stats, ""), (start, ""), (stats, "_se"))
+            )
+            text = column.text(now) + (f" ±{number(error)}" if error is not None else "")
+            if step and before is not None and now is not None:
+                text = f"{column.text(before)} -> {text}"
+                text += f" ({now - before:+.3f})" if column.title == "reward" else ""
+            parts.append(f"{column.title} {text}")
+        lines += _filled(parts, width, "", "    ")
+    return lines
+
+
+def eval_sets(stats: Metrics) -> list[str]:
+    """Returns the prefixes of the metrics of each set of evaluation prompts: `eval/`, `eval/<set>/`."""
+    return [key.removesuffix("rewards") for key in stats if key.startswith("eval/") and key.endswith("/rewards")]
+
+
+def _shown(stats: Metrics, prefix: str) -> list[Column]:
+    """The metrics of an eval set that are shown, without those of other sets and those that repeat the reward."""
+    nested = tuple(other for other in eval_sets(stats) if other != prefix and other.startswith(prefix))
+    keys = [key for key in stats if key.startswith(prefix) and not (nested and key.startswith(nested))]
+    names = [key.removeprefix(prefix) for key in keys if not key.endswith(("_se", "scores_std"))]
+    sources, reward = [name for name in names if name.startswith("scores/")], stats[f"{prefix}rewards"]
+    columns = [column._replace(key=prefix + name) for name, column in _EVALUATED.items() if name in names]
+    for name in (name for name in names if name not in _EVALUATED):
+        value = stats[prefix + name]
+        # A mean of the same numbers, taken in another order.
+        same = value is not None and reward is not None and math.isclose(value, reward, rel_tol=1e-6)
+        repeats = same and (name == "scores" or [name] == sources)
+        if not repeats and (name, value) != ("masked_rows", 0):
+            columns.append(Column(prefix + name, name.removeprefix("scores/")))
+    return columns
+
+
+def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> list[str]:
+    """Returns a table of what changed in a run: metrics of its steps, as `start_and_end` averages them, and those of
+    its first and last evaluation.
+
+    Args:
+        history: the metrics of each step, with `step`; 0 is the evaluation before training.
+        metric: `metric_for_best_model`, which is one of them.
+    """
+    names = dict.fromkeys(key for line in history for key in line)
+    sources = [Column(key, key.removeprefix(_SOURCES)) for key in names if key.startswith(_SOURCES)]
+    columns = [_CHANGES[0], *(sources if len(sources) > 1 else []), *_CHANGES[1:]]
+    evaluated = [line for line in history if eval_sets(line)]
+    last = evaluated[-1] if len(evaluated) > 1 else {}
+    for prefix in eval_sets(last):
+        title = prefix.strip("/").replace("/", " ")
+        columns += [column._replace(title=f"{title} {column.title}") for column in _shown(last, prefix)]
+    if metric is not None and metric not in [column.key for column in columns]:
+        columns.append(Column(metric, metric.replace("/", " ") if metric.startswith("eval/") else metric))
+    found = [(column, ends) for column in columns if (ends := start_and_end(history, column.key)) is not None]
+    wide = max((len(column.title) for column, _ in found), default=0)
+    return [
+        f"  {column.title:{wide}} {column.text(ends.start):>10} -> {column.text(ends.end):>10}"
+        + (f"  ({ends.end - ends.start:+.3f})" if column.title.endswith("reward") else "")
+        for column, ends in found
+    ]
+
+
+def sample_lines(rows: Sequence[Mapping[str, Any]], *, step: int, width: int, has_reference: bool = True) -> list[str]:
+    """Returns sampled responses as text of at most `width` columns, long ones without their middle.
+
+    Args:
+        rows: of `rollout_tables.sample_rows`.
+        step: from 1.
+        width: columns of the screen.
+        has_reference: False leaves the KL out.
+    """
+    lines = []
+    for row in rows:
+        kl = f"KL {number(row['kl'])}, " if has_reference else ""
+        ended = "stopped" if row["stopped"] else "cut off"
+        title = f"-- step {step}, {row['rank']}: score {number(row['score'])}, {kl}{row['length']} tokens, {ended} "
+        lines.append(title.ljust(width, "-"))
+        for label, text, (first, last) in (
+            ("prompt", row["prompt"], _PROMPT_LINES),
+            ("answer", row["response"], _ANSWER_LINES),
+        ):
+            wrapped = list[str]()
+            for line in printable(text).split("\n"):
+                room = width - len(label) - 3
+                wrapped += textwrap.wrap(line, room, drop_whitespace=False, break_on_hyphens=False) or [""]
+            if (left_out := len(wrapped) - first - last) > 1:
+                wrapped[first:-last] = [f"[... {left_out} lines ...]"]
+            lines += [f"{label if not i else '':{len(label)}} | {line}".rstrip() for i, line in enumerate(wrapped)]
+    return [*lines, "-" * width] if lines else []
+
+
+def printable(text: str) -> str:
+    """Returns `text` with its tabs as blanks and all other control characters but line feeds as escapes: what a model
+    samples must not control the terminal.
+    """
+    return "".join(
+        char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else ascii(char)[1:-1]
+        for char in text.replace("\r\n", "\n").expandtabs(4)
+    )
+
+
+def _filled(parts: Sequence[str], width: int, first: str, others: str) -> list[str]:
+    """Joins `parts` to lines of at most `width` columns, indented by `first` and by `others`."""
+    # textwrap does not break at a no-break space.
+    text = "  ".join(part.replace(" ", "\xa0") for part in parts)
+    filler = textwrap.TextWrapper(width, first, others, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in filler.wrap(text)]

@@ -5,29 +5,44 @@ Only the main process writes; on other processes every method does nothing. The 
 """
 
 import hashlib
+import html
 import json
 import math
 import os
 import re
-import time
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker, get_available_trackers
+from accelerate.tracking import ClearMLTracker, TensorBoardTracker, WandBTracker, get_available_trackers
+from tqdm.auto import tqdm
 
 from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
 from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
-from alpaca_ppo.tracking import tracker_tables
-from alpaca_ppo.tracking.progress_bar import ProgressBar, write
+from alpaca_ppo.tracking.progress_bar import ProgressBar
 
 PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
 _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
 _TABLE_FOLDERS = ("rollouts", "eval", "inspected")
+MAX_ROWS = 16
+"""Rows of a table in a tracker; the files have all of them."""
+MAX_CHARS = 600
+"""Characters of a text in a table of TensorBoard, where a cell cannot be folded."""
+OVERVIEW = {
+    "objective/scores": "0_overview/1_reward",
+    "objective/kl_sum_seq": "0_overview/2_kl_to_reference",
+    "objective/response_length": "0_overview/3_response_length",
+    "eval/scores": "0_overview/4_eval_reward",
+    "objective/truncated_fraction": "0_overview/5_truncated_fraction",
+    "ppo/val/explained_variance": "0_overview/6_explained_variance",
+}
+"""TensorBoard's names of the metrics to look at first. It sorts groups and the charts in them by name."""
+_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_{}[]#|"})
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -41,13 +56,10 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
     installed = [str(name) for name in get_available_trackers()]
     if set(report_to) == {"none"}:
         return []
-    names = [name for entry in report_to for name in (installed if entry == "all" else [entry])]
-    for name in names:
-        if name not in installed:
-            why = "is not installed" if name in LOGGER_TYPE_TO_CLASS else "is not a tracker of Accelerate"
-            why = "cannot be combined with other trackers" if name == "none" else why
-            raise ValueError(f"report_to names {name!r}, which {why}; choose of {', '.join(installed)}, all, or none")
-    return list(dict.fromkeys(names))
+    names = dict.fromkeys(name for entry in report_to for name in (installed if entry == "all" else [entry]))
+    if unknown := [name for name in names if name not in installed]:
+        raise ValueError(f"report_to names {unknown[0]!r}; choose of {', '.join(installed)} (installed), all, or none")
+    return list(names)
 
 
 class RunLog:
@@ -55,7 +67,7 @@ class RunLog:
 
     Args:
         accelerator: of the run. If it already has trackers, they are used, and `report_to` adds none.
-        args: of the run: `output_dir`, `report_to`, `run_name` and `metric_for_best_model` are read.
+        args: of the run: `output_dir`, `report_to` and `run_name` are read.
     """
 
     def __init__(self, accelerator: Accelerator, args: PPOConfig) -> None:
@@ -94,8 +106,7 @@ class RunLog:
                     number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
                     if number and int(number[1]) > step:
                         path.unlink()
-            content = {**config, PROVENANCE: dict(provenance)}
-            text = as_yaml(content)
+            text = as_yaml({**config, PROVENANCE: dict(provenance)})
             write_text_atomically(self.output_dir / "run.yaml", text)
         if not self._trackers_of_user:
             self._start_trackers(dict(config), purge_step=last_line + 1)
@@ -112,8 +123,7 @@ class RunLog:
             with explain_disk_full(self.output_dir / "runs"):
                 self.accelerator.log(numbers, step=step)
                 for board in self._tensorboards():
-                    best_by = self._args.metric_for_best_model
-                    board.log(tracker_tables.overview(numbers, best_by=best_by), step=step)
+                    board.log({shown: numbers[name] for name, shown in OVERVIEW.items() if name in numbers}, step=step)
                 self._show_table("rollouts", self._rollouts.get(step, ()), step)
         self._rollouts.clear()
 
@@ -151,9 +161,13 @@ class RunLog:
             self._show_table(name, rows, step)
 
     def message(self, text: str) -> None:
-        """Prints a line above the progress bar."""
+        """Prints `text` above the progress bar, at once even if stdout is a file or a pipe. Characters that stdout
+        cannot encode are written as backslash escapes.
+        """
         if self.is_main:
-            write(text)
+            encoding = sys.stdout.encoding or "utf-8"
+            tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            sys.stdout.flush()
 
     @property
     def boards(self) -> list[str]:
@@ -170,8 +184,6 @@ class RunLog:
 
     def _start_trackers(self, config: dict[str, Any], *, purge_step: int) -> None:
         runs = self.output_dir / "runs"
-        if self.is_main:
-            _wait_for_a_later_name(runs)
         # TensorBoard hides what an interrupted run wrote for purge_step and later steps.
         board = TensorBoardTracker("", runs, purge_step=purge_step)
         self.accelerator.project_configuration.logging_dir = str(runs)
@@ -186,14 +198,40 @@ class RunLog:
                 tracker.store_init_configuration(config)
             elif self.is_main:
                 rows = [{"option": key, "value": value} for key, value in config.items()]
-                board.tracker.add_text("run.yaml", tracker_tables.markdown_table(rows))
+                board.tracker.add_text("run.yaml", markdown_table(rows))
 
     def _show_table(self, name: str, rows: Rows, step: int) -> None:
+        """Shows score, prompt and response of the first rows in TensorBoard, and all columns but the tokens in W&B and
+        ClearML; other trackers are left alone.
+        """
+        first = [column for column in ("score", "prompt", "response") if rows and column in rows[0]]
         for tracker in self.accelerator.trackers if rows else ():
-            tracker_tables.log_table(tracker, name, rows, step)
+            if isinstance(tracker, TensorBoardTracker):
+                shown = [{column: row[column] for column in first} for row in rows[:MAX_ROWS]]
+                tracker.tracker.add_text(f"{name}/table", markdown_table(shown), step)
+            elif isinstance(tracker, WandBTracker | ClearMLTracker):
+                columns = first + [column for column in rows[0] if column not in (*first, "tokens")]
+                data = [[row.get(column) for column in columns] for row in rows[:MAX_ROWS]]
+                tracker.log_table(f"{name}/table", columns=columns, data=data, step=step)
 
     def _tensorboards(self) -> list[TensorBoardTracker]:
         return [tracker for tracker in self.accelerator.trackers if isinstance(tracker, TensorBoardTracker)]
+
+
+def markdown_table(rows: Rows) -> str:
+    """Returns `rows`, which have the same keys, as a Markdown table. Markdown in a text is shown as it is, and a long
+    text is cut in the middle: the end of a prompt is what the response answers, the end of a response how it stopped.
+    """
+    lines = []
+    for cells in [list(rows[0]), *(row.values() for row in rows)]:
+        texts = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        for i, text in enumerate(texts):
+            if len(text) > MAX_CHARS:
+                half = MAX_CHARS // 2
+                texts[i] = f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
+        shown = [html.escape(text, quote=False).translate(_SPECIAL) for text in texts]
+        lines.append(f"| {' | '.join(shown)} |".replace("\r", "").replace("\n", "<br>"))
+    return "\n".join([lines[0], f"| {' | '.join(['---'] * len(rows[0]))} |", *lines[1:]])
 
 
 def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any]:
@@ -240,12 +278,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nan(entry) for key, entry in value.items()}
     return [_without_nan(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-def _wait_for_a_later_name(folder: Path) -> None:
-    """Waits until a new event file in `folder` comes after those that are there: TensorBoard reads them in the order
-    of their names, which begin with whole seconds.
-    """
-    newest = max((int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")), default=0)
-    # A file from a clock that was ahead is not waited for.
-    time.sleep(max(0.0, min(1.0, newest + 1 - time.time())))

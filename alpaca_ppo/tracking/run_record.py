@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 
@@ -95,8 +95,7 @@ class RunRecord:
     def config(self, args: PPOConfig) -> dict[str, Any]:
         """All options of the run as plain values, without credentials."""
         whole = {**self.options, **asdict(args), **{k: v for k, v in self.options.items() if k in vars(args)}}
-        cleaned: dict[str, Any] = without_credentials({**whole, **_OF_THIS_START})
-        return cleaned
+        return cast(dict[str, Any], without_credentials({**whole, **_OF_THIS_START}))
 
     def provenance(self, hardware: Mapping[str, Any], *, resumed_step: int = 0) -> dict[str, Any]:
         """Where the run came from and what it runs on, as plain values without credentials; `resumed_step` is that of
@@ -113,8 +112,7 @@ class RunRecord:
             "hardware": dict(hardware),
             IN_MEMORY: dict(self.in_memory),
         }
-        cleaned: dict[str, Any] = without_credentials(found)
-        return cleaned
+        return cast(dict[str, Any], without_credentials(found))
 
 
 def import_name(defined: Any) -> str | None:
@@ -138,13 +136,11 @@ def import_name(defined: Any) -> str | None:
 
 def _places(value: Any) -> Iterator[tuple[str, Any]]:
     """What an argument holds, each with its place such as "[0]" or "[name]"; "" for a single object."""
-    if isinstance(value, Mapping):
-        found = [(f"[{key}]", each) for key, each in value.items()]
-    elif isinstance(value, list | tuple):
-        found = [(f"[{i}]", each) for i, each in enumerate(value)]
-    else:
-        found = [("", value)]
-    return ((place, each) for place, each in found if each is not None)
+    if isinstance(value, Mapping | list | tuple):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        yield from ((f"[{key}]", each) for key, each in entries if each is not None)
+    elif value is not None:
+        yield "", value
 
 
 def _rewards(named: Sequence[tuple[str, str]], weights: Sequence[float] | None) -> dict[str, Any]:

@@ -40,9 +40,9 @@ from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
 from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAboveKL
 from alpaca_ppo.tracking.console import Console
+from alpaca_ppo.tracking.results import WeightsStep
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.tracking.run_record import RunRecord
-from alpaca_ppo.tracking.weights_step import WeightsStep
 from alpaca_ppo.trainer.preflight import DiskCheck, checked_hub_id
 from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.trainer.run_doctor import RunDoctor
@@ -204,7 +204,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     def _train(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
         self._begin(resume_from_checkpoint)
         bar = self.run_log.bar
-        with bar.steps(self.schedule.num_steps, initial=self.state.global_step):
+        with bar.steps(self.schedule.num_steps, initial=self.state.global_step) as steps:
             while not self._finished:
                 self.poll()
                 self.callback_handler.begin_step()
@@ -215,7 +215,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 self.state.global_step = step + 1
                 self.log_rollouts()
                 self._end_step(stats)
-                bar.advance()
+                steps.update()
             self.poll()
             self._load_best()
             stats = self.checkpoints.best.stats if self.checkpoints.best_is_loaded else self.progress.stats

@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.manager import BestCheckpoint
 from alpaca_ppo.distributed import collectives
-from alpaca_ppo.tracking.weights_step import WeightsStep, read_weights_step
+from alpaca_ppo.tracking.results import WeightsStep, read_weights_step
 from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer, weights
 
 NAME = "objective/scripted"

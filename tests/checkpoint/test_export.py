@@ -19,7 +19,7 @@ from alpaca_ppo.adapters import add_policy_adapter
 from alpaca_ppo.checkpoint.export import save_final, save_merged
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card
 from alpaca_ppo.models import C51Head, HLGaussHead, IQNHead, QuantileHead, build_actor_critic, load_critic
-from alpaca_ppo.tracking.weights_step import WeightsStep
+from alpaca_ppo.tracking.results import WeightsStep
 from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_tokenizer
 
 METRICS = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}

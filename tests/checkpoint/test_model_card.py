@@ -11,9 +11,8 @@ from alpaca_ppo import PPOConfig
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card
 from alpaca_ppo.report.page import report_data
 from alpaca_ppo.report.runs import read_run
-from alpaca_ppo.tracking.console_text import change_lines
-from alpaca_ppo.tracking.start_and_end import means_in_words, start_and_end
-from alpaca_ppo.tracking.weights_step import WeightsStep
+from alpaca_ppo.tracking.console import change_lines
+from alpaca_ppo.tracking.results import WeightsStep, means_in_words, start_and_end
 
 STEP = WeightsStep(4, 4)
 RECORDS = [

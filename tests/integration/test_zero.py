@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo.tracking.weights_step import WeightsStep, read_weights_step
+from alpaca_ppo.tracking.results import WeightsStep, read_weights_step
 from tests.integration.launching import ROOT, proves, start_tiny
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines

@@ -13,7 +13,6 @@ from transformers import TrainerCallback
 
 from alpaca_ppo.rewards import build_reward
 from alpaca_ppo.tracking.console import Console, samples_are_due
-from alpaca_ppo.tracking.console_text import rate
 from alpaca_ppo.tracking.progress_bar import ProgressBar
 from alpaca_ppo.tracking.rollout_tables import sample_rows
 from tests.tiny_models import tiny_tokenizer
@@ -80,8 +79,8 @@ def test_a_run_says_what_happens_and_nothing_else(tmp_path, capsys):
         assert float(row["KL"]) == pytest.approx(line["objective/kl_sum_seq"], abs=5e-4)
         assert float(row["expl.var"]) == pytest.approx(line["ppo/val/explained_variance"], abs=5e-3)
         assert float(row["sec"]) == pytest.approx(line["time/step"], abs=0.05)
-        assert row["tok/s"] == rate(line["tokens/per_second"])
-    assert shown[-1]["left"] == "0:00"
+        assert row["tok/s"] == f"{line['tokens/per_second']:,.0f}"
+    assert shown[-1]["left"] == "00:00"
     evaluations = [line for line in printed if line.startswith("eval ")]
     assert [line.partition(":")[0] for line in evaluations] == ["eval before training"] + [
         f"eval at step {step}" for step in (2, 4, 5)
@@ -101,7 +100,7 @@ def test_a_run_says_what_happens_and_nothing_else(tmp_path, capsys):
 
 
 def check_end(end, lines, folder):
-    assert end[0].startswith("done: 5 steps in 0:")
+    assert end[0].startswith("done: 5 steps in 00:")
     means = {line.split("  ")[1]: line.split()[-4:] for line in end if "->" in line}
     # The sources in their order, as in the table of steps.
     assert [name for name in means if name.removeprefix("eval ") in ("odd", "count_even")] == [
@@ -211,10 +210,13 @@ def test_a_step_that_a_callback_logs_is_printed_once(tmp_path):
     [
         (
             {"best_global_step": 4, "best_metric": 0.5},
-            "best step:   4 of those with a checkpoint (objective/kl_sum_seq 0.500, kept in ",
+            "best step:   4 (objective/kl_sum_seq 0.500, kept in ",
         ),
         # Of equal ones the first: 2, with a reward of 3.
-        ({"best_global_step": None, "best_metric": None}, "best step:   2 (objective/rewards 3.000)"),
+        (
+            {"best_global_step": None, "best_metric": None},
+            "best step:   2 (objective/rewards 3.000, not kept; metric_for_best_model keeps it)",
+        ),
     ],
 )
 def test_the_best_step_is_that_of_the_chosen_metric_or_of_the_highest_reward(tmp_path, best, text):
@@ -225,7 +227,7 @@ def test_the_best_step_is_that_of_the_chosen_metric_or_of_the_highest_reward(tmp
         "".join(f'{{"step": {i}, "objective/rewards": {value}}}\n' for i, value in enumerate(rewards, 1))
     )
     shown.on_train_end(None, SimpleNamespace(global_step=5, **best), None)
-    assert log.printed[0].startswith("done: stopped at step 5 of 100 in 0:00")
+    assert log.printed[0].startswith("done: stopped at step 5 of 100 in 00:00")
     assert any(line.startswith(text) for line in log.printed), log.printed
     assert not any("tensorboard" in line for line in log.printed)
 
@@ -233,7 +235,7 @@ def test_the_best_step_is_that_of_the_chosen_metric_or_of_the_highest_reward(tmp
 def test_the_end_of_a_run_without_a_step_is_printed(tmp_path):
     shown, log = console(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    shown.on_train_end(None, SimpleNamespace(global_step=0, best_global_step=None), None)
+    shown.on_train_end(None, SimpleNamespace(global_step=0, best_global_step=None, best_metric=None), None)
     assert [line.partition(":")[0] for line in log.printed] == ["done", "findings", "policy", "report"]
 
 
@@ -242,10 +244,10 @@ def test_the_end_counts_the_findings_and_says_where_they_are_and_that_a_best_eva
     found = ["warning", "error", "warning"]
     (tmp_path / "findings.jsonl").write_text("".join(f'{{"step": 1, "severity": "{name}"}}\n' for name in found))
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "eval/rewards": 1.0}\n{"step": 4, "eval/rewards": 0.5}\n')
-    shown.on_train_end(None, SimpleNamespace(global_step=5, best_global_step=None), None)
+    shown.on_train_end(None, SimpleNamespace(global_step=5, best_global_step=None, best_metric=None), None)
     place = f"(printed above, in report.html and in {tmp_path / 'findings.jsonl'})"
     assert f"findings:    1 error, 2 warnings {place}" in log.printed
-    assert "best step:   2 (eval/rewards 1.000, not kept: metric_for_best_model was not set)" in log.printed
+    assert "best step:   2 (eval/rewards 1.000, not kept; metric_for_best_model keeps it)" in log.printed
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_a_best_checkpoint_that_is_worse_than_before_training_is_called_so(tmp_p
 def test_where_no_evaluation_is_better_than_the_first_there_is_no_best_step(tmp_path):
     shown, log = console(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/rewards": 1.0}\n{"step": 2, "eval/rewards": 0.5}\n')
-    shown.on_train_end(None, SimpleNamespace(global_step=2, best_global_step=None), None)
+    shown.on_train_end(None, SimpleNamespace(global_step=2, best_global_step=None, best_metric=None), None)
     assert "best step:   none is better than before training (eval/rewards 1.000)" in log.printed
 
 
@@ -290,7 +292,7 @@ def test_without_a_reference_nothing_says_kl(tmp_path):
     metrics = {"eval/rewards": 1.0, "eval/kl_sum_seq": 0.0}
     shown.on_evaluate(None, SimpleNamespace(global_step=0), None, metrics=metrics)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "objective/rewards": 1, "objective/kl_sum_seq": 0}\n' * 2)
-    shown.on_train_end(None, SimpleNamespace(global_step=2, best_global_step=None), None)
+    shown.on_train_end(None, SimpleNamespace(global_step=2, best_global_step=None, best_metric=None), None)
     assert any("reward" in line for line in log.printed)
     assert not any("KL" in line for line in log.printed)
 

@@ -1,15 +1,24 @@
+import io
 import json
 import math
 import os
+import sys
 
 import pytest
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator, tracking
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from alpaca_ppo.tracking import run_log
-from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity, tracker_names
+from alpaca_ppo.tracking.run_log import (
+    MAX_CHARS,
+    MAX_ROWS,
+    RunLog,
+    check_metrics,
+    markdown_table,
+    metrics_identity,
+    tracker_names,
+)
 from tests.tiny_runs import tiny_config
 
 CONFIG = {"seed": 42, "report_to": ["tensorboard"], "run_name": None, "learning_rate": 1e-06}
@@ -132,12 +141,12 @@ def test_run_yaml_has_the_resolved_configuration(tmp_path):
 
 
 def test_tensorboard_gets_metrics_tables_and_configuration(tmp_path):
-    log = make_log(tmp_path, ["tensorboard"], metric_for_best_model="ppo/x", save_steps=1)
+    log = make_log(tmp_path, ["tensorboard"])
     log.log({"objective/kl": 0.5}, 1)
     log.log({"objective/kl": 0.75}, 2, report=False)
     log.log_table("eval", [{"prompt": f"p{i}", "score": i / 3} for i in range(20)], 2)
     log.write_rows("rollouts", [{"prompt": "p", "response": "r", "score": 0.5, "tokens": [1]}], 3)
-    log.log({"objective/scores": 0.5, "ppo/x": 0.25}, 3)
+    log.log({"objective/scores": 0.5}, 3)
     log.write_rows("rollouts", [{"prompt": "unreported", "response": "r", "score": 0.5}], 4)
     log.log({"objective/scores": 0.75}, 4, report=False)
     log.finish()
@@ -146,17 +155,13 @@ def test_tensorboard_gets_metrics_tables_and_configuration(tmp_path):
     assert len(lines(tmp_path)) == 4
     assert "| 5 | p15 |" in text(events, "eval/table") and "p16" not in text(events, "eval/table")
     assert [(e.step, e.value) for e in events.Scalars("0_overview/1_reward")] == [(3, 0.5)]
-    assert [(e.step, e.value) for e in events.Scalars("0_overview/7_ppo_x")] == [(3, 0.25)]
     assert text(events, "rollouts/table") == "| score | prompt | response |\n| --- | --- | --- |\n| 0.5 | p | r |"
     assert len((tmp_path / "eval" / "step_000002.jsonl").read_text().splitlines()) == 20
     assert "| learning\\_rate | 1e-06 |" in text(events, "run.yaml")
 
 
 @pytest.mark.parametrize(("last_line", "steps"), [(2, [1, 2, 3]), (-1, [3])])
-def test_tensorboard_hides_the_steps_that_a_resumed_or_new_run_removes(tmp_path, monkeypatch, last_line, steps):
-    # Event files are read in the order of their names: the second in which each was created, and in the end a counter,
-    # whose 10 comes before its 9.
-    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(9))
+def test_tensorboard_hides_the_steps_that_a_resumed_or_new_run_removes(tmp_path, last_line, steps):
     for first, last in ((1, 4), (3, 3)):
         begin = NEW if first == 1 else {"step": last_line, "last_line": last_line, "lines": 0}
         log = make_log(tmp_path, ["tensorboard"], begin=begin)
@@ -200,7 +205,7 @@ def test_another_tracker_gets_the_runs_name_configuration_and_metrics(tmp_path, 
             calls.append("finish")
 
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard", "wandb"])
-    monkeypatch.setitem(run_log.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
     log = make_log(tmp_path / "lucky", ["wandb"])
     log.log({"x": 1.0}, 3)
     log.finish()
@@ -222,9 +227,12 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_message_is_printed_once(tmp_path, capsys):
-    make_log(tmp_path).message("8 steps")
-    assert capsys.readouterr().out == "8 steps\n"
+def test_a_message_appears_at_once_and_in_any_encoding(tmp_path, monkeypatch):
+    raw = io.BytesIO()
+    stdout = io.TextIOWrapper(io.BufferedWriter(raw, buffer_size=10_000), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    make_log(tmp_path).message("\xb1\u5b57")
+    assert raw.getvalue() == b"\xb1\\u5b57\n"
 
 
 def test_a_tracker_named_twice_is_used_once(monkeypatch):
@@ -233,15 +241,43 @@ def test_a_tracker_named_twice_is_used_once(monkeypatch):
     assert tracker_names(["none"]) == tracker_names([]) == []
 
 
-@pytest.mark.parametrize(
-    ("report_to", "message"),
-    [
-        (["tensorbord"], "'tensorbord', which is not a tracker of Accelerate; choose of tensorboard, all, or none"),
-        (["tensorboard", "wandb"], "'wandb', which is not installed; choose of"),
-        (["none", "tensorboard"], "'none', which cannot be combined with other trackers"),
-    ],
-)
-def test_an_unavailable_tracker_is_an_error_that_lists_the_available_ones(monkeypatch, report_to, message):
+@pytest.mark.parametrize("report_to", [["tensorbord"], ["tensorboard", "wandb"], ["none", "tensorboard"]])
+def test_an_unavailable_tracker_is_an_error_that_lists_the_available_ones(monkeypatch, report_to):
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard"])
-    with pytest.raises(ValueError, match=message):
+    wrong = next(name for name in report_to if name != "tensorboard")
+    with pytest.raises(ValueError, match=f"report_to .*'{wrong}'.* tensorboard"):
         tracker_names(report_to)
+
+
+ROW = {"prompt_id": 3, "prompt": "p", "response": "r", "score": 0.5, "tokens": [1]}
+
+
+def test_a_markdown_table_shows_text_as_it_is_and_cuts_a_long_one_in_the_middle():
+    long = "a" * MAX_CHARS + "b" * MAX_CHARS
+    rows = [{"score": 1 / 3, "a|b": "<i>\r\n*x*"}, {"score": 2, "a|b": long}]
+    half = MAX_CHARS // 2
+    assert markdown_table(rows).split("\n") == [
+        "| score | a\\|b |",
+        "| --- | --- |",
+        "| 0.3333 | &lt;i&gt;<br>\\*x\\* |",
+        f"| 2 | {'a' * half} ... ({MAX_CHARS} characters) ... {'b' * half} |",
+    ]
+
+
+@pytest.mark.parametrize("kind", [tracking.WandBTracker, tracking.ClearMLTracker, tracking.AimTracker])
+def test_trackers_that_have_tables_get_the_first_rows_with_score_prompt_and_response_first(tmp_path, kind):
+    calls = []
+
+    class Player(kind):
+        def __init__(self):
+            pass
+
+        def log_table(self, name, **arguments):
+            calls.append((name, arguments))
+
+    log = make_log(tmp_path)
+    log.accelerator.trackers = [Player()]
+    log.log_table("eval", [ROW] * (MAX_ROWS + 1), 7)
+    columns, data = ["score", "prompt", "response", "prompt_id"], [[0.5, "p", "r", 3]] * MAX_ROWS
+    expected = [("eval/table", {"columns": columns, "data": data, "step": 7})]
+    assert calls == ([] if kind is tracking.AimTracker else expected)

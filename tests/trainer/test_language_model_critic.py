@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from alpaca_ppo.checkpoint.export import save_final
 from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.models import load_critic
-from alpaca_ppo.tracking.weights_step import WeightsStep
+from alpaca_ppo.tracking.results import WeightsStep
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer
 

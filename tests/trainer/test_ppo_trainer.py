@@ -389,23 +389,6 @@ def test_truncating_tokens_act_from_truncate_after_on(tmp_path):
         assert stats["objective/response_length"] == pytest.approx(after + 1, abs=0.9)
 
 
-def test_a_callback_made_for_another_trainer_is_named(tmp_path):
-    class Own(TrainerCallback):
-        def on_step_end(self, args, state, control, **context):
-            raise AttributeError("not of the arguments", name="elsewhere", obj=self)
-
-    class Another(TrainerCallback):
-        def on_train_begin(self, args, state, control, **context):
-            return args.num_train_epochs
-
-    trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [Another]})
-    with pytest.raises(ValueError, match="Another.on_train_begin reads args.num_train_epochs, which PPOConfig does"):
-        trainer.train()
-    trainer = tiny_trainer(tmp_path / "own", trainer_arguments={"callbacks": [Own]})
-    with pytest.raises(AttributeError, match="not of the arguments"):
-        trainer.train()
-
-
 def test_what_a_callback_asks_for_on_one_rank_is_asked_for_on_all(tmp_path):
     trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [TrainerCallback]})
     # This rank asks for a checkpoint, the other for the end.

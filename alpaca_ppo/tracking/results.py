@@ -1,13 +1,20 @@
-"""What a metric was at the start and at the end of a run: one rule for the console, the report and the model card.
+"""What came of a run: its metrics at both ends, by one rule for the console, the report and the model card, and the
+step that saved weights are from.
 
 Metrics of the steps vary from batch to batch, so that each end is a mean over a tenth of the steps. Evaluations, whose
-prompts are always the same, are compared one by one.
+prompts are always the same, are compared one by one. Nothing here needs torch, so that reports are made at once.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+from alpaca_ppo.atomic_io import StrPath, write_text_atomically
+
 Metrics = Mapping[str, float | None]
+STEP_FILE = "step.json"
 
 
 class Ends(NamedTuple):
@@ -54,3 +61,34 @@ def better_before_training(
     if before is None or before == value or (before > value) != greater_is_better:
         return None
     return before
+
+
+@dataclass(frozen=True)
+class WeightsStep:
+    """The step that weights are from, as step.json beside them says."""
+
+    step: int
+    """Completed steps of the run when the weights were like this."""
+    trained_steps: int
+    """Completed steps when they were saved: more than `step` if `load_best_model_at_end` chose an earlier one."""
+    metric: str | None = None
+    """Name of `metric_for_best_model`, if the weights are those of the best checkpoint."""
+    value: float | None = None
+    """That metric after `step`."""
+
+    def __str__(self) -> str:
+        """In words, such as "step 20 of 40, the best evaluation by eval/scores (0.93)"."""
+        if self.metric is None:
+            return f"step {self.step} of {self.trained_steps}"
+        best = f"the best {'evaluation' if self.metric.startswith('eval/') else 'checkpoint'} by {self.metric}"
+        return f"step {self.step} of {self.trained_steps}, {best} ({self.value:.4g})"
+
+    def write(self, folder: StrPath) -> None:
+        """Writes step.json into `folder`, beside the folders of the models."""
+        write_text_atomically(Path(folder) / STEP_FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_weights_step(folder: StrPath) -> WeightsStep | None:
+    """What `WeightsStep.write` wrote into `folder`, such as a run's final/; None if there is no such file."""
+    path = Path(folder) / STEP_FILE
+    return WeightsStep(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
