@@ -29,7 +29,7 @@ BUDGET = {
     "root": 715,
     "cli": 567,
     "estimate_memory": 607,
-    "data": 578,
+    "data": 555,
     "adapters": 512,
     "migrate": 456,
     "report": 372,

@@ -4,9 +4,8 @@ Loading, templates and chat templates, tokenization, collation, and the order in
 are not here.
 """
 
-from alpaca_ppo.data.collation import collate_prompts
 from alpaca_ppo.data.loading import load_prompt_dataset
-from alpaca_ppo.data.prompts import PromptDataset, prepare_prompts
+from alpaca_ppo.data.prompts import PromptDataset, collate_prompts, prepare_prompts
 from alpaca_ppo.data.templates import PROMPT_TEMPLATES, PromptTemplate, resolve_template
 
 __all__ = [

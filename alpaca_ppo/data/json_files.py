@@ -31,16 +31,15 @@ def read_json_files(paths: Sequence[Path]) -> Dataset:
         raise ValueError(f"{', '.join(map(str, paths))} holds no rows; write one JSON object per line")
     columns = {name: [row.get(name) for row in rows] for name in names}
     arrays = {name: _arrow(values) for name, values in columns.items()}
-    mixed = [name for name, array in arrays.items() if isinstance(array.type, pa.JsonType)]
     dataset = Dataset(pa.table(arrays))
-    for name in mixed:
+    for name in (name for name, array in arrays.items() if isinstance(array.type, pa.JsonType)):
         # `datasets` parses JSON with less than full precision.
-        kept = dataset[name][:]
-        if (row := next((i for i, value in enumerate(columns[name]) if not _same(kept[i], value)), None)) is not None:
-            raise ValueError(
-                f"column {name!r} has values of different types, among which {shown(columns[name][row])} in row {row} "
-                "cannot be kept exactly; write that column as text"
-            )
+        for row, (kept, value) in enumerate(zip(dataset[name][:], columns[name], strict=True)):
+            if not _same(kept, value):
+                raise ValueError(
+                    f"column {name!r} has values of different types, among which {shown(value)} in row {row} cannot be "
+                    "kept exactly; write that column as text"
+                )
     return dataset
 
 
@@ -51,21 +50,29 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
     if text.lstrip().startswith("["):
-        return [_checked_row(row, f"{path} entry {i}") for i, row in enumerate(_parse(text, str(path)))]
-    with suppress(ValueError):
-        return [_checked_row(_parse(text, str(path)), f"{path} line 1")]
-    # Not splitlines, which also splits at characters that may stand within JSON text, such as U+2028.
-    lines = enumerate(text.replace("\r\n", "\n").split("\n"), 1)
-    places = [(line, f"{path} line {number}") for number, line in lines if line.strip()]
-    return [_checked_row(_parse(line, place), place) for line, place in places]
+        found = {f"{path} entry {i}": row for i, row in enumerate(_parse(text, str(path)))}
+    else:
+        # Not splitlines, which also splits at characters that may stand within JSON text, such as U+2028.
+        lines = {f"{path} line {i}": line for i, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1)}
+        try:
+            found = {f"{path} line 1": _parse(text, str(path))}
+        except ValueError:
+            found = {place: _parse(line, place) for place, line in lines.items() if line.strip()}
+    for place, row in found.items():
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} is a {type(row).__name__}; every row must be a JSON object")
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{place} holds {shown(row)}, which is not text ({error})") from error
+    return list(found.values())
 
 
 def _parse(text: str, place: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_int=_integer)
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ValueError(f"{place} is not valid JSON: {reason}") from error
+        raise ValueError(f"{place} is not valid JSON: {error}") from error
 
 
 def _integer(text: str) -> int:
@@ -79,16 +86,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"the key {repeated!r} occurs twice")
     return dict(pairs)
-
-
-def _checked_row(row: Any, place: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} is a {type(row).__name__}; every row must be a JSON object")
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place} holds {shown(row)}, which is not text ({error})") from error
-    return row
 
 
 def _arrow(values: list[Any]) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Loading a dataset of prompts by name: a file, a folder, or a hub id.
+"""Loading a dataset of prompts by name, a file, a folder or a hub id, and the eval sets that the options name.
 
 Streaming is not supported, because the schedule needs the number of prompts.
 """
@@ -33,20 +33,48 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
     """
     try:
         splits = _load(dataset_name, config_name)
-    # Raised for a folder without data files, an id that is not on the hub, and without a connection.
-    except (FileNotFoundError, ConnectionError) as error:
-        raise ValueError(
-            f"dataset_name {dataset_name!r} is not a folder with data files, and was not found on the hub ({error}); "
-            "check the name, or the connection"
-        ) from error
     # Whatever the files provoke in `datasets`, pandas or pyarrow; `datasets` wraps the reason once or twice.
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None and not isinstance(cause, ValueError):
+        while cause.__cause__ is not None and not isinstance(cause, ValueError | FileNotFoundError | ConnectionError):
             cause = cause.__cause__
         reason = str(cause) if type(cause) is ValueError else f"{type(cause).__name__}: {cause}"
         raise ValueError(f"dataset_name {dataset_name!r} cannot be read: {reason}") from error
     return _select_split(splits, split, dataset_name)
+
+
+def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
+    """Returns what `PPOTrainer` takes as `eval_dataset`: one dataset, several by name, or None.
+
+    Args:
+        script_args: `ScriptArguments`.
+
+    Raises:
+        ValueError: for an entry of `eval_datasets` that is not set=dataset, a name that occurs twice, and a dataset
+            that cannot be loaded.
+    """
+    if script_args.eval_datasets:
+        found: dict[str, Dataset] = {}
+        for entry in script_args.eval_datasets:
+            name, _, dataset = entry.partition("=")
+            if not name or not dataset or name in found:
+                raise ValueError(
+                    f"eval_datasets has {entry!r}, which is not of the form set=dataset with a new name; write "
+                    "gsm8k=data/gsm8k.jsonl, gsm8k=openai/gsm8k@test or gsm8k=openai/gsm8k:main@test"
+                )
+            split, config = "", ""
+            if not os.path.exists(dataset):
+                dataset, _, split = dataset.partition("@")
+            if not os.path.exists(dataset):
+                dataset, _, config = dataset.partition(":")
+            found[name] = load_prompt_dataset(dataset, split=split or None, config_name=config or None)
+        return found
+    split = script_args.dataset_test_split
+    if script_args.eval_dataset_name:
+        return load_prompt_dataset(script_args.eval_dataset_name, split=split)
+    if not split:
+        return None
+    return load_prompt_dataset(script_args.dataset_name, split=split, config_name=script_args.dataset_config)
 
 
 def _load(name: str, config_name: str | None) -> DatasetDict:

@@ -1,7 +1,7 @@
-"""Tokenized prompts: templates and chat templates are applied, and overlong prompts are dropped or cut.
+"""Tokenized prompts: templates and chat templates are applied, overlong prompts are dropped or cut, and batches padded.
 
-Token ids are kept in memory, 4 bytes each; the rows stay in the dataset and are read on access. Leaves
-out images, tools and the continuation of an assistant message.
+Token ids are kept in memory, 4 bytes each; the rows stay in the dataset and are read on access. Leaves out images and
+the continuation of an assistant message; sorting and chunking by length are in `ppo.minibatches`.
 """
 
 import hashlib
@@ -15,12 +15,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
+import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.data.templates import PromptTemplate, resolve_template
+from alpaca_ppo.types import PromptBatch
 
 _CHUNK = 1000
 _BLANK = [{"role": "user", "content": ""}]
@@ -68,11 +70,6 @@ class PromptDataset(Sequence[dict[str, Any]]):
     def any_blank(self) -> bool:
         """Whether a prompt is blank, for its environment to write."""
         return any(not ids for ids in self._input_ids) or self[0]["row"]["prompt"] == _BLANK
-
-    @property
-    def num_distinct(self) -> int:
-        """How many different prompts there are, by their token ids."""
-        return len({ids.tobytes() for ids in self._input_ids})
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         row = self._dataset[index]
@@ -161,9 +158,15 @@ def prepare_prompts(
             digest.update(input_ids[-1])
     if not kept:
         raise ValueError(f"all {len(dataset)} prompts have more tokens than query_len ({query_len}); raise query_len")
-    dropped, of_template = len(dataset) - len(kept), template is not None
-    prompts_kept, fingerprint = dataset.select(kept), digest.hexdigest()[:16]
-    return PromptDataset(prompts_kept, input_ids, prompt_of, fingerprint, dropped, num_cut, of_template)
+    return PromptDataset(
+        dataset.select(kept),
+        input_ids,
+        prompt_of,
+        fingerprint=digest.hexdigest()[:16],
+        num_dropped=len(dataset) - len(kept),
+        num_cut=num_cut,
+        from_template=template is not None,
+    )
 
 
 def _json_value(value: Any) -> Any:
@@ -182,12 +185,10 @@ def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | No
         ValueError: for what is no dataset of text prompts, or has neither the column nor one of Alpaca's.
     """
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
-        stream = isinstance(dataset, IterableDataset)
-        remedy = "list(dataset.take(10000)), features=dataset.features" if stream else "rows"
         found = "empty" if isinstance(dataset, Dataset) else f"a {type(dataset).__name__}"
         raise ValueError(
-            f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, such as "
-            f"Dataset.from_list({remedy})"
+            f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, of a stream "
+            "Dataset.from_list(list(stream.take(10000)), features=stream.features)"
         )
     columns = dataset.column_names
     if images := [name for name in columns if name in _NOT_TEXT]:
@@ -227,14 +228,15 @@ def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
         if not prompt.strip() and not may_be_blank:
             raise ValueError(f"the prompt in row {number} is empty; drop such rows")
         return
-    if not isinstance(prompt, list) or not prompt:
+    messages = prompt if isinstance(prompt, list) else []
+    whole = all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not messages or not whole:
         raise ValueError(
-            f"the prompt in row {number} is {shown(prompt)}; "
-            "it must be text, or a list of messages with 'role' and 'content'"
+            f"the prompt in row {number} is {shown(prompt)}; it must be text, or a list of messages with 'role' and "
+            "'content', both text"
         )
-    for message in prompt:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise ValueError(f"row {number} has the message {shown(message)}; it needs 'role' and 'content', both text")
     if prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"the messages in row {number} end with an assistant message, which the policy is to generate; remove it"
@@ -263,7 +265,15 @@ def tokenize_prompts(
         ValueError: for messages without a chat template or that it refuses, and for a prompt without tokens.
     """
     if isinstance(prompts[0], str):
-        of_prompts = _tokenize_texts(prompts, tokenizer)
+        whole = tokenizer(prompts, add_special_tokens=True)["input_ids"]
+        plain = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        # An eos inside the text is kept. If the ids do not end with the plain ids, the tokenizer has appended the eos.
+        of_prompts = [
+            list(ids[:-1])
+            if ids[-1:] == [tokenizer.eos_token_id] and ids[len(ids) - len(text) :] != text
+            else list(ids)
+            for ids, text in zip(whole, plain, strict=True)
+        ]
     elif tokenizer.chat_template is None:
         raise ValueError(
             "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
@@ -293,12 +303,45 @@ def tokenize_prompts(
     return of_prompts
 
 
-def _tokenize_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    tokenized = tokenizer(texts, add_special_tokens=True)["input_ids"]
-    plain = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    eos = tokenizer.eos_token_id
-    # An eos inside the text is kept. If the ids do not end with the plain ids, the tokenizer has appended the eos.
-    return [
-        list(ids[:-1]) if ids and ids[-1] == eos and ids[len(ids) - len(text_ids) :] != text_ids else list(ids)
-        for ids, text_ids in zip(tokenized, plain, strict=True)
-    ]
+def collate_prompts(
+    items: Sequence[dict[str, Any]],
+    indices: Sequence[int],
+    *,
+    pad_token_id: int,
+    query_len: int,
+) -> PromptBatch:
+    """Returns one batch of B prompts, each padded on the left to `query_len` tokens.
+
+    The width is `query_len` and not the longest prompt of the batch, because the rollouts of all ranks are concatenated
+    and must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
+
+    Args:
+        items: B items of a `PromptDataset`, each with `input_ids` and `row`.
+        indices: their B indices in that dataset, which become `prompt_ids`.
+        pad_token_id: fills `queries`. It may equal the eos id or occur inside a prompt, because the mask comes from the
+            prompts' lengths and not from ids.
+        query_len: Q, in tokens.
+
+    Returns:
+        queries (B, Q) int64, query_attn_masks (B, Q) int64 (1 = a token of the prompt), prompt_ids (B,) int64, rows (B
+        dictionaries).
+    """
+    assert len(items) == len(indices) and all(len(item["input_ids"]) <= query_len for item in items)
+    queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
+    return PromptBatch(
+        queries=queries,
+        query_attn_masks=masks,
+        prompt_ids=torch.tensor(indices, dtype=torch.int64),
+        rows=[item["row"] for item in items],
+    )
+
+
+def left_padded(rows: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """The ids of `rows`, (B, width) int64, padded on the left, and their masks, (B, width) int64, 1 = a token."""
+    ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
+    masks = torch.zeros((len(rows), width), dtype=torch.int64)
+    for number, row in enumerate(rows):
+        start = width - len(row)
+        ids[number, start:] = torch.tensor(row, dtype=torch.int64)
+        masks[number, start:] = 1
+    return ids, masks

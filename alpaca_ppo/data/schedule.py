@@ -54,10 +54,6 @@ class PromptSchedule:
         done = epoch * self.num_prompts + min(within * self.rollout_batch_size, self.num_prompts)
         return min(done, self.num_episodes) / self.num_prompts
 
-    def indices(self, step: int) -> list[int]:
-        """Returns the dataset indices of `step` (from 0); the last step of an epoch may have fewer."""
-        return self.prompts_of(step).indices
-
     def prompts_of(self, step: int, extra_prompts: int = 0) -> "StepPrompts":
         """Returns the prompts of `step` (from 0), if the steps before it have drawn `extra_prompts` beyond their own.
 
@@ -70,36 +66,14 @@ class PromptSchedule:
         start = epoch * self.num_prompts + within * self.rollout_batch_size
         return StepPrompts(self, start + extra_prompts, self.num_prompts_at(step))
 
-    def draw(self, place: int, count: int, *, without: Collection[int] = ()) -> tuple[list[int], int]:
-        """Returns the next `count` different dataset indices of the sequence, and the place after the last of them;
-        fewer if the dataset has no more. The others in between are passed over.
-
-        Args:
-            place: in the sequence, from which on they are taken.
-            count: how many.
-            without: indices to pass over.
-        """
-        left_out = set(without)
-        count = min(count, self.num_prompts - len(left_out.intersection(range(self.num_prompts))))
-        drawn: list[int] = []
-        candidates = self._candidates(place)
-        while len(drawn) < count:
-            index, after = next(candidates)
-            if index not in left_out:
-                left_out.add(index)
-                drawn.append(index)
-                place = after
-        return drawn, place
-
-    def _candidates(self, place: int) -> Iterator[tuple[int, int]]:
-        """The indices from `place` on, each with the place after it, without end."""
+    def sequence(self, place: int) -> Iterator[int]:
+        """The permutations of all epochs, one after the other without end, from `place` on."""
+        epoch, within = divmod(place, self.num_prompts)
         while True:
-            epoch, within = divmod(place, self.num_prompts)
             order = seeded_permutation(self.num_prompts, self.seed, epoch)[within:]
             for part in torch.split(order, _PART):
-                for index in part.tolist():
-                    place += 1
-                    yield index, place
+                yield from part.tolist()
+            epoch, within = epoch + 1, 0
 
     def num_prompts_at(self, step: int) -> int:
         """Returns the number of prompts of `step` without building the permutation."""
@@ -111,24 +85,33 @@ class PromptSchedule:
 
 
 class StepPrompts:
-    """The prompts of one step: those that the schedule gives it, `indices`, and any number that is drawn after them.
+    """The prompts of one step: those that the schedule gives it, and any number that is drawn after them.
 
     Args:
         schedule: of the run.
         start: the place in the sequence at which the step begins.
         count: the number of the step's own prompts.
+
+    Attributes:
+        indices: the step's own prompts.
+        extra_prompts: how many prompts of the sequence the step has drawn or passed over so far, beyond its own.
     """
 
     def __init__(self, schedule: PromptSchedule, start: int, count: int) -> None:
-        self._schedule, self._end = schedule, start + count
-        self.indices, self._place = schedule.draw(start, count)
+        self._num_prompts, self._sequence = schedule.num_prompts, schedule.sequence(start)
+        self.extra_prompts = -count
+        self.indices = self.draw(count)
 
-    def draw(self, count: int, *, without: Collection[int]) -> list[int]:
-        """Draws `count` more prompts that are not in `without`; fewer if the dataset has no more."""
-        drawn, self._place = self._schedule.draw(self._place, count, without=without)
+    def draw(self, count: int, *, without: Collection[int] = ()) -> list[int]:
+        """Draws the next `count` different prompts that are not in `without`; fewer if the dataset has no more. The
+        others in between are passed over.
+        """
+        left_out, drawn = set(without), list[int]()
+        count = min(count, self._num_prompts - len(left_out.intersection(range(self._num_prompts))))
+        while len(drawn) < count:
+            index = next(self._sequence)
+            self.extra_prompts += 1
+            if index not in left_out:
+                left_out.add(index)
+                drawn.append(index)
         return drawn
-
-    @property
-    def extra_prompts(self) -> int:
-        """How many prompts of the sequence the step has drawn or passed over so far, beyond its own."""
-        return self._place - self._end

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alpaca_ppo.async_calls import RowCall, RowCalls
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.data.collation import left_padded
+from alpaca_ppo.data.prompts import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
 from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
 from alpaca_ppo.functional.shaping import response_lengths

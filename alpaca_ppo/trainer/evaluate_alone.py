@@ -9,7 +9,7 @@ from peft import PeftConfig
 from alpaca_ppo.adapters import is_adapter
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.data.eval_sets import load_eval_datasets
+from alpaca_ppo.data.loading import load_eval_datasets
 from alpaca_ppo.evaluation.opponents import REFERENCE, is_stored
 from alpaca_ppo.evaluation.results import write_results
 from alpaca_ppo.models.loading import load_processing_class

@@ -9,7 +9,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
-from alpaca_ppo.data.eval_sets import load_eval_datasets
+from alpaca_ppo.data.loading import load_eval_datasets
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards import RemoteReward

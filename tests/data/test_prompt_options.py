@@ -68,7 +68,7 @@ def test_a_column_of_images_is_refused_by_name(column):
 
 def test_a_stream_is_refused_with_a_way_round_it_that_works():
     stream = Dataset.from_list([{"prompt": "one"}, {"prompt": "two"}]).to_iterable_dataset()
-    with pytest.raises(ValueError, match=r"is a IterableDataset; .*Dataset.from_list\(list\(dataset.take\(10000\)\)"):
+    with pytest.raises(ValueError, match=r"is a IterableDataset; .*Dataset.from_list\(list\(stream.take\(10000\)\)"):
         prepare_prompts(stream, chat_tokenizer(WORDS), query_len=4)
     taken = Dataset.from_list(list(stream.take(10000)), features=stream.features)
     assert len(prepare_prompts(taken, chat_tokenizer(WORDS), query_len=4)) == 2

@@ -141,7 +141,7 @@ def test_a_number_is_refused_as_a_prompt():
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "one"}, {"role": "user", "content": 3}, "one"])
 def test_a_message_needs_role_and_content(message):
-    with pytest.raises(ValueError, match="row 0 has the message .*needs 'role' and 'content'"):
+    with pytest.raises(ValueError, match="row 0 is .*'role' and 'content'"):
         prepare([{"prompt": [message]}], chat_tokenizer(WORDS))
 
 

@@ -8,7 +8,7 @@ from alpaca_ppo.data.schedule import PromptSchedule
 def test_an_epoch_visits_every_prompt_once_and_epochs_differ():
     # 10 prompts, 4 a step: steps of 4, 4, 2 in each of two epochs.
     schedule = PromptSchedule(10, 4, seed=0, total_epochs=2)
-    steps = [schedule.indices(step) for step in range(schedule.num_steps)]
+    steps = [schedule.prompts_of(step).indices for step in range(schedule.num_steps)]
     assert [len(step) for step in steps] == [schedule.num_prompts_at(i) for i in range(6)] == [4, 4, 2, 4, 4, 2]
     assert sorted(sum(steps[:3], [])) == sorted(sum(steps[3:], [])) == list(range(10))
     assert steps[:3] != steps[3:]
@@ -18,20 +18,24 @@ def test_an_epoch_visits_every_prompt_once_and_epochs_differ():
 def test_a_number_of_episodes_may_end_within_an_epoch():
     # 10 + 7 prompts at 4 a step: 4, 4, 2 | 4, 3.
     schedule = PromptSchedule(10, 4, seed=0, total_episodes=17)
-    assert [len(schedule.indices(step)) for step in range(schedule.num_steps)] == [4, 4, 2, 4, 3]
+    assert [len(schedule.prompts_of(step).indices) for step in range(schedule.num_steps)] == [4, 4, 2, 4, 3]
     assert [schedule.num_prompts_at(step) for step in range(schedule.num_steps)] == [4, 4, 2, 4, 3]
     assert schedule.epoch_at(5) == 1.7
 
 
 def test_fewer_episodes_than_a_step_make_one_short_step():
     schedule = PromptSchedule(10, 8, seed=0, total_episodes=3)
-    assert [schedule.num_prompts_at(step) for step in range(schedule.num_steps)] == [3] == [len(schedule.indices(0))]
+    assert (
+        [schedule.num_prompts_at(step) for step in range(schedule.num_steps)]
+        == [3]
+        == [len(schedule.prompts_of(0).indices)]
+    )
 
 
 def test_a_step_after_extra_prompts_begins_later_in_the_sequence_of_all_epochs():
     schedule = PromptSchedule(10, 4, seed=0, total_epochs=2)
-    first, second = schedule.indices(0), schedule.indices(1) + schedule.indices(2)
-    third = [index for step in range(3, 6) for index in schedule.indices(step)]
+    first, second = schedule.prompts_of(0).indices, schedule.prompts_of(1).indices + schedule.prompts_of(2).indices
+    third = [index for step in range(3, 6) for index in schedule.prompts_of(step).indices]
     # From place 4 + 3 on: three of the first epoch, then one of the second that is not among them.
     step = schedule.prompts_of(1, 3)
     assert step.indices == second[3:] + [index for index in third if index not in second[3:]][:1]
@@ -51,14 +55,14 @@ def test_a_step_after_extra_prompts_begins_later_in_the_sequence_of_all_epochs()
 
 def test_a_step_after_the_last_is_refused():
     with pytest.raises(ValueError, match="step 3 is outside the schedule of 3 steps"):
-        PromptSchedule(10, 4, seed=0, total_epochs=1).indices(3)
+        PromptSchedule(10, 4, seed=0, total_epochs=1).prompts_of(3)
 
 
 def test_a_run_may_be_given_as_a_number_of_steps():
     # Ten prompts are steps of 4, 4 and 2, so four steps are an epoch and 4 prompts.
     schedule = PromptSchedule(10, 4, seed=0, num_steps=4)
     assert (schedule.num_steps, schedule.num_episodes) == (4, 14)
-    assert [len(schedule.indices(step)) for step in range(4)] == [4, 4, 2, 4]
+    assert [len(schedule.prompts_of(step).indices) for step in range(4)] == [4, 4, 2, 4]
     assert PromptSchedule(10, 4, seed=0, num_steps=3).num_episodes == 10
     # A step of more prompts than there are takes all of them.
     assert (PromptSchedule(3, 4, seed=0, num_steps=5).num_steps, schedule.epoch_at(4)) == (5, 1.4)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, parse_args
 from alpaca_ppo.cli.train import run_training
-from alpaca_ppo.data import eval_sets
+from alpaca_ppo.data import loading
 from alpaca_ppo.presets import preset_names, preset_path
 from alpaca_ppo.trainer import from_arguments
 from tests.integration.launching import start
@@ -136,7 +136,7 @@ def test_each_dataset_is_read_with_its_own_configuration(config, monkeypatch, fl
     def ask(name, *, split, config_name=None):
         asked.append((Path(name).name, split, config_name))
 
-    for module in (from_arguments, eval_sets):
+    for module in (from_arguments, loading):
         monkeypatch.setattr(module, "load_prompt_dataset", ask)
     monkeypatch.setattr(from_arguments, "PPOTrainer", stop)
     with pytest.raises(Stop):

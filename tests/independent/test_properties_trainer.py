@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from alpaca_ppo.data.collation import collate_prompts
+from alpaca_ppo.data.prompts import collate_prompts
 from alpaca_ppo.functional import LOSS_AGG_MODES
 from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.models.critic_heads import QuantileHead, ScalarHead

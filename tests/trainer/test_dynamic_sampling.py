@@ -168,7 +168,7 @@ def test_fresh_prompts_whose_rewards_all_fail_replace_nothing(tmp_path):
     answers = itertools.cycle([0.0, None])
     trainer = trainer_of(tmp_path, Failing, failed_rewards="mask", trainer_arguments={"reward_funcs": judge})
     rollouts = with_advantages(trainer, trainer.prompt_batches(0))
-    assert rollouts["prompt_ids"].tolist()[::2] == trainer.schedule.indices(0)
+    assert rollouts["prompt_ids"].tolist()[::2] == trainer.schedule.prompts_of(0).indices
     assert rollouts["scores"].tolist() == [0.0] * 12
     counts = trainer.counts
     assert (counts.sampling_rounds, counts.redrawn_prompts) == (2, 12) and rollouts["trained_rows"].all()

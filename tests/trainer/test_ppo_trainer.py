@@ -83,7 +83,7 @@ def test_a_ragged_last_batch_is_trained_on_and_optimizer_steps_add_up(tmp_path):
     trainer.updater.optimizer.register_step_post_hook(lambda *_: steps.append(1))
     trainer.train()
     assert len(steps) == trainer.optimizer_steps
-    seen = [index for step in range(3) for index in trainer.schedule.indices(step)]
+    seen = [index for step in range(3) for index in trainer.schedule.prompts_of(step).indices]
     assert sorted(seen) == list(range(40))
 
 
