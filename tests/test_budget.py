@@ -16,7 +16,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1947,
-    "trainer": 1883,
+    "trainer": 1761,
     "models": 1724,
     "ppo": 1658,
     "generation": 1342,
@@ -34,7 +34,7 @@ BUDGET = {
     "migrate": 456,
     "report": 372,
     "doctor": 371,
-    "evaluation": 276,
+    "evaluation": 269,
     "supervised": 169,
     "presets": 8,
 }

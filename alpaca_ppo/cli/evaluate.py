@@ -88,9 +88,9 @@ def evaluate(argv: Sequence[str]) -> int:
         return PPOConfig(**{**kept, **_WITHOUT_TRAINING, "output_dir": str(folder), **changes})
 
     # They import torch, for which `--help` and the errors of a configuration need not wait.
-    from alpaca_ppo.trainer.evaluate_alone import evaluate_alone
+    from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments
 
-    results = evaluate_alone(model, script_args, config)
+    results = evaluate_from_arguments(model, script_args, config)
     if results is not None:
         print(f"{results_text(results)}\nresults and answers are in {folder}")
     return 0

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alpaca_ppo.evaluation.statistics import powers_up_to
-
 TOTAL = "scores"
 """The weighted sum of the reward sources."""
 RESERVED = (
@@ -62,10 +60,11 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
             f"eval_judge is {judge!r}; use one of {', '.join(scores)}, module:function or file.py:function"
         )
     samples = args.eval_num_samples
+    powers = {2**i for i in range(samples.bit_length())}
     return EvaluationSettings(
         names=names,
         num_samples=samples,
-        ks=tuple(powers_up_to(samples)),
+        ks=tuple(sorted({*powers, samples})),
         success_above=args.eval_success_above,
         success_by=str(_full_name(args.eval_success_by, names)),
         compares=args.eval_opponent is not None,

@@ -43,7 +43,7 @@ from alpaca_ppo.tracking.console import Console
 from alpaca_ppo.tracking.results import WeightsStep
 from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
 from alpaca_ppo.tracking.run_record import RunRecord
-from alpaca_ppo.trainer.preflight import DiskCheck, checked_hub_id
+from alpaca_ppo.trainer.preflight import check_room, checked_hub_id
 from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.trainer.run_doctor import RunDoctor
 from alpaca_ppo.types import PromptBatch
@@ -57,7 +57,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
 
     foreign_sections = (*TRAINER_SECTIONS, *CONFIG_SECTIONS)
     args: PPOConfig
-    disk_check: DiskCheck
+    checkpoint_size: int
+    """The least number of bytes of a checkpoint, or of the final models without one."""
     accelerator: Accelerator
     processing_class: Any
     train_prompts: PromptDataset
@@ -353,7 +354,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         with collectives.raise_on_all_ranks(self.accelerator):
             # A run that has no step left only writes its final models again.
             if not self._finished:
-                self.disk_check.check(self.schedule.num_steps - self.state.global_step)
+                check_room(self.args, self.checkpoint_size, self.schedule.num_steps - self.state.global_step)
         step = -1 if self.progress.at_start else self.progress.step
         self.run_log.begin(
             self.run_record.config(self.args),

@@ -1,26 +1,31 @@
-"""`Evaluator`: one evaluation of a trainer: samples the prompts of each eval set, and writes tables and metrics.
+"""`Evaluator`: one evaluation of a trainer: samples the prompts of each eval set, and writes tables and metrics; and
+`Contest`, in which the policy's answers are compared with those of an opponent, the same ones for the whole run.
 
-The statistics are in `evaluation`, the rollout itself is the trainer's.
+The statistics, judges and stored answers are in `evaluation`, the rollout itself is the trainer's.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from alpaca_ppo.config.modules import load_function
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
-from alpaca_ppo.evaluation.settings import make_settings
+from alpaca_ppo.distributed import collectives
+from alpaca_ppo.evaluation.comparisons import REFERENCE, Comparison, FunctionJudge, compare, stored_answers
+from alpaca_ppo.evaluation.settings import EvaluationSettings
 from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
+from alpaca_ppo.generation.sampling_params import SamplingParams
 from alpaca_ppo.ppo import metrics
-from alpaca_ppo.ppo.rollouts import RolloutPasses
+from alpaca_ppo.ppo.rollouts import RolloutPasses, sample_responses
 from alpaca_ppo.ppo.trained_rows import with_reward
-from alpaca_ppo.rewards import RewardScorer
 from alpaca_ppo.rewards.scoring import response_texts, scorer_arguments
 from alpaca_ppo.tracking import rollout_tables
-from alpaca_ppo.trainer import setup
-from alpaca_ppo.trainer.comparison import Contest
 from alpaca_ppo.trainer.inspected_prompts import add_tokens
 from alpaca_ppo.types import Rollouts
 
@@ -35,21 +40,15 @@ class Evaluator:
     """Evaluates the policy of a `RolloutTrainer` on its eval sets.
 
     Args:
-        trainer: whose policy, rewards and eval sets are used.
-        metric_scorer: the metric functions and models; their scores do not enter the reward.
-
-    Raises:
-        ValueError: for options that name a value which there is not.
+        trainer: whose policy, rewards, metric functions and eval sets are used.
+        settings: what to compute.
     """
 
-    def __init__(self, trainer: "RolloutTrainer", metric_scorer: RewardScorer) -> None:
-        self.trainer, self.metric_scorer = trainer, metric_scorer
-        sources = trainer.collector.scorer.names
-        self.settings = make_settings(trainer.args, sources=sources, metrics=metric_scorer.names)
-        self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, metric_scorer, self.settings)
+    def __init__(self, trainer: "RolloutTrainer", settings: EvaluationSettings) -> None:
+        self.trainer, self.settings, self.metric_scorer = trainer, settings, trainer.collector.metric_scorer
+        self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, settings)
         self.answers: list[dict[str, Any]] = []
-        """Set, prompt, response and scores of the last evaluation; `evaluation.opponents` reads the first three."""
-        metric_scorer.interruptible_call = lambda: trainer.preemption.part(at_once=True)
+        """Set, prompt, response and scores of the last evaluation; `stored_answers` reads the first three."""
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics of all eval sets: `eval/<name>` of the only one without a name, `eval/<set>/<name>` of
@@ -69,7 +68,7 @@ class Evaluator:
         trainer.counts = metrics.RolloutCounts()
         rollouts = trainer.sample_rollouts(
             trainer.collate(prompts, range(len(prompts))),
-            setup.evaluation_sampling_params(trainer.sampling_params, args),
+            evaluation_sampling_params(trainer.sampling_params, args),
             RolloutPasses(with_critic=False, may_fail=True),
             measure=self._measure if self.metric_scorer.sources else None,
         )
@@ -120,3 +119,135 @@ class Evaluator:
         if (correct := correctness(record, self.settings)) is not None:
             shown["correct"] = bool(correct)
         return shown | ({"opponent": record.opponent, "win": record.win} if self.settings.compares else {})
+
+
+class Contest:
+    """Compares the policy of a trainer with its `eval_opponent`.
+
+    Args:
+        trainer: whose policy, reference, rewards and metric functions are used.
+        settings: names of the scores that may judge.
+
+    Raises:
+        ValueError: if the function that `eval_judge` names cannot be loaded.
+    """
+
+    def __init__(self, trainer: "RolloutTrainer", settings: EvaluationSettings) -> None:
+        self.trainer, self._score = trainer, settings.judged_by
+        self._judge: FunctionJudge | None = None
+        if self._score is None:
+            judge = trainer.args.eval_judge
+            self._judge = FunctionJudge(load_function(judge, what="eval_judge"), name=judge)
+        self._answers: dict[str, list[tuple[list[int], str]]] = {}
+        self._scores: dict[str, list[float]] = {}
+
+    def judge(
+        self, eval_set: str, prompts: PromptDataset, records: Sequence[ResponseRecord], rollouts: Rollouts
+    ) -> None:
+        """Sets the win, the opponent's answer and the difference in length of each of the `records`.
+
+        Args:
+            eval_set: its name; the opponent's answers are made or read once for each.
+            prompts: of the set.
+            records: of the policy's responses.
+            rollouts: the responses, in the same order.
+        """
+        if eval_set not in self._answers:
+            self._answers[eval_set] = self._opponent_answers(prompts)
+        others = self._answers[eval_set]
+        own = response_texts(self.trainer.processing_class, rollouts)[1]
+        for record, text in zip(records, own, strict=True):
+            record.opponent = others[record.prompt_id][1]
+            record.length_difference = float(len(text) - len(record.opponent))
+        if self._score is not None:
+            if eval_set not in self._scores:
+                self._scores[eval_set] = self._opponent_scores(prompts, others, self._score)
+            for record in records:
+                mine, theirs = record.values[self._score], self._scores[eval_set][record.prompt_id]
+                record.win = None if math.isnan(mine + theirs) else compare(mine, theirs)
+        elif records:
+            judge, pairs = self._judge, []
+            assert judge is not None
+            for record, text in zip(records, own, strict=True):
+                columns = dict(prompts[record.prompt_id]["row"])
+                pairs.append(Comparison(columns.pop("prompt"), text, str(record.opponent), columns))
+            wins = collectives.on_main_process(lambda: judge(pairs), self.trainer.accelerator)
+            self.trainer.poll()
+            for record, win in zip(records, wins, strict=True):
+                record.win = win
+
+    def _opponent_answers(self, prompts: PromptDataset) -> list[tuple[list[int], str]]:
+        """The tokens and the text of each answer; the tokens that the policy's tokenizer makes of a stored one."""
+        opponent = str(self.trainer.args.eval_opponent)
+        if opponent == REFERENCE:
+            return self._reference_answers(prompts)
+        texts = stored_answers(opponent, [prompts[i]["row"] for i in range(len(prompts))])
+        ids = self.trainer.processing_class(texts, add_special_tokens=False)["input_ids"]
+        return list(zip(ids, texts, strict=True))
+
+    def _reference_answers(self, prompts: PromptDataset) -> list[tuple[list[int], str]]:
+        """One response of the reference to each prompt, with the random numbers of the policy's first."""
+        trainer = self.trainer
+        engine, collector = trainer.updater.engine, trainer.collector
+        params = evaluation_sampling_params(trainer.sampling_params, trainer.args)
+        params = replace(params, num_return_sequences=1)
+        batches = trainer.collate(prompts, range(len(prompts)))
+        local = collector.local_prompts(engine, batches, trainer.dummy_prompts)
+        answers: list[tuple[list[int], str]] = []
+        if local is not None:
+            assert collector.reference is not None
+            with (
+                collector.reference.on_device(trainer.accelerator.device) as policy,
+                engine.autocast(),
+                engine.sampling(policy) as model,
+            ):
+                # A sampler with weights of its own has those of the policy.
+                backend = "auto" if collector.backend.has_own_weights else collector.backend
+                size = trainer.args.rollout_per_device_batch_size
+                samples = sample_responses(model, local, params, backend=backend, per_device_batch_size=size)
+            answers = list(zip(*response_texts(trainer.processing_class, samples), strict=True))
+        return self._in_order(answers, len(prompts))
+
+    def _opponent_scores(
+        self, prompts: PromptDataset, answers: Sequence[tuple[list[int], str]], name: str
+    ) -> list[float]:
+        """What the judging score gives to each of the opponent's answers; NaN where it fails or returns None."""
+        trainer, own = self.trainer, collectives.rank_share(range(len(prompts)), self.trainer.accelerator)
+        share = list(own)
+        if trainer.updater.engine.synced_forwards:
+            most = collectives.max_int_over_ranks(len(share), trainer.accelerator)
+            share += [0] * (most - len(share))
+        rows = [prompts[i]["row"] for i in share]
+        from_rewards = name == "scores" or name.startswith("scores/")
+        scorer = trainer.collector.scorer if from_rewards else trainer.collector.metric_scorer
+        ids, texts = [answers[i][0] for i in share], [answers[i][1] for i in share]
+        result = scorer([row["prompt"] for row in rows], texts, ids, rows)
+        failed = set(result.failures)
+        scorer.pop_failures()
+        # What functions log about the opponent is not about the next step.
+        scorer.logged.pop()
+        total = name == "scores"
+        found = sequence_scores(result.rewards) if total else result.by_source[name.removeprefix("scores/")]
+        scores = [math.nan if i in failed else value for i, value in enumerate(found.tolist())]
+        return self._in_order(scores, len(prompts))
+
+    def _in_order(self, share: list[Any], count: int) -> list[Any]:
+        """What every rank has for its own prompts, in the order of all; a rank's dummies come after its own."""
+        parts = collectives.gather_list(share, self.trainer.accelerator)
+        return [parts[i % len(parts)][i // len(parts)] for i in range(count)]
+
+
+def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig) -> SamplingParams:
+    """How the policy is sampled in evaluation: greedy unless `eval_temperature`, with the same random numbers each
+    time.
+    """
+    return replace(
+        sampling_params,
+        seed=args.seed + 1,
+        step=0,
+        num_return_sequences=args.eval_num_samples,
+        temperature=args.eval_temperature or sampling_params.temperature,
+        do_sample=args.eval_temperature > 0,
+        top_k=args.eval_top_k,
+        top_p=args.eval_top_p,
+    )

@@ -1,23 +1,33 @@
-"""A run from its options alone: `train_from_arguments` loads what `ScriptArguments` names and trains.
+"""A run from its options alone: `train_from_arguments` loads what `ScriptArguments` names and trains, and
+`evaluate_from_arguments` evaluates a model with a trainer that never trains.
 
 The command `alpaca-ppo train` and `examples/train_ppo.py` differ in nothing that is here.
 """
 
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+from peft import PeftConfig
+
+from alpaca_ppo.adapters import is_adapter
+from alpaca_ppo.config.checks import REFERENCES
+from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.data.loading import load_eval_datasets
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
+from alpaca_ppo.environments.kinds import make_kinds
+from alpaca_ppo.evaluation.comparisons import REFERENCE, is_stored
+from alpaca_ppo.evaluation.results import write_results
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards import RemoteReward
 from alpaca_ppo.tracking.run_record import RunRecord
-from alpaca_ppo.trainer.environment_setup import GivenEnvironments, named_environments
-from alpaca_ppo.trainer.measure_checks import check_value_names
 from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
-from alpaca_ppo.trainer.preflight import check_start
+from alpaca_ppo.trainer.preflight import check_room_for_policy, check_start, evaluation_settings
 from alpaca_ppo.trainer.run_doctor import RunDoctor
 
 
@@ -30,45 +40,36 @@ def train_from_arguments(
         ValueError: for a run that could not start, before anything is loaded if that can be known.
         SystemExit: with status 3, if an error of the doctor that is in `stop_on` has ended the run.
     """
-    resume = script_args.resume_from_checkpoint
+    resume, peft_config = script_args.resume_from_checkpoint, lora.peft_config("CAUSAL_LM")
     check_start(args, resume)
     script_args.check_names(args)
-    environments = named_environments(script_args)
-    check_value_names(args, reward_sources(script_args), script_args.metric_funcs, GivenEnvironments(**environments))
+    environments, rewards = named_environments(script_args), reward_sources(script_args)
+    kinds = make_kinds(environments["tools"], environments["environment_factory"])
+    evaluation_settings(args, rewards, script_args.metric_funcs, kinds)
+    if not resume and peft_config is None:
+        check_room_for_policy(args, script_args.model_name_or_path)
     name, config = script_args.dataset_name, script_args.dataset_config
-    train_dataset = None
-    if name:
-        train_dataset = load_prompt_dataset(name, split=script_args.dataset_train_split, config_name=config)
-    trust = args.trust_remote_code
+    split = script_args.dataset_train_split
     # Models are given by name, so that the trainer checks prompts, tokens and reward functions before it loads one.
-    processing_class = load_processing_class(script_args.model_name_or_path, trust_remote_code=trust)
     trainer = PPOTrainer(
         model=script_args.model_name_or_path,
-        reward_funcs=reward_sources(script_args),
+        reward_funcs=rewards,
         args=args,
-        train_dataset=train_dataset,
+        train_dataset=load_prompt_dataset(name, split=split, config_name=config) if name else None,
         eval_dataset=load_eval_datasets(script_args),
         metric_funcs=script_args.metric_funcs,
-        processing_class=processing_class,
         value_model=script_args.value_model_name_or_path,
-        peft_config=lora.peft_config("CAUSAL_LM"),
+        peft_config=peft_config,
         **environments,
     )
     trainer.run_record = RunRecord.of_command(provenance)
     stats = trainer.train(resume_from_checkpoint=resume)
     trainer.accelerator.end_training()
-    _exit_if_ended_by_an_error(trainer)
-    return stats
-
-
-def _exit_if_ended_by_an_error(trainer: PPOTrainer) -> None:
-    """Ends the process, with `ENDED_BY_ERROR` on every rank, if an error of the doctor has ended the run; the main
-    process says which one. A run that was ended by a warning is one that ended as it was told to.
-    """
     doctors = [callback for callback in trainer.callback_handler.built_in if isinstance(callback, RunDoctor)]
     errors = [finding for doctor in doctors for finding in doctor.ended_by if finding.severity == "error"]
+    # A run that a warning has ended is one that ended as it was told to.
     if not errors:
-        return
+        return stats
     step, named = trainer.state.global_step, ", ".join(f"{found.rule} ({found.sentence})" for found in errors)
     if trainer.accelerator.is_main_process:
         print(
@@ -80,17 +81,133 @@ def _exit_if_ended_by_an_error(trainer: PPOTrainer) -> None:
     raise SystemExit(ENDED_BY_ERROR)
 
 
+def evaluate_from_arguments(model: str, script_args: Any, config: Callable[..., PPOConfig]) -> dict[str, Any] | None:
+    """Evaluates `model` and writes results.json, answers.jsonl and the tables; returns what results.json holds, on the
+    main process only.
+
+    The reference is that of the configuration, or the model that the run started from, or an adapter's base. An
+    opponent that is another model answers first, with its own tokenizer.
+
+    Args:
+        model: folder or hub id.
+        script_args: the eval sets, rewards and metrics (`ScriptArguments`), and `results_dir`.
+        config: returns the configuration with the changes that are given to it.
+
+    Raises:
+        ValueError: without prompts, or without anything to measure.
+    """
+    folder, args = Path(script_args.results_dir), config()
+    metrics, opponent = script_args.metric_funcs, args.eval_opponent
+    environments, rewards = named_environments(script_args), reward_sources(script_args)
+    kinds = make_kinds(environments["tools"], environments["environment_factory"])
+    settings = evaluation_settings(args, rewards, metrics, kinds)
+    datasets = load_eval_datasets(script_args)
+    if datasets is None:
+        raise ValueError(
+            "there are no prompts to evaluate on; give eval_dataset_name or eval_datasets, or dataset_name with "
+            "dataset_test_split"
+        )
+    from_environments = any(kind.rewards for kind in kinds.values())
+    scored = bool(rewards or args.reward_adapter or from_environments)
+    if not (scored or metrics or opponent):
+        raise ValueError(
+            "there is nothing to measure; give reward_funcs, metric_funcs, eval_opponent or an environment with rewards"
+        )
+
+    def trainer_of(model: str, rewards: Sequence[Any], args: PPOConfig, **more: Any) -> PPOTrainer:
+        # It is never trained on.
+        train_dataset = next(iter(datasets.values())) if isinstance(datasets, dict) else datasets
+        tokenizer = load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model")
+        more |= {"train_dataset": train_dataset, "eval_dataset": datasets, "processing_class": tokenizer}
+        return PPOTrainer(model, rewards, args, **more)
+
+    changes = {"reference": _reference_of(model, script_args, args)}
+    if opponent is not None and opponent != REFERENCE and not is_stored(opponent):
+        of_opponent: dict[str, Any] = {"eval_opponent": None, "eval_judge": "scores"}
+        of_opponent |= {"eval_success_above": None, "eval_success_by": "scores"}
+        of_opponent |= {"eval_num_samples": 1, "reference": "none", "output_dir": str(folder / "opponent")}
+        trainer = trainer_of(opponent, [_no_reward], config(**of_opponent))
+        trainer.evaluate()
+        if trainer.accelerator.is_main_process:
+            write_results(folder / "opponent", {"model": opponent, "metrics": {}}, trainer.evaluator.answers)
+        trainer.accelerator.wait_for_everyone()
+        trainer.run_log.finish()
+        changes["eval_opponent"] = str(folder / "opponent" / "answers.jsonl")
+    sources: list[Any] = [*rewards] or ([] if from_environments else [_no_reward])
+    trainer = trainer_of(model, sources, config(**changes), metric_funcs=metrics, **environments)
+    stats = trainer.evaluate()
+    trainer.run_log.finish()
+    answers = trainer.evaluator.answers
+    if not scored:
+        stats = {name: value for name, value in stats.items() if not _is_of_reward(name)}
+        answers = [{name: value for name, value in row.items() if not _is_of_reward(name)} for row in answers]
+    if not trainer.accelerator.is_main_process:
+        return None
+    above = settings.success_above
+    results = {
+        "model": model,
+        "opponent": opponent,
+        "prompts": {name: len(prompts) for name, prompts in trainer.eval_prompts.items()},
+        "samples_per_prompt": settings.num_samples,
+        "temperature": args.eval_temperature,
+        "success": None if above is None else f"{settings.success_by} above {above:g}",
+        "metrics": stats,
+    }
+    write_results(folder, results, answers)
+    return results
+
+
+def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:
+    """What the KL is measured to: the reference that the configuration names, or what `model` started from."""
+    if args.reference not in REFERENCES:
+        return args.reference
+    base = script_args.model_name_or_path
+    if not base and is_adapter(model):
+        base = PeftConfig.from_pretrained(model).base_model_name_or_path
+    return base if base and base != model and args.reference != "none" else "none"
+
+
+def _no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Scores nothing: what an evaluation without a reward has in its place."""
+    return [0.0] * len(completions)
+
+
+def _is_of_reward(metric: str) -> bool:
+    """Whether a metric is about the reward, and means nothing without one."""
+    parts = metric.split("/")
+    return any(part.removesuffix("_se") in ("scores", "scores_std", "rewards") for part in parts)
+
+
+def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
+    """The arguments of `PPOTrainer` that the options `environments`, `tools` and `tool_call_parser` name.
+
+    Raises:
+        ValueError: for what cannot be imported, and for several environments of which one has no name of its own.
+    """
+    specs = [spec.rpartition("=") for spec in script_args.environments or ()]
+    factory: Any = None
+    if len(specs) == 1 and not specs[0][0]:
+        factory = load_function(specs[0][2], what="environment")
+    elif specs:
+        names = [name for name, _, _ in specs]
+        if not all(names) or len(set(names)) < len(names):
+            raise ValueError(
+                f"environments is {script_args.environments}; give each of several a name of its own: "
+                "name=module:class. The dataset's column environment chooses among the names"
+            )
+        factory = {name: load_function(spec, what="environment") for name, _, spec in specs}
+    parser = script_args.tool_call_parser
+    return {
+        "environment_factory": factory,
+        "tools": [load_function(spec, what="tool") for spec in script_args.tools or ()] or None,
+        "tool_call_parser": None if parser is None else load_function(parser, what="tool_call_parser"),
+    }
+
+
 def reward_sources(script_args: ScriptArguments) -> list[str | RemoteReward]:
     """The reward sources that the options name, in the order of their weights: models, functions, the servers."""
-    named: list[str | RemoteReward] = [
-        *(script_args.reward_model_name_or_path or []),
-        *(script_args.reward_funcs or []),
-    ]
+    named: list[str | RemoteReward] = [*(script_args.reward_model_name_or_path or ())]
+    named += script_args.reward_funcs or ()
     if script_args.reward_url:
-        remote = RemoteReward(
-            script_args.reward_url,
-            timeout=script_args.reward_url_timeout,
-            name="reward_url",
-        )
-        named.append(remote)
+        named.append(RemoteReward(script_args.reward_url, timeout=script_args.reward_url_timeout, name="reward_url"))
     return named

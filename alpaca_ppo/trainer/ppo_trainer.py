@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo.checkpoint.compatibility import start_identity
+from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.fields import check_needs
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
-from alpaca_ppo.environments.kinds import EnvironmentFactory
+from alpaca_ppo.environments.kinds import EnvironmentFactory, can_answer, make_kinds
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
@@ -36,15 +37,14 @@ from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.step_stats import StepStats
 from alpaca_ppo.ppo.trained_rows import compared_mask
 from alpaca_ppo.ppo.updates import make_updater
+from alpaca_ppo.rewards import FunctionReward
 from alpaca_ppo.rewards.scoring import Penalties
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
 from alpaca_ppo.tracking.run_record import RunRecord
-from alpaca_ppo.trainer import measure_checks, setup
-from alpaca_ppo.trainer.environment_setup import GivenEnvironments, make_environments
+from alpaca_ppo.trainer import preflight, setup
 from alpaca_ppo.trainer.evaluation import Evaluator
 from alpaca_ppo.trainer.inspected_prompts import logged_rollouts
-from alpaca_ppo.trainer.preflight import DiskCheck, check_config_class, check_output_dir
 from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -108,32 +108,38 @@ class PPOTrainer(RolloutTrainer):
         tool_call_parser: ToolCallParser | None = None,
     ) -> None:
         given = dict(locals())
-        args = check_config_class(args)
-        check_output_dir(args)
-        environments = GivenEnvironments(tools, environment_factory, tool_call_parser)
-        measure_checks.check_evaluation(args, eval_dataset, reward_funcs, metric_funcs, environments)
+        args = preflight.check_config_class(args)
+        preflight.check_output_dir(args)
+        kinds = make_kinds(tools, environment_factory)
+        settings = preflight.evaluation_settings(args, reward_funcs, metric_funcs, kinds)
         # A subclass that scores in another way may give the functions more than the dataset has.
         if type(self)._score is PPOTrainer._score:
-            measure_checks.check_reward_columns(train_dataset, eval_dataset, reward_funcs, metric_funcs, environments)
+            preflight.check_reward_columns(train_dataset, eval_dataset, reward_funcs, metric_funcs, kinds)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
         self.args, self.run_record = args, RunRecord.of_objects(type(self), given)
         self.accelerator = make_accelerator(args, accelerator)
         self.processing_class = processing_class or load_processing_class(
             model, trust_remote_code=args.trust_remote_code
         )
-        self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args, environments)
+        self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args, kinds)
         setup.report_plain_text(self.train_prompts, self.processing_class, self.accelerator)
-        self.eval_prompts = setup.make_eval_prompts(eval_dataset, self.processing_class, args, environments)
+        self.eval_prompts = setup.make_eval_prompts(eval_dataset, self.processing_class, args, kinds)
         chat = any(prompts.are_messages for prompts in (self.train_prompts, *self.eval_prompts.values()))
-        # A `_generate` of one's own may leave holes in responses, at which turns end.
-        several_turns = bool(environments.kinds) or type(self)._generate is not PPOTrainer._generate
-        check_needs(args, environments_or_tools=several_turns, prompts_that_are_messages=chat)
-        self.schedule = setup.make_schedule(len(self.train_prompts), args)
         device = self.accelerator.device
-        scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, device, environments)
+        scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, device, kinds)
         metric_scorer = setup.make_metric_scorer(metric_funcs, metric_processing_classes, args, device)
+        check_needs(
+            args,
+            eval_set=bool(self.eval_prompts),
+            reward_functions=bool(scorer.functions or kinds),
+            # A `_generate` of one's own may leave holes in responses, at which turns end.
+            environments_or_tools=bool(kinds) or type(self)._generate is not PPOTrainer._generate,
+            prompts_that_are_messages=chat,
+        )
+        self.schedule = setup.make_schedule(len(self.train_prompts), args)
         actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
-        self.disk_check = DiskCheck(args, actor_critic, adamw=optimizers[0] is None)
+        trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
+        self.checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and optimizers[0] is None)
         if args.uses_critic and args.critic_layout == "separate" and isinstance(start, str):
             # Of a model in memory the tokenizer is not known.
             check_same_tokenizer(start, self.processing_class, trust_remote_code=args.trust_remote_code)
@@ -141,19 +147,22 @@ class PPOTrainer(RolloutTrainer):
             actor_critic, self.processing_class, args, chat=chat, accelerator=self.accelerator
         )
         setup.add_reward_adapter(scorer, actor_critic, args, device)
-        self.environments = make_environments(
-            environments, self.processing_class, self.sampling_params, scorer, args, messages=chat
+        self.environments = setup.make_environments(
+            kinds, tool_call_parser, self.processing_class, self.sampling_params, args, messages=chat
         )
+        if self.environments is not None:
+            for name, function in self.environments.reward_functions():
+                scorer.add(FunctionReward(function, name=name), 1.0)
         reference = factory.make_reference(actor_critic, ref_model, args)
         self.start_identity = start_identity(actor_critic, reference, scorer, self.environments)
         self.collector = setup.make_collector(reference, scorer, metric_scorer, self.accelerator, args)
         self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
-        answered = self.environments is not None and self.environments.answer
+        answered = can_answer(kinds)
         self.sampler_fallback = agree_on_backend(self.collector.backend, self.updater.engine, answered=answered)
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)
-        self.evaluator = Evaluator(self, self.collector.metric_scorer)
+        self.evaluator = Evaluator(self, settings)
         self.sampler_check = SamplerCheck(
             self.updater.engine,
             args,

@@ -1,5 +1,5 @@
-"""Checks of a run before anything is loaded: its output folder and disk, its trackers, its hub repository and the
-checkpoint to resume from.
+"""Checks of a run before anything is loaded: its output folder and disk, its trackers, its hub repository, the
+checkpoint to resume from, the columns that rewards require, and the scores that options of evaluation name.
 
 Single values are checked in `config`, prompts and rewards in `data` and `rewards`, the tokenizer's ids and the lengths
 in `models.token_checks`, after the policy has been loaded.
@@ -9,11 +9,16 @@ import dataclasses
 import math
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from huggingface_hub.utils import validate_repo_id
+from transformers import AutoModelForCausalLM
 
+from alpaca_ppo.adapters import is_adapter
 from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, list_committed
 from alpaca_ppo.checkpoint.directory import check_no_earlier_run, resolve_checkpoint, verify_files
 from alpaca_ppo.checkpoint.hub import check_login
@@ -22,8 +27,17 @@ from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
-from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
+from alpaca_ppo.estimate_memory.fake_models import without_weights
+from alpaca_ppo.evaluation.settings import EvaluationSettings, make_settings
+from alpaca_ppo.rewards.batch import OF_EPISODES
+from alpaca_ppo.rewards.scorer import check_columns, source_names
 from alpaca_ppo.tracking.run_log import tracker_names
+
+Kinds = Mapping[str | None, EnvironmentKind]
+"""Of environments, by the value of a row's `environment` column; under None, the kind of every row."""
+REWARD_ADAPTER = "reward_adapter"
+"""The name of its reward source."""
 
 
 def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> None:
@@ -38,13 +52,25 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     # Only the main process locks the folder. It may do so before the others have come this far.
     if launched_rank() == 0:
         check_unlocked(args.output_dir)
-    if not resume_from_checkpoint:
-        if not args.overwrite_output_dir:
-            check_no_earlier_run(args.output_dir)
-        return
-    folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir, overwrite_output_dir=args.overwrite_output_dir)
-    # Hashes of large files take minutes; `train` checks them.
-    verify_files(folder, hashed=())
+    if resume_from_checkpoint:
+        overwrite = args.overwrite_output_dir
+        folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir, overwrite_output_dir=overwrite)
+        # Hashes of large files take minutes; `train` checks them.
+        verify_files(folder, hashed=())
+    elif not args.overwrite_output_dir:
+        check_no_earlier_run(args.output_dir)
+
+
+def check_room_for_policy(args: PPOConfig, policy: str) -> None:
+    """Checks the disk of a new run, before a script loads anything, for the weights of the policy, all of which it
+    trains. What the critic adds, and what an earlier run leaves, is checked by `train`.
+
+    Raises:
+        ValueError: see `check_room`; also for a `policy` that has no configuration.
+    """
+    if launched_rank() == 0 and not args.overwrite_output_dir and not is_adapter(policy):
+        model = without_weights(AutoModelForCausalLM, policy, trust_remote_code=args.trust_remote_code)
+        check_room(args, checkpoint_bytes(model.parameters(), adamw=args.save_steps > 0))
 
 
 def check_config_class(args: Any) -> PPOConfig:
@@ -96,61 +122,33 @@ def check_output_dir(args: PPOConfig) -> None:
             ) from error
 
 
-class DiskCheck:
-    """Whether the disk has room for the checkpoints that the run will keep, or for the final models of a run that saves
-    no checkpoints; `train` checks it before its first step.
+def check_room(args: PPOConfig, checkpoint_size: int, steps_left: int = 1) -> None:
+    """Checks that the disk has room for the checkpoints that the run will keep, or for the final models of a run that
+    saves none. The main process alone writes there.
 
     Args:
-        args: the configuration.
-        actor_critic: what is trained, before it is sharded.
-        adamw: whether the run's optimizer is AdamW.
+        args: of the run.
+        checkpoint_size: least number of bytes of one, or of the final models.
+        steps_left: steps that the run will make.
+
+    Raises:
+        ValueError: when there is too little; names both numbers and the remedy.
     """
-
-    def __init__(self, args: PPOConfig, actor_critic: ActorCritic, *, adamw: bool) -> None:
-        trained = [parameter for parameter in actor_critic.parameters() if parameter.requires_grad]
-        # Other ranks write nothing.
-        rank_bytes = 0 if launched_rank() else checkpoint_bytes(trained, adamw=adamw and args.save_steps > 0)
-        self._args, self._needed = args, rank_bytes
-
-    def check(self, steps_left: int = 1) -> None:
-        """Checks the room that there is now.
-
-        Args:
-            steps_left: steps that the run will make.
-
-        Raises:
-            ValueError: when there is too little; names both numbers and the remedy.
-        """
-        usage, count = shutil.disk_usage(_existing_folder(self._args)), self._new_checkpoints(steps_left)
-        needed = self._needed * max(1, count)
-        # Some file systems, such as those in user space, do not say how large they are.
-        if usage.total == 0 or usage.free >= needed:
-            return
-        args, what, remedy = self._args, "the final models", ""
-        if args.save_steps:
-            what = "one checkpoint" if count == 1 else f"{count} checkpoints"
-            what += " (weights and the state of the optimizer)"
-            remedy = "save none (save_steps: 0), "
-        if count > 1:
-            what += f", as many as there are before the oldest is deleted (save_total_limit: {args.save_total_limit}),"
-            remedy = "keep fewer checkpoints (save_total_limit: 1) or none (save_steps: 0), "
-        raise ValueError(
-            f"output_dir ({args.output_dir}) has too little room: {what} will have more than {needed} bytes, and the "
-            f"disk has {usage.free} left; free some space, choose an output_dir on another disk, {remedy}or train "
-            "fewer weights (--use_peft)"
-        )
-
-    def _new_checkpoints(self, steps_left: int) -> int:
-        """How many checkpoints more than now the folder will hold at one time; without `save_total_limit`, where the
-        user may delete them while the run goes on, one.
-        """
-        args = self._args
-        if not args.save_steps or args.save_total_limit is None:
-            return int(args.save_steps > 0)
-        saved = math.ceil(steps_left / args.save_steps)
+    usage, count = shutil.disk_usage(_existing_folder(args)), int(args.save_steps > 0)
+    if args.save_steps and args.save_total_limit is not None:
         present = len(list_committed(args.output_dir, "checkpoint-*"))
-        # A new one is complete before the oldest is deleted.
-        return max(1, min(present + saved, args.save_total_limit + 1) - present)
+        # A new one is complete before the oldest is deleted. Without a limit the user may delete them meanwhile.
+        kept = min(present + math.ceil(steps_left / args.save_steps), args.save_total_limit + 1)
+        count = max(1, kept - present)
+    needed = checkpoint_size * max(1, count)
+    # Some file systems, such as those in user space, do not say how large they are.
+    if launched_rank() != 0 or usage.total == 0 or usage.free >= needed:
+        return
+    what = "the final models" if not count else "one checkpoint" if count == 1 else f"{count} checkpoints"
+    raise ValueError(
+        f"output_dir ({args.output_dir}) has too little room: {what} will have more than {needed} bytes, and the disk "
+        f"has {usage.free} left; free some space, or lower save_total_limit ({args.save_total_limit})"
+    )
 
 
 def _existing_folder(args: PPOConfig) -> Path:
@@ -182,3 +180,52 @@ def checked_hub_id(name: str | None) -> str:
     if launched_rank() == 0:
         check_login()
     return name
+
+
+def evaluation_settings(
+    args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kinds: Kinds | None = None
+) -> EvaluationSettings:
+    """What evaluations compute, from the names that the sources will have once they are loaded.
+
+    Raises:
+        ValueError: as `make_settings`, for an entry that is no source, and for an opponent in conversations.
+    """
+    if args.eval_opponent is not None and can_answer(kinds or {}):
+        raise ValueError(
+            f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "
+            "conversations have several; leave it out, and compare the rewards of two evaluations"
+        )
+    sources = [*source_names(reward_funcs), *([REWARD_ADAPTER] if args.reward_adapter else [])]
+    with about_metrics():
+        metrics = source_names(metric_funcs)
+    return make_settings(args, sources=[*sources, *rewarding_classes(kinds or {})], metrics=metrics)
+
+
+@contextmanager
+def about_metrics() -> Iterator[None]:
+    """Turns an error about reward sources in the block into one about `metric_funcs`."""
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error).replace("reward_processing_classes", "metric_processing_classes")
+        raise ValueError(f"metric_funcs, which takes what reward_funcs does: {problem}") from error
+
+
+def check_reward_columns(
+    train_dataset: Any, eval_dataset: Any, reward_funcs: Any, metric_funcs: Any, kinds: Kinds
+) -> None:
+    """Checks that the datasets have the columns which reward and metric functions require.
+
+    What is no `Dataset` is left to `prepare_prompts`, which refuses it.
+
+    Raises:
+        ValueError: see `rewards.scorer.check_columns`.
+    """
+    named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+    sets = {f"eval set {name!r}" if name else "eval set": rows for name, rows in named.items()}
+    for what, rows in {"train set": train_dataset, **sets}.items():
+        if isinstance(rows, Dataset):
+            columns = [*rows.column_names, *(OF_EPISODES if kinds else ())]
+            check_columns(reward_funcs, what, columns)
+            if what != "train set":
+                check_columns(metric_funcs, what, columns)

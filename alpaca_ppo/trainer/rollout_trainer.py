@@ -55,12 +55,13 @@ class RolloutTrainer(BaseTrainer):
         super().set_up_run(callbacks)
         self.timers, self.counts = self.new_timers(), RolloutCounts()
         self._episodes: Episodes | None = None
-        scorer, self.collector.metric_scorer.logged = self.collector.scorer, self.collector.scorer.logged
-        for each in (scorer, self.collector.metric_scorer):
+        scorer, metric_scorer = self.collector.scorer, self.collector.metric_scorer
+        metric_scorer.logged = scorer.logged
+        for each in (scorer, metric_scorer):
             each.offer(self.state)
-        self._logs_metrics = scorer.logs_metrics or self.collector.metric_scorer.logs_metrics
-        self.collector.scorer.interruptible_call = partial(self.preemption.part, at_once=True)
-        self.collector.scorer.on_source = lambda name: self.run_log.bar.detail(name)
+            each.interruptible_call = partial(self.preemption.part, at_once=True)
+        self._logs_metrics = scorer.logs_metrics or metric_scorer.logs_metrics
+        scorer.on_source = lambda name: self.run_log.bar.detail(name)
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """Also those that answer training prompts for the report's inspector."""

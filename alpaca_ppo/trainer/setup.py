@@ -1,20 +1,25 @@
-"""Builds the trainer's parts from the configuration: prompts, schedule, sampling parameters, rewards, run log.
+"""Builds the trainer's parts from the configuration: prompts, schedule, sampling parameters, rewards, environments.
 
 The models are built in `models.factory`, the accelerator in `distributed.accelerator`.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 
 from alpaca_ppo.adapters import read_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.preemption import PreemptionHandler
+from alpaca_ppo.environments.conversation import Conversation
+from alpaca_ppo.environments.episode import EpisodeSettings
+from alpaca_ppo.environments.episodes import Environments, kind_of
+from alpaca_ppo.environments.kinds import NoEnvironment
+from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.evaluation.settings import check_set_names
 from alpaca_ppo.generation import (
     StopStrings,
@@ -31,34 +36,58 @@ from alpaca_ppo.models.modules import use_torch_activations
 from alpaca_ppo.models.token_checks import check_model_positions, check_positions, check_token_ids
 from alpaca_ppo.models.trial import supports_packing
 from alpaca_ppo.ppo.rollouts import RolloutCollector
-from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
-from alpaca_ppo.trainer.environment_setup import NO_ENVIRONMENTS, GivenEnvironments, prompt_rows, schemas_of
-from alpaca_ppo.trainer.measure_checks import REWARD_ADAPTER, of_metrics
+from alpaca_ppo.rewards import (
+    AdapterClassifier,
+    FailurePolicy,
+    ModelReward,
+    RewardScorer,
+    build_reward,
+)
+from alpaca_ppo.trainer.preflight import REWARD_ADAPTER, Kinds, about_metrics
 
 
-def make_prompts(
-    dataset: Any,
-    processing_class: Any,
-    args: PPOConfig,
-    environments: GivenEnvironments = NO_ENVIRONMENTS,
-) -> PromptDataset:
-    """The tokenized prompts of `dataset`; overlong ones are dropped or raise an error (`overlong_prompts`).
-
-    Prompts show the tools of `environments`.
+def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds | None = None) -> PromptDataset:
+    """The tokenized prompts of `dataset`, which show the tools of `kinds`; overlong ones are dropped or raise an error
+    (`overlong_prompts`). Prompts are blank where environments make them: without a dataset or the prompt column.
 
     Raises:
-        ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary.
+        ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary, for no
+            dataset with several environments or without `max_steps`, and for a column that a `reset` requires and no
+            row has.
     """
     resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
+    kinds = kinds or {}
+    blank: Any = [{"role": "user", "content": ""}] if processing_class.chat_template else ""
+    if dataset is None:
+        if not any(kind.environment_class is not NoEnvironment for kind in kinds.values()):
+            raise ValueError(
+                "train_dataset is None; pass the prompts, or an environment_factory whose reset returns them"
+            )
+        if len(kinds) > 1:
+            raise ValueError(
+                f"environment_factory names {list(kinds)}, but train_dataset is None, so nothing says which prompt is "
+                "whose; pass a dataset with a column environment"
+            )
+        if args.max_steps is None:
+            raise ValueError("train_dataset is None, but max_steps is null; set max_steps to the length of the run")
+        (name,) = kinds
+        row = {args.prompt_column: blank, **({} if name is None else {"environment": name})}
+        dataset = Dataset.from_list([row] * args.rollout_batch_size)
+    elif kinds and isinstance(dataset, Dataset) and not args.prompt_template:
+        if not {args.prompt_column, "instruction"} & {*dataset.column_names}:
+            dataset = dataset.add_column(args.prompt_column, [blank] * len(dataset))
+    if isinstance(dataset, Dataset):
+        for kind in kinds.values():
+            kind.reset_arguments(dict.fromkeys([*dataset.column_names, "prompt"]), 0)
     return prepare_prompts(
-        prompt_rows(dataset, environments, processing_class, args),
+        dataset,
         processing_class,
         query_len=args.query_len,
         prompt_column=args.prompt_column,
         prompt_template=args.prompt_template,
         overlong=args.overlong_prompts,
         chat_template_kwargs=args.chat_template_kwargs,
-        tools_of=schemas_of(environments),
+        tools_of=(lambda row: [tool.schema for tool in kind_of(kinds, row).tools]) if kinds else None,
     )
 
 
@@ -66,20 +95,17 @@ def report_plain_text(prompts: PromptDataset, processing_class: Any, accelerator
     """Prints, on the main process, that a chat model is given text in which none of its tokens marks a turn."""
     if prompts.are_messages or prompts.from_template or prompts.any_blank or not processing_class.chat_template:
         return
-    text, marks = (
-        prompts[0]["row"]["prompt"],
-        {*processing_class.get_added_vocab(), *processing_class.all_special_tokens},
-    )
+    text = prompts[0]["row"]["prompt"]
+    marks = {*processing_class.get_added_vocab(), *processing_class.all_special_tokens}
     if not any(mark.strip() and mark in text for mark in marks):
         accelerator.print(
-            "the tokenizer has a chat template, but the prompts are plain text, which a chat model has hardly been "
-            "trained to answer: make them messages ([{'role': 'user', 'content': ...}] in prompt_column), to which the "
-            "template is applied. For a base model, or text that is meant so, nothing needs to change"
+            "the tokenizer has a chat template, but the prompts are plain text: for a chat model, make them messages "
+            "([{'role': 'user', 'content': ...}] in prompt_column), to which the template is applied"
         )
 
 
 def make_eval_prompts(
-    dataset: Any, processing_class: Any, args: PPOConfig, environments: GivenEnvironments = NO_ENVIRONMENTS
+    dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds | None = None
 ) -> dict[str, PromptDataset]:
     """The tokenized prompts of each eval set by its name, which is empty for a dataset that is given without one.
 
@@ -89,12 +115,12 @@ def make_eval_prompts(
     if dataset is None:
         return {}
     if not isinstance(dataset, Mapping):
-        return {"": make_prompts(dataset, processing_class, args, environments)}
+        return {"": make_prompts(dataset, processing_class, args, kinds)}
     check_set_names(dataset)
     prompts = {}
     for name, rows in dataset.items():
         try:
-            prompts[name] = make_prompts(rows, processing_class, args, environments)
+            prompts[name] = make_prompts(rows, processing_class, args, kinds)
         except ValueError as error:
             raise ValueError(f"eval set {name!r}: {error}") from error
     return prompts
@@ -106,24 +132,18 @@ def make_metric_scorer(metric_funcs: Any, tokenizers: Any, args: PPOConfig, devi
     Raises:
         ValueError: as for reward sources.
     """
-    scorer = RewardScorer([], [], policy=_failure_policy(args), measures=True)
-    if metric_funcs:
-        try:
-            built = _built(metric_funcs, tokenizers, args, device)
-        except ValueError as error:
-            raise of_metrics(error) from error
-        for source in built.sources:
-            scorer.add(source, 1.0)
+    with about_metrics():
+        scorer = _scorer(metric_funcs or [], tokenizers, args, device)
+    scorer.measures = True
     return scorer
 
 
-def _failure_policy(args: PPOConfig) -> FailurePolicy:
-    return FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
-
-
-def _built(
+def _scorer(
     sources: Any, tokenizers: Any, args: PPOConfig, device: torch.device, weights: list[float] | None = None
 ) -> RewardScorer:
+    policy = FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
+    if sources == [] and weights is None:
+        return RewardScorer([], [], policy=policy)
     return build_reward(
         sources,
         reward_weights=weights,
@@ -132,7 +152,7 @@ def _built(
         dtype=getattr(torch, args.dtype),
         device=device,
         trust_remote_code=args.trust_remote_code,
-        policy=_failure_policy(args),
+        policy=policy,
         padding_free=bool(args.padding_free),
     )
 
@@ -201,19 +221,14 @@ def make_sampling_params(
 
 
 def make_scorer(
-    reward_funcs: Any,
-    tokenizers: Any,
-    args: PPOConfig,
-    device: torch.device,
-    environments: GivenEnvironments = NO_ENVIRONMENTS,
+    reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device, kinds: Kinds
 ) -> RewardScorer:
     """The reward sources with their weights; reward models are moved to `device`. A reward adapter is added later, once
-    its base is loaded (`add_reward_adapter`); its weight is the last one. So are the rewards of `environments`, which
-    may be all that there are.
+    its base is loaded (`add_reward_adapter`); its weight is the last one. So are the rewards of environments.
 
     Raises:
-        ValueError: for an invalid source, a wrong number of weights, or a reward adapter that cannot be read or has no
-            tokenizer. The reward adapter is checked before any model is loaded.
+        ValueError: for an invalid source, a wrong number of weights, no source at all, or a reward adapter that cannot
+            be read or has no tokenizer. The reward adapter is checked before any model is loaded.
     """
     given = [] if reward_funcs is None else reward_funcs
     given, weights = given if isinstance(given, (list, tuple)) else [given], args.reward_weights
@@ -223,12 +238,15 @@ def make_scorer(
                 f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs and a reward_adapter; give "
                 "one each, the adapter's last"
             )
-        weights = None if weights is None else weights[:-1]
+        weights = weights and weights[:-1] or None
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
-    if not given and (args.reward_adapter is not None or (environments.kinds and weights is None)):
-        return RewardScorer([], [], policy=_failure_policy(args))
-    scorer = _built(reward_funcs if given else [], tokenizers, args, device, weights)
+    elif not given and not any(kind.rewards for kind in kinds.values()):
+        raise ValueError(
+            "there is no reward: reward_funcs is empty, and no environment has get_reward or reply; pass reward_funcs, "
+            "or give the environment a method get_reward"
+        )
+    scorer = _scorer(given, tokenizers, args, device, weights)
     for source in scorer.sources:
         if isinstance(source, ModelReward):
             use_torch_activations(source.model)
@@ -236,8 +254,8 @@ def make_scorer(
 
 
 def _reward_tokenizer(args: PPOConfig) -> Any:
-    name, trust = args.reward_adapter, args.trust_remote_code
-    return load_processing_class(str(name), trust_remote_code=trust, field="reward_adapter")
+    trust = args.trust_remote_code
+    return load_processing_class(str(args.reward_adapter), trust_remote_code=trust, field="reward_adapter")
 
 
 def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
@@ -252,18 +270,15 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     assert adapters is not None, "make_actor_critic rejects a reward adapter without a policy adapter"
     tokenizer = _reward_tokenizer(args)
     check_token_ids(adapters.model, tokenizer, f"the tokenizer of reward_adapter {args.reward_adapter}")
-    # Known since the policy's trial, while the layers hold no other adapters and before an engine shards them.
-    padding_free = bool(args.padding_free) and supports_packing(adapters.model)
     model: Any = AdapterClassifier(
-        adapters, args.reward_adapter, pad_token_id=tokenizer.pad_token_id, padding_free=padding_free
+        adapters,
+        args.reward_adapter,
+        pad_token_id=tokenizer.pad_token_id,
+        # Known since the policy's trial, while the layers hold no other adapters and before an engine shards them.
+        padding_free=bool(args.padding_free) and supports_packing(adapters.model),
     )
-    source = ModelReward(
-        model,
-        tokenizer,
-        name=REWARD_ADAPTER,
-        batch_size=args.rollout_per_device_batch_size,
-        padding_free=bool(args.padding_free),
-    )
+    size, padding_free = args.rollout_per_device_batch_size, bool(args.padding_free)
+    source = ModelReward(model, tokenizer, name=REWARD_ADAPTER, batch_size=size, padding_free=padding_free)
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
 
@@ -295,17 +310,46 @@ def make_collector(
     )
 
 
-def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig) -> SamplingParams:
-    """How the policy is sampled in evaluation: greedy unless `eval_temperature`, with the same random numbers each
-    time.
+def make_environments(
+    kinds: Kinds,
+    tool_call_parser: ToolCallParser | None,
+    processing_class: Any,
+    sampling_params: SamplingParams,
+    args: PPOConfig,
+    *,
+    messages: bool,
+) -> Environments | None:
+    """What answers the policy, or None without tools and environments.
+
+    Args:
+        kinds: of environments.
+        tool_call_parser: of the user; None = the tokenizer's own, or JSON.
+        processing_class: the policy's tokenizer.
+        sampling_params: of the run.
+        args: of the run.
+        messages: whether the prompts are messages.
+
+    Raises:
+        ValueError: when tools or replies cannot be written in the conversation.
     """
-    return replace(
-        sampling_params,
-        seed=args.seed + 1,
-        step=0,
-        num_return_sequences=args.eval_num_samples,
-        temperature=args.eval_temperature or sampling_params.temperature,
-        do_sample=args.eval_temperature > 0,
-        top_k=args.eval_top_k,
-        top_p=args.eval_top_p,
+    if not kinds:
+        return None
+    conversation = Conversation(
+        processing_class,
+        messages=messages,
+        chat_template_kwargs=args.chat_template_kwargs,
+        stop_token_ids=(*sampling_params.stop_token_ids, *sampling_params.truncate_token_ids),
     )
+    for kind in kinds.values():
+        if kind.answers:
+            schemas = [tool.schema for tool in kind.tools]
+            conversation.check(schemas, replies=kind.has_reply, max_turns=args.max_turns)
+    settings = EpisodeSettings(
+        conversation,
+        response_len=args.response_len,
+        max_turns=args.max_turns,
+        max_turn_tokens=args.max_turn_tokens,
+        tool_timeout=args.tool_timeout,
+        tool_call_parser=tool_call_parser,
+    )
+    return Environments(kinds, settings)

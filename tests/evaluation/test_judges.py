@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from alpaca_ppo.evaluation.judges import Comparison, FunctionJudge, compare
-from alpaca_ppo.evaluation.opponents import stored_answers
+from alpaca_ppo.evaluation.comparisons import Comparison, FunctionJudge, compare, stored_answers
 
 LONG, SHORT = "a much longer answer", "short"
 PAIRS = [Comparison("p", LONG, SHORT, {"answer": "7"}), Comparison("q", SHORT, LONG, {"answer": "8"})]

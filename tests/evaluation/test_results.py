@@ -34,6 +34,11 @@ def test_a_source_is_meant_by_its_bare_name_and_a_metric_of_that_name_comes_firs
         make_settings(SimpleNamespace(**ARGS | {"eval_judge": "rewards"}), sources=["gold"], metrics=[])
 
 
+@pytest.mark.parametrize(("n", "ks"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
+def test_pass_at_k_is_computed_for_powers_of_two_and_all_samples(n, ks):
+    assert make_settings(SimpleNamespace(**ARGS | {"eval_num_samples": n}), sources=[], metrics=[]).ks == ks
+
+
 def test_the_text_says_what_was_drawn_and_names_each_number_once():
     results = {
         "model": "outputs/ppo",

@@ -15,7 +15,7 @@ from alpaca_ppo import PPOConfig
 from alpaca_ppo.cli.evaluate import evaluate
 from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.models import load_critic
-from alpaca_ppo.trainer.measure_checks import check_value_names
+from alpaca_ppo.trainer.preflight import evaluation_settings
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
@@ -204,9 +204,9 @@ def test_a_score_that_no_source_has_is_missed_before_anything_is_loaded(settings
 
 def test_the_reward_adapter_is_a_score_too(tmp_path):
     named = {"eval_success_by": "scores/reward_adapter", "eval_success_above": 0.0}
-    check_value_names(PPOConfig(reward_adapter="org/adapter", **named), None, None)
+    evaluation_settings(PPOConfig(reward_adapter="org/adapter", **named), None, None)
     with pytest.raises(ValueError, match="eval_success_by is 'scores/reward_adapter'; choose one of scores, rewards$"):
-        check_value_names(PPOConfig(**named), [], None)
+        evaluation_settings(PPOConfig(**named), [], None)
 
 
 def longer(prompts, completions, others, **columns):
