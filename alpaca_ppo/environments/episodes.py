@@ -17,8 +17,7 @@ from alpaca_ppo.data.prompts import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
 from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
 from alpaca_ppo.functional.shaping import response_lengths
-from alpaca_ppo.generation.responses import Generation
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
 from alpaca_ppo.types import EPISODE, PromptBatch
 

@@ -4,12 +4,10 @@
 depend on rewards, other processes or the configuration object.
 """
 
-from alpaca_ppo.generation.backends import Backend, make_backend, register_generation_backend
-from alpaca_ppo.generation.generate import generate
-from alpaca_ppo.generation.responses import Generation, SamplingHooks
-from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.stop_strings import StopStrings
-from alpaca_ppo.generation.stopping_criteria import (
+from alpaca_ppo.generation.backends import Backend, generate, make_backend, register_generation_backend
+from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
+from alpaca_ppo.generation.stopping import (
+    StopStrings,
     configured_stop_tokens,
     resolve_stop_tokens,
     resolve_truncate_tokens,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks, SamplingParams
 from alpaca_ppo.types import PromptBatch
 
 

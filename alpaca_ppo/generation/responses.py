@@ -1,4 +1,5 @@
-"""The responses of one call of the sampler: preallocated rows, which grow token by token.
+"""What the sampler is given and what it returns: `SamplingParams`, and the responses, preallocated rows that grow token
+by token.
 
 Both built-in backends only run the model, and pass its logits to a `ResponseRows`, so tokens do not depend on the
 backend.
@@ -11,10 +12,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.stopping_criteria import StopRule
+from alpaca_ppo.functional.rng import stream_keys, uniforms
+from alpaca_ppo.generation.stopping import StopStrings
 from alpaca_ppo.generation.token_sampling import choose_tokens
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The settings of one call of the sampler; `generate` checks them."""
+
+    max_new_tokens: int
+    """R: the most tokens of a response, and the width of the result."""
+    temperature: float
+    """Divides the logits, for the choice of a token and for its log-prob; > 0."""
+    pad_token_id: int
+    """Fills the columns after a response's end; may equal a stop token."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a response at any position."""
+    truncate_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response once at least `truncate_after` of its tokens precede them."""
+    truncate_after: int = 0
+    """Tokens before `truncate_token_ids` take effect."""
+    stop_strings: StopStrings | None = None
+    """Texts of which the first to be completed ends a response; `stop_strings.strings` has them. None = none."""
+    num_return_sequences: int = 1
+    """n: responses per prompt."""
+    do_sample: bool = True
+    """True samples from the softmax; False takes the most likely token (greedy decoding)."""
+    top_k: int | None = None
+    """Sample only from the k most likely tokens; None keeps all. For evaluation: log-probs stay those of the full
+    softmax."""
+    top_p: float | None = None
+    """Sample only from the most likely tokens that together reach this probability, in (0, 1]; None keeps all. For
+    evaluation, like `top_k`."""
+    seed: int = 0
+    """Seed of the run."""
+    step: int = 0
+    """Step of the rollout; with `seed`, `sampling_round`, prompt id, sample index and position, it determines a token's
+    random number."""
+    sampling_round: int = 0
+    """Round of the step in which the prompts were drawn: 0, or from 1 for those that `dynamic_sampling` draws after it.
+    A prompt that is drawn in two rounds gets other responses."""
+
+    sample_ids: tuple[int, ...] | None = None
+    """With `num_return_sequences` 1: which of its prompt's samples each row is, where samples are prompts of their own;
+    None = the first. It determines random numbers."""
+
+    def random_keys(self, prompt_ids: Tensor) -> Tensor:
+        """Returns the key of each response's stream of random numbers, (P * num_return_sequences,) int64, prompt-major.
+
+        `functional.rng.uniforms(keys, t)` returns the numbers that choose the tokens at position t, so that another
+        sampler can draw the same tokens.
+
+        Args:
+            prompt_ids: (P,) int64, index of each prompt in its dataset.
+        """
+        return stream_keys(
+            seed=self.seed,
+            step=self.step,
+            sampling_round=self.sampling_round,
+            prompt_ids=prompt_ids,
+            num_return_sequences=self.num_return_sequences,
+            sample_ids=None
+            if self.sample_ids is None
+            else torch.tensor(self.sample_ids, dtype=torch.int64, device=prompt_ids.device),
+        )
+
+    def check(self) -> None:
+        """Raises ValueError for a value outside its range."""
+        for name in ("max_new_tokens", "num_return_sequences", "top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+        if self.sample_ids is not None and self.num_return_sequences != 1:
+            raise ValueError(f"num_return_sequences ({self.num_return_sequences}) must be 1 where sample_ids are given")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature ({self.temperature}) must be positive; for greedy decoding: do_sample=False")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p ({self.top_p}) must be in (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -48,6 +123,32 @@ class SamplingHooks:
     on_finished: Callable[[list[int], Generation], Any] = lambda rows, finished: None
     """Called with rows whose responses are complete, in any order, and these responses in the same order. Each row
     comes once; what a backend does not report is reported at its end."""
+
+
+class StopRule:
+    """Decides whether a token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`."""
+
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self._stop_ids = torch.tensor(sorted(set(params.stop_token_ids)), dtype=torch.long, device=device)
+        self._truncate_ids = torch.tensor(sorted(set(params.truncate_token_ids)), dtype=torch.long, device=device)
+        self._truncate_after, self._strings = params.truncate_after, params.stop_strings
+
+    def __call__(self, tokens: Tensor, positions: Tensor, matched: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (N,) bool, True for a token that ends its row, and the next `matched`.
+
+        Args:
+            tokens: (N,) int64, one per row.
+            positions: (N,) int64, of these tokens in their turns.
+            matched: (N,) int64, the states of `StopStrings.advance`; returned as they are without stop strings.
+        """
+        ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
+        if len(self._truncate_ids):
+            cut = (tokens.unsqueeze(1) == self._truncate_ids).any(dim=1)
+            ends = ends | (cut & (positions >= self._truncate_after))
+        if self._strings is not None:
+            matched = self._strings.advance(matched, tokens)
+            ends = ends | (matched == self._strings.completed)
+        return ends, matched
 
 
 class ResponseRows:

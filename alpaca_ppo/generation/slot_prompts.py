@@ -12,8 +12,7 @@ from itertools import compress, pairwise
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.slot_cache import SlotCache
-from alpaca_ppo.generation.slot_passes import NewTokens, extend
+from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend
 
 MIN_COMMON = 16
 """A common beginning that is shorter than this is not worth a pass of its own, in tokens."""

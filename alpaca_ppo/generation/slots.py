@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks
-from alpaca_ppo.generation.sampling_params import SamplingParams
-from alpaca_ppo.generation.slot_cache import SlotCache
-from alpaca_ppo.generation.slot_passes import NewTokens, extend, read_next
+from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks, SamplingParams
+from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend, read_next
 from alpaca_ppo.generation.slot_prompts import SlotPrompts, group_prompts
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alpaca_ppo.functional.masked import zero_outside
 from alpaca_ppo.functional.shaping import last_token_index
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 RETURNED = {

@@ -1,7 +1,7 @@
 """Whether sampler and trainer agree on the log-probs of the same tokens: the bounds, and what happens beyond them.
 
-`judge` compares `mismatch/*` with the one table of bounds, `BOUNDS`. `SamplerCheck` applies it in a run: to a few
-short responses before the first rollout is paid for, by which `old_policy: auto` is decided, and to the rollouts of
+`exceeded_bounds` compares `mismatch/*` with the one table of bounds, `BOUNDS`. `SamplerCheck` applies it in a run: to a
+few short responses before the first rollout is paid for, by which `old_policy: auto` is decided, and to the rollouts of
 every step before they train the policy. How the metrics are measured is in `metrics`; the weights of
 `old_policy: correct` are in `functional.policy_losses`.
 """
@@ -22,7 +22,7 @@ from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation import Backend, SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.metrics import mismatch_stats
-from alpaca_ppo.ppo.rollouts import RolloutCollector
+from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHORT = 16
@@ -66,45 +66,30 @@ absolute difference exceeds `stop` with each token's difference clipped to `OUTL
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A metric beyond its bound."""
-
-    metric: str
-    value: float
-    bound: float
-    """The one that `value` exceeds."""
-    meaningless: bool
-    """Whether `bound` is that of an update without meaning, rather than that of rounding."""
-
-    def __str__(self) -> str:
-        return f"{self.metric} is {self.value:.3g} (bound {self.bound:g})"
-
-
 class SamplerMismatch(ValueError):
     """A step's responses on which an update would be meaningless. Every rank raises it, before the update."""
 
 
-def judge(stats: Mapping[str, float], *, half_precision: bool, temperature: float = 1.0) -> list[Finding]:
-    """Returns the metrics of `stats` that exceed a bound, in the order of `BOUNDS`.
+def exceeded_bounds(stats: Mapping[str, float], *, half_precision: bool, temperature: float = 1.0) -> dict[str, float]:
+    """Returns the bound that each metric of `stats` exceeds, in the order of `BOUNDS`: `stop` if it is beyond that,
+    else that of rounding. Metrics within their bounds are left out.
 
     A NaN exceeds none. It never reaches an update: log-probs that are not finite are refused when a rollout is made
     (`hook_checks`), and a loss that is not finite skips the optimizer step.
 
     Args:
-        stats: `mismatch/*`; other names are ignored, and missing ones are not judged.
+        stats: `mismatch/*`; other names are ignored, and missing ones are not compared.
         half_precision: whether the policy computes in bfloat16 or float16.
         temperature: of the samples. Logits are divided by it, and so is their rounding: below 1, `warn_half` grows, at
             most to `stop`.
     """
-    findings = []
+    exceeded = {}
     for metric, bound in BOUNDS.items():
         value = stats.get(metric, 0.0)
         warn = min(bound.warn_half / min(temperature, 1.0), bound.stop) if half_precision else bound.warn
         if value > warn:
-            meaningless = value > bound.stop
-            findings.append(Finding(metric, value, bound.stop if meaningless else warn, meaningless))
-    return findings
+            exceeded[metric] = bound.stop if value > bound.stop else warn
+    return exceeded
 
 
 def in_half_precision(actor_critic: ActorCritic, accelerator: Accelerator) -> bool:
@@ -196,12 +181,16 @@ class SamplerCheck:
         """
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
         samples = collector.sample(self._engine, prompts, short)
-        logprobs = collector.policy_logprobs(self._engine, samples, temperature=short.temperature)
+        evaluated = collector.evaluate(self._engine, samples, POLICY_ALONE, temperature=short.temperature)
+        logprobs = evaluated["logprobs"]
         pair = samples["rollout_logprobs"], samples["response_mask"]
         measured = {**mismatch_stats(logprobs, *pair), "clipped": clipped_difference(logprobs, *pair)}
         stats = self._largest(measured)
         if self._may_spare and self._spares is None:
-            difference, self._spares = stats["mismatch/logprob_abs_mean"], not judge(stats, half_precision=False)
+            difference, self._spares = (
+                stats["mismatch/logprob_abs_mean"],
+                not exceeded_bounds(stats, half_precision=False),
+            )
             then = "the sampler's log-probs are" if self._spares else "every step computes"
             self._report(
                 f"sampler and trainer differ by {difference:.2g} nats per token: {then} the old policy's "
@@ -251,15 +240,16 @@ class SamplerCheck:
     def _judged(self, stats: Mapping[str, float], where: str, *, may_stop: bool = True) -> str | None:
         """The message with which the run has to end; else warns, once."""
         args = self._args
-        findings = judge(stats, half_precision=self.half_precision, temperature=args.temperature)
-        if not findings or args.mismatch_action == "ignore":
+        exceeded = exceeded_bounds(stats, half_precision=self.half_precision, temperature=args.temperature)
+        if not exceeded or args.mismatch_action == "ignore":
             return None
+        found = [f"{metric} is {stats[metric]:.3g} (bound {bound:g})" for metric, bound in exceeded.items()]
         text = (
-            f"sampler and trainer disagree on the log-probs of the same tokens {where}: "
-            f"{', '.join(map(str, findings))}; docs/troubleshooting.md lists the causes"
+            f"sampler and trainer disagree on the log-probs of the same tokens {where}: {', '.join(found)}; "
+            "docs/troubleshooting.md lists the causes"
         )
         stops = may_stop and args.mismatch_action == "stop" and args.old_policy != "correct"
-        if stops and any(finding.meaningless for finding in findings):
+        if stops and any(bound == BOUNDS[metric].stop for metric, bound in exceeded.items()):
             return f"{text}. Remove the cause, set mismatch_action: warn or, in a new run, old_policy: correct"
         if not self._warned and self._engine.accelerator.is_main_process:
             self._warned = True

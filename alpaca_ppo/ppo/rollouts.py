@@ -5,7 +5,7 @@ scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,7 @@ from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_sequences import RowLayout
-from alpaca_ppo.ppo.minibatches import (
-    ROW_KEYS,
-    DeviceBatch,
-    DeviceRows,
-    chunks_by_length,
-    chunks_by_tokens,
-    row_tensors,
-)
+from alpaca_ppo.ppo.minibatches import DeviceBatch, DeviceRows, chunks_by_length, chunks_by_tokens, row_tensors
 from alpaca_ppo.ppo.trained_rows import shape_as_on_others
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -43,6 +36,8 @@ class RolloutPasses:
     """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
     with_critic: bool = True
     """The critic's values."""
+    with_reference: bool = True
+    """The reference's log-probs; without them a copy of the policy's takes their place, as without a reference."""
     with_entropies: bool = False
     """The entropies of policy and reference."""
     greedy_baseline: bool = False
@@ -53,22 +48,8 @@ class RolloutPasses:
     """Whether all rewards may fail; otherwise that is an error."""
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """How `evaluate_responses` runs its passes."""
-
-    temperature: float
-    """Divides the logits."""
-    chunk_size: int
-    """Tokens whose logits are in memory at once."""
-    per_device_batch_size: int
-    """Rows of one forward pass with padding."""
-    max_tokens: int | None = None
-    """Tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding."""
-    most_passes: Callable[[int], int] = int
-    """From this rank's number of passes the number that all ranks make, where they have to make equally many."""
-    with_entropies: bool = False
-    """Whether entropies are computed."""
+POLICY_ALONE = RolloutPasses(with_critic=False, with_reference=False)
+"""A forward pass of the policy and nothing else."""
 
 
 def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
@@ -132,15 +113,26 @@ class EvaluatedRows:
 
     Args:
         samples: rows with the ROW_KEYS, on the CPU.
-        settings: sizes of the passes.
         device: where the models are.
+        per_device_batch_size: rows of one forward pass with padding.
+        max_tokens: tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding.
+        most_passes: from this rank's number of passes the number that all ranks make, where they have to make equally
+            many.
     """
 
-    def __init__(self, samples: Mapping[str, Tensor], settings: EvaluationSettings, device: torch.device) -> None:
-        self.settings, self.shape = settings, samples["responses"].shape
-        self._rows = row_tensors(samples)
+    def __init__(
+        self,
+        samples: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        per_device_batch_size: int,
+        max_tokens: int | None = None,
+        most_passes: Callable[[int], int] = int,
+    ) -> None:
+        self.shape = samples["responses"].shape
+        self._rows, self._device = row_tensors(samples), device
         self._group = int(samples["sample_ids"].max()) + 1 if "sample_ids" in samples else 1
-        self._device = device
+        self._batch_size, self._max_tokens, self._most_passes = per_device_batch_size, max_tokens, most_passes
         self._chunks: dict[bool, list[list[int]]] = {}
         self._batches: dict[bool, list[DeviceBatch]] = {}
         self._packed: dict[tuple[bool, int, RowLayout], PackedRows] = {}
@@ -149,40 +141,35 @@ class EvaluatedRows:
         """The rows of each pass of `model`, their tensors on the device, and what `model.pack` returns for them."""
         free = model.padding_free
         if free not in self._chunks:
-            self._chunks[free] = self._divide(free)
+            lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
+            if free and self._max_tokens is not None:
+                chunks = chunks_by_tokens(lengths, self._max_tokens, group=self._group)
+            else:
+                chunks = chunks_by_length(lengths, self._batch_size)
+            self._chunks[free] = chunks + [[] for _ in range(self._most_passes(len(chunks)) - len(chunks))]
             self._batches[free] = list(DeviceRows(self._rows, self._chunks[free], self._device))
         for number, (rows, batch) in enumerate(zip(self._chunks[free], self._batches[free], strict=True)):
+            tensors = list(batch.device.values())
             if isinstance(model, Policy):
-                packed = self._pack(batch, (free, number, model.layout))
-                yield rows, [batch.device[key] for key in ROW_KEYS], packed
+                yield rows, tensors, self._pack(batch, (free, number, model.layout))
             else:
-                both = tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
-                yield rows, list(batch.device.values()), both
-
-    def _divide(self, padding_free: bool) -> list[list[int]]:
-        lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
-        settings = self.settings
-        if padding_free and settings.max_tokens is not None:
-            chunks = chunks_by_tokens(lengths, settings.max_tokens, group=self._group)
-        else:
-            chunks = chunks_by_length(lengths, settings.per_device_batch_size)
-        return chunks + [[] for _ in range(settings.most_passes(len(chunks)) - len(chunks))]
+                yield rows, tensors, tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
 
     def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout]) -> PackedRows:
         if key not in self._packed:
             # On the CPU: the device need not be asked for lengths.
-            rows = [batch.host[name] for name in ROW_KEYS]
-            self._packed[key] = pack_rows(*rows, **key[2]._asdict(), device=self._device)
+            self._packed[key] = pack_rows(*batch.host.values(), **key[2]._asdict(), device=self._device)
         return self._packed[key]
 
 
 @torch.no_grad()
 def evaluate_responses(
     model: ActorCritic | Policy,
-    samples: Mapping[str, Tensor] | EvaluatedRows,
-    settings: EvaluationSettings,
+    rows: EvaluatedRows,
     *,
-    device: torch.device,
+    temperature: float,
+    chunk_size: int,
+    with_entropies: bool = False,
     poll: Callable[[], Any] = lambda: None,
     **parts: bool,
 ) -> dict[str, Tensor]:
@@ -191,30 +178,29 @@ def evaluate_responses(
 
     Args:
         model: what to run.
-        samples: rows with `queries`, `query_attn_masks`, `responses` and `response_mask`; as `EvaluatedRows` if other
-            models evaluate them too.
-        settings: temperature and sizes of the passes.
-        device: where the model is.
+        rows: the prompts and responses.
+        temperature: divides the logits.
+        chunk_size: tokens whose logits are in memory at once.
+        with_entropies: whether entropies are computed.
         poll: called before each pass; an exception in it ends the evaluation.
         parts: `with_policy` and `with_critic` of an `ActorCritic`.
     """
-    whole = samples if isinstance(samples, EvaluatedRows) else EvaluatedRows(samples, settings, device)
     out: dict[str, Tensor] = {}
-    for rows, tensors, packed in whole.passes(model):
+    for numbers, tensors, packed in rows.passes(model):
         poll()
         outputs = model(
             *tensors,
-            temperature=settings.temperature,
-            chunk_size=settings.chunk_size,
-            with_entropies=settings.with_entropies,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            with_entropies=with_entropies,
             packed=packed,
             **parts,
         )
         for name, value in outputs._asdict().items():
             if value is None or name == "predictions":
                 continue
-            result = out.setdefault(name, torch.zeros(whole.shape, dtype=value.dtype))
-            result[rows] = value[: len(rows)].cpu()
+            result = out.setdefault(name, torch.zeros(rows.shape, dtype=value.dtype))
+            result[numbers] = value[: len(numbers)].cpu()
     return out
 
 
@@ -341,33 +327,10 @@ class RolloutCollector:
         episodes.wait()
         return samples | episodes.statistics(samples)
 
-    def evaluation_settings(self, engine: Engine, temperature: float) -> EvaluationSettings:
-        """How responses are evaluated with models of `engine`."""
-        return EvaluationSettings(
-            temperature,
-            self.chunk_size,
-            self.per_device_batch_size,
-            max_tokens=self.per_device_batch_size * self.row_tokens,
-            most_passes=partial(max_int_over_ranks, accelerator=self.accelerator) if engine.synced_forwards else int,
-        )
-
-    def policy_logprobs(self, engine: Engine, samples: Mapping[str, Tensor], *, temperature: float) -> Tensor:
-        """Log-probs (B, R) of the rows `samples` under the policy as it is now, and nothing else.
-
-        Every rank must call it with equally many rows if forward passes need every rank (`engine.synced_forwards`).
-        """
-        settings = self.evaluation_settings(engine, temperature)
-        rows, device = EvaluatedRows(dict(samples), settings, self.accelerator.device), self.accelerator.device
-        with engine.autocast():
-            out = evaluate_responses(
-                engine.actor_critic, rows, settings, device=device, with_policy=True, with_critic=False
-            )
-        return out["logprobs"]
-
     def evaluate(
         self,
         engine: Engine,
-        samples: dict[str, Tensor],
+        samples: Mapping[str, Tensor],
         passes: RolloutPasses,
         *,
         temperature: float,
@@ -375,29 +338,34 @@ class RolloutCollector:
         """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
 
         Without `passes.with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left
-        out; without a reference, `ref_logprobs` is a copy of the policy's log-probs.
+        out; without a reference, `ref_logprobs` is a copy of the policy's log-probs. Every rank must call it, with
+        equally many rows if forward passes need every rank (`engine.synced_forwards`).
         """
-        settings = replace(self.evaluation_settings(engine, temperature), with_entropies=passes.with_entropies)
         device = self.accelerator.device
-        rows = EvaluatedRows(samples, settings, device)
+        rows = EvaluatedRows(
+            samples,
+            device,
+            per_device_batch_size=self.per_device_batch_size,
+            max_tokens=self.per_device_batch_size * self.row_tokens,
+            most_passes=partial(max_int_over_ranks, accelerator=self.accelerator) if engine.synced_forwards else int,
+        )
+        run = partial(
+            evaluate_responses,
+            rows=rows,
+            temperature=temperature,
+            chunk_size=self.chunk_size,
+            with_entropies=passes.with_entropies,
+            poll=self.preemption.poll,
+        )
         out: dict[str, Tensor] = {}
         if passes.with_policy or passes.with_critic:
             with engine.autocast():
-                out = evaluate_responses(
-                    engine.actor_critic,
-                    rows,
-                    settings,
-                    device=device,
-                    poll=self.preemption.poll,
-                    with_policy=passes.with_policy,
-                    with_critic=passes.with_critic,
-                )
+                out = run(engine.actor_critic, with_policy=passes.with_policy, with_critic=passes.with_critic)
         if passes.with_policy:
             out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
         else:
             out["logprobs"] = samples["rollout_logprobs"].clone()
-        if self.reference is None:
+        if self.reference is None or not passes.with_reference:
             return out | {"ref_logprobs": out["logprobs"].clone()}
         with self.reference.on_device(device) as reference, engine.autocast():
-            ref_outputs = evaluate_responses(reference, rows, settings, device=device, poll=self.preemption.poll)
-        return out | {f"ref_{name}": value for name, value in ref_outputs.items()}
+            return out | {f"ref_{name}": value for name, value in run(reference).items()}

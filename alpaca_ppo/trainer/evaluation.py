@@ -20,7 +20,7 @@ from alpaca_ppo.evaluation.comparisons import REFERENCE, Comparison, FunctionJud
 from alpaca_ppo.evaluation.settings import EvaluationSettings
 from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.rollouts import RolloutPasses, sample_responses
 from alpaca_ppo.ppo.trained_rows import with_reward

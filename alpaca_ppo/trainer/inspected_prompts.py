@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.minibatches import row_tensors
-from alpaca_ppo.ppo.rollouts import RolloutPasses
+from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutPasses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.types import Rollouts
 
@@ -34,10 +34,10 @@ def logged_rollouts(trainer: "RolloutTrainer", rollouts: Rollouts, step: int) ->
     count = trainer.args.num_logged_rollouts
     first: Any = {name: value[:count] for name, value in rollouts.items()}  # type: ignore[index]
     if metrics.logs_entropies(step - 1, trainer.args) and step > trainer.args.critic_pretraining_steps:
-        logprobs = trainer.collector.policy_logprobs(
-            trainer.updater.engine, row_tensors(first), temperature=trainer.args.temperature
+        evaluated = trainer.collector.evaluate(
+            trainer.updater.engine, row_tensors(first), POLICY_ALONE, temperature=trainer.args.temperature
         )
-        first["ratio"] = torch.exp(logprobs - first["logprobs"]) * first["response_mask"]
+        first["ratio"] = torch.exp(evaluated["logprobs"] - first["logprobs"]) * first["response_mask"]
     names = trainer.collector.scorer.names
     rows = rollout_tables.rollout_rows(first, trainer.processing_class, count, source_names=names)
     return rollout_tables.with_columns(rows, trainer.train_prompts, trainer.args)

@@ -19,7 +19,7 @@ from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
 from alpaca_ppo.environments.episodes import Environments, Episodes
 from alpaca_ppo.functional.shaping import sequence_scores
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import rollout_passes
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative

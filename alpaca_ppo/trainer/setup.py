@@ -29,7 +29,7 @@ from alpaca_ppo.generation import (
     resolve_truncate_tokens,
     resolve_turn_end,
 )
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.models.modules import use_torch_activations

@@ -6,7 +6,7 @@ from typing import Any
 from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.data.prompts import tokenize_prompts
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.generation.sampling_params import SamplingParams
+from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models.token_checks import check_lengths
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 

@@ -11,6 +11,7 @@ from alpaca_ppo.generation import (
     Generation,
     SamplingHooks,
     SamplingParams,
+    StopStrings,
     generate,
     make_backend,
     register_generation_backend,
@@ -18,7 +19,7 @@ from alpaca_ppo.generation import (
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from tests.generation.test_generate import PROMPTS, SAMPLING, assert_same, padded, run
 from tests.registered import temporary_choices
-from tests.tiny_models import tiny_causal_lm
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import metric_lines, tiny_trainer
 
 
@@ -163,3 +164,14 @@ def test_an_unknown_backend_is_refused_and_auto_is_the_default() -> None:
     with pytest.raises(ValueError, match="generation_backend is 'vllm'; choose one of auto, slots, generate"):
         make_backend("vllm")
     assert make_backend("auto").takes_turns and not make_backend("generate").takes_turns
+
+
+def test_stop_strings_are_refused_by_a_backend_that_does_not_take_them() -> None:
+    stop = StopStrings(["a"], tiny_tokenizer(["a"]), vocab_size=64)
+    with pytest.raises(ValueError, match="does not take stop_strings"):
+        run(tiny_causal_lm("llama"), backend=Recording(), stop_strings=stop)
+
+
+def test_a_run_in_slots_refuses_a_policy_that_they_cannot_sample_before_it_starts(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="generation_backend is slots, but .*; set it to auto"):
+        tiny_trainer(tmp_path, model=tiny_causal_lm("mamba"), generation_backend="slots")

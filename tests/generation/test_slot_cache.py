@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from alpaca_ppo.generation.slot_cache import SlotCache, visible_columns
+from alpaca_ppo.generation.slot_passes import SlotCache, visible_columns
 
 
 def states(tokens: list[int]) -> tuple[Tensor, Tensor]:

@@ -15,20 +15,17 @@ from transformers import PreTrainedTokenizerFast
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.generation import (
-    Backend,
     Generation,
     SamplingHooks,
     SamplingParams,
     StopStrings,
     Turns,
     generate,
-    register_generation_backend,
 )
 from alpaca_ppo.generation.slots import sample_in_slots
-from alpaca_ppo.generation.stop_strings import token_bytes
+from alpaca_ppo.generation.stopping import token_bytes
 from tests.generation.test_generate import padded
 from tests.generation.test_slots import BUCKETS
-from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer
 
@@ -212,14 +209,6 @@ def test_a_string_that_begins_in_one_turn_is_not_completed_in_the_next(free: Any
     stop = StopStrings(strings, tokenizer, vocab_size=270)
     sampled("slots", model, stop_token_ids=tuple(stops), turns=Turns(again), slots=1, stop_strings=stop)
     assert [turn.response for turn in again.turns] == [turn.response for turn in turns.turns]
-
-
-def test_a_backend_that_does_not_say_that_it_ends_at_strings_is_refused() -> None:
-    stop = StopStrings(["a"], tiny_tokenizer(["a"]), vocab_size=64)
-    with temporary_choices():
-        register_generation_backend("own")(Backend)
-        with pytest.raises(ValueError, match="generation_backend is 'own', which does not take stop_strings"):
-            sampled("own", tiny_causal_lm("llama"), stop_strings=stop)
 
 
 def test_an_empty_stop_string_is_refused() -> None:

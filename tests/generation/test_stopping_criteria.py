@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig
 
 from alpaca_ppo.generation import SamplingParams, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
-from alpaca_ppo.generation.stopping_criteria import StopRule
+from alpaca_ppo.generation.responses import StopRule
 from tests.data.tokenizers import CHATML, GEMMA, LLAMA_3, MISTRAL, PHI_3, turn_tokenizer
 from tests.tiny_models import EOS, UNK, tiny_tokenizer
 

@@ -1,7 +1,6 @@
 """The passes of an evaluation: as many tokens as the budget, rows copied and packed once, and the same numbers."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -67,9 +66,9 @@ def test_policy_critic_and_reference_share_passes_copies_and_packed_rows(tmp_pat
     # Prompts and their three responses: 12 + 3, 3 + 12, 9 + 3 and 6 + 12 tokens; at most 4 rows * 9 tokens a pass.
     assert [
         rows
-        for rows, _, _ in EvaluatedRows(
-            samples, trainer.collector.evaluation_settings(trainer.updater.engine, 1.0), torch.device("cpu")
-        ).passes(trainer.actor_critic)
+        for rows, _, _ in EvaluatedRows(samples, torch.device("cpu"), per_device_batch_size=4, max_tokens=36).passes(
+            trainer.actor_critic
+        )
     ] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
     counts.clear()
     tokens.clear()
@@ -87,11 +86,13 @@ def test_policy_critic_and_reference_share_passes_copies_and_packed_rows(tmp_pat
 def test_a_rank_makes_the_passes_of_the_longest_one(tmp_path):
     trainer = trainer_of(tmp_path)
     samples, calls = samples_of(trainer), []
-    settings = replace(
-        trainer.collector.evaluation_settings(trainer.updater.engine, 1.0), most_passes=lambda count: count + 2
+    rows = EvaluatedRows(
+        samples, torch.device("cpu"), per_device_batch_size=4, max_tokens=36, most_passes=lambda count: count + 2
     )
     trainer.actor_critic.policy.model.base_model.register_forward_hook(lambda *_: calls.append(1))
-    out = rollouts.evaluate_responses(trainer.actor_critic, samples, settings, device=torch.device("cpu"))
+    out = rollouts.evaluate_responses(
+        trainer.actor_critic, rows, temperature=1.0, chunk_size=trainer.collector.chunk_size
+    )
     assert len(calls) == 2 + 2
     expected = evaluate(trainer, samples)
     for name in ("logprobs", "values"):
