@@ -31,7 +31,7 @@ BUDGET = {
     "estimate_memory": 607,
     "data": 555,
     "adapters": 512,
-    "migrate": 456,
+    "migrate": 431,
     "report": 372,
     "doctor": 371,
     "evaluation": 269,

@@ -39,7 +39,6 @@ class Translation:
         source: what is translated, in words.
         given: the foreign names with their values.
         section: the section of the table that has the other trainer's defaults.
-        lines: where the names stand in the source, as far as it is known.
         values: `given` over the defaults.
         options: our options and their values.
         comments: for some of them, what they were computed from.
@@ -49,7 +48,6 @@ class Translation:
     source: str
     given: Mapping[str, Any]
     section: str
-    lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     comments: dict[str, str] = dataclasses.field(default_factory=dict)
     not_taken: dict[str, list[str]] = dataclasses.field(default_factory=dict)
@@ -71,8 +69,7 @@ class Translation:
     def leave(self, name: str, reason: str) -> None:
         """Lists the foreign `name` as not taken."""
         value = f" ({_text(self.given[name])})" if name in self.given else ""
-        line = f", line {self.lines[name]}" if name in self.lines else ""
-        self.not_taken.setdefault(reason, []).append(f"{name}{value}{line}")
+        self.not_taken.setdefault(reason, []).append(f"{name}{value}")
 
     def take(self, sections: Sequence[str]) -> None:
         """Applies the table of names: to one option with the same value, options for this value, or none."""

@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+import shlex
+import string
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -10,8 +12,9 @@ import yaml
 from alpaca_ppo.config.foreign_names import flattened
 from alpaca_ppo.migrate.translation import Translation
 
-SECTION = "ppo_trainer.yaml"
+OVERRIDE = r"[+~]{0,2}\w+\.[\w.]+=.*"
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_OPTIM = f"{_ACTOR}.optim"
 
 
 def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -29,21 +32,30 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def translate_verl(result: Translation) -> None:
-    """Sets the options that train as verl would with the values of `result`.
+def overrides_of_shell(text: str, file: str) -> list[str]:
+    """The overrides in a shell script that starts verl, with the variables that the script sets.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text.replace("\\\n", " "))
+    words = shlex.split(text, comments=True)
+    variables = dict(word.split("=", 1) for word in words if re.fullmatch(r"\w+=.*", word))
+    overrides = [string.Template(word).safe_substitute(variables) for word in words if re.fullmatch(OVERRIDE, word)]
+    if not overrides:
+        raise ValueError(f"{file} has no overrides of verl.trainer.main_ppo; give the script or its YAML file")
+    return overrides
+
+
+def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
+    """The options that train as verl would with the keys and values in `given`, which `source` names for the user.
 
     Raises:
         ValueError: for a batch size that is no positive number.
     """
-    result.take([SECTION])
-    _algorithm(result)
-    _sizes(result)
-    _warmup(result)
-    _data_and_models(result)
-
-
-def _algorithm(result: Translation) -> None:
+    result = Translation(f"verl's configuration ({source})", given, "ppo_trainer.yaml")
     values, options = result.values, result.options
+    result.take(["ppo_trainer.yaml"])
     if options.get("adv_estimator") == "grpo" and values.get("algorithm.norm_adv_by_std_in_grpo") is False:
         result.set("adv_estimator", "grpo_no_std", "norm_adv_by_std_in_grpo: false")
     if options.get("adv_estimator", "gae") == "gae":
@@ -58,15 +70,10 @@ def _algorithm(result: Translation) -> None:
     options.setdefault("old_policy", "recompute")
     if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):
         result.drop("overlong_buffer_len")
-
-
-def _sizes(result: Translation) -> None:
-    values, options = result.values, result.options
     group, prompts = result.count(f"{_ROLLOUT}.n"), result.count("data.train_batch_size")
     mini = result.count(f"{_ACTOR}.ppo_mini_batch_size")
-    result.set(
-        "step_batch_size", min(mini, prompts) * group, f"responses: ppo_mini_batch_size {mini} * rollout.n {group}"
-    )
+    step = min(mini, prompts) * group
+    result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini} * rollout.n {group}")
     if values.get(f"{_ACTOR}.use_dynamic_bsz"):
         tokens = values.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384)
         result.set("max_tokens_per_micro_batch", max(tokens, options["query_len"] + options["response_len"]))
@@ -76,31 +83,23 @@ def _sizes(result: Translation) -> None:
         result.drop("total_epochs")
     for key, name in (("trainer.save_freq", "save_steps"), ("trainer.test_freq", "eval_steps")):
         result.set(name, max(0, values.get(key, 0)))
-
-
-def _warmup(result: Translation) -> None:
-    """Schedules: verl's scheduler steps once a rollout, ours once an optimizer step."""
-    values, options, optim = result.values, result.options, f"{_ACTOR}.optim"
-    per_rollout = math.ceil(options["rollout_batch_size"] * values[f"{_ROLLOUT}.n"] / options["step_batch_size"])
-    per_rollout *= options["ppo_epochs"]
-    schedule = values.get(f"{optim}.lr_scheduler_type") or values.get(f"{optim}.warmup_style") or "constant"
-    for name, prefix in (("warmup_steps", optim), ("critic_lr_warmup_steps", "critic.optim")):
+    # verl's scheduler steps once a rollout, ours once an optimizer step.
+    per_rollout = math.ceil(options["rollout_batch_size"] * group / step) * options["ppo_epochs"]
+    schedule = values.get(f"{_OPTIM}.lr_scheduler_type") or values.get(f"{_OPTIM}.warmup_style") or "constant"
+    result.set("critic_lr_warmup_steps", 0)
+    for name, prefix in (("warmup_steps", _OPTIM), ("critic_lr_warmup_steps", "critic.optim")):
         steps, share = values.get(f"{prefix}.lr_warmup_steps", 0), values.get(f"{prefix}.lr_warmup_steps_ratio", 0)
-        comment = f"{steps} rollouts * {per_rollout} optimizer steps" if steps > 0 else "a share of the run"
-        if steps > 0 or share > 0:
-            result.set(name, steps * per_rollout if steps > 0 else share, comment)
-            schedule = "constant_with_warmup" if schedule == "constant" else schedule
-        elif name != "warmup_steps":
-            result.set(name, 0)
+        if steps > 0:
+            result.set(name, steps * per_rollout, f"{steps} rollouts * {per_rollout} optimizer steps")
+        elif share > 0:
+            result.set(name, share, "a share of the run")
+        if schedule == "constant" and (steps > 0 or share > 0):
+            schedule = "constant_with_warmup"
     result.set("lr_scheduler_type", schedule)
-
-
-def _data_and_models(result: Translation) -> None:
-    values, options = result.values, result.options
     for key, name in (("data.train_files", "dataset_name"), ("data.val_files", "eval_dataset_name")):
         files = values.get(key) or []
-        if len(files if isinstance(files, list) else [files]) == 1:
-            result.set(name, files[0] if isinstance(files, list) else files, key)
+        if isinstance(files, str) or len(files) == 1:
+            result.set(name, files if isinstance(files, str) else files[0], key)
     result.set("bf16", True, "passes in bfloat16, as verl's")
     if rank := values.get(f"{_MODEL}.lora_rank"):
         result.set("use_peft", True, "lora_rank")
@@ -109,5 +108,7 @@ def _data_and_models(result: Translation) -> None:
     logger = values.get("trainer.logger", [])
     trackers = [name for name in (logger if isinstance(logger, list) else [logger]) if name != "console"]
     result.set("report_to", trackers or ["none"])
-    parts = values.get("trainer.project_name", "verl_examples"), values.get("trainer.experiment_name", "gsm8k")
-    result.options.setdefault("output_dir", "checkpoints/{}/{}".format(*parts))
+    project, name = values.get("trainer.project_name", "verl_examples"), values.get("trainer.experiment_name", "gsm8k")
+    options.setdefault("output_dir", f"checkpoints/{project}/{name}")
+    result.finish()
+    return result
