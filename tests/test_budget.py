@@ -23,7 +23,7 @@ BUDGET = {
     "functional": 1317,
     "distributed": 989,
     "rewards": 1012,
-    "checkpoint": 954,
+    "checkpoint": 894,
     "tracking": 806,
     "environments": 889,
     "root": 715,

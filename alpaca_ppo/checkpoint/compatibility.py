@@ -140,23 +140,17 @@ def run_identity(
 
 
 def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
-    """The optimizer steps over which a learning rate is spread: the policy's, and the critic's if they are others."""
-    spread = depends_on_length(args.lr_scheduler_type)
-    # A warm-up that is a share of the steps is one of the run's length, too.
-    lengths = {"optimizer_steps": optimizer_steps.policy} if spread or 0 < args.warmup_steps < 1 else {}
-    critic = optimizer_steps.critic
-    warmup = args.warmup_steps if args.critic_lr_warmup_steps is None else args.critic_lr_warmup_steps
-    if critic and critic not in lengths.values() and (spread or 0 < warmup < 1):
-        lengths["critic_optimizer_steps"] = critic
-    return lengths
-
-
-def depends_on_length(lr_scheduler_type: str) -> bool:
-    """Whether transformers' learning-rate schedule of that name is a function of the run's number of steps."""
+    """The optimizer steps of policy and critic if a learning rate is spread over them, or is warmed up in a share of
+    them; else nothing.
+    """
     schedules: dict[str, Any] = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    # The name is not checked here: a schedule that the user passes in `optimizers` replaces it.
-    schedule = schedules.get(lr_scheduler_type)
-    return schedule is not None and "num_training_steps" in inspect.signature(schedule).parameters
+    # A schedule that the user passes in `optimizers` replaces one of this name, which then need not exist.
+    schedule = schedules.get(args.lr_scheduler_type)
+    spread = schedule is not None and "num_training_steps" in inspect.signature(schedule).parameters
+    shares = any(0 < warmup < 1 for warmup in (args.warmup_steps, args.critic_lr_warmup_steps or 0))
+    if not spread and not shares:
+        return {}
+    return {"optimizer_steps": optimizer_steps.policy, "critic_optimizer_steps": optimizer_steps.critic}
 
 
 def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], args: PPOConfig) -> None:
@@ -168,22 +162,22 @@ def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, An
     """
     allowed = args.ignore_changes or []
     compared = [entry for entry in here if _IGNORED_BY.get(entry) not in allowed]
-    found = [line for entry in compared for line in _differences(entry, saved.get(entry, _ABSENT), here[entry])]
+    found = [line for entry in compared for line in differences(entry, saved.get(entry, _ABSENT), here[entry])]
     if found:
         more = f" and {len(found) - _MOST_NAMED} more differences" if len(found) > _MOST_NAMED else ""
-        kinds = dict.fromkeys(_IGNORED_BY[entry] for line in found if (entry := line.partition(".")[0]) in _IGNORED_BY)
-        remedy = f"set ignore_changes: [{', '.join(kinds)}], " if kinds else ""
+        kinds = [kind for entry, kind in _IGNORED_BY.items() if any(line.startswith(f"{entry}.") for line in found)]
+        remedy = f"set ignore_changes: [{', '.join(dict.fromkeys(kinds))}], " if kinds else ""
         raise ValueError(
             f"checkpoint {folder} does not match this run: {', '.join(found[:_MOST_NAMED])}{more}; change it back, "
             f"{remedy}or start a new run in another output_dir"
         )
 
 
-def _differences(name: str, saved: Any, here: Any) -> Iterator[str]:
+def differences(name: str, saved: Any, here: Any) -> Iterator[str]:
     """What differs between two values that may be nested mappings: the dotted name of each entry, and both values."""
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for key in dict.fromkeys([*here, *saved]):
-            yield from _differences(f"{name}.{key}", saved.get(key, _ABSENT), here.get(key, _ABSENT))
+            yield from differences(f"{name}.{key}", saved.get(key, _ABSENT), here.get(key, _ABSENT))
     elif saved != here:
         then, now = ("present" if isinstance(value, Mapping) else value for value in (saved, here))
         yield f"{name} is {then} in the checkpoint and {now} here"

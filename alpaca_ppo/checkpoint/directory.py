@@ -1,17 +1,31 @@
-"""The checkpoint folders of a run: finding the one to resume from, deleting old ones, and verifying their files.
+"""The output folder of a run: its lock, and its checkpoint folders, which are found, verified and deleted here.
 
-What a checkpoint contains is in `serialization`.
+The main process of a run holds `run.lock` in its output folder (`filelock`, that is `flock`), which the kernel gives
+back when the process ends, however it ends. `run.lock.txt` beside it says who holds it, for the error of another run.
+Read-only use needs no lock. What a checkpoint contains is in `serialization`.
 """
 
 import hashlib
 import itertools
 import json
+import os
+import platform
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 
-from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove_folder
+from accelerate import Accelerator
+from filelock import FileLock, Timeout
+
+from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove_folder, write_text_atomically
 from alpaca_ppo.config.fields import shown
+from alpaca_ppo.distributed import collectives
+
+LOCK_FILE, HOLDER_FILE = "run.lock", "run.lock.txt"
+WAIT_SECONDS = 20.0
+"""How long a start waits for a run that is just ending, such as one whose launcher was killed (`launcher`: 13 s)."""
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
 RESUME = "--resume_from_checkpoint, or resume_from_checkpoint: true in YAML"
@@ -27,27 +41,26 @@ def newest_checkpoint(output_dir: StrPath) -> Path | None:
     return next(reversed(_checkpoints(output_dir)), None)
 
 
-def resolve_checkpoint(
-    resume_from_checkpoint: bool | str, output_dir: StrPath, *, overwrite_output_dir: bool = False
-) -> Path:
-    """The folder to resume from: the named one, or for True (or the text `true`) the newest in `output_dir`.
+def resolve_checkpoint(resume: bool | str | None, output_dir: StrPath, *, overwrite: bool) -> Path | None:
+    """The folder to resume from: the named one, or for True (or the text `true`) the newest in `output_dir`; None for
+    a new run. With `overwrite`, an earlier run in `output_dir` may be deleted.
 
     Raises:
-        ValueError: when True finds no checkpoint in `output_dir`; when the named one is in another folder, and
-            `output_dir` already contains a run that is not to be overwritten.
+        ValueError: when True finds no checkpoint in `output_dir`; when a new run, or one that goes on from a checkpoint
+            of another folder, finds a run in `output_dir` that is not to be overwritten.
     """
-    if str(resume_from_checkpoint).lower() != "true":
-        named = Path(str(resume_from_checkpoint))
-        if not overwrite_output_dir and named.is_dir() and not is_in(named, output_dir):
-            check_no_earlier_run(output_dir)
-        return named
-    newest = newest_checkpoint(output_dir)
-    if newest is None:
-        raise ValueError(
-            f"resume_from_checkpoint is true but output_dir ({output_dir}) holds no checkpoint-<step> folder; "
-            "name one, or leave resume_from_checkpoint out to start a new run"
-        )
-    return newest
+    if str(resume).lower() == "true":
+        newest = newest_checkpoint(output_dir)
+        if newest is None:
+            raise ValueError(
+                f"resume_from_checkpoint is true but output_dir ({output_dir}) holds no checkpoint-<step> folder; "
+                "name one, or leave resume_from_checkpoint out to start a new run"
+            )
+        return newest
+    named = Path(str(resume)) if resume else None
+    if not overwrite and (named is None or (named.is_dir() and not is_in(named, output_dir))):
+        check_no_earlier_run(output_dir)
+    return named
 
 
 def is_in(checkpoint: Path, output_dir: StrPath) -> bool:
@@ -63,7 +76,10 @@ def check_no_earlier_run(output_dir: StrPath) -> None:
             replace) or the metrics of a step.
     """
     newest, final = newest_checkpoint(output_dir), committed_path(Path(output_dir) / "final")
-    steps = _recorded_steps(Path(output_dir) / "metrics.jsonl")
+    metrics = Path(output_dir) / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
+    # An evaluation before the first step is none, nor is a damaged line.
+    steps = sum(line.startswith(b'{"step": ') and not line.startswith(b'{"step": 0,') for line in lines)
     if final.exists():
         found = "a finished run (its models are in final/)"
     elif newest is not None:
@@ -86,12 +102,6 @@ def remove_run(output_dir: StrPath) -> None:
             remove_folder(folder)
     for name in _RECORDS_OF_A_RUN:
         (Path(output_dir) / name).unlink(missing_ok=True)
-
-
-def _recorded_steps(path: Path) -> int:
-    """The number of steps that metrics.jsonl has; an evaluation before the first one is none, nor is a damaged line."""
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    return sum(line.startswith(b'{"step": ') and not line.startswith(b'{"step": 0,') for line in lines)
 
 
 def abandon_later_checkpoints(folder: Path) -> list[Path]:
@@ -150,9 +160,8 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
         )
     for name, written in files.items():
         path = there / name
-        if not path.is_file():
-            raise ValueError(f"checkpoint file {folder / name} is missing; {remedy(folder)}")
-        actual = (path.stat().st_size, _hash(path) if name in hashed else written[1])
+        size = path.stat().st_size if path.is_file() else 0
+        actual = (size, _hash(path) if size and name in hashed else written[1])
         if actual != written:
             raise ValueError(
                 f"checkpoint file {folder / name} is damaged: it was written with {written[0]} bytes and hash "
@@ -177,3 +186,106 @@ def _checkpoints(output_dir: StrPath) -> list[Path]:
     found = list_committed(output_dir, "checkpoint-*")
     numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in found]
     return [path for _, path in sorted((int(match[1]), path) for match, path in numbered if match)]
+
+
+class FolderLock:
+    """A hold of this process on `folder`. Those that it has on one folder are one lock, which the last one gives back.
+
+    A relative path, and links on it, are followed now, so that a reward function may change the current folder.
+    """
+
+    def __init__(self, folder: StrPath) -> None:
+        self._folder = Path(os.path.realpath(folder))
+        self._lock = FileLock(self._folder / LOCK_FILE, thread_local=False, is_singleton=True, poll_interval=0.2)
+
+    def acquire(self) -> None:
+        """Locks the folder, which is created; waits up to `WAIT_SECONDS` for a run that is ending.
+
+        Raises:
+            ValueError: if another process holds the lock; names it.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            holder = "by a process that has just started"
+            with suppress(FileNotFoundError):
+                holder = (self._folder / HOLDER_FILE).read_text("utf-8")
+            print(f"output_dir ({self._folder}) is locked {holder}; waiting up to {WAIT_SECONDS:.0f} s", flush=True)
+            try:
+                self._lock.acquire(timeout=WAIT_SECONDS)
+            except Timeout:
+                raise ValueError(
+                    f"output_dir ({self._folder}) is in use by another run, locked {holder}; wait for it to end or "
+                    "stop it, or choose another output_dir"
+                ) from None
+        if self._lock.lock_counter == 1:
+            since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+            holder = f"by process {os.getpid()} on {platform.node()}, since {since}"
+            write_text_atomically(self._folder / HOLDER_FILE, holder)
+
+    def release(self) -> None:
+        """Gives back what one `acquire` took. The files are removed under the lock, so that no other run's are."""
+        if self._lock.lock_counter == 1:
+            for name in (HOLDER_FILE, LOCK_FILE):
+                (self._folder / name).unlink(missing_ok=True)
+        self._lock.release()
+
+
+class RunLock:
+    """A trainer's hold on its output folder. The main process holds the lock; a refusal reaches every rank.
+
+    Every rank must call the methods at the same points. Several trainers may use one folder after another in the same
+    process.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: StrPath) -> None:
+        self._accelerator, self._lock, self._held = accelerator, FolderLock(folder), False
+
+    def acquire(self) -> None:
+        """Holds the lock from now on, until `release` or the end of the process.
+
+        Raises:
+            ValueError: if another process holds it; the other ranks get a RuntimeError with the same text.
+        """
+        if not self._held:
+            with collectives.raise_on_all_ranks(self._accelerator):
+                if self._accelerator.is_main_process:
+                    self._lock.acquire()
+            self._held = True
+
+    def release(self) -> None:
+        """Gives up this trainer's hold, if it has one."""
+        if self._held and self._accelerator.is_main_process:
+            self._lock.release()
+        self._held = False
+
+    @contextmanager
+    def until_the_end(self) -> Iterator[None]:
+        """Holds the lock in the block; afterwards this trainer does not hold it, even if it did before."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    @contextmanager
+    def for_a_while(self) -> Iterator[None]:
+        """Holds the lock in the block; afterwards this trainer holds it only if it did before."""
+        if self._held:
+            yield
+            return
+        with self.until_the_end():
+            yield
+
+
+def check_unlocked(folder: StrPath) -> None:
+    """Checks that no other process holds the lock on `folder`; waits as `FolderLock.acquire` does.
+
+    Raises:
+        ValueError: see there.
+    """
+    if (Path(folder) / LOCK_FILE).exists():
+        lock = FolderLock(folder)
+        lock.acquire()
+        lock.release()

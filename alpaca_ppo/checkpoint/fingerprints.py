@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
@@ -146,12 +147,12 @@ def _value(value: Any, inside: tuple[int, ...]) -> str:
     """A value that a function was given: that of plain data, arrays, models and dataclasses, the class of anything
     else. Text is hashed, because it may be long, or secret; so is what is longer than a line of it.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
     if value is None or isinstance(value, bool | int | float | complex | Enum):
         return repr(value)
     if isinstance(value, str | bytes | Path):
         return _hash(repr(value))
+    if isinstance(value, np.ndarray | np.generic):
+        return _hash(pickle.dumps(value, protocol=4))
     if isinstance(value, Tensor) and value.layout is torch.strided:
         return tensors_fingerprint({"": value})
     if isinstance(value, nn.Module):
@@ -159,10 +160,6 @@ def _value(value: Any, inside: tuple[int, ...]) -> str:
     if id(value) in inside:
         return "itself"
     within = (*inside, id(value))
-    if isinstance(value, np.ndarray):
-        if not value.dtype.hasobject:
-            return f"{value.dtype} {value.shape} {_hash(np.ascontiguousarray(value).tobytes())}"
-        value = value.tolist()
     if isinstance(value, list | tuple):
         return f"[{', '.join(_value(entry, within) for entry in value)}]"
     if isinstance(value, set | frozenset):

@@ -57,24 +57,19 @@ class BestCheckpoint:
             ValueError: when it is not; lists the available metrics.
         """
         if self.metric is not None and self.metric not in stats and self.by_evaluation == evaluation:
-            kind, others = (
-                ("an evaluation", "") if evaluation else ("a step", ", one of an evaluation such as eval/scores,")
-            )
             raise ValueError(
-                f"metric_for_best_model is {self.metric!r}, which is not a metric of {kind}; choose one of "
-                f"{', '.join(sorted(stats))}{others} or null"
+                f"metric_for_best_model is {self.metric!r}, which is not a metric of "
+                f"{'an evaluation' if evaluation else 'a step'}; choose one of {', '.join(sorted(stats))}, or null"
             )
 
     def improves(self, stats: Mapping[str, float]) -> bool:
         """Whether the metric in `stats` is better than that of the best checkpoint so far, if there is one."""
         value, best = stats.get(self.metric or "", math.nan), self.value
-        if not math.isfinite(value):
-            return False
-        return best is None or (value > best if self._greater_is_better else value < best)
+        return math.isfinite(value) and (best is None or (value > best if self._greater_is_better else value < best))
 
-    def set(self, stats: Mapping[str, float], value: float, step: int, folder: Path) -> None:
+    def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
         """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
-        self._state.best_metric, self._state.best_global_step = value, step
+        self._state.best_metric, self._state.best_global_step = stats[self.metric or ""], step
         self._state.best_model_checkpoint, self.stats = str(folder), dict(stats)
 
     @property
@@ -93,9 +88,9 @@ class BestCheckpoint:
         return None if self._state.best_model_checkpoint is None else Path(self._state.best_model_checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Metric, value, step and metrics of the best checkpoint."""
+        """Metric, step and metrics of the best checkpoint."""
         measured = {"metric": self.metric, "greater_is_better": self._greater_is_better}
-        return measured | {"value": self.value, "step": self.step, "stats": self.stats}
+        return measured | {"step": self.step, "stats": self.stats}
 
     def load_state_dict(self, saved: Mapping[str, Any], output_dir: Path) -> None:
         """Restores the best checkpoint of the run in `output_dir` from `saved`.
@@ -103,16 +98,16 @@ class BestCheckpoint:
         A value of another metric, or one whose checkpoint is gone, cannot be compared with. It is ignored, and the best
         checkpoint is chosen among later ones.
         """
-        asked = self.state_dict()
-        if saved["step"] is None or any(saved[name] != asked[name] for name in ("metric", "greater_is_better")):
+        own = {"metric": self.metric, "greater_is_better": self._greater_is_better}
+        if saved["step"] is None or not own.items() <= saved.items():
             return
         best = output_dir / f"checkpoint-{saved['step']}"
         if best.is_dir():
-            self.set(saved["stats"], saved["value"], saved["step"], best)
+            self.set(saved["stats"], saved["step"], best)
         else:
             warnings.warn(
-                f"{best}, the best checkpoint so far ({saved['metric']} = {saved['value']}), is gone; the best "
-                "checkpoint will be chosen among later ones",
+                f"{best}, the best checkpoint so far ({self.metric} = {saved['stats'][self.metric]}), is gone; the "
+                "best checkpoint will be chosen among later ones",
                 stacklevel=6,
             )
 
@@ -170,7 +165,7 @@ class CheckpointManager:
                 "models, and the optimizer has gone on; save before the end of train(), or use save_model"
             )
         if self._improves(stats):
-            self.best.set(stats, stats[self.best.metric or ""], step, folder)
+            self.best.set(stats, step, folder)
         # All ranks gather the sharded state; the main process writes it.
         weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
         rng = collectives.gather_list(random_states(), self._accelerator)
@@ -210,25 +205,19 @@ class CheckpointManager:
         Raises:
             ValueError: if there is no such checkpoint, or if a new run would overwrite an older one.
         """
-        folder, overwrite = None, self._args.overwrite_output_dir and not has_trained
-        if resume_from_checkpoint:
-            folder = directory.resolve_checkpoint(
-                resume_from_checkpoint, self._output_dir, overwrite_output_dir=overwrite
-            )
-            overwrite = overwrite and not directory.is_in(folder, self._output_dir)
-        elif self._args.overwrite_output_dir and has_trained:
+        overwrite = self._args.overwrite_output_dir and not has_trained
+        if self._args.overwrite_output_dir and has_trained and not resume_from_checkpoint:
             raise ValueError(
                 f"overwrite_output_dir is True, but the run in {self._output_dir} is this trainer's own; continue it "
-                "with train(resume_from_checkpoint=True), or make a new trainer, whose run replaces it"
+                "with train(resume_from_checkpoint=True), or make a new trainer"
             )
-        elif not overwrite:
-            directory.check_no_earlier_run(self._output_dir)
+        folder = directory.resolve_checkpoint(resume_from_checkpoint, self._output_dir, overwrite=overwrite)
         # Clean up only after every rank has checked that the folder belongs to this run: if it belongs to another one,
         # that run may still be writing to it.
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             clean_leftovers(self._output_dir)
-            if overwrite:
+            if overwrite and (folder is None or not directory.is_in(folder, self._output_dir)):
                 directory.remove_run(self._output_dir)
         self._accelerator.wait_for_everyone()
         return folder
@@ -275,7 +264,6 @@ class CheckpointManager:
             ValueError: if the checkpoint is gone or damaged.
         """
         if self.best.folder is not None and self.best.step != step:
-            directory.verify_files(self.best.folder, [directory.FILES[0]])
             weights = read_weights(self.best.folder)
             check_fits(self.best.folder, weights, self._engine.weights())
             self._engine.load_weights(weights)

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from transformers.utils import CONFIG_NAME
+from huggingface_hub import ModelCard, ModelCardData
 
 from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.registry import ADV_ESTIMATORS
@@ -61,8 +59,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     Args:
         folder: of the policy.
         run: what is told.
-        base_model: hub id or folder that training started from. The front matter names it only if the hub's cache shows
-            that it was downloaded: a relative folder that has been removed since looks like a hub id.
+        base_model: hub id or folder that training started from. The front matter names it if it is no folder.
         own_code: whether the model, or an adapter's base, runs code of its own.
     """
     adapter, config, step = (folder / "adapter_config.json").exists(), run.config, run.step
@@ -77,7 +74,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         ModelCardData(
             library_name="peft" if adapter else "transformers",
             pipeline_tag="text-generation",
-            base_model=base_model if base_model and _is_downloaded(base_model) else None,
+            base_model=base_model if base_model and _is_hub_id(base_model) else None,
             tags=["alpaca_ppo", "ppo", "rlhf"],
         ),
         template_path=str(_TEMPLATES / "policy.md"),
@@ -160,13 +157,6 @@ def _model_name(name: str | None) -> str | None:
 
 def _is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and not Path(name).exists()
-
-
-def _is_downloaded(name: str) -> bool:
-    try:
-        return _is_hub_id(name) and isinstance(try_to_load_from_cache(name, CONFIG_NAME), str)
-    except HFValidationError:
-        return False
 
 
 def _without_folders(option: str, value: Any) -> Any:

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from alpaca_ppo.atomic_io import write_folder_atomically
-from alpaca_ppo.checkpoint.directory import FILES, remedy, verify_files, write_manifest
+from alpaca_ppo.checkpoint.compatibility import differences
+from alpaca_ppo.checkpoint.directory import FILES, verify_files, write_manifest
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import set_random_states
 from alpaca_ppo.models import ActorCritic
@@ -67,13 +68,8 @@ class Checkpoint:
             ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint; names the file.
         """
         verify_files(folder)
-        weights = read_weights(folder)
-        try:
-            with open(folder / _STATE, "rb") as file:
-                return cls(weights, **torch.load(file, map_location="cpu", weights_only=True))
-        # Whatever the unpickler raises.
-        except Exception as error:
-            raise _unreadable(folder / _STATE, error) from error
+        state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        return cls(load_file(folder / _WEIGHTS), **state)
 
     def restore(self, trained: Engine, scheduler: Any, rank: int) -> None:
         """Restores weights, optimizer and schedule in place, and the random states of `rank` if it was there."""
@@ -85,15 +81,13 @@ class Checkpoint:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors in the weights file of a verified checkpoint.
+    """The weights of a checkpoint, without the rest.
 
     Raises:
-        ValueError: when it is no safetensors file.
+        ValueError: as `Checkpoint.read`.
     """
-    try:
-        return load_file(folder / _WEIGHTS)
-    except Exception as error:
-        raise _unreadable(folder / _WEIGHTS, error) from error
+    verify_files(folder, [_WEIGHTS])
+    return load_file(folder / _WEIGHTS)
 
 
 def check_fits(folder: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tensor], *, partly: bool = False) -> None:
@@ -109,12 +103,11 @@ def check_fits(folder: Path, weights: Mapping[str, Tensor], own: Mapping[str, Te
         ValueError: names the first difference.
     """
 
-    def described(tensor: Tensor) -> str:
-        return f"{'' if partly else str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}".strip()
+    def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        kept = {name: tensor for name, tensor in tensors.items() if not partly or name in weights}
+        return {n: f"{'' if partly else f'{t.dtype} '}{tuple(t.shape)}".removeprefix("torch.") for n, t in kept.items()}
 
-    names = weights if partly else dict.fromkeys([*own, *weights])
-    saved, here = ({name: described(t) for name, t in tensors.items()} for tensors in (weights, own))
-    _check_same(folder, "tensor", {n: saved.get(n) for n in names}, {n: here.get(n) for n in names})
+    _check_same(folder, "tensor", described(weights), described(own))
 
 
 def check_optimizer(folder: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -138,7 +131,6 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
     Raises:
         ValueError: when the folder is not a complete checkpoint, or is one of other models.
     """
-    verify_files(folder, [_WEIGHTS])
     saved, own = read_weights(folder), actor_critic.state_dict()
     check_fits(folder, saved, own, partly=True)
     for name, tensor in saved.items():
@@ -182,14 +174,8 @@ def _stored(value: Any, name: str, memory: set[int]) -> Any:
 
 
 def _check_same(folder: Path, what: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    for name in [*here, *saved]:
-        if saved.get(name) != here.get(name):
-            then, now = ("absent" if side.get(name) is None else side[name] for side in (saved, here))
-            raise ValueError(
-                f"checkpoint {folder} does not match this run: {what} {name} is {then} in the checkpoint and {now} "
-                "here; use the models and the optimizer of the checkpoint's run"
-            )
-
-
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is not the state of a run ({type(error).__name__}: {error}); {remedy(path.parent)}")
+    if found := list(differences(what, saved, here)):
+        raise ValueError(
+            f"checkpoint {folder} does not match this run: {found[0]}; use the models and the optimizer of the "
+            "checkpoint's run"
+        )

@@ -34,7 +34,7 @@ _POLL_SECONDS = 1.0
 _SIGNAL_SECONDS = 2.0
 """Ctrl-C and Slurm signal the launcher and its ranks together; a rank may get the signal after its launcher ended."""
 _SAVE_SECONDS = 10.0
-"""How long a rank may save its state; a run that is started meanwhile waits for it (`run_lock.WAIT_SECONDS`)."""
+"""How long a rank may save its state; a run that is started meanwhile waits for it (`directory.WAIT_SECONDS`)."""
 
 _watched: int | None = None
 _stopping = False

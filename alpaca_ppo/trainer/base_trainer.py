@@ -16,12 +16,11 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerState
 
-from alpaca_ppo.checkpoint import export, hub
+from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.compatibility import check_identity, eval_identity, run_identity
-from alpaca_ppo.checkpoint.directory import RESUME
+from alpaca_ppo.checkpoint.directory import RESUME, RunLock
 from alpaca_ppo.checkpoint.manager import CheckpointManager, Component
 from alpaca_ppo.checkpoint.model_card import TrainedRun
-from alpaca_ppo.checkpoint.run_lock import RunLock
 from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.config.credentials import without_credentials
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, ExplainsUnknownNames
@@ -254,7 +253,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             name = checked_hub_id(hub_model_id or self.args.hub_model_id)
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder, self.progress.stats)
-            return hub.push_folder(Path(folder) / "policy", name) if self.accelerator.is_main_process else None
+            return export.push_folder(Path(folder) / "policy", name) if self.accelerator.is_main_process else None
 
     @property
     def _finished(self) -> bool:
@@ -292,7 +291,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
         if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:
-            hub.push_folder(folder / "policy", str(self.args.hub_model_id))
+            export.push_folder(folder / "policy", str(self.args.hub_model_id))
 
     @property
     def weights_step(self) -> WeightsStep:

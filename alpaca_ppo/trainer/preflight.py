@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.adapters import is_adapter
 from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, list_committed
-from alpaca_ppo.checkpoint.directory import check_no_earlier_run, resolve_checkpoint, verify_files
-from alpaca_ppo.checkpoint.hub import check_login
-from alpaca_ppo.checkpoint.run_lock import check_unlocked
+from alpaca_ppo.checkpoint.directory import check_unlocked, resolve_checkpoint, verify_files
+from alpaca_ppo.checkpoint.export import check_login
 from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -52,13 +51,10 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
     # Only the main process locks the folder. It may do so before the others have come this far.
     if launched_rank() == 0:
         check_unlocked(args.output_dir)
-    if resume_from_checkpoint:
-        overwrite = args.overwrite_output_dir
-        folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir, overwrite_output_dir=overwrite)
+    folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir, overwrite=args.overwrite_output_dir)
+    if folder is not None:
         # Hashes of large files take minutes; `train` checks them.
         verify_files(folder, hashed=())
-    elif not args.overwrite_output_dir:
-        check_no_earlier_run(args.output_dir)
 
 
 def check_room_for_policy(args: PPOConfig, policy: str) -> None:
@@ -166,7 +162,7 @@ def checked_hub_id(name: str | None) -> str:
     """Returns the name of a hub repository that this user may be able to write to.
 
     Raises:
-        ValueError: if there is none, the hub does not accept it, or, on the main process, see `hub.check_login`.
+        ValueError: if there is none, the hub does not accept it, or, on the main process, see `export.check_login`.
     """
     if not name:
         raise ValueError("hub_model_id is not set; name the repository to push to, 'name' or 'organization/name'")

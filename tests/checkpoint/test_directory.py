@@ -30,19 +30,19 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
 @pytest.mark.parametrize("asked", [True, "true", "True"])
 def test_true_resumes_from_the_newest_checkpoint_and_needs_one(tmp_path, asked):
     with pytest.raises(ValueError, match="holds no checkpoint-<step> folder"):
-        resolve_checkpoint(asked, tmp_path)
+        resolve_checkpoint(asked, tmp_path, overwrite=False)
     make_folders(tmp_path, "checkpoint-5")
-    assert resolve_checkpoint(asked, tmp_path) == tmp_path / "checkpoint-5"
-    assert resolve_checkpoint(str(tmp_path / "checkpoint-4"), tmp_path) == tmp_path / "checkpoint-4"
+    assert resolve_checkpoint(asked, tmp_path, overwrite=False) == tmp_path / "checkpoint-5"
+    assert resolve_checkpoint(str(tmp_path / "checkpoint-4"), tmp_path, overwrite=False) == tmp_path / "checkpoint-4"
 
 
 def test_a_checkpoint_from_elsewhere_is_not_resumed_among_those_of_another_run(tmp_path):
     make_folders(tmp_path, "here", "there", "there/checkpoint-7")
     named = tmp_path / "there/checkpoint-7"
-    assert resolve_checkpoint(str(named), tmp_path / "here") == named
+    assert resolve_checkpoint(str(named), tmp_path / "here", overwrite=False) == named
     make_folders(tmp_path, "here/checkpoint-5")
     with pytest.raises(ValueError, match="holds checkpoint-5 of an earlier run"):
-        resolve_checkpoint(str(named), tmp_path / "here")
+        resolve_checkpoint(str(named), tmp_path / "here", overwrite=False)
 
 
 def test_sizes_are_checked_before_models_are_loaded_and_contents_when_they_are_read(tmp_path):

@@ -322,7 +322,7 @@ def test_arrays_of_objects_and_weights_elsewhere_have_an_identity():
     def identity(value):
         return callable_identity(functools.partial(len, value))
 
-    assert identity(np.array([1, "a"], dtype=object)) == identity([1, "a"]) != identity([1, "b"])
+    assert identity(np.array([1, "a"], dtype=object)) != identity(np.array([1, "b"], dtype=object))
     assert identity(torch.zeros(2, device="meta")) != identity(torch.zeros(3, device="meta"))
     assert identity(torch.zeros(2).to_sparse()).endswith("Tensor")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from alpaca_ppo.checkpoint import hub
-from alpaca_ppo.checkpoint.hub import push_folder
+from alpaca_ppo.checkpoint import export as hub
+from alpaca_ppo.checkpoint.export import push_folder
 from tests.tiny_runs import tiny_trainer
 
 

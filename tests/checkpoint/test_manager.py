@@ -116,9 +116,7 @@ def test_an_unknown_metric_is_an_error_at_once_that_lists_the_known_ones(tmp_pat
     ):
         evaluated(tmp_path / "a", "eval/reward").train()
     assert not (tmp_path / "a/metrics.jsonl").exists()
-    with pytest.raises(
-        ValueError, match=r"'scores', which is not a metric of a step; .*objective/scores,.*such as eval/"
-    ):
+    with pytest.raises(ValueError, match=r"'scores', which is not a metric of a step; .*objective/scores,"):
         evaluated(tmp_path / "b", "scores", total_episodes=50).train()
     assert [line["step"] for line in metric_lines(tmp_path / "b")] == [0]
 

@@ -1,7 +1,7 @@
 """One run at a time writes an output folder: who is refused, who is let in, and who is waited for."""
 
-import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from alpaca_ppo.checkpoint import run_lock
-from alpaca_ppo.checkpoint.run_lock import HOLDER_FILE, LOCK_FILE, FolderLock, RunLock, check_unlocked
+from alpaca_ppo.checkpoint import directory
+from alpaca_ppo.checkpoint.directory import HOLDER_FILE, LOCK_FILE, FolderLock, RunLock, check_unlocked
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.trainer.preflight import check_start
 from tests.integration.launching import ENVIRONMENT, ROOT
@@ -20,7 +20,7 @@ from tests.tools.warm_python import warm_python
 # The child would keep what it inherits for a minute.
 HOLD = """
 import os, sys, time
-from alpaca_ppo.checkpoint.run_lock import FolderLock
+from alpaca_ppo.checkpoint.directory import FolderLock
 lock = FolderLock(sys.argv[1])
 lock.acquire()
 if not os.fork():
@@ -37,7 +37,7 @@ def other_run(folder):
     own = [warm_python(), "-c", HOLD, str(folder)]
     with subprocess.Popen(own, cwd=ROOT, env=ENVIRONMENT, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout.readline() == "held\n"
-        pid = holder(folder)["process"]
+        pid = int(holder(folder)[0])
         try:
             yield pid
         finally:
@@ -47,11 +47,12 @@ def other_run(folder):
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(directory, "WAIT_SECONDS", 0.3)
 
 
 def holder(folder):
-    return json.loads((folder / HOLDER_FILE).read_text())
+    """The process, host and start of the run that holds the lock."""
+    return re.fullmatch(r"by process (\d+) on (\S+), since (\S+ \S+)", (folder / HOLDER_FILE).read_text()).groups()
 
 
 def test_a_second_run_is_refused_by_name_wherever_it_would_write_and_the_first_one_is_undisturbed(
@@ -60,7 +61,7 @@ def test_a_second_run_is_refused_by_name_wherever_it_would_write_and_the_first_o
     trainer = tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(3)})
     with other_run(tmp_path):
         owner = holder(tmp_path)
-        assert owner["host"] == os.uname()[1] and owner["since"].startswith("20")
+        assert owner[1] == os.uname()[1] and owner[2].startswith("20")
         before = sorted(path.name for path in tmp_path.iterdir())
         for writes in (
             trainer.train,
@@ -72,24 +73,24 @@ def test_a_second_run_is_refused_by_name_wherever_it_would_write_and_the_first_o
         ):
             with pytest.raises(ValueError, match="in use by another run") as refused:
                 writes()
-            assert all(str(value) in str(refused.value) for value in (tmp_path, *owner.values()))
+            assert all(str(value) in str(refused.value) for value in (tmp_path, *owner))
         assert sorted(path.name for path in tmp_path.iterdir()) == before
-        assert f"locked by process {owner['process']}" in capsys.readouterr().out
+        assert f"locked by process {owner[0]}" in capsys.readouterr().out
         # A folder that the user names, and one that is only read, need no lock.
         trainer.save_model(str(tmp_path / "elsewhere"))
     # A process that was killed keeps its lock until the system has ended it; its child does not keep it.
-    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(directory, "WAIT_SECONDS", 30.0)
     trainer.train()
     assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_a_start_waits_for_a_run_that_is_just_ending(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 30.0)
+    monkeypatch.setattr(directory, "WAIT_SECONDS", 30.0)
     with other_run(tmp_path) as pid:
         threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
         lock = FolderLock(tmp_path)
         lock.acquire()
-        assert holder(tmp_path)["process"] == os.getpid()
+        assert int(holder(tmp_path)[0]) == os.getpid()
         lock.release()
         # What the dead run left was this run's.
         assert list(tmp_path.iterdir()) == []
@@ -109,7 +110,7 @@ def test_the_process_that_holds_the_lock_is_let_in_again_until_its_last_user_is_
     second.acquire()
     check_unlocked(tmp_path)
     first.release()
-    assert holder(tmp_path)["process"] == os.getpid()
+    assert int(holder(tmp_path)[0]) == os.getpid()
     second.release()
     assert list(tmp_path.iterdir()) == []
     check_unlocked(tmp_path / "absent")

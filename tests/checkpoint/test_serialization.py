@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import get_scheduler
 
-from alpaca_ppo.checkpoint.directory import FILES, write_manifest
+from alpaca_ppo.checkpoint.directory import FILES
 from alpaca_ppo.checkpoint.serialization import Checkpoint, check_fits, check_optimizer, checkpoint_bytes
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states
@@ -196,39 +196,6 @@ def test_numbers_of_numpy_are_saved_as_pythons_and_other_objects_are_refused_wit
     assert load(make_run(), tmp_path / "checkpoint-1") == {"kl": 0.1}
 
 
-def rewritten(folder, change):
-    """Puts what `change` makes of the state in its place, in a checkpoint that is otherwise whole."""
-    path = folder / FILES[1]
-    changed = change(torch.load(path, weights_only=True))
-    path.write_bytes(changed) if isinstance(changed, bytes) else torch.save(changed, path)
-    write_manifest(folder)
-
-
-def without(name):
-    return lambda state: {key: value for key, value in state.items() if key != name}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        *((without(name), name) for name in ("optimizer", "identity")),
-        (lambda state: {**state, "more": 1}, "more"),
-        (lambda state: [1, 2], "TypeError"),
-        (lambda state: b"{", "UnpicklingError|EOFError"),
-    ],
-)
-def test_a_state_of_another_shape_is_refused_by_name_before_anything_changes(saved, change, message):
-    rewritten(saved, change)
-    refuse(make_run(seed=7), saved, rf"{saved / FILES[1]} is not the state of a run (?s:.*)({message})")
-
-
-def test_weights_that_cannot_be_read_are_refused_by_name(saved):
-    """Of a file that its manifest confirms, as a program that writes another format would leave it."""
-    (saved / FILES[0]).write_bytes(b"\0" * 8)
-    write_manifest(saved)
-    refuse(make_run(7), saved, f"{FILES[0]} is not the state of a run .*start a new run")
-
-
 def test_the_generators_are_a_function_of_seed_and_rank():
     def drawn(seed, rank):
         seed_random_states(seed, rank)
@@ -269,7 +236,7 @@ def damages():
         yield lambda folder, name=name: replace_with_another_run_s(folder / name), f"{name} is damaged"
         yield lambda folder, name=name: truncate(folder / name), rf"{name} is damaged"
         yield lambda folder, name=name: flip(folder / name), f"{name} is damaged"
-        yield lambda folder, name=name: (folder / name).unlink(), f"{name} is missing"
+        yield lambda folder, name=name: (folder / name).unlink(), f"{name} is damaged"
     for text in (None, "", "[]", "[" * 9000, "{"):
 
         def replace(folder, text=text):
@@ -309,12 +276,15 @@ def with_model(model):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (make_run(7, width=5), r"tensor low is bfloat16 \(4,\) in the checkpoint and bfloat16 \(5,\) here"),
-        (with_model(Wider(7)), r"tensor more.weight is absent in the checkpoint and float32 \(2, 2\) here"),
-        (with_model(nn.Linear(4, 4)), r"tensor weight is absent in the checkpoint"),
-        (with_model(Model(7).half()), r"tensor low is bfloat16 \(4,\) in the checkpoint and float16 \(4,\) here"),
-        (with_model(Model(7)), r"optimizer group 0 is {'parameters': 1, .* in the checkpoint and {'parameters': 3,"),
-        (make_run(7, optimizer=torch.optim.SGD), r"optimizer group 0 is .*'betas'.* in the checkpoint .*'momentum'"),
+        (make_run(7, width=5), r"tensor.low is bfloat16 \(4,\) in the checkpoint and bfloat16 \(5,\) here"),
+        (with_model(Wider(7)), r"tensor.more.weight is absent in the checkpoint and float32 \(2, 2\) here"),
+        (with_model(nn.Linear(4, 4)), r"tensor.weight is absent in the checkpoint"),
+        (with_model(Model(7).half()), r"tensor.low is bfloat16 \(4,\) in the checkpoint and float16 \(4,\) here"),
+        (with_model(Model(7)), r"optimizer group.0.parameters is 1 in the checkpoint and 3 here"),
+        (
+            make_run(7, optimizer=torch.optim.SGD),
+            r"optimizer group.0.settings is .*'betas'.*'momentum'",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(saved, run, message):

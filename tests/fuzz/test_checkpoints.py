@@ -1,7 +1,6 @@
 """Files of a checkpoint and of the run beside it: a damaged one is refused by name, before anything has changed."""
 
 import hashlib
-import io
 import json
 import random
 import shutil
@@ -14,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.checkpoint.directory import FILES, newest_checkpoint, write_manifest
+from alpaca_ppo.checkpoint.directory import FILES, newest_checkpoint
 from alpaca_ppo.trainer.preflight import check_start
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
@@ -80,21 +79,17 @@ def _later(output_dir: Path, step: int) -> list[Path]:
 class Replaced:
     """A file with other content for the time of a block; None removes it."""
 
-    def __init__(self, path: Path, content: bytes | None, *, manifest: bool = False) -> None:
-        self.path, self.content, self.manifest = path, content, manifest
+    def __init__(self, path: Path, content: bytes | None) -> None:
+        self.path, self.content = path, content
 
     def __enter__(self) -> None:
         self.before = self.path.read_bytes()
-        self.old_manifest = (self.path.parent / "manifest.json").read_bytes()
         self.path.unlink()
         if self.content is not None:
             self.path.write_bytes(self.content)
-        if self.manifest:
-            write_manifest(self.path.parent)
 
     def __exit__(self, *raised: Any) -> None:
         self.path.unlink(missing_ok=True)
-        (self.path.parent / "manifest.json").write_bytes(self.old_manifest)
         self.path.write_bytes(self.before)
 
 
@@ -128,54 +123,15 @@ def test_a_manifest_with_other_entries_is_refused(run, data):
         assert isinstance(load(run), Refused) == (not same)
 
 
-PARTS = ("optimizer", "scheduler", "rng", "components", "best", "identity")
-
-
-@fuzz(40, part=st.sampled_from(PARTS), renamed=st.booleans())
-def test_a_state_without_one_of_its_parts_is_refused(run, part, renamed):
-    """As if another program had written it: the manifest has the hashes of the changed file."""
-    path = run[0] / "checkpoint-1" / FILES[1]
-    state = torch.load(path, weights_only=True)
-    entry = state.pop(part)
-    if renamed:
-        state[f"{part}s"] = entry
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    with Replaced(path, buffer.getvalue(), manifest=True):
-        assert isinstance(load(run), Refused)
-
-
-@fuzz(
-    40,
-    name=st.sampled_from(FILES),
-    content=st.sampled_from([b"", b"{}", b"null", b"[" * 9000, b"\xff", b"\0" * 8]) | st.binary(max_size=40),
-)
-def test_a_file_of_other_content_that_its_manifest_confirms_is_refused(run, name, content):
-    with Replaced(run[0] / "checkpoint-1" / name, content, manifest=True):
-        assert isinstance(load(run), Refused)
-
-
 @fuzz(60, content=mutated_bytes(b'{"step": 1, "a": 0.5}\n{"step": 2, "a": null}\n'))
 def test_mutilated_metrics_are_refused_or_kept(run, content):
     output_dir, trainer = run
     before = state_of(trainer)
-    with ReplacedMetrics(output_dir / "metrics.jsonl", content), files_unchanged(output_dir):
+    with Replaced(output_dir / "metrics.jsonl", content), files_unchanged(output_dir):
         found = outcome(lambda: trainer.checkpoints.load(output_dir / "checkpoint-2"), names=("metrics.jsonl",))
     # Another run's lines, unless none of them is complete.
     if content.count(b"\n"):
         assert isinstance(found, Refused) and state_of(trainer) == before
-
-
-class ReplacedMetrics:
-    def __init__(self, path: Path, content: bytes) -> None:
-        self.path, self.content = path, content
-
-    def __enter__(self) -> None:
-        self.before = self.path.read_bytes()
-        self.path.write_bytes(self.content)
-
-    def __exit__(self, *raised: Any) -> None:
-        self.path.write_bytes(self.before)
 
 
 NAMES = [

@@ -30,7 +30,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alpaca_ppo import PPOTrainer  # noqa: E402
-from alpaca_ppo.checkpoint.run_lock import HOLDER_FILE, LOCK_FILE  # noqa: E402
+from alpaca_ppo.checkpoint.directory import HOLDER_FILE, LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
 from alpaca_ppo.models import trial  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from alpaca_ppo.checkpoint.run_lock import FolderLock
+from alpaca_ppo.checkpoint.directory import FolderLock
 from alpaca_ppo.distributed.collectives import is_lost_peer, record_error
 from tests.integration.launching import ENVIRONMENT, ROOT, command, survivors
 from tests.tools.torture import LAUNCHER, Victim, check_outcome, check_promises, outcome
