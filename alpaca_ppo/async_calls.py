@@ -281,18 +281,15 @@ class RowCalls:
 
 
 def _make_call(call: Call, loop: asyncio.AbstractEventLoop, report: Report) -> None:
+    error = None
     try:
         value = call.function(**call.arguments)
         # A partial, or an object whose __call__ is async.
         if inspect.isawaitable(value):
             value, error = asyncio.run_coroutine_threadsafe(_outcome(value), loop).result()
-            if error is not None:
-                raise error
-        value = call.finish(value)
-    except BaseException as error:
-        report(None, error)
-    else:
-        report(value, None)
+        report(*((call.finish(value), None) if error is None else (None, error)))
+    except BaseException as raised:
+        report(None, raised)
 
 
 async def _await_call(call: Call, report: Report) -> None:

@@ -16,7 +16,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1947,
-    "trainer": 1761,
+    "trainer": 1727,
     "models": 1724,
     "ppo": 1625,
     "generation": 1313,
@@ -26,7 +26,7 @@ BUDGET = {
     "checkpoint": 894,
     "tracking": 806,
     "environments": 889,
-    "root": 715,
+    "root": 710,
     "cli": 567,
     "estimate_memory": 607,
     "data": 555,

@@ -28,7 +28,7 @@ PERMITTED_SKIP = (
     r'pytest\.skip\(f"network namespaces are not permitted: \{reason\}"\)'
 )
 TIERS = (
-    {"types", "registry", "presets", "async_calls", "atomic_io", "remote_code", "damaged_files", "library_output"},
+    {"types", "registry", "presets", "async_calls", "atomic_io", "saved_models", "library_output"},
     {"functional", "adapters", "config"},
     {"models"},
     {"generation", "data", "rewards", "tracking", "doctor", "migrate"},

@@ -18,8 +18,8 @@ from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.models.loading import load_processing_class
-from alpaca_ppo.remote_code import has_remote_code, remote_code
 from alpaca_ppo.rewards import build_reward
+from alpaca_ppo.saved_models import has_remote_code, remote_code
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer
 

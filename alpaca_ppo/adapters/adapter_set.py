@@ -36,7 +36,7 @@ from alpaca_ppo.adapters.files import (
     weight_shapes,
     weights_file,
 )
-from alpaca_ppo.damaged_files import loading
+from alpaca_ppo.saved_models import loading
 
 POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
 """Names of the adapters. The policy's is PEFT's default, which is saved without a sub-folder."""

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from alpaca_ppo.damaged_files import loading
+from alpaca_ppo.saved_models import loading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HEADS = {"score", "classifier"}

@@ -17,7 +17,7 @@ from alpaca_ppo.atomic_io import StrPath, write_folder_atomically
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card, write_value_card
 from alpaca_ppo.library_output import transformers_bars
 from alpaca_ppo.models import ActorCritic, write_critic
-from alpaca_ppo.remote_code import has_remote_code
+from alpaca_ppo.saved_models import has_remote_code
 from alpaca_ppo.tracking.results import STEP_FILE
 
 _OFF = "or set push_to_hub: false and upload final/policy later (hf upload)"

@@ -24,14 +24,14 @@ from transformers import (
     masking_utils,
 )
 
-from alpaca_ppo import damaged_files
+from alpaca_ppo import saved_models
 from alpaca_ppo.adapters import is_adapter, read_policy_adapter
 from alpaca_ppo.adapters.files import adapter_base, read_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
 from alpaca_ppo.models.token_checks import check_model_positions
-from alpaca_ppo.remote_code import remote_code
+from alpaca_ppo.saved_models import remote_code
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def without_weights(
     if auto_class is AutoModelForCausalLM and is_adapter(name):
         name = adapter_base(name, read_adapter(name, name))
     problem, trust = f"no model can be loaded from {name!r}", trust_remote_code
-    with remote_code(name, trust=trust), damaged_files.loading(problem, name, loading.LOADING_REMEDY):
+    with remote_code(name, trust=trust), saved_models.loading(problem, name, loading.LOADING_REMEDY):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
         with torch.device("meta"):
             model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust)

@@ -20,11 +20,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.actor_critic import ActorCritic
 from alpaca_ppo.models.modules import disable_dropout
-from alpaca_ppo.remote_code import remote_code
+from alpaca_ppo.saved_models import loading, remote_code
 
 LOADING_REMEDY = (
     "check model_name_or_path, reference and value_model_name_or_path: each is an existing folder with safetensors "

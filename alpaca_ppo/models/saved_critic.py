@@ -23,7 +23,6 @@ from alpaca_ppo.adapters import POLICY, VALUE, AdapterSet, is_adapter, read_valu
 from alpaca_ppo.adapters.adapter_set import adapter_tensors, describe, load_peft_model, warn_of_other_base
 from alpaca_ppo.adapters.files import WEIGHTS, adapter_base, weights_file
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_head import CriticHead, build_head
 from alpaca_ppo.models.loading import (
@@ -35,7 +34,7 @@ from alpaca_ppo.models.loading import (
 from alpaca_ppo.models.modules import disable_dropout
 from alpaca_ppo.models.policy import check_architecture
 from alpaca_ppo.registry import CRITIC_HEADS
-from alpaca_ppo.remote_code import has_remote_code
+from alpaca_ppo.saved_models import has_remote_code, loading
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
 _REMEDY = "copy the folder again from the run that saved it (final/value)"

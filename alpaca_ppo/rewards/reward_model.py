@@ -22,15 +22,14 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.functional.packing import PackedRows, Span
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.modules import eval_mode
 from alpaca_ppo.models.packed_sequences import sequence_keywords
 from alpaca_ppo.models.trial import Trial, difference, supports_packing
-from alpaca_ppo.remote_code import remote_code
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
+from alpaca_ppo.saved_models import loading, remote_code
 
 
 class ModelReward:

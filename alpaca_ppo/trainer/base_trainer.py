@@ -130,8 +130,10 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """The callbacks of every run, in the order in which they are notified; stop rules are among them."""
         args, log = self.args, self.run_log
-        callbacks: list[TrainerCallback] = [Console(args, log, max_steps=self.schedule.num_steps)]
-        callbacks.append(RunDoctor(args, self.accelerator, log))
+        callbacks: list[TrainerCallback] = [
+            Console(args, log, max_steps=self.schedule.num_steps),
+            RunDoctor(args, self.accelerator, log),
+        ]
         if args.max_kl_to_ref is not None:
             callbacks.append(StopAboveKL(args.max_kl_to_ref, log.message))
         if args.report:
@@ -147,9 +149,12 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
 
     def _components(self) -> dict[str, Component]:
         """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
-        own: dict[str, Component] = {"progress": self.progress, "kl_controller": self.kl_controller}
-        own["sampler_check"] = self.sampler_check
-        own["callbacks"] = self.callback_handler
+        own: dict[str, Component] = {
+            "progress": self.progress,
+            "kl_controller": self.kl_controller,
+            "sampler_check": self.sampler_check,
+            "callbacks": self.callback_handler,
+        }
         added = self.checkpoint_components()
         if taken := sorted(set(own) & set(added)):
             raise ValueError(
@@ -198,7 +203,9 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 interrupted.return_to_prompt()
                 raise
             except SamplerMismatch:
-                self._save_before_rollouts()
+                # The next update would be meaningless; before the first one there is nothing to save.
+                if self.progress.is_current and not self.progress.at_start:
+                    self._save_interrupted("sampler and trainer disagree")
                 raise
 
     def _train(self, resume_from_checkpoint: bool | str | None) -> dict[str, float]:
@@ -211,14 +218,20 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 self._notify("on_step_begin")
                 step = self.state.global_step
                 stats = self.step(self.prompt_batches(step))
-                # An overridden `step` or `step_with_rollouts` may not have called `mark_step_done`.
+                # An overridden `step` or `step_with_rollouts` may not have counted it.
                 self.state.global_step = step + 1
                 self.log_rollouts()
                 self._end_step(stats)
                 steps.update()
             self.poll()
-            self._load_best()
-            stats = self.checkpoints.best.stats if self.checkpoints.best_is_loaded else self.progress.stats
+            best = self.checkpoints.best
+            if self.args.load_best_model_at_end:
+                self.checkpoints.load_best(self.state.global_step)
+                if best.folder is None:
+                    self.run_log.message(
+                        f"no checkpoint has a finite {best.metric}: the models stay those of the last step"
+                    )
+            stats = best.stats if self.checkpoints.best_is_loaded else self.progress.stats
             with bar.phase("saving"):
                 self.save_model(stats=stats)
         self._notify("on_train_end")
@@ -301,16 +314,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             return WeightsStep(trained, trained)
         return WeightsStep(best.step, trained, best.metric, best.value)
 
-    def _load_best(self) -> None:
-        """Puts the best checkpoint's weights into the models, if `load_best_model_at_end` asks for it."""
-        if not self.args.load_best_model_at_end:
-            return
-        self.checkpoints.load_best(self.state.global_step)
-        if self.checkpoints.best.folder is None:
-            self.run_log.message(
-                f"no checkpoint has a finite {self.args.metric_for_best_model}: the models stay those of the last step"
-            )
-
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.
 
@@ -320,11 +323,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         folder = self.checkpoints.save(self.state.global_step, stats or {})
         self.progress.saved = self.progress.is_current
         return folder
-
-    def _save_before_rollouts(self) -> None:
-        """Saves a run whose next update would be meaningless, unless nothing has been trained yet."""
-        if self.progress.is_current and not self.progress.at_start:
-            self._save_interrupted("sampler and trainer disagree")
 
     def _save_interrupted(self, reason: str) -> None:
         folder = self.checkpoints.folder(self.state.global_step)
@@ -342,11 +340,16 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         seed_random_states(self.args.seed, self.accelerator.process_index)
         lines = 0
         if folder is None:
-            self.progress.advance()
+            self.progress.advance(self.progress.stats, step_ended=self.progress.step_ended)
         else:
-            identity = self.checkpoints.load(folder).identity
+            identity, now = self.checkpoints.load(folder).identity, eval_identity(self.eval_prompts)
             lines = identity["metrics"]["lines"]
-            self._compare_eval_data(identity["eval_dataset"])
+            if now and (then := identity["eval_dataset"]) and now != then:
+                warnings.warn(
+                    f"eval_dataset differs from the checkpoint's ({now} now, {then} then): eval/* before and after "
+                    "cannot be compared",
+                    stacklevel=4,
+                )
             self.state.epoch = self.schedule.epoch_at(self.state.global_step)
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
         # It also waits until every rank has looked at the folder before one of them writes to it.
@@ -365,12 +368,13 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
         padding, fallback = self.padding if self.args.padding_free == "auto" else "", self.sampler_fallback
+        said = f", with padding: {padding}" if padding else ""
+        if fallback:
+            said += ", sampled by model.generate" + (f": {fallback}" if fallback not in padding else "")
         self.run_log.message(
             f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
             f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + (f", with padding: {padding}" if padding else "")
-            + (", sampled by model.generate" if fallback else "")
-            + (f": {fallback}" if fallback not in padding else "")
+            + said
         )
         self._notify("on_train_begin")
         if not self._finished:
@@ -411,19 +415,10 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         check_identity(folder, saved.identity, self._identity(), self.args)
         check_metrics(Path(self.args.output_dir), saved.identity["metrics"])
 
-    def _compare_eval_data(self, saved: Mapping[str, Any] | None) -> None:
-        """Warns if the eval dataset has changed, which affects only the eval metrics."""
-        if saved and saved != (now := eval_identity(self.eval_prompts)) and now:
-            warnings.warn(
-                f"eval_dataset differs from the one that the checkpoint's run had ({now} now, {saved} then): eval/* "
-                "before and after cannot be compared",
-                stacklevel=5,
-            )
-
     def _end_step(self, stats: dict[str, float]) -> None:
         """Evaluates, logs and saves after the update. A run that was interrupted in here resumes here."""
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
-        self.progress.advance(stats=stats, step_ended=False)
+        self.progress.advance(stats, step_ended=False)
         self._notify("on_step_end", metrics=stats)
         step, stats = self.state.global_step, dict(stats)
         last = step == self.schedule.num_steps or self.callback_handler.control.should_training_stop
@@ -434,7 +429,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.checkpoints.best.require(stats, evaluation=False)
         report = step % self.args.logging_steps == 0 or last or self.callback_handler.control.should_log
         self.run_log.log(stats, step, report=report)
-        self.progress.advance(stats=stats, step_ended=True)
+        self.progress.advance(stats, step_ended=True)
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)

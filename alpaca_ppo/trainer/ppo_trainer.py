@@ -231,7 +231,7 @@ class PPOTrainer(RolloutTrainer):
         """The optimizer steps on the global rollouts (`ppo.minibatches.plan_updates`); returns the statistics of all
         ranks.
 
-        Marks the step as done (`mark_step_done`), so that the next `rollout` of a custom loop uses new random numbers.
+        Counts the step, so that the next `rollout` of a custom loop uses new random numbers.
         """
         step, stats = self.state.global_step, StepStats()
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
@@ -249,17 +249,8 @@ class PPOTrainer(RolloutTrainer):
                     break
             train_stats = stats.reduce(self.accelerator, with_critic=self.critic_head is not None)
         self.updater.warn(train_stats)
-        self.mark_step_done(step)
-        return train_stats
-
-    def mark_step_done(self, step: int) -> None:
-        """Records that `step` (from 0) is done. May be called more than once for the same step.
-
-        Sets `state.global_step` to `step + 1`, on which the random numbers of the next rollout depend, and locks the
-        output folder if a loop of one's own has not.
-        """
-        self.run_lock.acquire()
         self.state.global_step = step + 1
+        return train_stats
 
     def _record_skip(self, cause: str, prompt_ids: list[int]) -> None:
         """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.

@@ -13,8 +13,6 @@ from alpaca_ppo.distributed.engine import LearningRates
 from alpaca_ppo.distributed.random_states import random_states, set_random_states
 from alpaca_ppo.ppo.updates import Updater
 
-_UNCHANGED: Any = object()
-
 
 class TrainProgress:
     """How far the run has come: the point from which it would resume if it were interrupted now.
@@ -43,13 +41,10 @@ class TrainProgress:
         self._num_updates = 0
         self._random = random_states()
 
-    def advance(self, *, stats: Mapping[str, float] = _UNCHANGED, step_ended: bool = _UNCHANGED) -> None:
-        """Records that the run is at a point where it can be interrupted; omitted arguments keep their values."""
+    def advance(self, stats: Mapping[str, float], *, step_ended: bool) -> None:
+        """Records that the run is at a point where it can be interrupted."""
         self.step, self._num_updates = self._state.global_step, self._updater.num_updates
-        if stats is not _UNCHANGED:
-            self.stats = {name: float(value) for name, value in stats.items()}
-        if step_ended is not _UNCHANGED:
-            self.step_ended = step_ended
+        self.stats, self.step_ended = {name: float(value) for name, value in stats.items()}, step_ended
         self.saved, self._random = False, random_states()
 
     def extra_prompts(self, step: int) -> int:
@@ -99,4 +94,4 @@ class TrainProgress:
         self._updater.learning_rates = LearningRates(*state["learning_rates"])
         self.skipped_updates = state["skipped_updates"]
         self.drawn = {-1: state["extra_prompts"]}
-        self.advance(stats=state["stats"], step_ended=state["step_ended"])
+        self.advance(state["stats"], step_ended=state["step_ended"])

@@ -93,8 +93,9 @@ class RolloutTrainer(BaseTrainer):
 
     def prompt_batches(self, step: int) -> list[PromptBatch]:
         """This rank's prompts of `step` (from 0): one batch, or an empty list if the step has fewer prompts than
-        there are ranks.
+        there are ranks. A loop of one's own holds the lock on the output folder from its first ones on.
         """
+        self.run_lock.acquire()
         return self.collate(self.train_prompts, self.step_prompts(step).indices)
 
     def step_prompts(self, step: int) -> StepPrompts:
@@ -157,8 +158,9 @@ class RolloutTrainer(BaseTrainer):
         count = sum(len(batch["rows"]) for batch in prompt_batches)
         prompts = self.collector.local_prompts(engine, prompt_batches, self.dummy_prompts)
         local = None
-        # What functions have logged since the last rollout belongs to none, as when they judged an opponent's answers.
-        self.collector.scorer.logged.pop()
+        if self._logs_metrics:
+            # What functions have logged since the last rollout belongs to none: they judged an opponent's answers.
+            self.collector.scorer.logged.pop()
         shown = self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline))
         with shown, self.preemption.rollout(can_stop=self.progress.is_current):
             rows: dict[str, Tensor] = {}
@@ -302,28 +304,11 @@ class RolloutTrainer(BaseTrainer):
         Raises:
             ValueError: see `generate_texts`; also for a number outside its range.
         """
-        changes: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-        }
-        return generate_texts(
-            prompts,
-            collector=self.collector,
-            engine=self.updater.engine,
-            processing_class=self.processing_class,
-            sampling_params=replace(
-                self.sampling_params,
-                seed=seed,
-                step=0,
-                sampling_round=0,
-                num_return_sequences=num_return_sequences,
-                do_sample=do_sample,
-                **{name: value for name, value in changes.items() if value is not None},
-            ),
-            chat_template_kwargs=self.args.chat_template_kwargs,
-        )
+        lengths = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        given: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
+        of_run = replace(self.sampling_params, seed=seed, step=0, sampling_round=0)
+        params = replace(of_run, num_return_sequences=num_return_sequences, do_sample=do_sample, **given)
+        return generate_texts(self, prompts, params)
 
     def _pop_counts(self) -> RolloutCounts:
         """The counts of what was sampled since the last call."""

@@ -21,12 +21,12 @@ from alpaca_ppo.adapters import (
     read_policy_adapter,
     read_reward_adapter,
 )
-from alpaca_ppo.damaged_files import loading
 from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.models import build_actor_critic, load_critic, write_critic
 from alpaca_ppo.models.critic_heads import C51Head
 from alpaca_ppo.models.loading import load_causal_lm, load_processing_class, load_sequence_classifier
 from alpaca_ppo.rewards.reward_model import build_model_reward
+from alpaca_ppo.saved_models import loading
 from tests.fuzz.mutations import mutated_bytes, mutated_tree, texts
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
 from tests.tiny_models import SMALLEST, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer

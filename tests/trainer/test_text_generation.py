@@ -128,5 +128,3 @@ def test_plain_text_for_a_chat_model_is_reported_once(tmp_path, capsys, text, te
 def test_evaluations_without_an_eval_set_are_refused(tmp_path):
     with pytest.raises(ValueError, match="eval_steps is 5, without effect: needs eval set"):
         tiny_trainer(tmp_path, eval_steps=5)
-    with pytest.raises(ValueError, match="eval_steps is 5, without effect: needs eval set"):
-        tiny_trainer(tmp_path, eval_steps=5, trainer_arguments={"eval_dataset": {}})

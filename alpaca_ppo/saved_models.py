@@ -1,16 +1,22 @@
-"""Errors for saved models, adapters and tokenizers that a library cannot load; they name the file that is damaged.
+"""Loading what others have saved: the error that names a damaged file, and code that comes with a model.
 
 The libraries raise whatever their parsers raise, often without a file name. A file is opened here only after a load has
 failed. Of a model on the hub, whose files lie in a cache, only the library's own text is reported.
+
+Code of a model is run where `trust_remote_code` allows it, and refused with an error otherwise. transformers asks on
+the terminal where nobody has decided, which would stop a run; here it never asks.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import dynamic_module_utils
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 _OBJECTS = ("config.json", "adapter_config.json", "critic_head.json", "tokenizer.json", "tokenizer_config.json")
 """Files whose JSON is an object; other ones beside a model may hold anything."""
@@ -68,3 +74,39 @@ def _tensor_damage(path: Path) -> str | None:
             return None
     except SafetensorError as error:
         return f"it is not a whole safetensors file: {error}"
+
+
+@contextmanager
+def remote_code(name: str, *, trust: bool) -> Iterator[None]:
+    """A block that loads or builds the model, tokenizer or configuration `name`, and runs its code if `trust`.
+
+    It covers what the model loads itself: many classes of transformers call `AutoModel.from_config` without passing on
+    `trust_remote_code`.
+
+    Raises:
+        ValueError: if code would have to run without `trust`; names the model and the option.
+    """
+    # The module has no name `input` of its own, so this one takes the place of the builtin in its question alone.
+    # Remove it once transformers passes `trust_remote_code` on to the models inside a model.
+    names = vars(dynamic_module_utils)
+    outer = names.get("input")
+    names["input"] = lambda question: "yes" if trust else "no"
+    try:
+        yield
+    except ValueError as error:
+        if trust or "trust_remote_code=True" not in str(error):
+            raise
+        raise ValueError(
+            f"{name!r} comes with code of its own, and trust_remote_code is False; read that code, and set "
+            "trust_remote_code: true to run it"
+        ) from error
+    finally:
+        if outer is None:
+            del names["input"]
+        else:
+            names["input"] = outer
+
+
+def has_remote_code(model: Any) -> bool:
+    """Whether the class of `model` is code that came with it."""
+    return type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
