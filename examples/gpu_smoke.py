@@ -30,7 +30,7 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.estimate_memory.estimator import GIB
 from alpaca_ppo.generation import Generation, SamplingParams, generate
 from alpaca_ppo.models import Policy
-from alpaca_ppo.models.trial import supports_packing
+from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.ppo.mismatch import BOUNDS
 from alpaca_ppo.types import PromptBatch
 from examples import same_run
@@ -122,7 +122,7 @@ def packed(machine: Machine, dtype: torch.dtype) -> str:
     """Log-probs of rows without padding against rows with it."""
     model = machine.model(dtype)
     policy = Policy(model)
-    require(supports_packing(model), "the model is not packed at all")
+    require(packing_problem(model) is None, "the model is not packed at all")
     responses = sample(model, backend="generate")
     queries, mask = (tensor.repeat_interleave(4, dim=0) for tensor in prompts(model))
     rows = (queries, mask, responses.responses, responses.response_mask)

@@ -30,7 +30,7 @@ from alpaca_ppo.adapters.files import adapter_base, read_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
-from alpaca_ppo.models.token_checks import check_model_positions
+from alpaca_ppo.models.loading import check_model_positions
 from alpaca_ppo.saved_models import remote_code
 
 

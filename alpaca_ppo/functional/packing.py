@@ -2,7 +2,7 @@
 the left and trimmed, or laid end to end without padding.
 
 Which rows go together into a batch is decided elsewhere (`ppo.minibatches`), and how a model attends to rows in one
-sequence in `models.packed_sequences`.
+sequence in `models.packed_attention`.
 """
 
 from typing import NamedTuple

@@ -17,8 +17,7 @@ from alpaca_ppo.generation.hf_generate import sample_with_generate
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
 from alpaca_ppo.generation.slots import sample_in_slots, slot_problem
 from alpaca_ppo.generation.turns import Turns
-from alpaca_ppo.models.modules import eval_mode
-from alpaca_ppo.models.policy import Policy
+from alpaca_ppo.models.policy import Policy, eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch
 

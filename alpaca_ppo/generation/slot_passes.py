@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from alpaca_ppo.functional.packing import Span
-from alpaca_ppo.models.packed_attention import DUMMY_MASK, AttentionSettings, dense_attention
-from alpaca_ppo.models.packed_sequences import PackedSequences
+from alpaca_ppo.models.packed_attention import DUMMY_MASK, AttentionSettings, PackedSequences, dense_attention
 
 
 class _Pass(NamedTuple):

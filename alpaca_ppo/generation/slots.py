@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -387,11 +388,15 @@ def slot_problem(model: PreTrainedModel) -> str | None:
     """Why `model`, a causal language model, cannot be sampled in slots, or None if it can; then the attention for it is
     installed (`models.packed_attention`).
     """
+    if model in _served:
+        return None
     if problem := packing_problem(model):
         return problem
     if not is_installed(model):
         return f"its attention ({underlying_attention(model)}) reads a cache of its own"
-    return _slots(model)
+    if (problem := _slots(model)) is None:
+        _served.add(model)
+    return problem
 
 
 def _sample_slots(model: PreTrainedModel) -> str | None:
@@ -411,3 +416,5 @@ def _sample_slots(model: PreTrainedModel) -> str | None:
 
 
 _slots = Trial(_sample_slots, "past_key_values")
+_served: WeakSet[PreTrainedModel] = WeakSet()
+"""Models that have been found fit."""

@@ -1,12 +1,20 @@
 """Policy, critic and reference: wrappers that compute log-probabilities and values of responses, and their loading."""
 
 from alpaca_ppo.models.actor_critic import ActorCritic, ActorCriticOutputs, Critic
-from alpaca_ppo.models.critic_head import CriticHead, HeadLinear, HeadOutputs, register_critic_head
-from alpaca_ppo.models.critic_heads import C51Head, HLGaussHead, IQNHead, QuantileHead, ScalarHead
+from alpaca_ppo.models.critic_heads import (
+    C51Head,
+    CriticHead,
+    HeadLinear,
+    HeadOutputs,
+    HLGaussHead,
+    IQNHead,
+    QuantileHead,
+    ScalarHead,
+    register_critic_head,
+)
 from alpaca_ppo.models.factory import build_actor_critic
 from alpaca_ppo.models.loading import load_causal_lm, load_sequence_classifier
-from alpaca_ppo.models.modules import disable_dropout
-from alpaca_ppo.models.policy import Policy
+from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_initial_policy
 from alpaca_ppo.models.saved_critic import is_critic_folder, load_critic, write_critic
 

@@ -1,6 +1,6 @@
 """Policy and critic in one module, so that a single wrapper (DDP, DeepSpeed) covers everything that is trained.
 
-Critic heads are in `critic_head` and `critic_heads`; the losses are in `ppo.losses`.
+Critic heads are in `critic_heads`; the losses are in `ppo.losses`.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
-from alpaca_ppo.models.critic_head import CriticHead
-from alpaca_ppo.models.modules import use_torch_activations
-from alpaca_ppo.models.packed_sequences import RowLayout, row_layout
-from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens
+from alpaca_ppo.models.critic_heads import CriticHead
+from alpaca_ppo.models.packed_attention import RowLayout, row_layout
+from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens, use_torch_activations
 
 
 class ActorCriticOutputs(NamedTuple):
@@ -106,19 +105,12 @@ class ActorCritic(nn.Module):
             return self.policy.layout, self.policy.layout
         return self.policy.layout, row_layout(self.critic.backbone, padding_free=self.critic.padding_free)
 
-    def pack(
-        self,
-        queries: Tensor,
-        query_attn_masks: Tensor,
-        responses: Tensor,
-        response_mask: Tensor,
-        *,
-        device: torch.device | None = None,
-    ) -> tuple[PackedRows, PackedRows]:
-        """Returns the rows as the policy and as the critic read them; see `pack_rows`."""
-        rows = (queries, query_attn_masks, responses, response_mask)
-        packed = self.policy.pack(*rows, device=device)
+    def pack(self, *rows: Tensor, device: torch.device | None = None) -> tuple[PackedRows, PackedRows]:
+        """Returns the rows (queries, query_attn_masks, responses and response_mask of `forward`) as the policy and as
+        the critic read them; see `pack_rows`.
+        """
         policy_layout, critic_layout = self.layouts
+        packed = pack_rows(*rows, **policy_layout._asdict(), device=device)
         if critic_layout == policy_layout:
             return packed, packed
         return packed, pack_rows(*rows, **critic_layout._asdict(), device=device)
@@ -184,10 +176,9 @@ class ActorCritic(nn.Module):
         """Returns the trainable parameters of the critic only: its head, and its backbone or adapter."""
         if self.critic is None:
             return []
+        adapters = self.policy.adapters if self.critic.has_adapter else None
         own = [p for p in self.critic.parameters() if p.requires_grad]
-        return own + (
-            self.policy.adapters.parameters_of(VALUE) if self.critic.has_adapter and self.policy.adapters else []
-        )
+        return own + (adapters.parameters_of(VALUE) if adapters else [])
 
     def policy_parameters(self) -> list[nn.Parameter]:
         """Returns all other trainable parameters: the policy's, which a `shared` critic trains too."""

@@ -1,18 +1,21 @@
-"""The critic heads of this package: scalar, c51, hl_gauss, quantile and iqn.
+"""Critic heads: what a head is, and those of this package (scalar, c51, hl_gauss, quantile and iqn).
 
-They start at the value 0, so that the first advantages are the returns themselves. Their losses are functions of
-`functional`.
+A head computes values from hidden states, defines its own loss, and stores its settings in its folder. A new kind of
+critic is one class with `register_critic_head`. Heads compute in float32 at least, whatever the dtype of the backbone
+and of their own weights (DeepSpeed makes those bfloat16 in a bfloat16 run). Those of this package start at the value 0,
+so that the first advantages are the returns themselves; their losses are functions of `functional`.
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.risk_level import RiskLevel
 from alpaca_ppo.functional import (
     Loss,
     c51_atoms,
@@ -25,8 +28,206 @@ from alpaca_ppo.functional import (
     quantile_midpoints,
     value_loss,
 )
-from alpaca_ppo.models.critic_head import CriticHead, HeadLinear, HeadOutputs
 from alpaca_ppo.registry import CRITIC_HEADS, CVaRTail
+from alpaca_ppo.types import Rollouts
+
+HeadClass = TypeVar("HeadClass", bound=type["CriticHead"])
+
+
+class HeadOutputs(NamedTuple):
+    """What a head reads from N hidden states."""
+
+    values: Tensor
+    """(N,), what GAE uses: what the head's `risk_level` names."""
+    means: Tensor
+    """(N,), the mean of the return."""
+    predictions: Tensor
+    """(N,) or (N, M), what the head's loss takes: values, logits or quantiles."""
+
+
+class CriticHead(nn.Module, ABC):
+    """A map from hidden states (N, H) to `HeadOutputs`, and the loss of its predictions.
+
+    A subclass defines `read` and `loss`. One with options also defines `from_config` and `settings`, whose entries are
+    the keywords of its `__init__`. Layers should be `HeadLinear`s, or cast their weights to the dtype of the states.
+    The subclass is registered (`register_critic_head`) before an instance is made.
+
+    Attributes:
+        kind: the name it is registered under, the value of `critic` that selects it.
+        hidden_size: H.
+    """
+
+    kind: str = ""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        if not self.kind:
+            raise TypeError(f"{type(self).__name__} has no name yet; register the class with register_critic_head")
+        self.hidden_size = hidden_size
+        self.risk_level = "neutral"
+
+    @classmethod
+    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
+        """A new head with the options given in `args`."""
+        return cls(hidden_size)
+
+    def settings(self) -> dict[str, Any]:
+        """The options needed to rebuild the head for its saved weights; JSON values, stored in the head's folder."""
+        return {}
+
+    @property
+    def risk_level(self) -> str:
+        """What is read as the value, as in the configuration: `neutral`, the mean; `0.1`, the mean of that lower tail
+        (CVaR); `upper:0.1`, of that upper tail. It is no part of the settings, and may be set at any time.
+        """
+        return self._risk_level
+
+    @risk_level.setter
+    def risk_level(self, level: str | float) -> None:
+        self._risk = RiskLevel.parse(str(level))
+        self._risk_level = str(level)
+
+    def value_of(self, means: Tensor, tail_mean: Callable[[float, CVaRTail], Tensor]) -> Tensor:
+        """The value (N,) at the head's risk level, for `read` of a distributional head.
+
+        Args:
+            means: (N,), the mean of the distribution.
+            tail_mean: the mean (N,) of the lower or upper tail of probability alpha, for (alpha, tail).
+        """
+        return means if self._risk.alpha is None else tail_mean(self._risk.alpha, self._risk.tail)
+
+    @abstractmethod
+    def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
+        """`HeadOutputs` of `states` (N, H), already in the dtype to compute in; `taus` as in `forward`."""
+
+    @abstractmethod
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """The loss of a micro-batch, and statistics that are logged as `ppo/val/<name>`.
+
+        It is computed outside of the model's forward pass, so it must not use parameters of the head.
+
+        Args:
+            predictions: (B, R) or (B, R, M), those of `read`, in the columns of the response.
+            batch: with `returns`, `response_mask`, `values`, `denominator` and, for a head with `sample_taus`,
+                `value_taus`.
+            args: of the run, such as its `loss_agg_mode`.
+        """
+
+    def sample_taus(self, generator: torch.Generator) -> Tensor | None:
+        """The quantile levels (K,) of the predictions in one optimizer step, on the CPU; None for a head that needs
+        none.
+        """
+        return None
+
+    def load_score_weight(self, weight: Tensor) -> None:
+        """Starts from the `score` weight (1, H) of a reward model, if the head can; otherwise changes nothing."""
+
+    @property
+    def distributional(self) -> bool:
+        """Whether the head learns the distribution of the return, so that a risk level has a meaning."""
+        known: bool = CRITIC_HEADS.trait(self.kind, "distributional")
+        return known
+
+    def spec(self) -> dict[str, Any]:
+        """Kind, settings and hidden size: heads with the same spec can exchange their weights."""
+        return {"kind": self.kind, **self.settings(), "hidden_size": self.hidden_size}
+
+    def check_like(self, saved: "CriticHead") -> None:
+        """Checks that this head can take the weights of the head `saved`.
+
+        Raises:
+            ValueError: when kinds, settings or hidden sizes differ.
+        """
+        if saved.spec() != self.spec():
+            raise ValueError(
+                f"the value model's head is {saved.spec()}, but the critic asked for is {self.spec()}; set critic and "
+                "its options to those of the value model"
+            )
+
+    def forward(self, states: Tensor, taus: Tensor | None = None) -> HeadOutputs:
+        """What the head reads from `states` (N, H), in any dtype.
+
+        Args:
+            states: hidden states.
+            taus: (K,) in (0, 1), the quantile levels of `predictions`, from `sample_taus`; given in training only.
+                Values do not depend on them.
+
+        Raises:
+            ValueError: when `read` returns something other than `HeadOutputs` of these shapes.
+        """
+        first, rows = next(self.parameters(), None), len(states)
+        dtype = torch.float32 if first is None else _at_least_float32(first.dtype)
+        with torch.autocast(states.device.type, enabled=False):
+            outputs: Any = self.read(states.to(dtype), taus)
+        if not isinstance(outputs, HeadOutputs):
+            raise ValueError(f"read() of the critic {self.kind!r} returned a {type(outputs).__name__}, not HeadOutputs")
+        for field, value in outputs._asdict().items():
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if found != (rows,) and not (field == "predictions" and len(found) == 2 and found[0] == rows):
+                raise ValueError(
+                    f"read() of the critic {self.kind!r} returned {field} of {found}; it must be a tensor ({rows},)"
+                    + (f" or ({rows}, M)" if field == "predictions" else "")
+                )
+        return outputs
+
+
+def register_critic_head(
+    name: str, *, distributional: bool = False, fixed_support: bool = False
+) -> Callable[[HeadClass], HeadClass]:
+    """A class decorator that adds the critic `name`, a subclass of `CriticHead`.
+
+    Args:
+        name: the value of `critic` that selects it; also stored in the folders of its weights.
+        distributional: it learns the distribution of the return and reads its `risk_level` (`value_of`).
+        fixed_support: it gives probabilities to returns between the two ends of `PPOConfig.value_support`.
+
+    Raises:
+        TypeError: when the class is not a `CriticHead`.
+        ValueError: when the name is taken, or holds a space, comma or colon.
+    """
+
+    def attach(head_class: HeadClass) -> HeadClass:
+        if not (isinstance(head_class, type) and issubclass(head_class, CriticHead)):
+            raise TypeError(f"the critic head {name!r} is {head_class!r}; register a subclass of CriticHead")
+        CRITIC_HEADS.register(name, distributional=distributional, fixed_support=fixed_support)(head_class)
+        head_class.kind = name
+        return head_class
+
+    return attach
+
+
+def build_head(make: Callable[[int], CriticHead], hidden_size: int, dtype: torch.dtype) -> CriticHead:
+    """`make(hidden_size)`, a head's class for instance, with weights in float32, or in float64 where `dtype` is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_at_least_float32(dtype))
+    try:
+        return make(hidden_size)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class HeadLinear(nn.Linear):
+    """A linear layer that computes in the dtype of its input, whatever the dtype of its weights."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., outputs) of `inputs` (..., inputs)."""
+        return nn.functional.linear(inputs, self.weight.to(inputs.dtype), self.bias.to(inputs.dtype))
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _zero_linear(inputs: int, outputs: int) -> HeadLinear:
+    linear = HeadLinear(inputs, outputs)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _aggregation(batch: Rollouts, args: PPOConfig) -> dict[str, Any]:
+    """How the losses of `functional` become this micro-batch's part of the optimizer step's loss."""
+    return {"loss_agg_mode": args.loss_agg_mode, "denominator": batch["denominator"]}
 
 
 @CRITIC_HEADS.implement("scalar")
@@ -35,40 +236,23 @@ class ScalarHead(CriticHead):
 
     Args:
         hidden_size: H of the backbone.
-        cliprange_value: how far a prediction can move from the old value before the clipped error stops changing;
-            None = no clipping.
     """
 
     kind = "scalar"
 
-    def __init__(self, hidden_size: int, *, cliprange_value: float | None = None) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size)
-        self.cliprange_value = cliprange_value
         self.weight = nn.Parameter(torch.zeros(1, hidden_size))
-
-    def configure(self, args: PPOConfig) -> None:
-        """Takes `cliprange_value`."""
-        super().configure(args)
-        self.cliprange_value = args.cliprange_value
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """The same numbers as values, means and predictions."""
         values = nn.functional.linear(states, self.weight.to(states.dtype)).squeeze(-1)
         return HeadOutputs(values, values, values)
 
-    def loss(
-        self,
-        predictions: Tensor,
-        returns: Tensor,
-        response_mask: Tensor,
-        *,
-        old_values: Tensor,
-        taus: Tensor | None = None,
-        **how: Any,
-    ) -> Loss:
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
         """`functional.value_loss`."""
-        clip = self.cliprange_value
-        return value_loss(predictions, old_values, returns, response_mask, cliprange_value=clip, **how)
+        rows, clip = (batch["values"], batch["returns"], batch["response_mask"]), args.cliprange_value
+        return value_loss(predictions, *rows, cliprange_value=clip, **_aggregation(batch, args))
 
     def load_score_weight(self, weight: Tensor) -> None:
         """Copies it."""
@@ -83,16 +267,8 @@ class _CategoricalCritic(CriticHead):
     probability, because one that starts much lower would take too many updates to recover.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_atoms: int = 51,
-        v_min: float = -10.0,
-        v_max: float = 10.0,
-        risk_level: str | float = "neutral",
-    ) -> None:
-        super().__init__(hidden_size, risk_level=risk_level)
+    def __init__(self, hidden_size: int, *, num_atoms: int = 51, v_min: float = -10.0, v_max: float = 10.0) -> None:
+        super().__init__(hidden_size)
         self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
         self.linear = _zero_linear(hidden_size, num_atoms)
         # On the CPU: the memory estimate builds heads on a device without numbers.
@@ -107,8 +283,6 @@ class _CategoricalCritic(CriticHead):
     def settings(self) -> dict[str, Any]:
         """The support."""
         return {"num_atoms": self.num_atoms, "v_min": self.v_min, "v_max": self.v_max}
-
-    _cross_entropy: Callable[..., Loss]
 
     @abstractmethod
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -125,18 +299,14 @@ class _CategoricalCritic(CriticHead):
         )
         return HeadOutputs(values, means, logits)
 
-    def loss(
-        self,
-        predictions: Tensor,
-        returns: Tensor,
-        response_mask: Tensor,
-        *,
-        old_values: Tensor,
-        taus: Tensor | None = None,
-        **how: Any,
+    def cross_entropy(
+        self, loss: Callable[..., Loss], predictions: Tensor, batch: Rollouts, args: PPOConfig, **options: float
     ) -> Loss:
-        """The cross-entropy: `functional.c51_loss` or `functional.hl_gauss_loss`."""
-        return self._cross_entropy(predictions, returns, response_mask, v_min=self.v_min, v_max=self.v_max, **how)
+        """`loss`, a function of `functional`, on the head's own support."""
+        ends = {"v_min": self.v_min, "v_max": self.v_max}
+        return loss(
+            predictions, batch["returns"], batch["response_mask"], **ends, **options, **_aggregation(batch, args)
+        )
 
 
 @CRITIC_HEADS.implement("c51")
@@ -148,98 +318,66 @@ class C51Head(_CategoricalCritic):
         num_atoms: atoms of the support.
         v_min: the lowest atom; smaller returns are clamped to it.
         v_max: the highest atom; greater returns are clamped to it.
-        risk_level: see `CriticHead`.
     """
 
     kind = "c51"
-    _cross_entropy = staticmethod(c51_loss)
 
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The atoms."""
         return c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """`functional.c51_loss`."""
+        return self.cross_entropy(c51_loss, predictions, batch, args)
+
 
 @CRITIC_HEADS.implement("hl_gauss")
 class HLGaussHead(_CategoricalCritic):
     """Probabilities of `num_atoms` bins of equal width over [v_min, v_max], learned from returns that are smoothed by a
-    normal distribution (HL-Gauss, arXiv:2403.03950). A bin stands for the return at its centre.
+    normal distribution (HL-Gauss, arXiv:2403.03950). A bin stands for the return at its centre, and a tail is one of
+    the smoothed distribution.
 
     Args:
         hidden_size: H of the backbone.
         num_atoms: the number of bins.
         v_min: the lower edge of the first bin; smaller returns are clamped to it.
         v_max: the upper edge of the last bin; greater returns are clamped to it.
-        sigma: the standard deviation of the smoothing, in widths of a bin.
-        risk_level: see `CriticHead`. A tail is one of the smoothed distribution.
     """
 
     kind = "hl_gauss"
-
-    def __init__(self, hidden_size: int, *, sigma: float = 0.75, **others: Any) -> None:
-        super().__init__(hidden_size, **others)
-        self.sigma = sigma
+    sigma = 0.75
+    """The standard deviation of the smoothing, in widths of a bin."""
 
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The centres of the bins."""
         return hl_gauss_centres(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
-    def _cross_entropy(self, *batch: Tensor, **how: Any) -> Loss:
-        return hl_gauss_loss(*batch, sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms, **how)
-
-
-class _QuantileCritic(CriticHead):
-    """What the quantile and the iqn head share: the quantile Huber loss of `num_quantiles` predictions."""
-
-    def __init__(
-        self, hidden_size: int, *, num_quantiles: int = 32, kappa: float = 1.0, risk_level: str | float = "neutral"
-    ) -> None:
-        super().__init__(hidden_size, risk_level=risk_level)
-        self.num_quantiles, self.kappa = num_quantiles, kappa
-
-    @classmethod
-    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With `num_atoms` quantiles."""
-        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
-
-    def configure(self, args: PPOConfig) -> None:
-        """Takes the risk level and `quantile_huber_kappa`."""
-        super().configure(args)
-        self.kappa = args.quantile_huber_kappa
-
-    def loss(
-        self,
-        predictions: Tensor,
-        returns: Tensor,
-        response_mask: Tensor,
-        *,
-        old_values: Tensor,
-        taus: Tensor | None = None,
-        **how: Any,
-    ) -> Loss:
-        """`functional.quantile_huber_loss`, at the fixed midpoints without `taus`."""
-        if taus is None:
-            taus = quantile_midpoints(self.num_quantiles, dtype=predictions.dtype, device=predictions.device)
-        return quantile_huber_loss(
-            predictions, returns, taus.to(predictions.dtype), response_mask, kappa=self.kappa, **how
-        )
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """`functional.hl_gauss_loss`."""
+        sigma = self.sigma * (self.v_max - self.v_min) / self.num_atoms
+        return self.cross_entropy(hl_gauss_loss, predictions, batch, args, sigma=sigma)
 
 
 @CRITIC_HEADS.implement("quantile")
-class QuantileHead(_QuantileCritic):
+class QuantileHead(CriticHead):
     """The quantiles of the return at the levels (i + 1/2) / K (arXiv:1710.10044), all 0 at the start.
 
     Args:
         hidden_size: H of the backbone.
         num_quantiles: K.
-        kappa: where the loss turns from quadratic to linear, in units of the return.
-        risk_level: see `CriticHead`.
     """
 
     kind = "quantile"
 
-    def __init__(self, hidden_size: int, **options: Any) -> None:
-        super().__init__(hidden_size, **options)
-        self.linear = _zero_linear(hidden_size, self.num_quantiles)
+    def __init__(self, hidden_size: int, *, num_quantiles: int = 32) -> None:
+        super().__init__(hidden_size)
+        self.num_quantiles = num_quantiles
+        self.linear = _zero_linear(hidden_size, num_quantiles)
+
+    @classmethod
+    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
+        """With `num_atoms` quantiles."""
+        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
 
     def settings(self) -> dict[str, Any]:
         """The number of quantiles."""
@@ -252,9 +390,14 @@ class QuantileHead(_QuantileCritic):
         values = self.value_of(means, lambda alpha, tail: cvar_from_quantiles(quantiles, alpha=alpha, tail=tail))
         return HeadOutputs(values, means, quantiles)
 
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """`functional.quantile_huber_loss` at the midpoints."""
+        levels = quantile_midpoints(self.num_quantiles, dtype=predictions.dtype, device=predictions.device)
+        return _quantile_loss(predictions, levels, batch, args)
+
 
 @CRITIC_HEADS.implement("iqn")
-class IQNHead(_QuantileCritic):
+class IQNHead(CriticHead):
     """The quantile function of the return, Z(s, tau) = w . (h(s) * phi(tau)) + b(tau) (arXiv:1806.06923, equation 4).
 
     phi(tau) = relu(W cos(pi i tau) + c), i = 0 .. embedding_dim - 1. w and b start at 0, so every quantile starts at 0.
@@ -265,18 +408,21 @@ class IQNHead(_QuantileCritic):
         hidden_size: H of the backbone.
         num_quantiles: K, the number of levels of a value and of an optimizer step.
         embedding_dim: the number of cosines.
-        kappa: where the loss turns from quadratic to linear, in units of the return.
-        risk_level: see `CriticHead`.
     """
 
     kind = "iqn"
 
-    def __init__(self, hidden_size: int, *, embedding_dim: int = 64, **options: Any) -> None:
-        super().__init__(hidden_size, **options)
-        self.embedding_dim = embedding_dim
+    def __init__(self, hidden_size: int, *, num_quantiles: int = 32, embedding_dim: int = 64) -> None:
+        super().__init__(hidden_size)
+        self.num_quantiles, self.embedding_dim = num_quantiles, embedding_dim
         self.embedding = HeadLinear(embedding_dim, hidden_size)
         self.bias = _zero_linear(embedding_dim, 1)
         self.weight = nn.Parameter(torch.zeros(hidden_size))
+
+    @classmethod
+    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
+        """With `num_atoms` levels."""
+        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
 
     def settings(self) -> dict[str, Any]:
         """The number of levels and of cosines."""
@@ -310,12 +456,14 @@ class IQNHead(_QuantileCritic):
             values = self.value_of(means, tail_mean)
         return HeadOutputs(values, means, fixed if taus is None else self.quantiles(states, taus))
 
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """`functional.quantile_huber_loss` at the levels of `sample_taus`."""
+        return _quantile_loss(predictions, batch["value_taus"].to(predictions.dtype), batch, args)
 
-def _zero_linear(inputs: int, outputs: int) -> HeadLinear:
-    linear = HeadLinear(inputs, outputs)
-    nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return linear
+
+def _quantile_loss(predictions: Tensor, levels: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+    rows, kappa = (batch["returns"], levels, batch["response_mask"]), args.quantile_huber_kappa
+    return quantile_huber_loss(predictions, *rows, kappa=kappa, **_aggregation(batch, args))
 
 
 def _initial_logits(atoms: Tensor) -> Tensor:

@@ -24,11 +24,9 @@ from alpaca_ppo.adapters import (
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
-from alpaca_ppo.models.critic_head import CriticHead, build_head
-from alpaca_ppo.models.critic_heads import ScalarHead
+from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
 from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm
-from alpaca_ppo.models.modules import disable_dropout
-from alpaca_ppo.models.policy import Policy
+from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import (
     AdapterReference,
     CopiedReference,
@@ -63,20 +61,18 @@ def build_actor_critic(
     Raises:
         ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head.
     """
-    wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
-    dtype = wrapped.model.dtype
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(
             f"a value model is given, but critic_layout is {critic_layout!r}, which uses no backbone of its own; leave "
             "it out, or use critic_layout: separate"
         )
+    wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     if critic_layout is None:
         return ActorCritic(wrapped, None)
     if isinstance(value_model, Critic):
-        wanted = head(value_model.head.hidden_size)
-        wanted.check_like(value_model.head)
-        value_model.head.risk_level = wanted.risk_level
+        head(value_model.head.hidden_size).check_like(value_model.head)
         return ActorCritic(wrapped, value_model)
+    dtype, policy_width = wrapped.model.dtype, wrapped.head.weight.size(1)
     if critic_layout == "adapter":
         adapters = wrapped.adapters
         if adapters is None:
@@ -85,7 +81,6 @@ def build_actor_critic(
             adapters.copy(start, VALUE, trainable=True)
         else:
             adapters.add(VALUE, adapters.config_of(POLICY), trainable=True)
-    policy_width = wrapped.head.weight.size(1)
     if critic_layout != "separate":
         own_head = build_head(head, policy_width, dtype)
         return ActorCritic(wrapped, Critic(own_head, None, has_adapter=critic_layout == "adapter"))
@@ -128,10 +123,13 @@ def make_actor_critic(
             memory; and for a model that needs padding with `padding_free: true`.
     """
     _check_adapters(model, peft_config, args)
+    make_head = partial(CRITIC_HEADS.get(args.critic).from_config, args)
     if isinstance(model, ActorCritic):
-        if peft_config is not None:
-            raise ValueError("model is an ActorCritic, whose adapters are part of it; leave peft_config out")
-        _check_actor_critic(model, value_model, args)
+        _check_actor_critic(model, value_model, peft_config, args)
+        if model.critic is not None:
+            with torch.random.fork_rng():
+                wanted = make_head(model.critic.head.hidden_size)
+            wanted.check_like(model.critic.head)
         return _prepared(model, args)
     if value_model is not None and not args.uses_critic:
         raise ValueError(
@@ -145,38 +143,95 @@ def make_actor_critic(
         if value_model is None:
             raise ValueError("init_value_with_reward is True, but no reward source is a model; set it to False")
     policy = _load_policy(model, peft_config, args)
-    language_model = policy.model if isinstance(policy, AdapterSet) else policy
     critic = None
     if value_model is not None and args.critic_layout == "separate":
-        critic = load_value_model(value_model, language_model, args)
+        critic = load_value_model(value_model, policy.model if isinstance(policy, AdapterSet) else policy, args)
     with torch.random.fork_rng():
         # The critic's head and adapter may start from random weights, which must be the same on every rank.
         torch.manual_seed(args.seed)
-        built = build_actor_critic(
-            policy,
-            critic_layout=args.critic_layout if args.uses_critic else None,
-            value_model=critic,
-            head=partial(_new_head, args),
-        )
+        layout = args.critic_layout if args.uses_critic else None
+        built = build_actor_critic(policy, critic_layout=layout, value_model=critic, head=make_head)
         if value_model is not None and critic is None:
             start_on_policy(built, value_model, args)
     return _prepared(built, args)
 
 
-def _new_head(args: PPOConfig, hidden_size: int) -> CriticHead:
-    head_class: type[CriticHead] = CRITIC_HEADS.get(args.critic)
-    return head_class.from_config(args, hidden_size)
+def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
+    """Checks the options of `args` that need adapters or a model to load, before anything is loaded."""
+    for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.loading_arguments}
+    if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
+        raise ValueError(
+            f"{given[0]} is {getattr(args, given[0])}, but model is a {type(model).__name__} in memory; give its "
+            "folder or hub id"
+        )
+    if isinstance(model, ActorCritic):
+        has_adapters = model.policy.adapters is not None
+    else:
+        has_adapters = peft_config is not None or isinstance(model, PeftModel)
+        has_adapters = has_adapters or (isinstance(model, str) and is_adapter(model))
+    if args.reward_adapter is not None and not has_adapters:
+        raise ValueError(
+            f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config (--use_peft)"
+        )
+
+
+def _check_actor_critic(model: ActorCritic, value_model: Any, peft_config: Any, args: PPOConfig) -> None:
+    """Checks that an `ActorCritic` that the user built is what `args` describe, but for its head."""
+    if peft_config is not None:
+        raise ValueError("model is an ActorCritic, whose adapters are part of it; leave peft_config out")
+    if value_model is not None or args.init_value_with_reward:
+        raise ValueError(
+            "model is an ActorCritic, whose critic is part of it; leave value_model out and init_value_with_reward off"
+        )
+    layout = None if model.critic is None else model.critic.layout
+    wanted = args.critic_layout if args.uses_critic else None
+    if layout != wanted:
+        raise ValueError(
+            f"model is an ActorCritic of the critic_layout {layout!r}, but critic_layout is {wanted!r} (adv_estimator "
+            f"{args.adv_estimator!r}); build it with that layout (build_actor_critic), or change the options"
+        )
+
+
+def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
+    load = partial(
+        load_causal_lm,
+        trust_remote_code=args.trust_remote_code,
+        dtype=getattr(torch, args.dtype),
+        load_in_4bit=args.load_in_4bit,
+        arguments=args.loading_arguments,
+    )
+    named = isinstance(model, str) and is_adapter(model)
+    if peft_config is not None and (named or isinstance(model, PeftModel)):
+        raise ValueError(
+            f"model {model if named else type(model).__name__!r} has an adapter, and peft_config asks for another; "
+            "leave peft_config (--use_peft) out to train it further, or merge it (merge_and_unload) first"
+        )
+    if named:
+        return load_adapters(load(str(read_policy_adapter(model).base_model_name_or_path)), model)
+    if isinstance(model, PeftModel):
+        return from_peft_model(model)
+    language_model = load(model)
+    if peft_config is not None:
+        with torch.random.fork_rng():
+            torch.manual_seed(args.seed)
+            return add_policy_adapter(language_model, peft_config)
+    if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
+        raise ValueError(
+            f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "
+            "be trained; use LoRA (peft_config, --use_peft), or dtype: float32 with bf16: true"
+        )
+    return language_model
 
 
 def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
-    """`built` with dropout off, its head configured, without padding where it can be, and, if `args` ask for it, with
+    """`built` with dropout off, its risk level set, without padding where it can be, and, if `args` ask for it, with
     activation checkpointing.
     """
     disable_dropout(built)
     _decide_padding(built.policy, built.policy.model, args)
     backbones: list[Any] = [built.policy.model]
     if built.critic is not None:
-        built.critic.head.configure(args)
+        built.critic.head.risk_level = args.risk_level
         backbones.append(built.critic.backbone)
         if isinstance(built.critic.backbone, PreTrainedModel):
             _decide_padding(built.critic, built.critic.backbone, args)
@@ -193,82 +248,6 @@ def _decide_padding(model: Policy | Critic, backbone: PreTrainedModel, args: PPO
         return
     model.padding_reason = padding_reason(backbone, args.padding_free)
     model.padding_free = model.padding_reason is None
-
-
-def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
-    """Checks the options of `args` that need adapters or a model to load, before anything is loaded."""
-    for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.loading_arguments}
-    if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
-        raise ValueError(
-            f"{given[0]} is {getattr(args, given[0])}, but model is a {type(model).__name__} in memory; give its "
-            "folder or hub id"
-        )
-    if args.reward_adapter is None:
-        return
-    has_adapters = peft_config is not None or isinstance(model, PeftModel)
-    if isinstance(model, ActorCritic):
-        has_adapters = model.policy.adapters is not None
-    elif isinstance(model, str):
-        has_adapters = has_adapters or is_adapter(model)
-    if not has_adapters:
-        raise ValueError(
-            f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config (--use_peft)"
-        )
-
-
-def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
-    named = isinstance(model, str) and is_adapter(model)
-    if peft_config is not None and (named or isinstance(model, PeftModel)):
-        raise ValueError(
-            f"model {model if named else type(model).__name__!r} has an adapter, and peft_config asks for another; "
-            "leave peft_config (--use_peft) out to train it further, or merge it (merge_and_unload) first"
-        )
-    if named:
-        return load_adapters(_load(str(read_policy_adapter(model).base_model_name_or_path), args), model)
-    if isinstance(model, PeftModel):
-        return from_peft_model(model)
-    language_model = _load(model, args)
-    if peft_config is not None:
-        with torch.random.fork_rng():
-            torch.manual_seed(args.seed)
-            return add_policy_adapter(language_model, peft_config)
-    if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
-        raise ValueError(
-            f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "
-            "be trained; use LoRA (peft_config, --use_peft), or dtype: float32 with bf16: true"
-        )
-    return language_model
-
-
-def _load(model: str | PreTrainedModel, args: PPOConfig) -> PreTrainedModel:
-    return load_causal_lm(
-        model,
-        trust_remote_code=args.trust_remote_code,
-        dtype=getattr(torch, args.dtype),
-        load_in_4bit=args.load_in_4bit,
-        arguments=args.loading_arguments,
-    )
-
-
-def _check_actor_critic(model: ActorCritic, value_model: Any, args: PPOConfig) -> None:
-    """Checks that an `ActorCritic` that the user built is what `args` describe."""
-    if value_model is not None or args.init_value_with_reward:
-        raise ValueError(
-            "model is an ActorCritic, whose critic is part of it; leave value_model out and init_value_with_reward off"
-        )
-    critic = model.critic
-    layout = None if critic is None else critic.layout
-    wanted = args.critic_layout if args.uses_critic else None
-    if layout != wanted:
-        raise ValueError(
-            f"model is an ActorCritic of the critic_layout {layout!r}, but critic_layout is {wanted!r} (adv_estimator "
-            f"{args.adv_estimator!r}); build it with that layout (build_actor_critic), or change the options"
-        )
-    if critic is None:
-        return
-    with torch.random.fork_rng():
-        head = _new_head(args, critic.head.hidden_size)
-    head.check_like(critic.head)
 
 
 def make_reference(
@@ -289,26 +268,21 @@ def make_reference(
     if isinstance(source, PeftModel):
         # The language model; the adapter stays in its layers.
         source = source.get_base_model()
-    if source is not None:
-        other = load_causal_lm(
-            source,
-            trust_remote_code=args.trust_remote_code,
-            dtype=policy.model.dtype,
-            arguments=args.loading_arguments,
-        )
-        if other.config.vocab_size != policy.model.config.vocab_size:
-            raise ValueError(
-                f"the reference's vocabulary ({other.config.vocab_size}) differs from the policy's "
-                f"({policy.model.config.vocab_size}); choose a reference with the policy's tokenizer"
-            )
-        return _copied(Policy(other.eval()) if isinstance(source, str) else frozen_copy(other), args)
     if choice == "adapter_off" and policy.adapters is None:
         raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
-    if policy.adapters is not None and choice in ("auto", "adapter_off"):
+    if source is None and policy.adapters is not None and choice in ("auto", "adapter_off"):
         return AdapterReference(policy, policy.adapters.starting_point)
-    return _copied(frozen_initial_policy(policy), args, offloaded=choice == "copy_offloaded")
-
-
-def _copied(policy: Policy, args: PPOConfig, *, offloaded: bool = False) -> CopiedReference:
-    _decide_padding(policy, policy.model, args)
-    return CopiedReference(policy, offloaded=offloaded)
+    if source is None:
+        reference = frozen_initial_policy(policy)
+    else:
+        given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.loading_arguments}
+        other = load_causal_lm(source, dtype=policy.model.dtype, **given)
+        theirs, own = other.config.vocab_size, policy.model.config.vocab_size
+        if theirs != own:
+            raise ValueError(
+                f"the reference's vocabulary ({theirs}) differs from the policy's ({own}); choose a reference with the "
+                "policy's tokenizer"
+            )
+        reference = Policy(other.eval()) if isinstance(source, str) else frozen_copy(other)
+    _decide_padding(reference, reference.model, args)
+    return CopiedReference(reference, offloaded=choice == "copy_offloaded")

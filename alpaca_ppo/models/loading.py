@@ -1,7 +1,8 @@
-"""Loading of language models, classifiers and tokenizers.
+"""Loading of language models, classifiers and tokenizers, and whether a run's token ids and lengths fit a model.
 
 Models are loaded with an explicit dtype and from safetensors only. What a run loads is decided in `factory`; critics
-saved by a run are in `saved_critic`.
+saved by a run are in `saved_critic`. The checks need a model's configuration, but no forward pass; options are checked
+in `config`.
 """
 
 from collections.abc import Mapping
@@ -20,9 +21,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.actor_critic import ActorCritic
-from alpaca_ppo.models.modules import disable_dropout
+from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.saved_models import loading, remote_code
 
 LOADING_REMEDY = (
@@ -54,8 +56,7 @@ def load_causal_lm(
     """
     if isinstance(model, str):
         # Not an explicit None: from_pretrained would write it over the configuration of a model stored quantized.
-        quantization = {"quantization_config": _four_bit()} if load_in_4bit else {}
-        own = {**(arguments or {}), **quantization}
+        own = {**(arguments or {}), **({"quantization_config": _four_bit()} if load_in_4bit else {})}
         model = load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **own)
     disable_dropout(model)
     return model
@@ -63,9 +64,7 @@ def load_causal_lm(
 
 def _four_bit() -> BitsAndBytesConfig:
     if not torch.cuda.is_available() or not find_spec("bitsandbytes"):
-        raise ValueError(
-            "load_in_4bit is True, but needs a CUDA device and the package bitsandbytes; use dtype: bfloat16 instead"
-        )
+        raise ValueError("load_in_4bit is True, but needs a CUDA device and bitsandbytes; use dtype: bfloat16 instead")
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
@@ -83,11 +82,6 @@ def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = Fals
         loading(f"no model can be loaded from {model!r}", model, LOADING_REMEDY),
     ):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    return names_causal_lm(config)
-
-
-def names_causal_lm(config: Any) -> bool:
-    """Whether the model that was saved with the transformers configuration `config` is a causal language model."""
     own_class = (vars(config).get("auto_map") or {}).get("AutoModelForCausalLM")
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *([own_class.rpartition(".")[2]] if own_class else [])}
     return any(name in known for name in config.architectures or [])
@@ -109,10 +103,8 @@ def load_sequence_classifier(
             AutoModelForSequenceClassification, model, trust_remote_code=trust_remote_code, **(arguments or {})
         )
     if classifier.config.num_labels != 1:
-        raise ValueError(
-            f"{classifier.config.name_or_path or type(classifier).__name__} has num_labels "
-            f"{classifier.config.num_labels}; a critic needs a sequence classifier with num_labels=1"
-        )
+        name = classifier.config.name_or_path or type(classifier).__name__
+        raise ValueError(f"{name} has num_labels {classifier.config.num_labels}; a critic needs num_labels=1")
     if not isinstance(dict(classifier.named_children()).get("score"), torch.nn.Linear):
         raise ValueError(
             f"the head of {type(classifier).__name__} is not a linear layer named `score`; use a decoder-only "
@@ -178,11 +170,126 @@ def load_processing_class(
         model = model.policy.model
     name = model if isinstance(model, str) else model.config.name_or_path
     if not name:
-        raise ValueError(
-            "processing_class is None and the model has no name_or_path to load a tokenizer from; pass "
-            "processing_class=tokenizer"
-        )
+        raise ValueError("processing_class is None and the model has no name_or_path; pass processing_class=tokenizer")
     problem = f"no tokenizer can be loaded from {name!r}"
     remedy = f"check {field}: an existing folder with the tokenizer's files, or a hub id that can be downloaded"
     with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def check_positions(config: Any, args: PPOConfig, *, owner: str = "model") -> None:
+    """Checks that the longest prompt and response together fit the model of the transformers configuration `config`.
+
+    Args:
+        config: of the model.
+        args: of the run.
+        owner: what the model is, for the error.
+
+    Raises:
+        ValueError: if they can exceed its `max_position_embeddings`, or the length beyond which it rotates keys and
+            queries by other frequencies.
+    """
+    check_lengths(config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
+
+
+def check_model_positions(actor_critic: ActorCritic, args: PPOConfig) -> None:
+    """Checks that the longest prompt and response together fit policy and critic.
+
+    Raises:
+        ValueError: see `check_positions`.
+    """
+    policy: Any = actor_critic.policy.model
+    check_positions(policy.config, args)
+    if actor_critic.critic is not None:
+        backbone: Any = actor_critic.critic.backbone
+        check_positions((policy if backbone is None else backbone).config, args, owner="critic")
+
+
+def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
+    """Checks that a row whose parts have `lengths` tokens, by their names, fits the model of the transformers
+    configuration `config`.
+
+    With the rope types `longrope` and `dynamic` the frequencies depend on the longest row of the batch at the time of
+    the pass (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so longer rows
+    would cross the length at which they change.
+
+    Raises:
+        ValueError: see `check_positions`.
+    """
+    total, text = sum(lengths.values()), config.get_text_config()
+    # Configurations from outside of transformers may still call them rope_scaling.
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    by_layer_type = [rope for rope in parameters.values() if isinstance(rope, Mapping)]
+    for rope in by_layer_type or [parameters]:
+        switch = _switch_length(rope, text)
+        # The model does not read a response's last token.
+        if switch is not None and total - 1 > switch:
+            raise ValueError(
+                f"rows of {total} tokens cross {switch}, where the rotary frequencies of the {owner} "
+                f"({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}"
+            )
+    # Models without learned positions, such as BLOOM, have no such limit.
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and total > limit:
+        parts = " + ".join(f"{name} ({length})" for name, length in lengths.items())
+        raise ValueError(f"{parts} is more than the {owner}'s max_position_embeddings ({limit}); lower one of them")
+
+
+def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
+    """The longest row, in tokens, that is rotated as every shorter one is; None if all rows are rotated alike."""
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "dynamic":
+        return int(text.max_position_embeddings)
+    # Phi-3.5-MoE also scales by one of two factors, and calls them mscale.
+    sets = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
+    if kind != "longrope" or all(rope.get(short) == rope.get(long) for short, long in sets):
+        return None
+    outside = getattr(text, "original_max_position_embeddings", text.max_position_embeddings)
+    return int(rope.get("original_max_position_embeddings", outside))
+
+
+def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:
+    """Checks that `model` has an embedding for every token that the tokenizer (of `owner`) can produce from text.
+
+    Raises:
+        ValueError: with both numbers, and the first token without an embedding.
+    """
+    embeddings, added = int(model.config.get_text_config().vocab_size), tokenizer.added_tokens_decoder
+    in_use = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
+    for token, i in tokenizer.get_vocab().items():
+        # The last token of Gemma 3's tokenizer represents an image; its text-only models have no embedding for it.
+        unused = i in added and added[i].special and i not in in_use and token not in str(tokenizer.chat_template)
+        if i >= embeddings and not unused:
+            raise ValueError(
+                f"{owner} has {len(tokenizer)} tokens but the model has {embeddings} embeddings, none for {token!r} "
+                f"(id {i}); use the model's own tokenizer, or call model.resize_token_embeddings first"
+            )
+
+
+def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remote_code: bool = False) -> None:
+    """Checks that the critic's model reads the policy's tokens as what they are. A model without a tokenizer passes.
+
+    Special tokens, and tokens that only one of the two has, may differ.
+
+    Args:
+        value_model: a folder or a hub id.
+        processing_class: the policy's tokenizer.
+        trust_remote_code: run code that comes with the tokenizer.
+
+    Raises:
+        ValueError: if an id stands for another token in the tokenizer of `value_model`.
+    """
+    try:
+        own = load_processing_class(value_model, trust_remote_code=trust_remote_code)
+    except ValueError:
+        return
+    special = {*own.all_special_ids, *processing_class.all_special_ids}
+    tokens = {number: token for token, number in own.get_vocab().items() if number not in special}
+    vocabulary = processing_class.get_vocab().items()
+    different = [(number, token) for token, number in vocabulary if tokens.get(number, token) != token]
+    if different:
+        number, token = min(different)
+        raise ValueError(
+            f"value_model {value_model!r} has another tokenizer than the policy: {len(different)} ids stand for other "
+            f"tokens, {number} for {tokens[number]!r} instead of {token!r}; start the critic from another model"
+        )

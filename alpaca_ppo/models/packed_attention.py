@@ -3,27 +3,36 @@ lengths.
 
 `install_attention` makes a model call functions that are registered here. They are the model's own attention, unless
 the keyword `packing` comes with the forward pass: then its `attend` computes the attention of every layer. A keyword
-reaches layers that gradient checkpointing recomputes, too, where a global switch would no longer be set. Rows without
-padding are in `packed_sequences`, and which models can have them is decided in `trial`.
+reaches layers that gradient checkpointing recomputes, too, where a global switch would no longer be set.
+
+`PackedSequences` is the packing of rows in one sequence without padding (`functional.packing`). On CUDA in half
+precision it is one call of torch's variable-length kernel, otherwise a call for each span, rows of equal length in one
+batch. A model whose attention is a flash attention of transformers does it by itself, from the lengths. Which models
+can have rows without padding is decided in `trial`.
 """
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from alpaca_ppo.functional.packing import PackedRows, Span
 
 DUMMY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """The `attention_mask` that goes with `packing`: because of its four dimensions transformers builds no mask of its own,
 nor asks the device whether `position_ids` are those of packed sequences. Move it to the model's device."""
 
 _PREFIX = "packed_"
-_UNDERLYING = ("sdpa", "eager")
 
 
 class AttentionSettings(NamedTuple):
@@ -69,7 +78,6 @@ def install_attention(model: PreTrainedModel) -> bool:
     # A layer that returns its attention weights needs the model's own eager attention.
     if current not in _UNDERLYING or not model._can_set_attn_implementation() or model.config.output_attentions:
         return False
-    _register(current)
     model.set_attn_implementation(_PREFIX + current)
     return True
 
@@ -89,52 +97,35 @@ def underlying_attention(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation).removeprefix(_PREFIX)
 
 
-def _register(name: str) -> None:
-    AttentionInterface.register(_PREFIX + name, _WRAPPERS[name])
-    AttentionMaskInterface.register(_PREFIX + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-
-
-def _packed_sdpa(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _attention(ALL_ATTENTION_FUNCTIONS["sdpa"], module, query, key, value, *args, **kwargs)
-
-
-def _packed_eager(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    # Each file of transformers has an eager attention of its own, which is not in the interface.
-    own = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return _attention(own, module, query, key, value, *args, **kwargs)
-
-
-_WRAPPERS: dict[str, Callable[..., Any]] = {"sdpa": _packed_sdpa, "eager": _packed_eager}
-
-
 def _attention(
     underlying: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
     *args: Any,
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> Any:
     if packing is None:
-        return underlying(module, query, key, value, attention_mask, *args, **kwargs)
-    settings = AttentionSettings(
-        scaling=kwargs.get("scaling"),
-        sliding_window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
+        return underlying(module, query, key, value, *args, **kwargs)
+    settings = AttentionSettings(*map(kwargs.get, ("scaling", "sliding_window", "softcap", "s_aux")))
     return packing.attend(module, query, key, value, settings), None
 
 
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Each file of transformers has an eager attention of its own, which is not in the interface.
+    return vars(sys.modules[type(module).__module__])["eager_attention_forward"](module, *args, **kwargs)
+
+
+_UNDERLYING: dict[str, Callable[..., Any]] = {"sdpa": ALL_ATTENTION_FUNCTIONS["sdpa"], "eager": _eager}
+for _name, _function in _UNDERLYING.items():
+    AttentionInterface.register(_PREFIX + _name, partial(_attention, _function))
+    AttentionMaskInterface.register(_PREFIX + _name, ALL_MASK_ATTENTION_FUNCTIONS[_name])
+
+
 def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    allowed: Tensor | None,
-    settings: AttentionSettings,
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, settings: AttentionSettings
 ) -> Tensor:
     """Returns softmax(scores of the allowed keys) @ value, (B, heads, N, width).
 
@@ -155,13 +146,9 @@ def dense_attention(
             return scaled_dot_product_attention(folded, key, value, attn_mask=allowed, scale=scaling).reshape(
                 query.size(0), query.size(1), 1, value.size(-1)
             )
+        key, value = _repeated(key, groups), _repeated(value, groups)
         return scaled_dot_product_attention(
-            query,
-            _repeated(key, groups),
-            _repeated(value, groups),
-            attn_mask=allowed,
-            is_causal=allowed is None,
-            scale=scaling,
+            query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scaling
         )
     if allowed is None:
         allowed = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
@@ -169,15 +156,216 @@ def dense_attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    if sinks is None:
-        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    else:
+    if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sink], dim=-1)
-        weights = weights.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., :-1]
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    if sinks is not None:
+        weights = weights[..., :-1]
     return weights.to(value.dtype) @ _repeated(value, groups)
 
 
 def _repeated(heads: Tensor, groups: int) -> Tensor:
     """(B, kv_heads, M, d) as (B, kv_heads * groups, M, d)."""
     return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
+
+
+class RowLayout(NamedTuple):
+    """How a model reads rows: the keywords of `pack_rows`."""
+
+    padding_free: bool
+    share_prompts: bool
+
+
+def row_layout(backbone: nn.Module, *, padding_free: bool) -> RowLayout:
+    """The layout for `backbone`: prompts are shared in passes without gradients, unless it has a flash attention of
+    transformers.
+    """
+    return RowLayout(padding_free, padding_free and not torch.is_grad_enabled() and is_installed(backbone))
+
+
+def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]:
+    """The keywords of `backbone`'s forward pass besides `input_ids`, for rows with `spans`."""
+    assert packed.spans is not None
+    device = packed.input_ids.device
+    if is_installed(backbone):
+        mask = DUMMY_MASK.to(device)
+        return {"position_ids": packed.position_ids, "attention_mask": mask, "packing": PackedSequences(packed.spans)}
+    # The names of transformers' FlashAttentionKwargs. It has no prefixes.
+    assert not any(span.prefix_length for span in packed.spans)
+    lengths = [span.length for span in packed.spans]
+    ends, longest = _cumulative(lengths, device), max(lengths)
+    return {
+        "position_ids": packed.position_ids,
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+class PackedSequences:
+    """The `packing` of rows in one sequence.
+
+    Args:
+        spans: what the tokens of the sequence see.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = tuple(spans)
+        self.longest = max(span.prefix_length + span.length for span in spans)
+        # Neighbours that attend alike: they are computed in one batch.
+        self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
+        self._masks: dict[int | None, Tensor] = {}
+        self._kernel_rows: tuple[Any, ...] | None = None
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
+    ) -> Tensor:
+        """Each token attends to itself, the tokens before it in its span, and the span's prefix; see `Packing`."""
+        scaling, window, softcap, sinks = settings
+        if window is not None and window >= self.longest:
+            window = None
+        if softcap is None and sinks is None and (dtype := kernel_serves(query, key, value, window=window)):
+            heads = (part[0].transpose(0, 1).to(dtype) for part in (query, key, value))
+            return self._by_kernel(*heads, scaling=scaling, window=window).unsqueeze(0)
+        # The backward pass of one split is one concatenation; that of a slice fills a whole sequence with zeros.
+        sizes = [len(rows) * rows[0].length for rows in self._batches]
+        parts = zip(*(part.split(sizes, dim=2) for part in (query, key, value)), strict=True)
+        outputs = []
+        for rows, own_parts in zip(self._batches, parts, strict=True):
+            _, length, prefix_start, prefix = rows[0]
+            q, k, v = (_as_batch(part, len(rows)) for part in own_parts)
+            if prefix:
+                shared = slice(prefix_start, prefix_start + prefix)
+                k, v = (
+                    torch.cat([part[:, :, shared].expand(len(rows), -1, -1, -1), own], dim=2)
+                    for part, own in ((key, k), (value, v))
+                )
+            allowed = None
+            if prefix or (window is not None and length > window):
+                allowed = self._mask(window, query.device)[prefix : prefix + length, : prefix + length]
+            out = dense_attention(q, k, v, allowed, settings)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).unsqueeze(0)
+
+    def _mask(self, window: int | None, device: torch.device) -> Tensor:
+        """(longest, longest) bool: causal, within `window` keys."""
+        if window not in self._masks:
+            ones = torch.ones(self.longest, self.longest, dtype=torch.bool, device=device)
+            self._masks[window] = ones.tril() if window is None else ones.tril().triu(1 - window)
+        return self._masks[window]
+
+    def _by_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Causal attention by torch's kernel for CUDA, (T, heads, width); the last query of a row sees its last key.
+
+        Args:
+            query: (T, heads, d) in half precision.
+            key: (T, kv_heads, d).
+            value: (T, kv_heads, width <= d).
+            scaling: of the scores; None = 1 / sqrt(d).
+            window: keys that a query sees, itself included; None = all up to it.
+        """
+        if self._kernel_rows is None:
+            self._kernel_rows = self._prepare_kernel(query.device)
+        key_columns, query_ends, key_ends, longest_query = self._kernel_rows
+        if key_columns is not None:
+            key, value = key[key_columns], value[key_columns]
+        # The kernel takes one width; multi-head latent attention has values that are narrower than its keys.
+        width = value.size(-1)
+        if width < query.size(-1):
+            value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
+        out = varlen.varlen_attn(
+            query,
+            key,
+            value,
+            query_ends,
+            key_ends,
+            longest_query,
+            self.longest,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.size(1) != key.size(1),
+        )
+        assert isinstance(out, Tensor)
+        return out[..., :width]
+
+    def _prepare_kernel(self, device: torch.device) -> tuple[Any, ...]:
+        """Columns of the keys (None = each once, in order), cumulative lengths of queries and keys, longest query."""
+        query_ends = _cumulative([span.length for span in self.spans], device)
+        longest = max(span.length for span in self.spans)
+        if not any(span.prefix_length for span in self.spans):
+            return None, query_ends, query_ends, longest
+        columns = [
+            torch.arange(start, start + length)
+            for span in self.spans
+            for start, length in ((span.prefix_start, span.prefix_length), (span.start, span.length))
+        ]
+        key_ends = _cumulative([span.prefix_length + span.length for span in self.spans], device)
+        return torch.cat(columns).to(device), query_ends, key_ends, longest
+
+
+def _as_batch(heads: Tensor, rows: int) -> Tensor:
+    """(1, heads, rows * L, d) as (rows, heads, L, d)."""
+    return heads if rows == 1 else heads[0].unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """(rows + 1,) int32: 0 and the cumulative sums of `lengths`."""
+    ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    ends[1:] = torch.tensor(lengths).cumsum(0)
+    return ends.to(device)
+
+
+def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> torch.dtype | None:
+    """The dtype in which torch's kernel computes these heads (1, heads, N, d); None if it cannot."""
+    if not query.is_cuda:
+        return None
+    # The kernel is no operator that autocast knows.
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    sizes = (query.size(1), key.size(1), query.size(-1), value.size(-1))
+    return dtype if kernel_works(query.device, dtype, *sizes, windowed=window is not None) else None
+
+
+@lru_cache
+def kernel_works(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, width: int, *, windowed: bool
+) -> bool:
+    """Whether torch's kernel gives the right numbers and gradients here, found by trying it once.
+
+    It depends on the version of torch, the GPU, the dtype and the sizes.
+    """
+    # torch 2.11 has the function without some of these.
+    known = inspect.signature(varlen.varlen_attn).parameters.keys() >= {"scale", "window_size", "enable_gqa"}
+    if not known or dtype not in (torch.float16, torch.bfloat16) or width > d:
+        return False
+    sequences = PackedSequences([Span(0, 5), Span(5, 3), Span(8, 2, 0, 5)])
+    generator, window = torch.Generator().manual_seed(0), 2 if windowed else None
+    drawn = [
+        torch.randn(10, number, size, generator=generator)
+        for number, size in ((heads, d), (kv_heads, d), (kv_heads, width), (heads, width))
+    ]
+
+    def plain(*parts: Tensor) -> Tensor:
+        # Tensors on the CPU never take the kernel.
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+        return sequences.attend(nn.Identity(), q, k, v, AttentionSettings(sliding_window=window))[0]
+
+    def gradients(parts: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
+        inputs = [part.detach().requires_grad_() for part in parts[:3]]
+        out = attend(*inputs)
+        return [out.detach(), *torch.autograd.grad((out * parts[3]).sum(), inputs)]
+
+    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        wanted = gradients(drawn, plain)
+        try:
+            by_kernel = partial(sequences._by_kernel, scaling=None, window=window)
+            found = gradients([part.to(device, dtype) for part in drawn], by_kernel)
+        except torch.OutOfMemoryError:
+            # It says nothing about the kernel.
+            raise
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            return False
+    return all(torch.allclose(a.float().cpu(), b, rtol=0.05, atol=0.05) for a, b in zip(found, wanted, strict=True))

@@ -1,24 +1,25 @@
 """A causal language model that computes log-probabilities and entropies of response tokens.
 
-The forward pass runs the backbone on rows that lie end to end, with position ids (`packed_sequences`), or, where the
+The forward pass runs the backbone on rows that lie end to end, with position ids (`packed_attention`), or, where the
 model needs padding, on left-aligned rows without mask and position ids; see `packing.pack_rows`. Logits are computed
 only for the hidden states that predict response tokens, one chunk at a time. Policy, recomputed old policy and
 reference all use this one path. Sampling is in `alpaca_ppo.generation`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import AccurateGELUActivation, GELUActivation, NewGELUActivation
 
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, pack_rows
-from alpaca_ppo.models.modules import use_torch_activations
-from alpaca_ppo.models.packed_sequences import RowLayout, row_layout, sequence_keywords
+from alpaca_ppo.models.packed_attention import RowLayout, row_layout, sequence_keywords
 
 KEPT_LOGITS = 2**30
 """Bytes of a micro-batch's logits that are kept for the backward pass, which recomputes the others, a quarter of the
@@ -36,7 +37,7 @@ class PolicyOutputs(NamedTuple):
 
 class Policy(nn.Module):
     """The policy: a `PreTrainedModel` with a language-model head. Its parameters are shared, not copied; some of its
-    activations are replaced by faster ones (`activations`).
+    activations are replaced by faster ones (`use_torch_activations`).
 
     Args:
         model: the language model; `AdapterSet.model` if it has adapters.
@@ -79,17 +80,11 @@ class Policy(nn.Module):
         """How the backbone reads rows."""
         return row_layout(self.model.base_model, padding_free=self.padding_free)
 
-    def pack(
-        self,
-        queries: Tensor,
-        query_attn_masks: Tensor,
-        responses: Tensor,
-        response_mask: Tensor,
-        *,
-        device: torch.device | None = None,
-    ) -> PackedRows:
-        """Returns the rows as the backbone reads them; see `pack_rows`."""
-        return pack_rows(queries, query_attn_masks, responses, response_mask, **self.layout._asdict(), device=device)
+    def pack(self, *rows: Tensor, device: torch.device | None = None) -> PackedRows:
+        """Returns the rows (queries, query_attn_masks, responses and response_mask of `forward`) as the backbone reads
+        them; see `pack_rows`.
+        """
+        return pack_rows(*rows, **self.layout._asdict(), device=device)
 
     def states(self, packed: PackedRows) -> Tensor:
         """Returns the hidden states (N, H) that predict the N response tokens of `packed`."""
@@ -165,14 +160,11 @@ class Policy(nn.Module):
         if device.type == "meta":
             return
         ids = torch.arange(min(4, self.head.weight.size(0)), device=device).unsqueeze(0)
-        was_training = self.model.training
-        self.model.eval()
-        expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        with eval_mode(self.model):
+            expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            logits = self.head(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)[0]
         scale, transform = logit_scaling(self.model.config)
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        logits = self.head(hidden)[0]
         logits = (transform(logits) if transform else logits).float() * scale
-        self.model.train(was_training)
         if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
                 f"the logits of {type(self.model).__name__} (model_type {self.model.config.model_type!r}) cannot be "
@@ -228,3 +220,46 @@ def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
 def scatter_tokens(flat: Tensor, packed: PackedRows, responses: Tensor) -> Tensor:
     """Returns (B, R, ...) zeros with the values `flat` (N, ...) of the N response tokens in their rows and columns."""
     return flat.new_zeros(*responses.shape, *flat.shape[1:]).index_put((packed.rows, packed.actions), flat)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Puts every module of `model` into eval mode, and restores each module's own mode at the end."""
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in was_training:
+            module.training = True
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Sets every dropout probability to 0 in place, so that train mode computes the same numbers as eval mode.
+
+    Besides `nn.Dropout` modules this covers float attributes such as `attention_dropout`, `resid_pdrop` and
+    `layerdrop`, which attention layers read directly.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name):
+                setattr(module, name, 0.0)
+
+
+def use_torch_activations(model: nn.Module) -> None:
+    """Replaces activations that transformers writes operator by operator by the one operator that torch has for each.
+
+    They are equal in exact arithmetic, and differ by rounding: 2e-7 in float32, 1e-15 in float64. torch's are about
+    three times as fast, and their backward pass needs the input alone instead of half a dozen tensors of its size. Left
+    as they are: `gelu_fast` and BLOOM's own, whose constants are rounded to 10 and 8 digits, and `quick_gelu`, which
+    torch does not have. Weights and configuration stay as they are, so a model that is saved is the same.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            # Not isinstance: a subclass may compute something else.
+            if type(child) in (NewGELUActivation, AccurateGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
+            elif type(child) is GELUActivation and child.act is not nn.functional.gelu:
+                setattr(module, name, nn.GELU())

@@ -19,20 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from alpaca_ppo.adapters import POLICY, VALUE, AdapterSet, is_adapter, read_value_adapter
+from alpaca_ppo.adapters import POLICY, VALUE, is_adapter, read_value_adapter
 from alpaca_ppo.adapters.adapter_set import adapter_tensors, describe, load_peft_model, warn_of_other_base
 from alpaca_ppo.adapters.files import WEIGHTS, adapter_base, weights_file
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
-from alpaca_ppo.models.critic_head import CriticHead, build_head
-from alpaca_ppo.models.loading import (
-    is_causal_lm,
-    load_causal_lm,
-    load_complete,
-    load_sequence_classifier,
-)
-from alpaca_ppo.models.modules import disable_dropout
-from alpaca_ppo.models.policy import check_architecture
+from alpaca_ppo.models.critic_heads import CriticHead, build_head
+from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm, load_complete, load_sequence_classifier
+from alpaca_ppo.models.policy import check_architecture, disable_dropout
 from alpaca_ppo.registry import CRITIC_HEADS
 from alpaca_ppo.saved_models import has_remote_code, loading
 
@@ -65,8 +59,7 @@ def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
         backbone.save_pretrained(folder)
     weights = {name: tensor.cpu().contiguous() for name, tensor in critic.head.state_dict().items()}
     save_file(weights, folder / HEAD_WEIGHTS)
-    settings = {**critic.head.spec(), "hidden_size": critic.head.hidden_size}
-    (folder / HEAD_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / HEAD_SETTINGS).write_text(json.dumps(critic.head.spec(), indent=2) + "\n", encoding="utf-8")
 
 
 def load_critic(
@@ -119,7 +112,7 @@ def _load_head(folder: str) -> CriticHead:
         )
     head_class: type[CriticHead] = CRITIC_HEADS.get(kind)
     with loading(f"{path} has settings that a critic of the kind {kind!r} cannot have", folder, _REMEDY):
-        head = build_head(partial(head_class.from_settings, settings), hidden_size, torch.float32)
+        head = build_head(partial(head_class, **settings), hidden_size, torch.float32)
     weights = Path(folder) / HEAD_WEIGHTS
     with loading(f"{weights} cannot be loaded as the weights of the critic's head", folder, _REMEDY):
         head.load_state_dict(load_file(weights))
@@ -184,27 +177,21 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
     head = _load_head(value_model)
     built.critic.head.check_like(head)
     built.critic.head.load_state_dict(head.state_dict())
-    if built.critic.has_adapter:
-        assert adapters is not None
-        adapters.load_value(VALUE, value_model)
-    elif adapters is not None:
-        _check_same_adapter(value_model, adapters)
-    else:
+    if adapters is None:
         saved: Any = load_value_model(value_model, built.policy.model, args).backbone
         _check_same_states(value_model, saved.state_dict(), built.policy.model.base_model.state_dict())
+    elif built.critic.has_adapter:
+        adapters.load_value(VALUE, value_model)
+    else:
+        config = read_value_adapter(value_model)
+        warn_of_other_base(value_model, config, adapters.model)
+        settings = {} if describe(config) == adapters.describe(POLICY) else {"the adapter's configuration": None}
+        here = {**adapter_tensors(adapters, POLICY), **settings}
+        _check_same_states(value_model, load_file(weights_file("value_model", value_model)), here)
 
 
 def _name(value_model: ValueModel) -> str:
     return value_model if isinstance(value_model, str) else type(value_model).__name__
-
-
-def _check_same_adapter(folder: str, adapters: AdapterSet) -> None:
-    """Checks that the adapter in `folder` is the policy's, so that the policy's states are those of its critic."""
-    config = read_value_adapter(folder)
-    warn_of_other_base(folder, config, adapters.model)
-    settings = {} if describe(config) == adapters.describe(POLICY) else {"the adapter's configuration": None}
-    saved = load_file(weights_file("value_model", folder))
-    _check_same_states(folder, saved, {**adapter_tensors(adapters, POLICY), **settings})
 
 
 def _check_same_states(name: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor | None]) -> None:

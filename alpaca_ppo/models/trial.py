@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from alpaca_ppo.functional.packing import PackedRows, pack_rows
-from alpaca_ppo.models.modules import eval_mode
+from alpaca_ppo.functional.packing import PackedRows, Span, pack_rows
 from alpaca_ppo.models.packed_attention import (
     AttentionSettings,
     dense_attention,
     install_attention,
     is_installed,
+    sequence_keywords,
     underlying_attention,
     uninstall_attention,
 )
-from alpaca_ppo.models.packed_sequences import sequence_keywords
+from alpaca_ppo.models.policy import eval_mode
 
 _LENGTHS = (6, 5, 3, 3)
 _RECORDER = "packing_trial"
@@ -79,11 +79,6 @@ def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
     return None if most <= tolerance * float(expected.abs().max()) else f"its {what} differ by {most:.3g}"
 
 
-def supports_packing(model: PreTrainedModel) -> bool:
-    """Whether `model` (a backbone, or a model with a head) can read rows without padding; see `packing_problem`."""
-    return packing_problem(model) is None
-
-
 def packing_problem(model: PreTrainedModel) -> str | None:
     """Why `model` cannot read rows without padding, or None if it can; then the attention for it is installed
     (`install_attention`).
@@ -94,6 +89,8 @@ def packing_problem(model: PreTrainedModel) -> str | None:
     problem = _packing(backbone)
     if problem is None and not _has_flash_attention(backbone):
         install_attention(backbone)
+    elif is_installed(backbone):
+        uninstall_attention(backbone)
     return problem
 
 
@@ -118,29 +115,15 @@ def _has_flash_attention(backbone: PreTrainedModel) -> bool:
     return underlying_attention(backbone).startswith(_FLASH)
 
 
-def _pack(backbone: PreTrainedModel) -> str | None:
-    """Compares rows end to end with padded ones; the attention of `backbone` is left as it was."""
-    had_it = is_installed(backbone)
-    try:
-        return _differs_packed(backbone)
-    finally:
-        if is_installed(backbone) and not had_it:
-            uninstall_attention(backbone)
-
-
-_packing = Trial(_pack, "position_ids")
-
-
 def _differs_packed(backbone: PreTrainedModel) -> str | None:
+    """Compares rows end to end with padded ones; which attention `backbone` is left with is up to the caller."""
     padded_rows, packed = _rows(backbone)
-    flash = _has_flash_attention(backbone)
-    if not flash:
-        if not install_attention(backbone):
-            return f"its attention ({underlying_attention(backbone)}) cannot be replaced"
+    if is_installed(backbone):
         uninstall_attention(backbone)
     padded = _padded(backbone, padded_rows)
-    if not flash:
-        install_attention(backbone)
+    if not _has_flash_attention(backbone):
+        if not install_attention(backbone):
+            return f"its attention ({underlying_attention(backbone)}) cannot be replaced"
         if not torch.equal(_padded(backbone, padded_rows), padded):
             return "its results depend on the name of its attention"
         if problem := _mask_problem(backbone, padded_rows.input_ids[:1]):
@@ -148,21 +131,23 @@ def _differs_packed(backbone: PreTrainedModel) -> str | None:
     if problem := difference(_states(backbone, packed), padded, "states"):
         return f"{problem} from those of rows with padding"
     assert packed.spans is not None
-    for spoilt, span in enumerate(packed.spans):
+    for spoilt in packed.spans:
         # NaN reaches whatever is computed from these tokens, and nothing else.
-        with_nan = _states(backbone, packed, nan=slice(span.start, span.start + span.length))
-        others = torch.cat([with_nan[s.start : s.start + s.length] for i, s in enumerate(packed.spans) if i != spoilt])
-        if bool(others.isnan().any()):
+        with_nan = _states(backbone, packed, spoilt)
+        if any(bool(with_nan[s.start : s.start + s.length].isnan().any()) for s in packed.spans if s != spoilt):
             return "what it computes for one row depends on another"
     return None
+
+
+_packing = Trial(_differs_packed, "position_ids")
 
 
 def _rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
     """A few rows of tokens, left-aligned with padding and end to end."""
     embeddings: Any = backbone.get_input_embeddings()
-    prompts, width = [1] * len(_LENGTHS), max(_LENGTHS)
-    queries = torch.arange(len(prompts)).unsqueeze(1)
-    responses = torch.arange(len(prompts), len(prompts) * (width + 1)).reshape(len(prompts), width)
+    count, width = len(_LENGTHS), max(_LENGTHS)
+    queries = torch.arange(count).unsqueeze(1)
+    responses = torch.arange(count, count * (width + 1)).reshape(count, width)
     # Of L response tokens, L - 1 are read besides the prompt.
     mask = torch.arange(width) < torch.tensor(_LENGTHS).unsqueeze(1)
     size, device = embeddings.weight.size(0), embeddings.weight.device
@@ -176,21 +161,18 @@ def _padded(backbone: nn.Module, rows: PackedRows) -> Tensor:
     return torch.cat([row[:length] for row, length in zip(hidden, _LENGTHS, strict=True)])
 
 
-def _states(backbone: PreTrainedModel, packed: PackedRows, nan: slice | None = None) -> Tensor:
-    """(T, H) the states of rows end to end; with the embeddings of some tokens set to NaN."""
+def _states(backbone: PreTrainedModel, packed: PackedRows, spoilt: Span | None = None) -> Tensor:
+    """(T, H) the states of rows end to end; with the embeddings of the tokens of `spoilt` set to NaN."""
 
     def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         output = output.clone()
-        output[:, nan] = torch.nan
+        if spoilt is not None:
+            output[:, spoilt.start : spoilt.start + spoilt.length] = torch.nan
         return output
 
-    handle = None if nan is None else backbone.get_input_embeddings().register_forward_hook(spoil)
-    try:
-        keywords = sequence_keywords(backbone, packed)
+    keywords = sequence_keywords(backbone, packed)
+    with backbone.get_input_embeddings().register_forward_hook(spoil):
         hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
-    finally:
-        if handle is not None:
-            handle.remove()
     return hidden[0]
 
 

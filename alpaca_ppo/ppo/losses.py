@@ -117,15 +117,7 @@ def critic_terms(batch: Rollouts, outputs: ActorCriticOutputs, head: CriticHead,
     assert outputs.predictions is not None
     value = _checked(
         f"loss of the critic {head.kind!r}",
-        head.loss(
-            outputs.predictions,
-            batch["returns"],
-            batch["response_mask"],
-            old_values=batch["values"],
-            taus=batch.get("value_taus"),
-            loss_agg_mode=args.loss_agg_mode,
-            denominator=batch["denominator"],
-        ),
+        head.loss(outputs.predictions, batch, args),
     )
     stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
     return args.vf_coef * value.loss, {name: stat.detach() for name, stat in stats.items()}

@@ -24,9 +24,9 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from alpaca_ppo.functional.packing import PackedRows, Span
 from alpaca_ppo.library_output import has_screen, transformers_bars
-from alpaca_ppo.models.modules import eval_mode
-from alpaca_ppo.models.packed_sequences import sequence_keywords
-from alpaca_ppo.models.trial import Trial, difference, supports_packing
+from alpaca_ppo.models.packed_attention import sequence_keywords
+from alpaca_ppo.models.policy import eval_mode
+from alpaca_ppo.models.trial import Trial, difference, packing_problem
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
 from alpaca_ppo.saved_models import loading, remote_code
@@ -156,7 +156,7 @@ class ModelReward:
         """
         if isinstance(self.model, AdapterClassifier):
             return self.padding_free and self.model.padding_free
-        return self.padding_free and supports_packing(self.model) and _packed_scores(self.model) is None
+        return self.padding_free and not (packing_problem(self.model) or _packed_scores(self.model))
 
 
 def _differs_packed(model: Any) -> str | None:

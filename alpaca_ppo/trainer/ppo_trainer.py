@@ -25,8 +25,7 @@ from alpaca_ppo.environments.kinds import EnvironmentFactory, can_answer, make_k
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
-from alpaca_ppo.models.loading import load_processing_class
-from alpaca_ppo.models.token_checks import check_same_tokenizer
+from alpaca_ppo.models.loading import check_same_tokenizer, load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding

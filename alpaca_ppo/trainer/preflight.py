@@ -2,7 +2,7 @@
 checkpoint to resume from, the columns that rewards require, and the scores that options of evaluation name.
 
 Single values are checked in `config`, prompts and rewards in `data` and `rewards`, the tokenizer's ids and the lengths
-in `models.token_checks`, after the policy has been loaded.
+in `models.loading`, after the policy has been loaded.
 """
 
 import dataclasses

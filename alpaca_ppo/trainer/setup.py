@@ -31,10 +31,9 @@ from alpaca_ppo.generation import (
 )
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
-from alpaca_ppo.models.loading import load_processing_class
-from alpaca_ppo.models.modules import use_torch_activations
-from alpaca_ppo.models.token_checks import check_model_positions, check_positions, check_token_ids
-from alpaca_ppo.models.trial import supports_packing
+from alpaca_ppo.models.loading import check_model_positions, check_positions, check_token_ids, load_processing_class
+from alpaca_ppo.models.policy import use_torch_activations
+from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.rewards import (
     AdapterClassifier,
@@ -275,7 +274,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
         args.reward_adapter,
         pad_token_id=tokenizer.pad_token_id,
         # Known since the policy's trial, while the layers hold no other adapters and before an engine shards them.
-        padding_free=bool(args.padding_free) and supports_packing(adapters.model),
+        padding_free=bool(args.padding_free) and packing_problem(adapters.model) is None,
     )
     size, padding_free = args.rollout_per_device_batch_size, bool(args.padding_free)
     source = ModelReward(model, tokenizer, name=REWARD_ADAPTER, batch_size=size, padding_free=padding_free)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from alpaca_ppo.data import collate_prompts
 from alpaca_ppo.data.prompts import tokenize_prompts
 from alpaca_ppo.generation.responses import SamplingParams
-from alpaca_ppo.models.token_checks import check_lengths
+from alpaca_ppo.models.loading import check_lengths
 
 if TYPE_CHECKING:
     from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer

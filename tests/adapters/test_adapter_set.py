@@ -279,7 +279,7 @@ def test_an_adapter_may_not_have_the_name_of_a_run_s_own(name):
 def test_4_bits_need_a_device_and_a_package(device, package, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
     monkeypatch.setattr(loading, "find_spec", lambda name: package)
-    with pytest.raises(ValueError, match="load_in_4bit is True, but needs a CUDA device and the package bitsandbytes"):
+    with pytest.raises(ValueError, match="load_in_4bit is True, but needs a CUDA device and bitsandbytes"):
         load_causal_lm("somewhere", load_in_4bit=True)
 
 

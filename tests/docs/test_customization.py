@@ -113,9 +113,8 @@ def test_the_critic_head_learns_a_mean_and_a_deviation():
     predictions = torch.tensor([[[0.0, 0.0], [1.0, math.log(4.0)]]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     # 0.5 * (0 + 2^2 / 1) = 2 and 0.5 * (log 4 + 2^2 / 4) = 0.5 log 4 + 0.5; deviations 1 and 2
-    loss, stats = head.loss(
-        predictions, torch.tensor([[2.0, 3.0]]), mask, old_values=None, loss_agg_mode="token-mean", denominator=None
-    )
+    batch = {"returns": torch.tensor([[2.0, 3.0]]), "response_mask": mask, "denominator": None}
+    loss, stats = head.loss(predictions, batch, PPOConfig())
     assert_close(loss, torch.tensor((2.5 + 0.5 * math.log(4.0)) / 2))
     assert_close(stats["deviation"], torch.tensor(1.5))
     states = torch.ones(3, 4)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from alpaca_ppo.models import Policy, build_actor_critic
-from alpaca_ppo.models.modules import use_torch_activations
+from alpaca_ppo.models.policy import use_torch_activations
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer
 

@@ -25,7 +25,7 @@ from alpaca_ppo.models import (
     load_sequence_classifier,
     register_critic_head,
 )
-from alpaca_ppo.models.critic_head import build_head
+from alpaca_ppo.models.critic_heads import build_head
 from tests.models.test_policy import padded_batch
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier
@@ -44,9 +44,10 @@ def some_states(count=5, dtype=torch.float32):
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def random_head(kind, **settings):
+def random_head(kind, risk_level="neutral", **settings):
     """A head with weights drawn from N(0, 0.3), none of them at its start any more."""
     head = HEADS[kind](HIDDEN, **settings)
+    head.risk_level = risk_level
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
         parameter.data.normal_(0.0, 0.3, generator=generator)
@@ -145,7 +146,7 @@ def test_every_atom_of_a_new_c51_head_can_be_reached_by_learning(support):
 
 @EACH_KIND
 def test_two_reads_are_equal_and_taus_change_predictions_only(kind):
-    head = random_head(kind, **({} if kind == "scalar" else {"risk_level": 0.25}))
+    head = random_head(kind, 0.25)
     first, again, drawn = head(some_states()), head(some_states()), head(some_states(), TAUS)
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one, other)
@@ -175,15 +176,8 @@ def test_the_whole_tail_has_the_mean_and_a_quarter_of_it_less(kind):
     assert bool((averse.values < averse.means).all())
 
 
-def test_a_scalar_head_has_no_risk_level():
-    with pytest.raises(TypeError, match="risk_level"):
-        ScalarHead(HIDDEN, risk_level=0.25)
-    assert ScalarHead(HIDDEN).risk_level == "neutral"
-
-
 def test_a_head_takes_no_risk_level_that_it_could_not_read():
-    head = QuantileHead(HIDDEN, risk_level=0.25)
-    assert head.risk_level == "0.25"
+    head = random_head("quantile", 0.25)
     with pytest.raises(ValueError, match="risk_level is 'None'; it must be neutral"):
         head.risk_level = None
     assert head.risk_level == "0.25"
@@ -208,7 +202,8 @@ def test_quantiles_and_atoms_are_read_as_the_literal_law():
     head.risk_level = "upper:0.6"
     assert_close(head(state).values, torch.tensor([0.5 / 0.6]))
     # Three bins of width 1 over [-1.5, 1.5] have the same three returns at their centres.
-    head = HLGaussHead(1, num_atoms=3, v_min=-1.5, v_max=1.5, risk_level="upper:0.6")
+    head = HLGaussHead(1, num_atoms=3, v_min=-1.5, v_max=1.5)
+    head.risk_level = "upper:0.6"
     head.linear.bias.data.copy_(torch.tensor([0.2, 0.3, 0.5]).log())
     assert_close(head(state).means, torch.tensor([0.3]))
     assert_close(head(state).values, torch.tensor([0.5 / 0.6]))
@@ -274,71 +269,63 @@ def test_a_head_is_built_again_from_its_settings(kind):
     own = {"c51": {"num_atoms": 7, "v_min": -2.0}, "quantile": {"num_quantiles": 3}, "iqn": {"embedding_dim": 5}}
     own["hl_gauss"] = {"num_atoms": 9, "v_max": 3.0}
     head = random_head(kind, **own.get(kind, {}))
-    again = HEADS[kind].from_settings(head.settings(), HIDDEN)
+    again = HEADS[kind](HIDDEN, **head.settings())
     again.load_state_dict(head.state_dict())
     assert torch.equal(again(some_states()).values, head(some_states()).values)
     assert again.settings() == head.settings() and own.get(kind, {}).items() <= head.settings().items()
 
 
-RETURNS, MASK = torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])
-OLD_VALUES = torch.zeros(1, 2)
+def loss_of(head, predictions, mask=(True, True), **settings):
+    """The loss of two tokens with the returns 1 and 3 and the old values 0, aggregated by `settings` of a batch."""
+    batch = {"returns": torch.tensor([[1.0, 3.0]]), "values": torch.zeros(1, 2), "response_mask": torch.tensor([mask])}
+    given = {name: settings.pop(name) for name in ("denominator", "value_taus") if name in settings}
+    return head.loss(torch.tensor(predictions), {"denominator": None, **batch, **given}, PPOConfig(**settings))
 
 
 def test_the_loss_of_a_scalar_head_clips_to_the_old_values_and_adds_up_by_the_denominator():
-    head, predictions = ScalarHead(HIDDEN, cliprange_value=0.5), torch.tensor([[2.0, 2.0]])
+    head, predictions = ScalarHead(HIDDEN), [[2.0, 2.0]]
     # Squared errors 1 and 1; clipped to 0.5: 0.25 and 6.25, of which the larger counts: 0.5 * (1 + 6.25) / 4.
-    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, denominator=4.0)
+    loss = loss_of(head, predictions, cliprange_value=0.5, denominator=4.0)
     assert float(loss.loss) == 0.5 * 7.25 / 4 and float(loss.stats["clipfrac"]) == 0.5
-    head.configure(PPOConfig(cliprange_value=None))
     # Without clipping: 0.5 * (1 + 1) / 2.
-    assert float(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss) == 0.5
+    assert float(loss_of(head, predictions, cliprange_value=None).loss) == 0.5
 
 
 def test_the_loss_of_a_c51_head_is_the_cross_entropy_on_its_own_support():
     head = C51Head(HIDDEN, num_atoms=3, v_min=1.0, v_max=3.0)
     # Returns on the first and on the last atom, of probability 1/4 and 1/2: (ln 4 + ln 2) / 2.
-    predictions = torch.tensor([[[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]]).log()
-    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES)
-    assert_close(loss.loss, torch.tensor(1.5 * math.log(2)))
+    predictions = torch.tensor([[[0.25, 0.5, 0.25], [0.25, 0.25, 0.5]]]).log().tolist()
+    assert_close(loss_of(head, predictions).loss, torch.tensor(1.5 * math.log(2)))
 
 
 def test_the_loss_of_an_hl_gauss_head_is_smoothed_in_widths_of_its_bins():
     # Two bins of width 2 over [0, 4], sigma half a bin: 1. Probabilities 1/4 and 3/4 for the returns 1 and 3.
-    head = HLGaussHead(HIDDEN, num_atoms=2, v_min=0.0, v_max=4.0, sigma=0.5)
-    predictions = torch.tensor([[[0.25, 0.75], [0.25, 0.75]]]).log()
+    head = HLGaussHead(HIDDEN, num_atoms=2, v_min=0.0, v_max=4.0)
+    assert head.sigma == 0.75
+    head.sigma = 0.5
+    predictions = torch.tensor([[[0.25, 0.75], [0.25, 0.75]]]).log().tolist()
     # cdf(1) - cdf(-1) = 0.682690 in the bin of the return, cdf(3) - cdf(1) = 0.157305 in the other, of 0.839995.
     near, far = 0.682690 / 0.839995, 0.157305 / 0.839995
     expected = -0.5 * ((near + far) * math.log(0.25) + (far + near) * math.log(0.75))
-    assert_close(head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES).loss, torch.tensor(expected))
-    one_token = torch.tensor([[True, False]])
+    assert_close(loss_of(head, predictions).loss, torch.tensor(expected))
     expected = -(near * math.log(0.25) + far * math.log(0.75))
-    first = head.loss(predictions, RETURNS, one_token, old_values=OLD_VALUES).loss
-    assert_close(first, torch.tensor(expected), rtol=0, atol=1e-5)
-    head.sigma = 1e-3
-    # Hardly smoothed: all mass in the return's own bin.
-    first = head.loss(predictions, RETURNS, one_token, old_values=OLD_VALUES).loss
-    assert_close(first, torch.tensor(math.log(4.0)))
+    assert_close(loss_of(head, predictions, (True, False)).loss, torch.tensor(expected), rtol=0, atol=1e-5)
 
 
 def test_the_loss_of_a_quantile_head_is_at_its_midpoints_and_takes_kappa_from_the_configuration():
-    head = QuantileHead(HIDDEN, num_quantiles=2)
+    head, how = QuantileHead(HIDDEN, num_quantiles=2), {"critic": "quantile", "loss_agg_mode": "seq-mean-token-sum"}
     # Levels 1/4 and 3/4. Differences 1 and -1 on the first token, 3 and 1 on the second; the mean over the quantiles.
-    predictions = torch.tensor([[[0.0, 2.0], [0.0, 2.0]]])
+    predictions = [[[0.0, 2.0], [0.0, 2.0]]]
     # kappa 1: first (1/4 * 1/2 + 1/4 * 1/2) / 2 = 1/8, second (1/4 * 5/2 + 3/4 * 1/2) / 2 = 1/2.
-    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, loss_agg_mode="seq-mean-token-sum")
-    assert_close(loss.loss, torch.tensor(1 / 8 + 1 / 2))
-    head.configure(PPOConfig(critic="quantile", quantile_huber_kappa=10.0, risk_level="0.5"))
+    assert_close(loss_of(head, predictions, **how).loss, torch.tensor(1 / 8 + 1 / 2))
     # kappa 10, all quadratic: second (1/4 * 9/2 + 3/4 * 1/2) / 2 = 3/4.
-    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, loss_agg_mode="seq-mean-token-sum")
-    assert_close(loss.loss, torch.tensor(1 / 8 + 3 / 4))
-    assert head.risk_level == "0.5"
+    assert_close(loss_of(head, predictions, quantile_huber_kappa=10.0, **how).loss, torch.tensor(1 / 8 + 3 / 4))
 
 
 def test_the_loss_of_an_iqn_head_is_at_the_levels_that_it_sampled():
-    head, predictions = IQNHead(HIDDEN, num_quantiles=2), torch.tensor([[[0.0, 2.0], [0.0, 2.0]]])
     # As for the quantile head, with the levels 1/2 and 1/2: (1/2 * 1/2 + 1/2 * 1/2) / 2 + (1/2 * 5/2 + 1/2 * 1/2) / 2.
-    taus = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    loss = head.loss(predictions, RETURNS, MASK, old_values=OLD_VALUES, taus=taus, loss_agg_mode="seq-mean-token-sum")
+    taus, how = torch.tensor([0.5, 0.5], dtype=torch.float64), {"critic": "iqn", "loss_agg_mode": "seq-mean-token-sum"}
+    loss = loss_of(IQNHead(HIDDEN, num_quantiles=2), [[[0.0, 2.0], [0.0, 2.0]]], value_taus=taus, **how)
     assert loss.loss.dtype == torch.float32
     assert_close(loss.loss, torch.tensor(1 / 4 + 3 / 4))
 
@@ -364,7 +351,7 @@ def test_a_head_from_the_configuration_has_the_options_named_there(kind):
         "quantile": {"num_quantiles": 7},
         "iqn": {"num_quantiles": 7, "embedding_dim": 64},
     }
-    assert HEADS[kind].from_config(args, HIDDEN).spec() == {"kind": kind, **expected[kind]}
+    assert HEADS[kind].from_config(args, HIDDEN).settings() == expected[kind]
 
 
 def test_a_head_must_define_how_it_reads_and_what_it_minimises():
@@ -395,11 +382,11 @@ def trained_critic(kind, **settings):
     return Critic(random_head(kind, **settings), tiny_causal_lm("llama", seed=3).base_model)
 
 
-def test_a_critic_is_taken_with_all_its_weights_and_reads_the_risk_level_asked_for():
+def test_a_critic_is_taken_with_all_its_weights():
     critic = trained_critic("quantile", num_quantiles=4)
-    head = partial(QuantileHead, num_quantiles=4, risk_level=0.5)
+    head = partial(QuantileHead, num_quantiles=4)
     built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate", value_model=critic, head=head)
-    assert built.critic is critic and critic.head.risk_level == "0.5"
+    assert built.critic is critic
 
 
 @pytest.mark.parametrize(
@@ -541,5 +528,5 @@ class FixedHead(CriticHead):
         self.dtypes.append(states.dtype)
         return self.returned
 
-    def loss(self, predictions, returns, response_mask, **options):
+    def loss(self, predictions, batch, args):
         raise NotImplementedError

@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from alpaca_ppo.adapters import add_policy_adapter
-from alpaca_ppo.models import ActorCritic, build_actor_critic, disable_dropout, packed_sequences
-from alpaca_ppo.models.trial import supports_packing
+from alpaca_ppo.models import ActorCritic, build_actor_critic, disable_dropout, packed_attention
+from alpaca_ppo.models.trial import packing_problem
 from tests.tiny_models import PACKED, tiny_causal_lm
 
 PROMPTS = (3, 1, 6, 3, 3, 3)
@@ -57,8 +57,8 @@ def models(arch: str) -> tuple[ActorCritic, ActorCritic]:
     torch.nn.init.normal_(next(padded.critic.head.parameters()), generator=torch.Generator().manual_seed(1))
     padded.double()
     packed = copy.deepcopy(padded)
-    packed.policy.padding_free = supports_packing(packed.policy.model)
-    packed.critic.padding_free = supports_packing(packed.critic.backbone)
+    packed.policy.padding_free = packing_problem(packed.policy.model) is None
+    packed.critic.padding_free = packing_problem(packed.critic.backbone) is None
     return padded, packed
 
 
@@ -136,7 +136,7 @@ def test_critics_on_the_policy_s_base_read_packed_rows(layout):
             torch.nn.init.normal_(parameter, generator=generator)
     parts = [{"with_critic": False}, {"with_policy": False}, {}]
     wanted = [run(padded, rows(), **part) for part in parts]
-    padded.policy.padding_free = supports_packing(padded.policy.model)
+    padded.policy.padding_free = packing_problem(padded.policy.model) is None
     assert padded.padding_free
     for part, values in zip(parts, wanted, strict=True):
         assert_same(run(padded, rows(), **part), values)
@@ -199,7 +199,7 @@ def test_the_arguments_of_the_kernel_describe_the_rows(arch, with_grad, monkeypa
     padded, packed = models(arch)
     monkeypatch.setattr(varlen, "varlen_attn", loop_kernel)
     # Tensors on the CPU pass as those of a GPU.
-    monkeypatch.setattr(packed_sequences, "kernel_serves", lambda *args, **kwargs: torch.float64)
+    monkeypatch.setattr(packed_attention, "kernel_serves", lambda *args, **kwargs: torch.float64)
     with torch.set_grad_enabled(with_grad), InFloat64():
         found, wanted = (model(*rows(), temperature=0.7, chunk_size=8) for model in (packed, padded))
     for a, b in zip(found[:3], wanted[:3], strict=True):
@@ -221,9 +221,11 @@ def test_a_kernel_is_used_only_where_it_computes_what_it_should(kernel, works, m
         return kernel(query, key, value, *ends, scale=scale, window_size=window_size, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(varlen, "varlen_attn", with_names)
-    try_out = packed_sequences.kernel_works.__wrapped__
+    try_out = packed_attention.kernel_works.__wrapped__
     cpu = torch.device("cpu")
-    assert try_out(cpu, torch.bfloat16, 4, 2, 8, 8, windowed=True) is works
+    # Rollouts come first, and keep no graph.
+    with torch.no_grad():
+        assert try_out(cpu, torch.bfloat16, 4, 2, 8, 8, windowed=True) is works
     assert try_out(cpu, torch.float32, 4, 2, 8, 8, windowed=True) is False
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value, is_causal=False: query)
     assert try_out(cpu, torch.bfloat16, 4, 2, 8, 8, windowed=False) is False
@@ -235,7 +237,7 @@ def test_running_out_of_memory_says_nothing_about_the_kernel(monkeypatch):
 
     monkeypatch.setattr(varlen, "varlen_attn", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        packed_sequences.kernel_works.__wrapped__(torch.device("cpu"), torch.bfloat16, 4, 2, 8, 8, windowed=False)
+        packed_attention.kernel_works.__wrapped__(torch.device("cpu"), torch.bfloat16, 4, 2, 8, 8, windowed=False)
 
 
 def test_a_flash_attention_of_transformers_gets_the_lengths(monkeypatch):
@@ -255,7 +257,7 @@ def test_a_flash_attention_of_transformers_gets_the_lengths(monkeypatch):
     padded = build_actor_critic(copy.deepcopy(model), critic_layout="shared").double()
     model.config._attn_implementation = "flash_attention_test"
     packed = build_actor_critic(model, critic_layout="shared").double()
-    packed.policy.padding_free = supports_packing(model)
+    packed.policy.padding_free = packing_problem(model) is None
     assert model.config._attn_implementation == "flash_attention_test"
     batch = rows()
     assert_same(run(packed, batch), run(padded, batch))

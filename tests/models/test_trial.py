@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from alpaca_ppo.generation import slots
 from alpaca_ppo.models import trial
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
-from alpaca_ppo.models.trial import packing_problem, padding_reason, supports_packing
+from alpaca_ppo.models.trial import packing_problem, padding_reason
 from alpaca_ppo.rewards import reward_model
 from alpaca_ppo.rewards.reward_model import ModelReward
 from tests.tiny_models import PADDED, tiny_causal_lm, tiny_config, tiny_sequence_classifier, tiny_tokenizer
@@ -79,7 +79,7 @@ def test_a_mask_that_the_attention_is_not_told_of_is_found_by_its_shape():
     model = AutoModel.from_config(config)
     assert packing_problem(model) == "its masks are not causal masks or sliding windows"
     window = tiny_causal_lm("mistral", sliding_window=4096)
-    assert supports_packing(copy.deepcopy(window))
+    assert packing_problem(copy.deepcopy(window)) is None
     for layer in window.model.layers:
         # Mistral's layers read the window from the configuration; the masks are made from another one.
         layer.self_attn.config = tiny_config("mistral", sliding_window=None)
@@ -100,7 +100,7 @@ def test_models_without_weights_and_with_other_attention_need_padding():
     assert packing_problem(model) == "its weights are on the meta device"
     flex = tiny_causal_lm("llama", hidden_size=16)
     flex.config._attn_implementation = "flex_attention"
-    assert not supports_packing(flex) and flex.config._attn_implementation == "flex_attention"
+    assert packing_problem(flex) is not None and flex.config._attn_implementation == "flex_attention"
     weights = tiny_causal_lm("llama", output_attentions=True, attn_implementation="eager")
     assert packing_problem(weights) == "its attention (eager) cannot be replaced"
 

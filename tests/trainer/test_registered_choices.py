@@ -36,21 +36,12 @@ class GaussianHead(CriticHead):
         predictions = self.linear(states)
         return HeadOutputs(predictions[:, 0], predictions[:, 0], predictions)
 
-    def loss(
-        self,
-        predictions: Tensor,
-        returns: Tensor,
-        response_mask: Tensor,
-        *,
-        old_values: Tensor,
-        taus: Tensor | None = None,
-        loss_agg_mode: str = "token-mean",
-        denominator: Tensor | float | None = None,
-    ) -> Loss:
+    def loss(self, predictions: Tensor, batch: Any, args: Any) -> Loss:
         mean, log_variance = predictions[..., 0], predictions[..., 1].clamp_min(self.min_log_variance)
-        losses = 0.5 * (log_variance + (returns - mean).square() / log_variance.exp())
-        loss = functional.aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator)
-        return Loss(loss, {"log_variance": functional.masked_mean(log_variance.detach(), response_mask)})
+        losses = 0.5 * (log_variance + (batch["returns"] - mean).square() / log_variance.exp())
+        mask = batch["response_mask"]
+        loss = functional.aggregate_loss(losses, mask, args.loss_agg_mode, denominator=batch["denominator"])
+        return Loss(loss, {"log_variance": functional.masked_mean(log_variance.detach(), mask)})
 
 
 @pytest.mark.parametrize("layout", ["separate", "shared", "adapter"])
