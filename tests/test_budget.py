@@ -18,8 +18,8 @@ BUDGET = {
     "config": 1947,
     "trainer": 1727,
     "models": 1552,
-    "ppo": 1625,
-    "generation": 1320,
+    "ppo": 1617,
+    "generation": 1318,
     "functional": 1317,
     "distributed": 989,
     "rewards": 1012,
@@ -38,7 +38,7 @@ BUDGET = {
     "supervised": 169,
     "presets": 8,
 }
-FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 181, 464, 128, 15
+FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 179, 464, 128, 15
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.config.fields import options_of
+from alpaca_ppo.ppo.metrics import StepStats
 from alpaca_ppo.ppo.minibatches import UpdateStep, row_tensors
-from alpaca_ppo.ppo.step_stats import StepStats
 from alpaca_ppo.ppo.updates import Applied
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 

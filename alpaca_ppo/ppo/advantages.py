@@ -62,14 +62,14 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
     name = args.adv_estimator
     estimator = ADV_ESTIMATORS.get(name)
     needed = {
-        "needs_critic": ("values", inputs.values, "rollout() must return them"),
-        "needs_group": ("prompt_ids", inputs.prompt_ids, "pass them to _estimate_advantage()"),
-        "needs_greedy_baseline": ("baseline_scores", inputs.baseline_scores, "rollout() must return them"),
-        "needs_scores_by_source": ("scores_by_source", inputs.scores_by_source, "rollout() must return them"),
+        "needs_critic": "values",
+        "needs_group": "prompt_ids",
+        "needs_greedy_baseline": "baseline_scores",
+        "needs_scores_by_source": "scores_by_source",
     }
-    for trait, (field, given, remedy) in needed.items():
-        if given is None and ADV_ESTIMATORS.trait(name, trait):
-            raise ValueError(f"adv_estimator is {name!r} but `{field}` is missing; {remedy}")
+    for trait, field in needed.items():
+        if getattr(inputs, field) is None and ADV_ESTIMATORS.trait(name, trait):
+            raise ValueError(f"adv_estimator is {name!r} but `{field}` is missing; rollout() must return them")
     if monte_carlo_returns:
         args = replace(args, lam_critic=1.0, turn_lam=None)
     return _checked(name, estimator(inputs, args), inputs.rewards)
@@ -93,12 +93,17 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     rewards = inputs.rewards
     if args.whiten_rewards:
         rewards = masked_whiten(rewards, inputs.response_mask, keep_mean=True)
+    lam_policy: float | Tensor = args.lam
+    if args.lam_policy == ADAPTIVE:
+        lam_policy = length_adaptive_lam(inputs.response_mask, alpha=args.lam_alpha)
+    elif args.lam_policy is not None:
+        lam_policy = float(args.lam_policy)
     estimated = decoupled_gae(
         rewards,
         inputs.values,
         inputs.response_mask,
         gamma=args.gamma,
-        lam_policy=_lam_policy(inputs.response_mask, args),
+        lam_policy=lam_policy,
         lam_critic=args.lam if args.lam_critic is None else args.lam_critic,
         turn_gamma=args.turn_gamma,
         turn_lam=args.turn_lam,
@@ -107,14 +112,6 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
         return estimated
     # The critic learns from the returns, which stay as they are.
     return estimated._replace(advantages=masked_whiten(estimated.advantages, inputs.response_mask))
-
-
-def _lam_policy(response_mask: Tensor, args: PPOConfig) -> float | Tensor:
-    """The lambda of the advantages: a number, or (B,) with one for each row."""
-    if isinstance(args.lam_policy, str):
-        assert args.lam_policy == ADAPTIVE, "the configuration refuses other words"
-        return length_adaptive_lam(response_mask, alpha=args.lam_alpha)
-    return args.lam if args.lam_policy is None else args.lam_policy
 
 
 @ADV_ESTIMATORS.implement("reinforce_plus_plus")

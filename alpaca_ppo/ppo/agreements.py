@@ -30,16 +30,13 @@ def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, acc
         for name, model in models.items()
         if not model.padding_free
     }
-    reasons: dict[str, tuple[str, str]] = {}
-    for rank, found in enumerate(gather_list(own, accelerator)):
-        for name in found.keys() - reasons.keys():
-            place = "" if name in own else f" on process {rank}"
-            reasons[name] = place, found[name]
-            models[name].padding_free = False
     by_reason: dict[str, list[str]] = {}
-    for name in [name for name in models if name in reasons]:
-        place, reason = reasons[name]
-        by_reason.setdefault(reason, []).append(name + place)
+    padded: set[str] = set()
+    for rank, found in enumerate(gather_list(own, accelerator)):
+        for name in [name for name in models if name in found and name not in padded]:
+            padded.add(name)
+            by_reason.setdefault(found[name], []).append(name if name in own else f"{name} on process {rank}")
+            models[name].padding_free = False
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 

@@ -17,7 +17,6 @@ RETURNED = {
     "_shape_reward": ("shaped_rewards", "non_score_rewards", "kl"),
     "_estimate_advantage": ("advantages", "returns"),
 }
-SAMPLED = ("responses", "response_mask", "rollout_logprobs", "stopped")
 
 
 def check_full_softmax(sampling_params: SamplingParams) -> None:
@@ -48,19 +47,20 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
         FloatingPointError: for log-probs under the mask that are not finite.
     """
     n, given, count = sampling_params.num_return_sequences, sampling_params.sample_ids, len(prompts["rows"])
-    rows, tokens = count * n, (count * n, sampling_params.max_new_tokens)
-    queries = (rows, prompts["queries"].size(1))
-    shapes = {"responses": tokens, "response_mask": tokens, "rollout_logprobs": tokens, "stopped": (rows,)}
-    _check("_generate", samples, shapes, required=SAMPLED)
-    complete = {
-        "queries": prompts["queries"].repeat_interleave(n, dim=0),
-        "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
-        **samples,
-        # Always computed from `prompts`; values that the hook returned under these names are ignored.
-        "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
-        "sample_ids": torch.arange(n).repeat(count) if given is None else torch.tensor(given),
-    }
-    _check("_generate", complete, {**shapes, "queries": queries, "query_attn_masks": queries})
+    rows, tokens = (count * n,), (count * n, sampling_params.max_new_tokens)
+    queries = (count * n, prompts["queries"].size(1))
+    shapes = {"responses": tokens, "response_mask": tokens, "rollout_logprobs": tokens, "stopped": rows}
+    complete: Any = samples
+    if isinstance(samples, Mapping):
+        complete = {
+            "queries": prompts["queries"].repeat_interleave(n, dim=0),
+            "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
+            **samples,
+            # Always computed from `prompts`; values that the hook returned under these names are ignored.
+            "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
+            "sample_ids": torch.arange(n).repeat(count) if given is None else torch.tensor(given),
+        }
+    _check("_generate", complete, {**shapes, "queries": queries, "query_attn_masks": queries}, rows)
     mask, attention = complete["response_mask"], complete["query_attn_masks"].bool()
     dtypes = {"responses": torch.long, "queries": torch.long, "response_mask": torch.bool, "stopped": torch.bool}
     for key, dtype in dtypes.items():
@@ -93,7 +93,7 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     )
     rewards = (rows, width) if per_token else (rows,)
     shapes = {"scores": (rows,), "rewards": rewards, "scores_by_source": (rows, num_sources)}
-    _check("_score", scores, shapes, required=tuple(shapes))
+    _check("_score", scores, shapes, (rows,))
     if taken := sorted(set(scores) & set(samples)):
         raise ValueError(f"_score() returned {', '.join(taken)}, which _generate() returned already; use other names")
     return (
@@ -115,7 +115,9 @@ def check_rollouts(rollouts: Any) -> None:
     Raises:
         ValueError: if one is not; names the entry.
     """
-    _check("rollout", rollouts, {}, required=("responses",))
+    responses = rollouts.get("responses") if isinstance(rollouts, Mapping) else None
+    shape = tuple(responses.shape) if isinstance(responses, Tensor) else ()
+    _check("rollout", rollouts, {"responses": shape}, shape[:1])
 
 
 def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:
@@ -126,24 +128,21 @@ def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:
         FloatingPointError: for values under the mask that are not finite.
     """
     shape, required = tuple(rollouts["responses"].shape), RETURNED[hook]
-    _check(hook, returned, {**dict.fromkeys(returned or (), shape[:1]), **dict.fromkeys(required, shape)}, required)
+    _check(hook, returned, dict.fromkeys(required, shape), shape[:1])
     _check_finite(hook, {key: returned[key] for key in required}, rollouts["response_mask"])
     added: Rollouts = returned
     return added
 
 
-def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], required: tuple[str, ...] = ()) -> None:
-    """Checks that `returned` has the `required` keys, and tensors that begin with `shapes`; others have a row each."""
+def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], rows: tuple[int, ...]) -> None:
+    """Checks that `returned` has tensors of `shapes`; others have as many `rows`."""
     is_mapping = isinstance(returned, Mapping)
-    if not is_mapping or (missing := [key for key in required if key not in returned]):
+    if not is_mapping or (missing := [key for key in shapes if key not in returned]):
         found = f"a dict without {', '.join(missing)}" if is_mapping else f"a {type(returned).__name__}"
-        raise ValueError(f"{hook}() returned {found}; it must return a dict with {', '.join(required)}")
-    first = next(iter(shapes.values()), (len(returned["responses"]),) if "responses" in returned else ())
+        raise ValueError(f"{hook}() returned {found}; it must return a dict with {', '.join(shapes)}")
     for key, value in returned.items():
-        wanted = shapes.get(key, first[:1])
-        exact = key in shapes and key in required
-        shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        if shape is None or shape[: len(wanted)] != wanted or (exact and len(shape) != len(wanted)):
+        wanted, shape = shapes.get(key, rows), tuple(value.shape) if isinstance(value, Tensor) else None
+        if shape is None or (shape if key in shapes else shape[:1]) != wanted:
             found = f"of shape {shape}" if shape is not None else f"as a {type(value).__name__}"
             raise ValueError(f"{hook}() returned {key} {found}; it must be a tensor of shape {wanted}")
 

@@ -26,7 +26,7 @@ from alpaca_ppo.functional import (
 )
 from alpaca_ppo.models import ActorCriticOutputs, CriticHead
 from alpaca_ppo.ppo.metrics import mismatch_stats
-from alpaca_ppo.ppo.trained_rows import trained_mask
+from alpaca_ppo.ppo.minibatches import trained_mask
 from alpaca_ppo.registry import POLICY_LOSSES, DppoDivergence
 from alpaca_ppo.types import Rollouts
 

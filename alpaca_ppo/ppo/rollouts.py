@@ -22,8 +22,14 @@ from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.packed_attention import RowLayout
-from alpaca_ppo.ppo.minibatches import DeviceBatch, DeviceRows, chunks_by_length, chunks_by_tokens, row_tensors
-from alpaca_ppo.ppo.trained_rows import shape_as_on_others
+from alpaca_ppo.ppo.minibatches import (
+    DeviceBatch,
+    DeviceRows,
+    chunks_by_length,
+    chunks_by_tokens,
+    row_tensors,
+    shape_as_on_others,
+)
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
 

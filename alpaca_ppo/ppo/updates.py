@@ -26,11 +26,17 @@ from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
 from alpaca_ppo.ppo.losses import Terms, step_denominators
-from alpaca_ppo.ppo.metrics import logs_entropies
-from alpaca_ppo.ppo.minibatches import DeviceRows, UpdateStep, plan_micro_batches, row_tensors, step_counts, upload
+from alpaca_ppo.ppo.metrics import BatchStats, StatsAccumulator, StepStats, logs_entropies
+from alpaca_ppo.ppo.minibatches import (
+    DeviceRows,
+    UpdateStep,
+    plan_micro_batches,
+    row_tensors,
+    step_counts,
+    trained_rows,
+    upload,
+)
 from alpaca_ppo.ppo.mismatch import in_half_precision
-from alpaca_ppo.ppo.step_stats import BatchStats, StatsAccumulator, StepStats
-from alpaca_ppo.ppo.trained_rows import trained_rows
 from alpaca_ppo.types import Rollouts
 
 LossHook = Callable[[Rollouts, ActorCriticOutputs], Terms]

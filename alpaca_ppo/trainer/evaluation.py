@@ -22,8 +22,8 @@ from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.ppo import metrics
+from alpaca_ppo.ppo.minibatches import with_reward
 from alpaca_ppo.ppo.rollouts import RolloutPasses, sample_responses
-from alpaca_ppo.ppo.trained_rows import with_reward
 from alpaca_ppo.rewards.scoring import response_texts, scorer_arguments
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer.inspected_prompts import add_tokens

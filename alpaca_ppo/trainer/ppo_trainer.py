@@ -31,10 +31,9 @@ from alpaca_ppo.ppo.advantages import estimate_advantages
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.losses import correction_weights, critic_terms, policy_terms
-from alpaca_ppo.ppo.minibatches import plan_updates
+from alpaca_ppo.ppo.metrics import StepStats
+from alpaca_ppo.ppo.minibatches import compared_mask, plan_updates
 from alpaca_ppo.ppo.mismatch import SamplerCheck
-from alpaca_ppo.ppo.step_stats import StepStats
-from alpaca_ppo.ppo.trained_rows import compared_mask
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.rewards import FunctionReward
 from alpaca_ppo.rewards.scoring import Penalties

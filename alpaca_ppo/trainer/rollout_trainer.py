@@ -24,9 +24,9 @@ from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import rollout_passes
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.metrics import RolloutCounts
+from alpaca_ppo.ppo.minibatches import add_baseline, leave_out_failures
 from alpaca_ppo.ppo.mismatch import SamplerCheck, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
-from alpaca_ppo.ppo.trained_rows import add_baseline, leave_out_failures
 from alpaca_ppo.rewards.logged_metrics import merged
 from alpaca_ppo.rewards.scoring import Penalties, score_responses
 from alpaca_ppo.trainer.base_trainer import BaseTrainer

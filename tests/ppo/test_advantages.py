@@ -23,7 +23,7 @@ GROUPED = AdvantageInputs(REWARDS, None, MASK, prompt_ids=tensor([4, 4]))
     [
         ({}, "adv_estimator is 'gae' but `values` is missing; rollout"),
         ({"adv_estimator": "remax"}, "adv_estimator is 'remax' but `baseline_scores` is missing; rollout"),
-        ({"adv_estimator": "rloo", "num_return_sequences": 2}, "is 'rloo' but `prompt_ids` is missing; pass them"),
+        ({"adv_estimator": "rloo", "num_return_sequences": 2}, "is 'rloo' but `prompt_ids` is missing"),
     ],
 )
 def test_what_an_estimator_lacks_is_named(settings, message):

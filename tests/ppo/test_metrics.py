@@ -8,7 +8,7 @@ import torch
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo import metrics
-from alpaca_ppo.ppo.step_stats import StatsAccumulator
+from alpaca_ppo.ppo.metrics import StatsAccumulator
 
 
 def tensors(**values: float) -> dict[str, torch.Tensor]:

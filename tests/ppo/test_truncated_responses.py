@@ -5,7 +5,7 @@ import torch
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo.losses import correction_weights, step_denominators
-from alpaca_ppo.ppo.trained_rows import trained_mask, trained_rows
+from alpaca_ppo.ppo.minibatches import trained_mask, trained_rows
 from alpaca_ppo.ppo.updates import Applied
 from tests.tiny_runs import one_update, tiny_trainer, weights, with_advantages
 
