@@ -107,15 +107,6 @@ def test_the_controller_and_the_schedule_of_the_policy_begin_afterwards(whole):
     assert rates == [pytest.approx(1e-3 * (1 - (2 * i + 1) / left)) for i in range(5 - STEPS)]
 
 
-def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted(whole, tmp_path):
-    folder, lines, at_end, _ = whole
-    for number in (4, 3, 2, 1):
-        resumed = tiny_trainer(tmp_path / str(number), **RUN)
-        resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{number}"))
-        assert metric_lines(tmp_path / str(number)) == lines[number:]
-        assert all(torch.equal(at_end[-1][name], value) for name, value in weights(resumed).items())
-
-
 def test_a_run_can_be_all_pretraining(tmp_path):
     settings = {**RUN, "save_steps": 0, "total_episodes": 8}
     trainer = tiny_trainer(tmp_path, old_policy="rollout", **settings)

@@ -10,7 +10,7 @@ import torch
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.functional.rng import seeded_permutation
-from tests.tiny_runs import before_update, count_even, metric_lines, tiny_trainer, weights, with_advantages
+from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights, with_advantages
 
 PAIRS = {
     "dynamic_sampling": 2,
@@ -117,26 +117,22 @@ def test_what_a_subclass_adds_to_the_rollouts_follows_its_rows(whole, tmp_path):
     assert trainer.sampling_params.sampling_round == 0 and whole[0].sampling_params.sampling_round == 0
 
 
-@pytest.mark.parametrize("place", ["redraw", "update"])
-def test_a_run_that_is_interrupted_while_it_draws_or_after_is_the_run_that_never_was(place, whole, tmp_path):
+def test_a_run_that_is_interrupted_while_it_draws_is_the_run_that_never_was(whole, tmp_path):
     trainer = trainer_of(tmp_path, Recording)
     generate = trainer._generate
 
     def stopping_generate(prompts, sampling_params):
-        if place == "redraw" and sampling_params.step == 1 and sampling_params.sampling_round == 1:
+        if sampling_params.step == 1 and sampling_params.sampling_round == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return generate(prompts, sampling_params)
 
     trainer._generate = stopping_generate
-    if place == "update":
-        # The second of the first step.
-        before_update(trainer, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Interrupted):
         trainer.train()
     assert len(metric_lines(tmp_path)) == 1
     resumed = trainer_of(tmp_path, Recording)
     resumed.train(resume_from_checkpoint=True)
-    # A redraw is begun anew with the step; an update is finished first.
+    # A redraw is begun anew with the step.
     assert [call["step"] for call in resumed.calls][0] == 1
     assert metric_lines(tmp_path) == metric_lines(whole[1])
     for name, value in weights(whole[0]).items():

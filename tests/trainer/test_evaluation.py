@@ -8,13 +8,10 @@ import torch
 import yaml
 from peft import LoraConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.cli.evaluate import evaluate
 from alpaca_ppo.cli.train import run_training
-from alpaca_ppo.models import load_critic
 from alpaca_ppo.trainer.preflight import evaluation_settings
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
@@ -56,35 +53,6 @@ def test_sampled_evaluation_repeats_its_random_numbers(tmp_path):
     timeless = [{k: v for k, v in stats.items() if not k.startswith("time/")} for stats in (first, second)]
     assert timeless[0] == timeless[1]
     assert rows == table(tmp_path, 0)
-
-
-def test_the_final_folders_load_and_give_the_trained_numbers(tmp_path):
-    for layout in ("separate", "shared"):
-        trainer = tiny_trainer(tmp_path / layout, critic_layout=layout)
-        trainer.train()
-        final = tmp_path / layout / "final"
-        policy = AutoModelForCausalLM.from_pretrained(final / "policy").eval()
-        critic = load_critic(str(final / "value")).eval()
-        tokenizer = AutoTokenizer.from_pretrained(final / "policy")
-        ids = tokenizer("w10 w11 w12 w13", return_tensors="pt")["input_ids"]
-        queries, responses = ids[:, :2], ids[:, 2:]
-        with torch.no_grad():
-            outputs = trainer.actor_critic(
-                queries,
-                torch.ones_like(queries),
-                responses,
-                torch.ones_like(responses, dtype=torch.bool),
-                temperature=1.0,
-                chunk_size=8,
-            )
-            logprobs = policy(ids).logits[0, 1:3].log_softmax(-1).gather(1, responses.T)[:, 0]
-            values = critic.head(critic.backbone(ids).last_hidden_state[0, 1:3]).values
-        assert_close(outputs.logprobs[0], logprobs, rtol=1e-4, atol=1e-5)
-        assert_close(outputs.values[0], values, rtol=1e-4, atol=1e-5)
-        assert float(outputs.values.abs().max()) > 0
-        card = (final / "policy/README.md").read_text()
-        assert "objective/scores" in card
-        assert "- **Reward**: `count_even`\n" in card
 
 
 def even_share(completion_ids, **columns):

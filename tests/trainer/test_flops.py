@@ -119,14 +119,6 @@ def test_every_layout_executes_what_its_real_tokens_need(settings, passes, few, 
     assert_executed(count, needed(few, **passes))
 
 
-def test_a_step_that_spares_the_old_policys_pass_executes_the_others(few, tmp_path, monkeypatch):
-    count = CountSteps(monkeypatch)
-    # Steps 2 and 3 compare sampler and trainer, once the first has moved the policy away from its reference.
-    make_trainer(few, str(tmp_path), steps=4, callbacks=[count], learning_rate=1e-3).train()
-    assert count.logs["mismatch/recomputed"] == 0 and count.logs["tokens/sampled"] == sum(few.lengths)
-    assert_executed(count, needed(few, old_policy_pass=False))
-
-
 def test_the_formula_is_what_plain_passes_without_padding_execute():
     bare, counted = BareSteps(workloads.realistic(4, 8, **SMALL)), {}
 
@@ -164,43 +156,3 @@ def test_the_formula_is_what_a_plain_pass_with_adapters_executes(targets):
     # The head is frozen: a product forward and one for the gradient of the hidden states.
     head = 4 * 8 * 2 * 2 * 96 * 1024
     assert counter.get_total_flops() == backbone.forward(rows) + backbone.backward(rows) + head
-
-
-def test_nothing_below_the_first_adapter_has_a_gradient():
-    model = workloads.policy(workloads.realistic(4, 8, **SMALL))
-    get_peft_model(model, lora())
-    backbone = Backbone.of(model)
-    # A layer of width 96: q, k, v, dense of 96 * 96, fc1 and fc2 of 96 * 384, A and B of q and v of 4 * 96.
-    square, wide, adapter = 96 * 96, 96 * 384, 4 * 96
-    assert backbone.weights == 2 * (4 * square + 2 * wide + 4 * adapter)
-    # A layer's inputs need a gradient everywhere, and the adapters' weights too ...
-    second = 4 * square + 2 * wide + 2 * 4 * adapter
-    # ... but the first layer's input comes from the frozen embedding: attention and, beside it in Phi, fc1 and fc2 read
-    # it. Only the output projection and the two B read what an adapter has changed.
-    first = square + adapter * (2 + 2 * 2)
-    assert backbone.gradients == first + second
-
-
-def test_every_row_attends_to_its_own_tokens_only():
-    rows = Backbone(weights=3, gradients=5, attention=2)
-    # 3 tokens * 3 weights * 2 = 18; rows of 2 and 1 tokens: 4 * 2 * (2 * 2 + 1 * 1) = 40.
-    assert rows.forward([2, 1]) == 58
-    # 3 tokens * 5 gradients * 2; five attention products instead of two.
-    assert rows.backward([2, 1]) == 30 + 100
-    # Two tokens, after 1 and 2 others and with themselves: 2 * 6 + 4 * 2 * (2 + 3).
-    assert rows.decode(1, 2) == 52
-    # Two tokens at once after 1 other, which the kernel counts with all three keys: 2 * 6 + 4 * 2 * 2 * 3.
-    assert rows.extend(1, 2) == 60
-
-
-def test_the_samples_of_a_prompt_share_it_in_all_passes_but_the_updates():
-    workload = workloads.realistic(1, 8, **SMALL)
-    policy, reward = workloads.policy(workload), workloads.classifier(workload, 2)
-    backbone, logits = Backbone.of(policy), 2 * 96 * 1024
-    need = needed_flops(
-        policy, None, None, reward, prompts=[5], responses=[3, 1], texts=[7, 5], epochs=1, old_policy_pass=True
-    )
-    # Tokens 2 and 3 of the first response are sampled after 5 and 6 others, and its first is the second's only one.
-    assert need.rollout == backbone.forward([5]) + backbone.extend(5, 1) + backbone.extend(6, 1) + 3 * logits
-    assert need.logprobs == backbone.forward([5]) + backbone.extend(5, 2) + 4 * logits
-    assert need.update == backbone.forward([7, 5]) + backbone.backward([7, 5]) + 3 * 4 * logits

@@ -106,12 +106,6 @@ def test_a_critic_that_errs_does_not_bias_the_gradient(problem, layout, tmp_path
 
 
 @either_problem
-def test_bootstrapping_from_a_critic_that_errs_biases_the_gradient(problem, tmp_path):
-    trainer, update = expected_update(tmp_path, problem, lam=0.5)
-    assert misalignment(update, objective_gradient(trainer, problem)) > 0.01
-
-
-@either_problem
 def test_whitening_by_given_numbers_rescales_the_gradient(problem, tmp_path):
     # Mean and std are those of the enumeration here, the same for each response: (A - m) / s is 1 / s of the gradient,
     # since a constant is a baseline like any other.
@@ -165,21 +159,6 @@ def test_the_group_mean_as_baseline_gives_half_the_gradient_in_groups_of_two(pro
     assert relative_error(2 * update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "opo"])
-def test_the_std_of_the_group_and_weights_by_length_change_the_direction(estimator, tmp_path):
-    problem = PROBLEMS["up to three"]
-    trainer, _, update = expected_pair_update(tmp_path, problem, estimator)
-    assert misalignment(update, objective_gradient(trainer, problem)) > 0.01
-
-
-def test_the_whitened_group_mean_is_half_the_gradient_over_the_std(tmp_path):
-    problem = PROBLEMS["up to three"]
-    plain = expected_pair_update(tmp_path / "a", problem, "grpo_no_std", kl_coef=BETA)[1]
-    std = plain["advantages"][plain["response_mask"]].std()
-    trainer, _, update = expected_pair_update(tmp_path / "b", problem, "reinforce_plus_plus_baseline", kl_coef=BETA)
-    assert relative_error(2 * std * update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
-
-
 @either_problem
 @pytest.mark.parametrize("kind", ["k2", "k1+", "k3+"])
 def test_kl_in_the_loss_is_that_of_the_next_token_at_the_visited_states(problem, kind, tmp_path):
@@ -209,16 +188,6 @@ def test_k1_in_the_loss_has_no_gradient_on_average(problem, tmp_path):
 
 
 @either_problem
-def test_kl_in_reward_and_loss_and_the_entropy_bonus_add_up(problem, tmp_path):
-    settings = {"kl_coef": BETA, "kl_loss_coef": COEF, "kl_loss_type": "k2", "entropy_coef": 0.2}
-    trainer, update = expected_update(tmp_path, problem, **settings)
-    penalty = visited_states_gradient(trainer, problem, kl_of_tokens)
-    bonus = visited_states_gradient(trainer, problem, entropy_of_tokens)
-    gradient = objective_gradient(trainer, problem, kl_coef=BETA)
-    assert relative_error(update, gradient - COEF * penalty + 0.2 * bonus) < TOLERANCE
-
-
-@either_problem
 def test_the_entropy_bonus_is_that_of_the_next_token_at_the_visited_states(problem, tmp_path):
     trainer, update = expected_update(tmp_path, problem, entropy_coef=COEF)
     bonus = visited_states_gradient(trainer, problem, entropy_of_tokens)
@@ -243,12 +212,6 @@ def test_a_normalisation_that_is_the_same_for_all_responses_rescales_the_gradien
     settings = {"loss_agg_mode": mode, "denominator": denominator, "kl_coef": BETA}
     trainer, update = expected_update(tmp_path, problem, **settings)
     assert relative_error(3 * update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
-
-
-def test_the_mean_over_each_responses_tokens_favours_tokens_of_short_ones(tmp_path):
-    problem = PROBLEMS["up to three"]
-    trainer, update = expected_update(tmp_path, problem, loss_agg_mode="seq-mean-token-mean")
-    assert misalignment(update, objective_gradient(trainer, problem)) > 0.01
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "dppo"])
@@ -287,9 +250,3 @@ def test_an_optimizer_step_in_micro_batches_takes_the_gradient(mode, tmp_path):
 
 def flat_policy(trainer):
     return torch.cat([p.detach().flatten().clone() for p in trainer.actor_critic.policy.parameters()])
-
-
-def misalignment(update, gradient):
-    """The part of `gradient` that no multiple of `update` has, over its norm."""
-    multiple = (update @ gradient) / (update @ update)
-    return relative_error(multiple * update, gradient)

@@ -68,12 +68,6 @@ def test_a_critic_of_another_size_is_exported_and_starts_another_run(tmp_path):
     head = second.actor_critic.critic.head
     assert_close(head.weight, trainer.actor_critic.critic.head.weight)
     assert all(torch.equal(p, backbone_of(trainer)[name]) for name, p in backbone_of(second).items())
-    third = tiny_trainer(tmp_path / "third", critic="c51", **given(tiny_causal_lm("llama", seed=7, **WIDE)))
-    save_final(tmp_path / "c51", third.actor_critic, tiny_tokenizer(), TrainedRun(WeightsStep(2, 2), {}, {}))
-    loaded = load_critic(str(tmp_path / "c51" / "value"))
-    assert loaded.head.hidden_size == 64 and loaded.head.kind == "c51"
-    fourth = tiny_trainer(tmp_path / "fourth", critic="c51", **given(str(tmp_path / "c51" / "value")))
-    assert all(torch.equal(p, backbone_of(third)[name]) for name, p in backbone_of(fourth).items())
 
 
 def test_the_policy_itself_may_be_the_value_model(tmp_path):

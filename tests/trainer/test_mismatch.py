@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.generation import Backend, generate, register_generation_backend
 from alpaca_ppo.ppo import rollouts
 from alpaca_ppo.ppo.mismatch import SamplerMismatch, clipped_difference, exceeded_bounds, spread_by_length
@@ -100,60 +99,16 @@ def never(prompts, completions, **columns):
     raise AssertionError("no reward is computed before sampler and trainer agree")
 
 
-@pytest.mark.parametrize("arch", ["rwkv", "recurrent_gemma"])
-def test_a_model_that_samples_otherwise_than_it_trains_is_refused(arch, tmp_path):
+def test_a_model_that_samples_otherwise_than_it_trains_is_refused(tmp_path):
     arguments = {"reward_funcs": never}
     trainer = tiny_trainer(
-        tmp_path, model=tiny_causal_lm(arch), trainer_arguments=arguments, generation_backend="generate"
+        tmp_path, model=tiny_causal_lm("rwkv"), trainer_arguments=arguments, generation_backend="generate"
     )
     before = weights(trainer)
     message = rf"disagree .* in 4 short responses before the first rollout: {ABS} is .* \(bound 0.1\)"
     with pytest.raises(ValueError, match=message + ".*mismatch_action: warn.*in a new run, old_policy: correct"):
         trainer.train()
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
-
-
-def one_at_a_time(folder, model, *, n, **overrides):
-    """A trainer that samples a prompt's `n` responses alone."""
-    return tiny_trainer(folder, model=model, num_return_sequences=n, rollout_per_device_batch_size=n, **overrides)
-
-
-def test_one_row_at_a_time_rwkv_is_sampled_as_it_is_trained(tmp_path):
-    settings = {"generation_backend": "generate", "response_len": 3}
-    trainer = one_at_a_time(tmp_path / "a", tiny_causal_lm("rwkv"), n=1, **settings)
-    trainer.check_sampler()
-    batch = trainer.rollout(trainer.collate(trainer.train_prompts, [0, 1, 2, 3]))
-    torch.testing.assert_close(batch["logprobs"], batch["rollout_logprobs"], rtol=1e-5, atol=1e-5)
-    # transformers' RWKV broadcasts the state of two rows over one another.
-    with pytest.raises(ValueError, match="in 8 short responses"):
-        one_at_a_time(tmp_path / "b", tiny_causal_lm("rwkv"), n=2, **settings).check_sampler()
-
-
-def test_positions_that_count_padding_are_found_and_are_harmless_without_it(tmp_path):
-    def counted():
-        """A GPT-2 that is not told positions, and counts every column."""
-        model = tiny_causal_lm("gpt2")
-        # Positions that matter.
-        model.transformer.wpe.weight.data *= 4
-        model.transformer.register_forward_pre_hook(
-            lambda module, inputs, keywords: (inputs, {**keywords, "position_ids": None}), with_kwargs=True
-        )
-        return model
-
-    with pytest.raises(ValueError, match="in 8 short responses"):
-        tiny_trainer(tmp_path / "a", model=counted(), num_return_sequences=2).check_sampler()
-    one_at_a_time(tmp_path / "b", counted(), n=2).check_sampler()
-
-
-def test_dropout_that_stays_on_is_found(tmp_path):
-    model = tiny_causal_lm("llama")
-
-    def drop(module, inputs, output):
-        return torch.nn.functional.dropout(output, 0.3) if module.training else output
-
-    model.model.layers[0].mlp.register_forward_hook(drop)
-    with pytest.raises(ValueError, match="sampler and trainer disagree"):
-        tiny_trainer(tmp_path, model=model).train()
 
 
 @pytest.fixture
@@ -210,13 +165,6 @@ def test_a_step_is_refused_before_it_moves_a_weight(old_policy, tmp_path):
     assert trainer.updater.num_updates == 0
 
 
-def test_a_mismatch_in_a_later_step_is_found_in_that_step(tmp_path):
-    trainer = tiny_trainer(tmp_path, trainer_class=shifted(0.11, passes=1))
-    with pytest.raises(ValueError, match="in the responses of this step"):
-        trainer.train()
-    assert [line["step"] for line in metric_lines(tmp_path)] == [1]
-
-
 def stopped_in_step_2(folder, **settings):
     """Settings of a run that was stopped in its second of two steps, saved only because of that."""
     random.seed(0)
@@ -250,13 +198,6 @@ def test_a_run_that_was_stopped_in_a_later_step_continues_before_its_rollouts(ol
     lines, trained = in_one_go(tmp_path / "b", PPOTrainer, **how)
     assert metric_lines(tmp_path / "a") == lines
     assert all(torch.equal(trained[name], value) for name, value in weights(repaired).items())
-
-
-@pytest.mark.filterwarnings("ignore:sampler and trainer disagree", "ignore:before any update")
-def test_a_run_that_was_stopped_trains_all_the_same_if_resumed_with_a_warning(tmp_path):
-    how = stopped_in_step_2(tmp_path / "a") | {"mismatch_action": "warn"}
-    tiny_trainer(tmp_path / "a", trainer_class=shifted(0.11), **how).train(resume_from_checkpoint=True)
-    assert metric_lines(tmp_path / "a") == in_one_go(tmp_path / "b", shifted(0.11, passes=1), **how)[0]
 
 
 def test_a_run_that_is_stopped_in_its_first_step_saves_nothing(tmp_path):
@@ -296,50 +237,18 @@ def luck(prompts, completions, completion_ids, **columns):
     return [score + random.random() + float(torch.rand(())) for score in scores]
 
 
-def finished(folder, action, *, stop_after=None):
-    """Metrics and weights of a run, interrupted and resumed after `stop_after` steps."""
-    random.seed(0)
-    torch.manual_seed(0)
-    arguments = {"reward_funcs": luck}
-    settings = {"generation_backend": "counting", "save_steps": 1, "mismatch_action": action, "old_policy": "recompute"}
-    trainer = tiny_trainer(folder, trainer_arguments=arguments, **settings)
-    if stop_after is not None:
-        plain = trainer._end_step
-
-        def end_step(stats):
-            plain(stats)
-            if trainer.state.global_step == stop_after:
-                raise Interrupted(15)
-
-        trainer._end_step = end_step
-        with pytest.raises(Interrupted):
-            trainer.train()
-        trainer = tiny_trainer(folder, trainer_arguments=arguments, **settings)
-        random.seed(9)
-    trainer.train(resume_from_checkpoint=stop_after is not None)
-    return metric_lines(folder), weights(trainer)
-
-
-@pytest.mark.parametrize("stop_after", [None, 1])
-def test_the_check_is_made_once_in_a_process_and_moves_no_number(stop_after, tmp_path):
-    sampled = []
-
-    class Counting(Backend):
+def test_the_check_moves_no_number_of_a_run(tmp_path):
+    class Drawing(Backend):
         has_own_weights = True
 
         def generate(self, model, prompts, params, **how):
             torch.rand(1)
-            sampled.append((len(prompts["queries"]), params.max_new_tokens))
             return generate(model, prompts, params, backend="generate", **how)
 
+    settings = {"generation_backend": "drawing", "old_policy": "recompute"}
     with temporary_choices():
-        register_generation_backend("counting")(Counting)
-        lines, trained = finished(tmp_path / "a", "ignore", stop_after=stop_after)
-        unchecked, sampled = list(sampled), []
-        checked_lines, checked = finished(tmp_path / "b", "stop", stop_after=stop_after)
-    # Ten prompts in each of two steps; the check takes four more per process.
-    assert unchecked == [(10, 5)] * 2
-    assert len(sampled) == len(unchecked) + (1 if stop_after is None else 2)
-    assert sampled[0] == (4, 5)
-    assert checked_lines == lines
-    assert all(torch.equal(checked[name], value) for name, value in trained.items())
+        register_generation_backend("drawing")(Drawing)
+        for action in ("ignore", "stop"):
+            arguments = {"reward_funcs": luck}
+            tiny_trainer(tmp_path / action, mismatch_action=action, trainer_arguments=arguments, **settings).train()
+    assert metric_lines(tmp_path / "stop") == metric_lines(tmp_path / "ignore")

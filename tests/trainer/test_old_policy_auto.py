@@ -10,7 +10,7 @@ from alpaca_ppo.generation.backends import GenerateBackend
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, tiny_trainer
 
 RUN = {"rollout_batch_size": 4, "total_episodes": 16, "step_batch_size": 2}
 """Four steps of two optimizer steps."""
@@ -46,19 +46,6 @@ def test_where_the_two_agree_all_steps_but_the_first_spare_the_policys_pass(tmp_
     assert all(line["ppo/policy/first_ratio_error_max"] < 1e-4 for line in lines)
     # The policy is its reference still.
     assert lines[0]["objective/kl_sum_seq"] == 0
-
-
-def test_the_weights_are_those_of_recomputed_log_probs_up_to_rounding(tmp_path):
-    # A larger epsilon: with AdamW's own, the sign of a gradient that is all rounding moves a weight by a whole step.
-    runs = {}
-    for mode in ("auto", "recompute"):
-        trainer = tiny_trainer(tmp_path / mode, old_policy=mode, adam_epsilon=1e-3, **RUN)
-        start = weights(trainer)
-        trainer.train()
-        runs[mode] = weights(trainer)
-    moved = max(float((value - start[name]).abs().max()) for name, value in runs["recompute"].items())
-    apart = max(float((value - runs["auto"][name]).abs().max()) for name, value in runs["recompute"].items())
-    assert moved > 1e-3 and 0 < apart < 1e-3 * moved
 
 
 @pytest.mark.parametrize("action", ["stop", "ignore"])

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig
-from torch.testing import assert_close
 from transformers import LlamaForCausalLM
 
 from alpaca_ppo.functional.packing import PackedRows
@@ -11,41 +9,7 @@ from alpaca_ppo.models import ActorCritic, Policy
 from alpaca_ppo.models.policy import PolicyOutputs
 from alpaca_ppo.models.trial import packing_problem
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, tiny_trainer, weights
-
-LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
-# What depends on how rows are packed, and rounding near zero.
-LEFT_OUT = ("padding_fraction", "mismatch/", "first_ratio_error", "kl_by_source")
-
-
-@pytest.mark.parametrize(
-    ("settings", "arguments"),
-    [
-        ({}, {}),
-        ({"adv_estimator": "grpo", "num_return_sequences": 3, "rollout_batch_size": 4}, {}),
-        ({"critic_layout": "adapter", "gradient_checkpointing": True}, LORA),
-        ({"critic_layout": "shared", "kl_loss_coef": 0.001}, {}),
-    ],
-    ids=["separate", "group", "adapter", "shared"],
-)
-def test_a_run_without_padding_learns_what_one_with_it_learns(settings, arguments, tmp_path):
-    runs = []
-    for choice in (False, True):
-        folder = tmp_path / str(choice)
-        trainer = tiny_trainer(
-            folder, dtype=torch.float64, padding_free=choice, trainer_arguments=arguments, **settings
-        )
-        assert trainer.actor_critic.padding_free is choice
-        trainer.train()
-        runs.append((weights(trainer), metric_lines(folder)))
-    (padded, lines), (packed, packed_lines) = runs
-    for name, weight in padded.items():
-        assert_close(packed[name], weight, rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
-    for line, packed_line in zip(lines, packed_lines, strict=True):
-        assert line.keys() == packed_line.keys()
-        for name, value in line.items():
-            if isinstance(value, float) and not any(word in name for word in LEFT_OUT):
-                assert packed_line[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+from tests.tiny_runs import metric_lines, tiny_trainer
 
 
 class OwnStates(Policy):

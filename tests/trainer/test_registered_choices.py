@@ -44,7 +44,7 @@ class GaussianHead(CriticHead):
         return Loss(loss, {"log_variance": functional.masked_mean(log_variance.detach(), mask)})
 
 
-@pytest.mark.parametrize("layout", ["separate", "shared", "adapter"])
+@pytest.mark.parametrize("layout", ["separate", "adapter"])
 def test_a_new_critic_is_one_class_that_trains_is_saved_and_loads_again(layout, tmp_path):
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     arguments = {"peft_config": lora} if layout == "adapter" else {}

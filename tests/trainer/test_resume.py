@@ -1,6 +1,5 @@
 """A run that was stopped and resumed is the run that was never stopped, to the last bit."""
 
-import json
 import shutil
 
 import pytest
@@ -92,16 +91,6 @@ def test_what_a_trainer_does_before_it_resumes_keeps_no_later_records(first, tmp
     assert [value for _, value in scalars] == pytest.approx([value for _, value in expected])
 
 
-def test_a_trainer_that_evaluates_first_starts_a_new_run_without_the_records_of_an_old_one(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
-    trainer = tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10, "overwrite_output_dir": True})
-    trainer.evaluate()
-    trainer.train()
-    assert [line["step"] for line in metric_lines(tmp_path)] == [0, 1]
-    assert (tmp_path / "eval/step_000000.jsonl").exists()
-    assert len(board(tmp_path).Tensors("run.yaml/text_summary")) == 1
-
-
 def test_what_is_logged_before_resuming_does_not_change_the_records(tmp_path):
     arguments = {"eval_dataset": prompts(3)}
     settings = {"save_steps": 1, "trainer_arguments": arguments}
@@ -144,45 +133,6 @@ def test_a_checkpoint_of_other_data_or_another_model_is_refused_before_anything_
     with pytest.raises(ValueError, match="checkpoint-2"):
         other_model.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert len(metric_lines(tmp_path)) == 3, "nothing was overwritten"
-
-
-def test_a_resumed_run_may_not_change_what_decides_its_numbers(tmp_path):
-    stopped_run(tmp_path, after=2)
-    with pytest.raises(ValueError, match="args.learning_rate"):
-        tiny_trainer(tmp_path, **{**RUN, "learning_rate": 0.05}).train(resume_from_checkpoint=True)
-    tiny_trainer(tmp_path, **{**RUN, "save_steps": 1, "step_per_device_batch_size": 2}).train(
-        resume_from_checkpoint=True
-    )
-    assert len(metric_lines(tmp_path)) == 6
-
-
-def test_evaluating_a_finished_run_leaves_its_records(tmp_path):
-    tiny_trainer(tmp_path).train()
-    before = (tmp_path / "metrics.jsonl").read_text()
-    tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(3)}).evaluate()
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-    assert (tmp_path / "rollouts/step_000001.jsonl").exists()
-
-
-def test_a_finished_run_is_not_overwritten_by_a_new_one(tmp_path):
-    tiny_trainer(tmp_path).train()
-    with pytest.raises(ValueError, match="output_dir"):
-        tiny_trainer(tmp_path).train()
-    assert len(metric_lines(tmp_path)) == 2
-
-
-def test_rollouts_on_disk_carry_text_and_numbers_of_every_token(tmp_path):
-    trainer = tiny_trainer(tmp_path, num_logged_rollouts=3)
-    trainer.train()
-    rows = [json.loads(line) for line in (tmp_path / "rollouts/step_000001.jsonl").read_text().splitlines()]
-    assert len(rows) == 3
-    for row in rows:
-        assert row["length"] == len(row["tokens"]) > 0
-        assert row["prompt"].startswith("w")
-        assert row["response"].split()[0] == row["tokens"][0]["text"]
-        assert row["score"] == sum(token["id"] % 2 == 0 for token in row["tokens"])
-        for token in row["tokens"]:
-            assert token["kl"] == pytest.approx(token["logprobs"] - token["ref_logprobs"], abs=1e-5)
 
 
 def test_a_run_resumed_from_an_older_checkpoint_goes_its_own_way_and_resumes_from_that(tmp_path):

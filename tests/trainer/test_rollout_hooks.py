@@ -7,59 +7,7 @@ from torch.testing import assert_close
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples, per_token
-from tests.tiny_models import EOS, PAD
-from tests.tiny_runs import metric_lines, tiny_trainer
-
-
-class HuggingFaceSampler(PPOTrainer):
-    """Takes tokens and log-probs from `model.generate` of transformers instead of the package's sampler."""
-
-    def _generate(self, prompts, sampling_params):
-        n, width = sampling_params.num_return_sequences, sampling_params.max_new_tokens
-        queries, masks = prompts["queries"], prompts["query_attn_masks"]
-        model = self.actor_critic.policy.model
-        model.eval()
-        with torch.no_grad():
-            out = model.generate(
-                input_ids=queries,
-                attention_mask=masks,
-                do_sample=True,
-                top_k=0,
-                max_new_tokens=width,
-                num_return_sequences=n,
-                eos_token_id=EOS,
-                pad_token_id=PAD,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        model.train()
-        responses = torch.full((len(queries) * n, width), PAD)
-        new = out.sequences[:, queries.size(1) :]
-        responses[:, : new.size(1)] = new
-        ended = (responses == EOS).long().cumsum(dim=1)
-        mask = (ended - (responses == EOS).long()) == 0
-        logits = torch.stack(out.logits, dim=1).log_softmax(dim=-1)
-        logprobs = torch.zeros(responses.shape)
-        logprobs[:, : new.size(1)] = logits.gather(2, new.unsqueeze(2)).squeeze(2)
-        return {
-            "responses": torch.where(mask, responses, PAD),
-            "response_mask": mask,
-            "rollout_logprobs": torch.where(mask, logprobs, 0),
-            "stopped": ended[:, -1] > 0,
-        }
-
-
-def test_tokens_of_another_engine_train_and_their_log_probs_are_the_trainer_s(tmp_path):
-    torch.manual_seed(0)
-    trainer = tiny_trainer(
-        tmp_path, trainer_class=HuggingFaceSampler, adv_estimator="rloo", num_return_sequences=2, response_len=6
-    )
-    trainer.train()
-    lines = metric_lines(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2]
-    # exp(logprob - rollout_logprob) of the same tokens under the same weights.
-    assert all(abs(line["mismatch/ratio_max"] - 1) < 1e-4 for line in lines)
-    assert all(line["objective/response_length"] > 1 for line in lines)
+from tests.tiny_runs import tiny_trainer
 
 
 def holed(trainer_class=PPOTrainer, score=None):
