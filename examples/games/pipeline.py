@@ -12,7 +12,7 @@ from typing import Any
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.environments.kinds import EnvironmentKind
-from examples import train_sft
+from alpaca_ppo.supervised.sft import train_sft
 from examples.games import calculator, guessing
 from examples.games.base import calculator_tokenizer, guessing_tokenizer, write_base
 from examples.games.rows import BEST, GROUP, Sizes, settings_of
@@ -201,7 +201,7 @@ class Experiment:
 
         def fill(folder: Path) -> None:
             paths = {"model_name_or_path": model, "dataset_name": data, "output_dir": folder}
-            train_sft.main(flags_of({"config": preset, **paths, **settings}))
+            train_sft(flags_of({"config": preset, **paths, **settings}))
 
         return self._stage(name, title, fill, settings, [preset, SUPERVISED / "sft.py"], [data.parent, model])
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import read_yaml
-from examples import train_sft
+from alpaca_ppo.supervised.sft import train_sft
 from examples.long_horizon.base import write_base
 from examples.long_horizon.other_data import uneven_prompts
 from examples.long_horizon.rows import (
@@ -127,7 +127,7 @@ class Experiment:
         settings = {"seed": self.arguments.data_seed, "max_length": length} | KEEP_NOTHING
 
         def fill(folder: Path) -> None:
-            train_sft.main(_training_flags(preset, base, data / DEMONSTRATIONS, folder, settings))
+            train_sft(_training_flags(preset, base, data / DEMONSTRATIONS, folder, settings))
 
         return run_stage(
             self.root / name,

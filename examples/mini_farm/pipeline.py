@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.fields import argument
-from examples import train_reward_model, train_sft
+from alpaca_ppo.supervised.reward_model import train_reward_model
+from alpaca_ppo.supervised.sft import train_sft
 from examples.mini_farm import evaluation, preferences
 from examples.mini_farm.base import write_base
 from examples.mini_farm.splits import SPLITS, Row, draw_splits, prompt_of, read_rows, write_rows
@@ -103,7 +104,7 @@ class Lab:
         settings = {"num_train_epochs": self.arguments.sft_epochs, "seed": self.arguments.data_seed} | KEEP_NOTHING
 
         def fill(folder: Path) -> None:
-            train_sft.main(_argv(preset, self.base, self.data / "sft.jsonl", folder, settings))
+            train_sft(_argv(preset, self.base, self.data / "sft.jsonl", folder, settings))
 
         return run_stage(
             self.root / "sft",
@@ -146,7 +147,7 @@ class Lab:
 
         def fill(folder: Path) -> None:
             write_rows(folder / "pairs.jsonl", read_rows(self.pairs / "train.jsonl")[:pairs])
-            train_reward_model.main(_argv(preset, self.sft, folder / "pairs.jsonl", folder, settings))
+            train_reward_model(_argv(preset, self.sft, folder / "pairs.jsonl", folder, settings))
             self._write_agreement(folder, folder)
 
         return run_stage(
@@ -168,7 +169,7 @@ class Lab:
         settings |= {"use_peft": "true", "learning_rate": 2e-3}
 
         def fill(folder: Path) -> None:
-            train_reward_model.main(_argv(preset, self.sft, self.pairs / "train.jsonl", folder, settings))
+            train_reward_model(_argv(preset, self.sft, self.pairs / "train.jsonl", folder, settings))
             self._write_agreement(folder, _merge_reward_adapter(folder, folder / "merged"))
 
         return run_stage(

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from alpaca_ppo.environments.episode import EnvironmentFailure
-from alpaca_ppo.environments.kinds import EnvironmentKind
 from examples.environments.gymnasium_text import GymnasiumText
 from examples.environments.openenv_client import OpenEnvPartner
 from tests.environments.test_games import play
@@ -51,12 +50,6 @@ def test_a_game_is_played_through_text():
     assert partner.reply(" up \n") == ("\nw21\n", 0.5)
     assert partner.reply("down") == (None, 2.0)
     assert game.actions == ["up", "down"]
-
-
-def test_a_time_limit_of_the_game_ends_the_episode():
-    partner = GymnasiumText(Ladder(limit=1))
-    partner.reset(seed=0)
-    assert partner.reply("up") == (None, 0.5)
 
 
 def test_text_that_is_no_action_is_answered_and_does_not_move_the_game():
@@ -185,9 +178,3 @@ def test_an_error_of_the_server_stops_the_run_by_name(server, tmp_path):
     make = lambda: partner_of(server, to_action=lambda text: {"message": "crash"})  # noqa: E731
     with pytest.raises(EnvironmentFailure, match="turn 1: reply raised RuntimeError: Server error: out of lives"):
         play(tmp_path, make, total_episodes=10).train()
-
-
-def test_both_adapters_are_partners_that_are_reset_together():
-    for make in (lambda: GymnasiumText(Ladder()), lambda: OpenEnvPartner(None, to_action=str, to_text=str)):
-        kind = EnvironmentKind("game", make)
-        assert (kind.has_reply, kind.resets_together, kind.tools) == (True, True, [])

@@ -6,33 +6,19 @@ from examples.rewards.gsm8k import correctness, well_formed
 SOLUTION = "She has 3 + 4 = <<3+4=7>>7 eggs.\n#### "
 
 
-@pytest.mark.parametrize(
-    ("written", "answer", "expected"),
-    [
-        ("7", "7", 1.0),
-        ("8", "7", 0.0),
-        ("$1,234", "1234", 1.0),
-        ("1234", "1,234", 1.0),
-        ("7.", "7", 1.0),
-        ("7.00", "7", 1.0),
-        ("0.5", ".5", 1.0),
-        ("7.5", "7", 0.0),
-        ("-7", "7", 0.0),
-        ("-$7", "-7", 1.0),
-        ("$-7", "-7", 1.0),
-        ("$ 7 dollars", "7", 1.0),
-        ("77", "7", 0.0),
-        ("seven", "7", 0.0),
-        ("", "7", 0.0),
-        # Only the last result counts; an #### without a number has no result.
-        ("8\nNo.\n#### 7", "7", 1.0),
-        ("7\nNo.\n#### 8", "7", 0.0),
-        ("7\n####", "7", 0.0),
-        ("123456789012345678901", "123456789012345678902", 0.0),
-    ],
-)
-def test_correctness_compares_the_numbers_after_the_last_hashes(written, answer, expected):
-    assert correctness(completions=[SOLUTION + written], answer=[f"Work.\n#### {answer}"]) == [expected]
+RIGHT = [("7", "7"), ("$1,234", "1234"), ("1234", "1,234"), ("7.", "7"), ("7.00", "7"), ("0.5", ".5"), ("-$7", "-7")]
+# Only the last result counts.
+RIGHT += [("$-7", "-7"), ("$ 7 dollars", "7"), ("8\nNo.\n#### 7", "7")]
+# An #### without a number has no result.
+WRONG = [("8", "7"), ("7.5", "7"), ("-7", "7"), ("77", "7"), ("seven", "7"), ("", "7"), ("7\n####", "7")]
+WRONG += [("7\nNo.\n#### 8", "7"), ("123456789012345678901", "123456789012345678902")]
+
+
+def test_correctness_compares_the_numbers_after_the_last_hashes():
+    for cases, expected in ((RIGHT, 1.0), (WRONG, 0.0)):
+        completions = [SOLUTION + written for written, _ in cases]
+        answers = [f"Work.\n#### {answer}" for _, answer in cases]
+        assert correctness(completions=completions, answer=answers) == [expected] * len(cases)
 
 
 def test_correctness_is_zero_without_hashes():
@@ -48,30 +34,12 @@ def test_an_answer_without_a_result_is_refused_with_its_row():
         scorer(["a", "b"], ["#### 1", "#### 2"], [[1], [1]], rows)
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("Work.\n#### 7", 1.0),
-        ("#### 7", 1.0),
-        ("Work.\n#### -1,234.50\n", 1.0),
-        ("Work.\n#### 7 ", 1.0),
-        ("Work. #### 7", 0.0),
-        ("Work.\n####7", 0.0),
-        ("Work.\n#### seven", 0.0),
-        ("Work.\n####", 0.0),
-        ("Work.\n#### $7", 0.0),
-        ("Work.\n#### 7 eggs", 0.0),
-        ("Work.\n#### 7.", 0.0),
-        ("Work.\n#### 1,23", 0.0),
-        ("Work.\n#### 7\nMore.", 0.0),
-        ("Work.\n#### 7\n#### 7", 0.0),
-        ("Work.\n##### 7", 0.0),
-        ("Work.\n####\n7", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_well_formed_requires_exactly_one_result_line_at_the_end(completion, expected):
-    assert well_formed(completions=[completion]) == [expected]
+def test_well_formed_requires_exactly_one_result_line_at_the_end():
+    right = ["Work.\n#### 7", "#### 7", "Work.\n#### -1,234.50\n", "Work.\n#### 7 "]
+    ends = [" #### 7", "\n####7", "\n#### seven", "\n####", "\n#### $7", "\n#### 7 eggs", "\n#### 7.", "\n#### 1,23"]
+    ends += ["\n#### 7\nMore.", "\n#### 7\n#### 7", "\n##### 7", "\n####\n7"]
+    assert well_formed(completions=right) == [1.0] * 4
+    assert well_formed(completions=["", *(f"Work.{end}" for end in ends)]) == [0.0] * 13
 
 
 def test_both_accept_messages():

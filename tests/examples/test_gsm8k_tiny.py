@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from alpaca_ppo.cli.train import run_training
+from alpaca_ppo.cli.train import run_training, sft
 from alpaca_ppo.data import load_prompt_dataset
-from examples import gsm8k_tiny, train_sft
+from examples import gsm8k_tiny
 
 CONFIGS = Path(gsm8k_tiny.__file__).parent / "configs"
 TINY = ["--sft_rows", "20", "--test_rows", "6", "--vocab_size", "300", "--hidden_size", "16", "--num_layers", "1"]
@@ -43,9 +43,9 @@ def test_the_commands_of_the_readme_lead_from_a_file_to_a_table(questions, tmp_p
     monkeypatch.setattr(gsm8k_tiny, "RESPONSE_LEN", 12)
     prepare(questions, tmp_path)
     paths = {"model_name_or_path": tmp_path / "base", "dataset_name": tmp_path / "sft.jsonl"}
-    sft = flags(config=CONFIGS / "gsm8k_tiny_sft.yaml", **paths, output_dir=tmp_path / "sft", max_steps=40)
+    options = flags(config=CONFIGS / "gsm8k_tiny_sft.yaml", **paths, output_dir=tmp_path / "sft", max_steps=40)
     # Enough steps for some responses to stop; otherwise all get the same penalty, and nothing is learned.
-    train_sft.main([*sft, "--learning_rate", "0.02"])
+    sft([*options, "--learning_rate", "0.02"])
     paths = {"model_name_or_path": tmp_path / "sft", "dataset_name": tmp_path / "ppo.jsonl"}
     sizes = {"rollout_batch_size": 4, "step_batch_size": 4, "total_episodes": 8, "response_len": 12}
     ppo = flags(config=CONFIGS / "gsm8k_tiny_ppo.yaml", **paths, output_dir=tmp_path / "ppo", **sizes)
@@ -71,26 +71,3 @@ def test_the_splits_are_disjoint_and_complete(questions, tmp_path):
     splits = [load_prompt_dataset(str(tmp_path / f"{name}.jsonl"))["question"] for name in ("sft", "test", "ppo")]
     assert [len(split) for split in splits] == [20, 6, 14]
     assert len({question for split in splits for question in split}) == 40
-
-
-def test_a_response_that_does_not_stop_is_not_well_formed(questions, tmp_path, monkeypatch):
-    prepare(questions, tmp_path)
-    # Every text counts as well-formed, so only the stop token decides. Greedily, a random model repeats one token.
-    monkeypatch.setattr(gsm8k_tiny, "well_formed", lambda texts: [1.0] * len(texts))
-    monkeypatch.setattr(gsm8k_tiny, "RESPONSE_LEN", 4)
-    rows = load_prompt_dataset(str(tmp_path / "test.jsonl"))
-    figures = gsm8k_tiny.measure(tmp_path / "base", tmp_path / "base", rows, do_sample=False)
-    assert figures["stopped"] == figures["well_formed"] == 0.0
-    assert figures["length"] == 4.0
-
-
-def test_a_file_without_an_answer_column_is_refused_with_its_columns(tmp_path):
-    data = write_rows(tmp_path / "other.jsonl", [{"question": "1 + 1?", "solution": "2"}])
-    with pytest.raises(ValueError, match=r"no column \['answer'\], only \['question', 'solution'\]"):
-        prepare(data, tmp_path)
-
-
-def test_splits_that_leave_no_row_for_ppo_are_refused_with_their_sizes(questions, tmp_path):
-    few = write_rows(tmp_path / "few.jsonl", [json.loads(line) for line in questions.read_text().splitlines()[:26]])
-    with pytest.raises(ValueError, match=r"has 26 rows, but sft_rows \(20\) and test_rows \(6\)"):
-        prepare(few, tmp_path)

@@ -87,16 +87,6 @@ def test_a_spent_budget_ends_the_run_or_leaves_the_rest_to_other_sources(tmp_pat
         assert logged == [("judge_requests", 1), ("judge_tokens", 10)]
 
 
-def test_failed_requests_are_repeated_by_reward_retries_and_graded_rows_are_not(tmp_path):
-    def moody(request):
-        return response({}, status="503 Busy") if len(server.requests) == 2 else grades(request)
-
-    with RawServer(moody) as server:
-        reward = JudgedReward(f"http://{server.address}/v1", "m", cache=tmp_path / "a")
-        assert scored(reward, FailurePolicy(retries=1)) == [0.9, 0.0, 0.9, 0.55]
-        assert len(server.requests) == 4
-
-
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
@@ -118,12 +108,6 @@ def test_what_is_no_grade_is_an_error(answer, problem, tmp_path):
     assert len(server.requests) == (4 if "Eleven" in problem else 2)
     reminded = [request for request in server.requests if len(request.body["messages"]) == 3]
     assert len(reminded) == (2 if "Eleven" in problem else 0)
-
-
-def test_strange_usage_counts_nothing(tmp_path):
-    with RawServer(lambda request: message("[[5]]", usage={"total_tokens": "many"})) as server:
-        reward = JudgedReward(f"http://{server.address}/v1", "m", cache=tmp_path / "a")
-        assert scored(reward, batch=BATCH.row(0)) == [0.5] and reward.spent == {"requests": 1, "tokens": 0}
 
 
 def test_the_command_line_reads_the_environment(tmp_path, monkeypatch):

@@ -3,32 +3,24 @@
 import json
 import random
 from pathlib import Path
-from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
 from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.parser import read_yaml
-from examples.long_horizon import pipeline, table
+from examples.long_horizon import pipeline
 from examples.long_horizon.base import build_tokenizer
-from examples.long_horizon.other_data import (
-    LEVELS,
-    PROMPTS_PER_LEVEL,
-    uneven_prompts,
-)
-from examples.long_horizon.other_rewards import passes, true_marks
+from examples.long_horizon.other_rewards import true_marks
 from examples.long_horizon.pipeline import Experiment, HorizonArguments, flags_of
 from examples.long_horizon.results import outcome_of
-from examples.long_horizon.rows import ABLATIONS, OTHERS, PPO, ROWS, VAPO, Sizes, settings_of
+from examples.long_horizon.rows import ROWS, Sizes, settings_of
 from examples.long_horizon.task import (
     FORMS,
     PLURALS,
     QUERY_LEN,
     RESPONSE_LEN,
     STEPS,
-    WORDS,
     Teacher,
     draw_prompt,
     grades,
@@ -44,10 +36,6 @@ def text():
     generator = random.Random(3)
     prompt = draw_prompt(generator)
     return prompt, Teacher(0).write(prompt, generator)
-
-
-def test_every_word_of_the_language_is_another_one():
-    assert len(set(WORDS)) == len(WORDS) == 300 + 600 + 30 + 2 + 4
 
 
 def test_prompt_and_response_fill_the_lengths_of_the_preset_with_one_token_a_word(text):
@@ -93,30 +81,9 @@ def test_every_row_is_a_valid_configuration_with_as_many_samples_as_the_others(n
     assert args.total_episodes * args.num_return_sequences == 640
 
 
-def test_every_ablation_differs_from_the_recipe_and_every_option_from_the_row_beside_it():
-    def settings(name):
-        return settings_of(name, Sizes(32, 640))
-
-    assert all(settings(name) != settings(VAPO) for name in ABLATIONS)
-    assert all(settings(name) != settings(beside) for name, (beside, _) in OTHERS.items())
-
-
-def test_a_text_with_seven_of_ten_steps_right_passes():
-    assert passes([PROMPT] * 3, [text_with(20), text_with(21), text_with(30)]) == [0, 1, 1]
-
-
 def test_true_marks_count_steps_whose_mark_says_what_they_are():
     # All thirty marks say "right", of which 20 or 30 are; an empty text has no mark.
     assert true_marks([PROMPT] * 3, [text_with(20), text_with(30), ""]) == pytest.approx([2000 / 3, 1000, 0])
-
-
-def test_uneven_prompts_are_equally_often_of_each_level_of_difficulty():
-    prompts, right = uneven_prompts(0), Teacher(0).right
-    means = [fmean(right[noun] for noun in prompt.split()[:STEPS]) for prompt in prompts]
-    # Between 0.3 and 0.5, 0.65 and 0.75, 0.8 and 0.9.
-    assert [sum(low < mean < high for mean in means) for low, high in LEVELS] == [PROMPTS_PER_LEVEL] * 3
-    assert [len(prompt.split()) for prompt in prompts] == [QUERY_LEN] * len(prompts)
-    assert prompts == uneven_prompts(0) != uneven_prompts(1)
 
 
 def test_a_row_gets_the_critic_and_the_data_that_it_names(tmp_path, monkeypatch):
@@ -145,17 +112,6 @@ def test_a_row_gets_the_critic_and_the_data_that_it_names(tmp_path, monkeypatch)
     assert [Path(value["--eval_dataset_name"]).parent.name for value in values] == ["data", "uneven_data"]
     assert values[0]["--value_model_name_or_path"] == str(tmp_path / "small_critic")
     assert "--value_model_name_or_path" not in values[1]
-
-
-def test_an_unknown_row_is_refused():
-    with pytest.raises(ValueError, match="no row 'PPPO'"):
-        settings_of("PPPO", Sizes(32, 640))
-    with pytest.raises(ValueError, match=r"no rows \['PPPO'\]"):
-        table.TableArguments(rows=["PPPO", VAPO])
-    with pytest.raises(ValueError, match="VAPO"):
-        table.TableArguments(rows=[PPO])
-    with pytest.raises(ValueError, match="two different seeds"):
-        table.TableArguments(ablation_seeds=[1, 1])
 
 
 PROMPT = " ".join(["ba"] * STEPS + ["write"])
@@ -200,27 +156,3 @@ def test_the_outcome_of_a_run_is_read_from_its_metrics_and_its_held_out_texts(tm
     assert (outcome.right_before, outcome.right, outcome.mean_right) == pytest.approx((60, 80, 70))
     assert (outcome.kl, outcome.explained_variance, outcome.seconds, outcome.seconds_per_step) == (3.0, 0.4, 4.0, 2.0)
     assert outcome.tokens == 214
-
-
-def test_the_table_says_by_how_much_the_recipe_is_ahead(tmp_path, monkeypatch):
-    right = {VAPO: 26, PPO: 20, "GRPO, 4 samples": 25, "HL-Gauss critic": 26, "GSPO loss": 26}
-
-    def run(_, row, *, seed):
-        return write_run(tmp_path / f"{row} {seed}", right[row] + 2 * seed, critic="GRPO" not in row)
-
-    monkeypatch.setattr(Experiment, "run", run)
-    common = ["--root", str(tmp_path), "--report", str(tmp_path / "RESULTS.md"), "--rows", *right]
-    outcomes = table.main([*common, "--seeds", "1", "2", "--ablation_seeds", "1", "2"])
-    assert [run.right for run in outcomes[VAPO]] == pytest.approx([90, 290 / 3])
-    text = (tmp_path / "RESULTS.md").read_text()
-    # 90 and 96.7: a standard deviation of 4.7, and a standard error of the difference of sqrt(4.7^2/2 + 4.7^2/2).
-    assert "| VAPO | 2 | 93.3 ± 4.7 |" in text and "| no critic |" in text
-    assert f"- against {PPO}: +20.0 ± 4.7" in text and "- against GRPO, 4 samples: +3.3 ± 4.7" in text
-    assert "ahead of 1 of 2 of the rows" in text
-    # The row beside which GSPO is set was not made.
-    main, others = text.split("## Other options")
-    assert "| HL-Gauss critic | VAPO | 93.3 ± 4.7 | +0.0 ± 4.7 | 3.0 ± 0.0 | 0.40 ± 0.00 | 0 ± 0 | 4 ± 0 |" in others
-    assert "HL-Gauss" not in main and "GSPO" not in text
-    assert str(tmp_path) not in text
-    with Image.open(tmp_path / "results.png") as image:
-        image.verify()

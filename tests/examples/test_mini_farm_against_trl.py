@@ -1,19 +1,14 @@
 """The comparison with TRL, without TRL: what it is given, what is recorded of it, and the report."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from examples.mini_farm import against_trl, overopt, plots, trl_ppo
-from examples.mini_farm.against_trl import OWN, RIVALS, TRL_DEFAULTS, Run, trl_optimizer_steps, trl_settings
+from examples.mini_farm import against_trl, plots, trl_ppo
+from examples.mini_farm.against_trl import TRL_DEFAULTS, trl_optimizer_steps, trl_settings
 from examples.mini_farm.annotators import gold_score
-from examples.mini_farm.evaluation import Summary
-from examples.mini_farm.pipeline import LabArguments
-from examples.mini_farm.plots import GOLD, KL, PROXY, gold_at, gold_within
+from examples.mini_farm.plots import GOLD, KL, PROXY, gold_at
 from examples.mini_farm.sampling import proxy_rewards
 from examples.mini_farm.splits import prompt_of
 from tests.examples.mini_farm_world import some_rows, write_language_model, write_reward_model
@@ -91,20 +86,6 @@ def test_what_trl_could_not_be_given_is_refused(given, prompts, message):
         trl_settings(options(**given), prompts=prompts, seed=1)
 
 
-@pytest.mark.parametrize("seeds", [[], [1, 1]])
-def test_seeds_must_differ(seeds):
-    with pytest.raises(ValueError, match="seeds is "):
-        against_trl.AgainstTrlArguments(seeds=seeds)
-
-
-def test_the_preset_is_what_this_package_trains_with_and_trl_lacks_its_critics_own_options():
-    args = against_trl.own_options(LabArguments(ppo_episodes=256))
-    assert args.total_episodes == 256 and args.adam_epsilon == 1e-5
-    assert against_trl.without_counterpart(args) == ["lam_critic: 1.0", "critic_learning_rate: 0.001"]
-    recipe = options(lam_critic=1.0, kl_controller="proportional", learning_rate=1e-3, logging_steps=3)
-    assert against_trl.without_counterpart(recipe) == ["lam_critic: 1.0", "kl_controller: proportional"]
-
-
 def test_gold_at_equal_kl_is_read_where_the_kl_is_first_reached(monkeypatch):
     metrics = some_metrics([1.0, 2.0, 4.0, 0.0], [0.0, 1.0, 3.0, 1.0])
     monkeypatch.setattr(plots, "smooth", lambda numbers: list(numbers))
@@ -113,21 +94,6 @@ def test_gold_at_equal_kl_is_read_where_the_kl_is_first_reached(monkeypatch):
     monkeypatch.undo()
     # Means over the steps so far: KL 0, 0.5, 4/3, 5/4; gold 1, 1.5, 7/3, 7/4. 1 nat is 3/5 of the way to 4/3.
     assert gold_at(metrics, 1.0) == pytest.approx(1.5 + 0.6 * (7 / 3 - 1.5))
-
-
-def test_gold_within_a_kl_is_the_highest_where_the_kl_is_no_more(monkeypatch):
-    metrics = some_metrics([1.0, 1.5, 1.2, 1.8, 2.0], [0.0, 1.0, 3.0, 1.0, 2.5])
-    monkeypatch.setattr(plots, "smooth", lambda numbers: list(numbers))
-    # 1.8 was found at 1 nat after the KL had come back from 3.
-    assert [gold_within(metrics, kl) for kl in (0.5, 1.0, 2.0, 2.5, 9.0)] == [1.0, 1.8, 1.8, 2.0, 2.0]
-    assert gold_within(some_metrics([1.3, 1.1], [0.4, 0.6]), 0.2) == 1.3
-
-
-def test_a_run_has_over_optimised_if_gold_falls_while_proxy_rises():
-    falling = some_metrics([2.0, 2.1] * 4 + [1.0, 1.1] * 4, [1.0] * 16)
-    assert overopt.over_optimised(falling)
-    assert not overopt.over_optimised([{**row, PROXY: 0.0} for row in falling])
-    assert not overopt.over_optimised(falling[::-1]) and not overopt.over_optimised(falling[:7])
 
 
 @pytest.fixture(scope="module")
@@ -181,112 +147,3 @@ def test_what_trl_samples_is_recorded_under_this_packages_names(models, tmp_path
     # The eos belongs to the answer.
     expected |= {"objective/response_length": (len(answers[0]) + len(tokenizer("Rest.")["input_ids"]) + 1) / 2}
     assert {name: line[name] for name in expected} == pytest.approx(expected)
-
-
-class SomeLab:
-    """The laboratory's finished stages, and runs of which the numbers are known."""
-
-    def __init__(self, arguments):
-        self.arguments, self.root = arguments, against_trl.Path(arguments.root)
-        self.data, self.sft, self.reward_model = (self.root / name for name in ("data", "sft", "reward_model"))
-        for folder in (self.data, self.sft, self.reward_model):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "stage.json").write_text('{"fingerprint": "1"}')
-
-    def ppo(self, name, *, seed):
-        folder = self.root / name
-        folder.mkdir(exist_ok=True)
-        lines = some_metrics([1.0 + 0.1 * n for n in range(10)], [0.5 * n for n in range(10)])
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return folder
-
-
-@pytest.fixture
-def python(tmp_path):
-    """A program in the place of TRL's Python: 50 rollouts with 4 optimizer steps each, and gold 1 everywhere."""
-    lines = some_metrics([1.0] * 50, [0.2 * n for n in range(50)])
-    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    program = tmp_path / "python"
-    program.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncp {tmp_path}/lines "$(dirname "$3")/metrics.jsonl"\n'
-    )
-    program.chmod(0o755)
-    return str(program)
-
-
-def test_a_finished_run_of_trl_is_kept_and_another_number_of_steps_is_an_error(tmp_path, python):
-    lab = SomeLab(LabArguments(root=str(tmp_path / "lab")))
-    folder = against_trl.trl_run(lab, python, options(), seed=1, defaults=False)
-    run = json.loads((folder / "run.json").read_text())
-    assert run["value_model"] == run["policy"] == str(lab.sft) and run["settings"]["seed"] == 1
-    assert against_trl.trl_run(lab, python, options(), seed=1, defaults=False) == folder
-    assert len((tmp_path / "calls").read_text().splitlines()) == 1
-    from_reward = options(ppo_epochs=1, init_value_with_reward=True)
-    with pytest.raises(RuntimeError, match="TRL made 200 optimizer steps instead of 100"):
-        against_trl.trl_run(lab, python, from_reward, seed=1, defaults=False)
-    assert json.loads((folder / "run.json").read_text())["value_model"] == str(lab.reward_model)
-
-
-def some_summaries(lab, folders):
-    def line(method, gold, kl):
-        return Summary(method, 0.5, gold, 0.05, 0.75, 9.0, 12.0, kl)
-
-    own = [name for name in folders if name.startswith(OWN)]
-    golds = {name: 2.0 + 0.1 * i if name in own else 1.0 for i, name in enumerate(folders)}
-    return [line("SFT", 1.0, 0.0), line("best-of-16", 1.9, 1.8), *(line(n, golds[n], 4.0) for n in folders)]
-
-
-def test_the_report_and_the_figure_come_from_the_recorded_numbers(tmp_path, python, monkeypatch):
-    monkeypatch.setattr(against_trl, "Lab", SomeLab)
-    monkeypatch.setattr(against_trl, "summaries_of", some_summaries)
-    monkeypatch.setattr(against_trl, "describe", lambda lab, summaries: "")
-    monkeypatch.setattr(against_trl.trl_environment, "trl_python", lambda folder: python)
-    figures, save = [], plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, path: (figures.append(figure), save(figure, path)))
-    report = tmp_path / "RESULTS.md"
-    common = ["--report", str(report), "--root", str(tmp_path / "lab")]
-    text = against_trl.main([*common, "--seeds", "1", "2"])
-    # Gold scores 2.0 and 2.3 (the second seed is the fourth run) against 1.0 and 1.0: 1.15 apart, errors 0.15 and 0.
-    assert "| gold score | 2.15 ± 0.21 | 1.00 ± 0.00 | +1.15 ± 0.15 |" in text
-    assert "| gold score of the worst seed | 2.00 | 1.00 | +1.00 |" in text
-    # 10 steps of 4 and of 2 s, 50 likewise.
-    assert "| optimizer steps | 40 ± 0 | 200 ± 0 | -160 ± 0 |" in text
-    assert "| seconds | 20 ± 0 | 100 ± 0 | -80 ± 0 |" in text
-    # Over 5 steps, the KL is at most 3.5, and gold 1.2 + (KL - 1) / 5 from 1 nat on.
-    assert "| gold score in training at 3 nats | 1.60 ± 0.00 | 1.00 ± 0.00 | +0.60 ± 0.00 |" in text
-    # Gold rises with the KL, so the highest up to 3 nats is that at 3 nats.
-    assert "| highest up to 3 nats | 1.60 ± 0.00 | 1.00 ± 0.00 | +0.60 ± 0.00 |" in text
-    assert "at 4 nats" not in text and "up to 4 nats" not in text and "higher than TRL's: +0.60 ± 0.00" in text
-    assert "| over-optimised runs | 0 of 2 | 0 of 2 | |" in text
-    for name in RIVALS:
-        assert f"### {name}\n" in text and f"| {name}, seed 2 | 1.00 ± 0.05 | 75.0 | 4.00 | 1.00, " in text
-    assert "kl_coef 0.05 (0.12)" in text and "lam 0.95" not in text
-    assert "## Against TRL" in report.read_text() and (tmp_path / "against_trl.png").is_file()
-    frontier, over_time = figures[0].axes
-    assert [line.get_linestyle() for line in over_time.lines] == ["-"] * 3 + ["--"] * 3 + [":"] * 3
-    thick = [line for line in frontier.lines if line.get_linewidth() == 3]
-    assert [line.get_label() for line in thick] == [f"{name}, highest up to a KL" for name in (OWN, *RIVALS)]
-    assert max(thick[0].get_xdata()) <= 3.5 < max(thick[1].get_xdata())
-
-    before = report.read_text()
-    # The stand-in for TRL makes 50 rollouts.
-    monkeypatch.setitem(against_trl.QUICK, "ppo_episodes", 6400)
-    against_trl.main([*common, "--quick"])
-    assert report.read_text() == before and (tmp_path / "lab_quick" / "trl_defaults_seed_2" / "stage.json").is_file()
-    monkeypatch.setattr(against_trl.trl_environment, "trl_python", lambda folder: None)
-    with pytest.raises(SystemExit):
-        against_trl.main(common)
-
-
-def test_one_seed_and_runs_that_never_meet_are_reported_as_such():
-    def run(golds, kls):
-        return Run(SimpleNamespace(gold=2.0, win_rate=0.8, kl=4.0, proxy=1.0), some_metrics(golds, kls))
-
-    far, near = run([1.0, 1.5, 2.0], [0.0, 2.0, 4.0]), run([1.0] * 3, [0.0, 0.0, 0.5])
-    assert "| gold score | 2.00 | 2.00 | +0.00 |" in against_trl.table([far], [far])
-    assert against_trl.reading([far], [far]).endswith("+0.00 from TRL's; one seed has no standard error.")
-    assert "at 1 nat | 1.25 (1 of 2) |" in against_trl.table([far, near], [far, far])
-    assert "Not every run reached a KL of 1 nat" in against_trl.reading([far], [near])
-    lower = run([1.0, 1.2, 1.3], [0.0, 2.0, 4.0])
-    assert "lower than TRL's" in against_trl.reading([lower, lower], [far, far])
-    assert "not clearly different" in against_trl.reading([far, lower], [far, far])

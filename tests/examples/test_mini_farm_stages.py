@@ -1,12 +1,11 @@
 """The laboratory's stages: which are kept, which run again, and what the screen shows."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from examples.mini_farm.stages import _REPOSITORY, LOG, MARKER, SHOWN_ON_FAILURE, _name, run_stage
+from examples.mini_farm.stages import _REPOSITORY, LOG, MARKER, SHOWN_ON_FAILURE, run_stage
 
 
 @pytest.fixture
@@ -39,24 +38,6 @@ def test_a_complete_folder_is_kept_if_nothing_changed(stage, capsys):
     assert "stage one" in second and second.endswith("kept from an earlier run")
 
 
-def test_another_setting_fills_the_folder_again(stage):
-    stage()
-    stage(settings={"seed": 2})
-    assert stage.runs == ["one", "one"]
-
-
-def test_a_changed_source_fills_the_folder_again(stage):
-    stage()
-    stage.source.write_text("a = 2")
-    stage()
-    assert stage.runs == ["one", "one"]
-
-
-def test_sources_of_equal_name_in_two_folders_of_the_repository_differ(tmp_path):
-    assert _name(_REPOSITORY / "alpaca_ppo" / "__init__.py") != _name(_REPOSITORY / "examples" / "__init__.py")
-    assert _name(tmp_path / "source.py") == "source.py"
-
-
 def test_a_changed_parent_fills_its_children_again(stage):
     parent = stage("parent")
     stage("child", parents=[parent])
@@ -72,10 +53,6 @@ def test_the_incomplete_folder_of_a_killed_run_is_removed(stage, tmp_path):
     stage()
     assert stage.runs == ["one", "one"]
     assert sorted(path.name for path in folder.iterdir()) == [LOG, "made.txt", MARKER]
-
-
-def test_the_marker_holds_the_settings(stage):
-    assert json.loads((stage() / MARKER).read_text())["settings"] == {"seed": 1}
 
 
 # Runs in a separate process, because pytest replaces standard output and error.
@@ -103,18 +80,6 @@ def test_everything_a_stage_writes_goes_to_its_log_and_one_line_to_the_screen(tm
     assert len(screen) == 2 and screen[0].split() == ["one", "0", "s"] and screen[1] == "after"
     assert ran.stderr == ""
     assert (tmp_path / "one" / LOG).read_text().splitlines() == ["logged", "printed", "by a child"]
-
-
-def test_the_log_also_takes_what_is_printed_in_a_notebook(stage, tmp_path, capsys):
-    # There, sys.stdout does not write to descriptor 1; neither does that of capsys.
-    def fill(folder):
-        print("printed")
-        print("warned", file=sys.stderr)
-
-    stage(fill=fill)
-    shown = capsys.readouterr()
-    assert "printed" not in shown.out and shown.err == ""
-    assert (tmp_path / "one" / LOG).read_text().splitlines() == ["printed", "warned"]
 
 
 def test_a_failing_stage_shows_the_end_of_its_log_and_fills_again(stage, capsys):

@@ -10,8 +10,6 @@ import pytest
 from examples.mini_farm import demonstrations, grammar, lexicon
 from examples.mini_farm.annotators import (
     LABEL_NOISE,
-    POOL,
-    Annotator,
     Features,
     extract_features,
     gold,
@@ -19,7 +17,7 @@ from examples.mini_farm.annotators import (
     prefers_first,
     win_rate,
 )
-from examples.mini_farm.splits import SPLITS, draw_splits, prompt_of, read_rows, write_rows
+from examples.mini_farm.splits import draw_splits, prompt_of
 
 SIZES = {"sft": 400, "preference": 80, "unlabeled": 160, "val": 80}
 TASK = {"asks": ["duck", "kitchen"], "avoids": ["barn"]}
@@ -43,30 +41,9 @@ def test_every_family_has_the_same_fraction_of_every_split():
     assert len(grammar.FAMILIES) >= 6
 
 
-def test_only_demonstrations_have_an_output():
-    splits = draw_splits(3, SIZES)
-    assert all(row["output"] for row in splits["sft"])
-    assert not any(row["output"] for split in SPLITS[1:] for row in splits[split])
-
-
 def test_splits_depend_on_the_seed_only():
     assert draw_splits(3, SIZES) == draw_splits(3, SIZES)
     assert draw_splits(3, SIZES)["val"] != draw_splits(4, SIZES)["val"]
-
-
-def test_a_family_without_new_tasks_is_an_error_that_says_so(monkeypatch):
-    (task,) = some_tasks(1)
-    monkeypatch.setattr(grammar, "FAMILIES", {"locate": lambda rng: task})
-    endless = grammar.tasks(0)
-    assert next(endless) == task
-    with pytest.raises(ValueError, match="'locate' has no new task after 1"):
-        next(endless)
-
-
-def test_rows_are_read_as_they_were_written(tmp_path):
-    rows = draw_splits(3, SIZES)["val"]
-    write_rows(tmp_path / "val.jsonl", rows)
-    assert read_rows(tmp_path / "val.jsonl") == rows
 
 
 def test_complete_answers_have_the_full_content_and_fragments_do_not():
@@ -77,13 +54,6 @@ def test_complete_answers_have_the_full_content_and_fragments_do_not():
                 answer,
             )
         assert extract_features(task.fragment, asks=task.asks, avoids=task.avoids).content < 1.0
-
-
-def test_mistakes_and_fragments_are_judged_worse_than_complete_answers():
-    tasks = some_tasks()
-    complete = fmean(gold_score(task.answers[0], vars(task)) for task in tasks)
-    for flawed in ("mistake", "fragment"):
-        assert fmean(gold_score(getattr(task, flawed), vars(task)) for task in tasks) < complete - 0.5
 
 
 def test_the_annotators_rank_the_styles_of_demonstrations():
@@ -99,14 +69,6 @@ def test_the_annotators_rank_the_styles_of_demonstrations():
     assert min(gold_of, key=gold_of.get) == "evasive"
 
 
-def test_every_style_occurs_among_the_demonstrations():
-    assert sum(demonstrations.STYLES.values()) == pytest.approx(1.0)
-    answers = [demonstrations.demonstrate(task, random.Random(i)) for i, task in enumerate(some_tasks())]
-    assert any(answer in lexicon.EVASIONS for answer in answers)
-    assert any("As I said before" in answer for answer in answers)
-    assert any(answer.startswith(lexicon.OPENERS) for answer in answers)
-
-
 def test_features_of_an_answer_by_hand():
     answer = "I hope the duck, the duck is in the barn. Do not ask me again!"
     # Pairs: i-hope hope-the the-duck duck-the the-duck* duck-is is-in in-the the-barn barn-do do-not not-ask ask-me
@@ -116,27 +78,11 @@ def test_features_of_an_answer_by_hand():
     )
 
 
-def test_an_empty_answer_has_zero_features():
-    assert extract_features("", **TASK) == Features(content=0.0, warm=0, rude=0, length=0, repetition=0.0)
-
-
-def test_utility_is_a_weighted_sum_of_the_features():
-    annotator = Annotator("x", content=2.0, tone=0.5, warm_words=2.0, brevity=1.0, words=10.0, repetition=4.0)
-    features = Features(content=0.5, warm=1, rude=1, length=15, repetition=0.25)
-    # 2*0.5 + 0.5*(1 - 1/2 - 1) + 1*(1 - 5/10) - 4*0.25 = 1 - 0.25 + 0.5 - 1 = 0.25
-    assert annotator.utility(features) == pytest.approx(0.25)
-
-
 @pytest.mark.parametrize("closers", [1, 4])
 def test_gold_rises_with_one_warm_sentence_and_falls_with_four(closers):
     answer = "You can find the duck in the kitchen."
     gain = gold_score(" ".join([answer, *lexicon.CLOSERS[:closers]]), TASK) - gold_score(answer, TASK)
     assert (gain > 0) == (closers == 1)
-
-
-def test_gold_falls_with_repetition():
-    answer = "The duck is in the kitchen."
-    assert gold_score(f"{answer} {answer}", TASK) < gold_score(answer, TASK) - 0.5
 
 
 def test_an_answer_ties_with_itself_and_win_rates_of_both_sides_add_up_to_one():
@@ -152,20 +98,8 @@ def test_a_quarter_of_the_labels_is_flipped():
     assert fmean(labels) == pytest.approx(1 - LABEL_NOISE, abs=0.034)
 
 
-def test_equal_answers_are_labeled_by_a_fair_coin():
-    rng = random.Random(0)
-    assert fmean(prefers_first("Yes.", "Yes.", TASK, rng) for _ in range(4000)) == pytest.approx(0.5, abs=0.04)
-
-
 def test_gold_as_a_reward_function_takes_columns_and_ignores_the_others():
     answers = ["The duck is in the kitchen.", "In the barn."]
     columns = {"asks": [TASK["asks"]] * 2, "avoids": [TASK["avoids"]] * 2}
     scores = gold(prompts=["", ""], completions=answers, instruction=["", ""], **columns)
     assert scores == [gold_score(answer, TASK) for answer in answers]
-
-
-def test_annotators_disagree():
-    assert len({annotator.name for annotator in POOL}) == len(POOL) >= 5
-    brief, kind = "Kitchen, the duck.", "I am happy to help you. The duck is in the kitchen. I wish you a lovely week!"
-    votes = {a.utility(extract_features(brief, **TASK)) > a.utility(extract_features(kind, **TASK)) for a in POOL}
-    assert votes == {True, False}

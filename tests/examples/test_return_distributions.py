@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-from PIL import Image
 from torch.testing import assert_close
 
 from examples.critics import return_distributions
-from examples.critics.distributions import DISTRIBUTIONS, QUARTILES, TAIL, Prediction
-from examples.critics.plots import plot_distributions
-from examples.critics.return_distributions import KINDS, DistributionReward, predict, table, train_critic
+from examples.critics.distributions import DISTRIBUTIONS, QUARTILES, TAIL
+from examples.critics.return_distributions import KINDS, DistributionReward, predict, train_critic
 
 LEVELS = torch.tensor(QUARTILES, dtype=torch.float64)
 
@@ -42,30 +40,6 @@ def test_every_distributional_critic_learns_the_lowest_tenth_within_ten_percent(
             assert predictions[name].tail_mean == pytest.approx(distribution.tail_mean(TAIL), rel=0.1), name
 
 
-@pytest.mark.proof
-def test_quantile_critics_learn_the_quartiles_within_a_tenth_of_the_deviation(learned):
-    kind, predictions = learned
-    for name, distribution in DISTRIBUTIONS.items():
-        if kind in ("quantile", "iqn"):
-            assert predictions[name].quartiles == pytest.approx(
-                distribution.quantiles(LEVELS).tolist(), abs=0.1 * distribution.deviation()
-            )
-        else:
-            assert predictions[name].quartiles is None
-
-
-@pytest.mark.proof
-def test_distribution_functions_begin_at_the_first_atom_or_the_first_upper_edge(learned):
-    kind, predictions = learned
-    # 129 atoms over [-8, 8], or 129 bins of 16 / 129.
-    ends = {"c51": (-8.0, 8.0), "hl_gauss": (-8 + 16 / 129, 8.0)}
-    for prediction in predictions.values():
-        if kind in ends:
-            assert (prediction.returns[0], prediction.returns[-1]) == pytest.approx(ends[kind], abs=1e-6)
-            assert len(prediction.returns) == len(prediction.levels) == 129
-            assert prediction.levels[-1] == pytest.approx(1.0, abs=1e-5)
-
-
 def test_the_true_values_equal_the_closed_forms():
     # N(m, s): quartiles m -+ 0.67449 s; mean of the lower tenth m - s * density(-1.28155) / 0.1 = m - 1.75498 s.
     steady, gamble, costly = (DISTRIBUTIONS[name] for name in ("steady", "gamble", "costly"))
@@ -93,46 +67,3 @@ def test_scores_follow_the_distribution_of_each_prompt_and_the_seed():
         assert_close(below, LEVELS, rtol=0, atol=0.024)
     assert DistributionReward(0)(prompts[:9], [""] * 9) == DistributionReward(0)(prompts[:9], [""] * 9)
     assert DistributionReward(0)(prompts[:9], [""] * 9) != DistributionReward(1)(prompts[:9], [""] * 9)
-
-
-def made_up_predictions():
-    """Two seeds: the critics of one predict the true values, those of the other 0.1 more."""
-    predictions = {}
-    for name, distribution in DISTRIBUTIONS.items():
-        for kind in KINDS:
-            of_critic = []
-            for error in (0.0, 0.1):
-                returns, levels = (distribution.quantiles(LEVELS) + error).tolist(), list(QUARTILES)
-                tail = None if kind == "scalar" else distribution.tail_mean(TAIL) + error
-                points = (None, None) if kind == "scalar" else (returns, levels)
-                quartiles = returns if kind in ("quantile", "iqn") else None
-                of_critic.append(Prediction(distribution.tail_mean(1.0) + error, tail, quartiles, *points))
-            predictions[kind, name] = of_critic
-    return predictions
-
-
-def test_the_table_has_the_mean_error_and_the_largest_over_the_seeds():
-    lines = table(made_up_predictions()).splitlines()
-    # For each distribution 5 means, 4 tail means, 2 * 3 quartiles; and the header.
-    assert len(lines) == 1 + 3 * (5 + 4 + 6)
-    # True 3, learned 3.0 and 3.1: mean 3.05, error 0.05 / 3 = 1.7 %, largest error 0.1 / 3 = 3.3 %.
-    assert lines[1].split() == ["steady", "scalar", "mean", "3.000", "3.050", "3.000", "..", "3.100", "+1.7%", "3.3%"]
-
-
-@pytest.mark.proof
-def test_the_command_writes_table_and_figure_to_the_output_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        return_distributions, "run", lambda **given: made_up_predictions() if given["seeds"] == 2 else None
-    )
-    return_distributions.main(["--output", str(tmp_path / "out"), "--seeds", "2"])
-    files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert files == ["return_distributions.png", "return_distributions.txt"]
-    assert (tmp_path / "out" / "return_distributions.txt").read_text() in capsys.readouterr().out
-
-
-@pytest.mark.proof
-def test_the_figure_is_large_enough_and_its_file_is_small(tmp_path):
-    plot_distributions(made_up_predictions(), tmp_path / "figure.png")
-    with Image.open(tmp_path / "figure.png") as image:
-        assert image.format == "PNG" and min(image.size) >= 500
-    assert (tmp_path / "figure.png").stat().st_size < 150_000
