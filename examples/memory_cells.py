@@ -21,8 +21,7 @@ from transformers import (
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.estimate_memory.engines import Sharding
 from alpaca_ppo.estimate_memory.estimator import GIB, RESERVE_GIB, predict
-from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
+from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
 
 LARGE = 10**9
 """Number of weights from which a model is not run on a CPU."""

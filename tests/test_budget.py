@@ -28,7 +28,7 @@ BUDGET = {
     "environments": 889,
     "root": 710,
     "cli": 567,
-    "estimate_memory": 607,
+    "estimate_memory": 592,
     "data": 555,
     "adapters": 512,
     "migrate": 431,

@@ -33,11 +33,12 @@ TIERS = (
     {"models"},
     {"generation", "data", "rewards", "tracking", "doctor", "migrate"},
     {"distributed", "environments"},
-    {"ppo", "checkpoint", "estimate_memory", "evaluation", "report", "supervised"},
+    {"ppo", "checkpoint", "evaluation", "report", "supervised"},
+    {"estimate_memory"},
     {"trainer"},
     {"cli"},
 )
-NEVER = (("ppo", "tracking"), ("ppo", "estimate_memory"))
+NEVER = (("ppo", "tracking"),)
 """Imports that no tier forbids, but the house does: one step of PPO stands without what a run tells."""
 SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper"}
 

@@ -14,7 +14,7 @@ from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit
 from alpaca_ppo.estimate_memory.engines import CAUSES, PhaseMemory, Sharding, phases, sharding_of
 from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.passes import Measured, measure, sizes_of
+from alpaca_ppo.estimate_memory.passes import Measured, measure
 
 GIB = 2**30
 
@@ -25,8 +25,8 @@ def predict(models: Models, args: PPOConfig, sharding: Sharding, *, replies: boo
     Raises:
         ValueError: whatever `measure` raises.
     """
-    sizes = sizes_of(args, sharding.processes, replies=replies)
-    return phases(measure(models, args, sizes, zero=sharding.stage > 0), args, sharding)[0]
+    measured = measure(models, args, processes=sharding.processes, zero=sharding.stage > 0, replies=replies)
+    return phases(measured, args, sharding)[0]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
@@ -83,8 +83,9 @@ class _Run:
         key = repr((args, lora, sharding.stage > 0 and args.bf16))
         if key not in self._measured:
             models = replace(self._models, lora=lora.peft_config("CAUSAL_LM"))
-            sizes = sizes_of(args, sharding.processes, replies=self._replies)
-            self._measured[key] = measure(models, args, sizes, zero=sharding.stage > 0)
+            self._measured[key] = measure(
+                models, args, processes=sharding.processes, zero=sharding.stage > 0, replies=self._replies
+            )
         return phases(self._measured[key], args, sharding)
 
     def peak(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> float:

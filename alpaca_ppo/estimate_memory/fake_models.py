@@ -1,13 +1,16 @@
-"""The models of a run with fake tensors, which have a shape but no memory.
+"""The models of a run with fake tensors, which have a shape but no memory; and the count of live tensors' bytes.
 
 They are made by the code that makes a run's models, from their configurations in place of their weights. Left out are
 the weights of adapters that are not trained: those of a reward, and of a reference. Patches for what transformers and
-torch do differently with fake tensors are at the end.
+torch do differently with fake tensors follow.
 """
 
 import copy
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -176,3 +181,71 @@ def grouped_mm_of_any_dtype() -> Any:
 
     # `create` because older versions of torch do not have it.
     return mock.patch.object(functional, "grouped_mm", grouped, create=True)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside, counts the storages of all tensors that operations return, each storage once.
+
+    Not seen is what a kernel allocates and frees internally, nor what an allocator keeps in reserve. torch's own
+    `torch.distributed._tools.mem_tracker.MemTracker` is private and cannot restart its peak between two passes.
+
+    Args:
+        answers: results to return for some operations instead of running them; fake tensors have no values.
+    """
+
+    def __init__(self, answers: dict[Any, Any] | None = None) -> None:
+        super().__init__()
+        self.live = 0
+        """Bytes of the tensors alive now."""
+        self.peak = 0
+        """Maximum of `live` since the start or the last `reset_peak`."""
+        self._start = 0
+        self._answers = answers or {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._answers:
+            return self._answers[func]
+        result = func(*args, **(kwargs or {}))
+        self.track(result)
+        return result
+
+    def track(self, tensors: Any) -> None:
+        """Counts the tensors in `tensors`, nested containers, that are not counted yet.
+
+        Tensors on the meta device have no memory and are skipped.
+        """
+        for tensor in tree_iter(tensors):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
+                self._add(tensor.untyped_storage())
+
+    def track_all(self) -> None:
+        """Counts every tensor known to Python's garbage collector; call it before the work to be measured."""
+        gc.collect()
+        # Not isinstance, which would trigger the imports of lazily loaded library modules.
+        self.track([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
+
+    def reset_peak(self) -> None:
+        """Resets `peak` to the bytes alive now."""
+        self.peak = self._start = self.live
+
+    @property
+    def risen(self) -> float:
+        """By how much the peak exceeds the bytes alive at the last `reset_peak`."""
+        return float(self.peak - self._start)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+        # torch keeps one Python object per storage for as long as the storage lives.
+        self._storages[key] = weakref.ref(storage, partial(self._on_freed, key, size))
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _on_freed(self, key: int, size: int, _: Any) -> None:
+        del self._storages[key]
+        self.live -= size

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.checkpoint.export import save_merged
-from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
+from alpaca_ppo.estimate_memory.fake_models import LiveBytes
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_critic
 from alpaca_ppo.models.factory import make_actor_critic
 from alpaca_ppo.rewards import RewardScorer

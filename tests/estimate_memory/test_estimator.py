@@ -19,9 +19,8 @@ from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.engines import CAUSES, PHASES, Sharding, phases
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate, predict, table
-from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.live_bytes import LiveBytes
-from alpaca_ppo.estimate_memory.passes import measure, sizes_of
+from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
+from alpaca_ppo.estimate_memory.passes import largest_micro_batch, measure
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 QUERY, RESPONSE, ROWS, VOCABULARY = 16, 48, 8, 4096
@@ -177,7 +176,7 @@ def of_run(sharding: Sharding | None = None, peft_config: Any = None, **override
 
 
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
-    found = measure(Models(saved(llama())), settings(), sizes_of(settings(), 1))
+    found = measure(Models(saved(llama())), settings())
     # The critic has the decoder and a head of 128. Rotary frequencies are no weights: 16 of them, twice a model.
     critic, buffers = WEIGHTS - VOCABULARY * 128 + 128, 2 * 16 * 4
     assert found.weights == {name: 4 * WEIGHTS + buffers for name in ("policy", "reference")} | {
@@ -228,7 +227,7 @@ def test_the_cache_holds_keys_and_values_of_every_layer():
         ({"num_return_sequences": 2, "adv_estimator": "rloo"}, 10, 64),
     ):
         args = settings(**overrides)
-        assert measure(Models(saved(llama())), args, sizes_of(args, 1)).kv_cache == rows * columns * column, overrides
+        assert measure(Models(saved(llama())), args).kv_cache == rows * columns * column, overrides
 
 
 def test_a_micro_batch_has_the_tokens_of_its_budget():
@@ -243,16 +242,13 @@ def test_a_micro_batch_has_the_tokens_of_its_budget():
         ({"padding_free": False, "step_batch_size": 6}, 1, 3, 192),
         ({"padding_free": False, "max_tokens_per_micro_batch": 160}, 1, 3, 160),
     ):
-        sizes = sizes_of(settings(**overrides), processes)
-        assert (sizes.micro_rows, sizes.micro_tokens) == (rows, tokens), overrides
-        assert sizes.single == (processes == 4 or overrides.get("max_tokens_per_micro_batch") == 9999)
+        single = processes == 4 or overrides.get("max_tokens_per_micro_batch") == 9999
+        assert largest_micro_batch(settings(**overrides), processes) == (rows, tokens, single), overrides
 
 
 def test_replies_are_read_by_all_rows_at_once():
     args = settings(response_len=128)
-    plain, replies = (
-        measure(Models(saved(llama())), args, sizes_of(args, 1, replies=r)).sampling for r in (False, True)
-    )
+    plain, replies = (measure(Models(saved(llama())), args, replies=r).sampling for r in (False, True))
     # At least the states of every row between two layers: 8 rows of 127 tokens, of 128 numbers.
     assert replies - plain > 8 * 127 * 128 * 4
 

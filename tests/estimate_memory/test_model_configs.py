@@ -9,7 +9,7 @@ from transformers import MambaConfig, ViTConfig
 
 from alpaca_ppo.estimate_memory.estimator import table
 from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.passes import measure, sizes_of
+from alpaca_ppo.estimate_memory.passes import measure
 from tests.estimate_memory.test_estimator import FLAGS, estimated, folder, llama, saved, settings
 
 __all__ = ["folder"]
@@ -93,7 +93,7 @@ def test_adapters_that_select_layers_by_number_are_estimated():
     by_number = LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM")
     named = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
     args = settings(critic_layout="shared")
-    found = [measure(Models(saved(llama()), adapter), args, sizes_of(args, 1)) for adapter in (by_number, named)]
+    found = [measure(Models(saved(llama()), adapter), args) for adapter in (by_number, named)]
     # The shared critic's head of 128; rank 8 of 128 + 128 in two layers, or in all four.
     assert [f.elements for f in found] == [128 + layers * 8 * 256 for layers in (2, 4)]
     assert found[0].kv_cache == found[1].kv_cache
@@ -117,9 +117,9 @@ def test_a_model_that_is_no_language_model_is_refused_by_type():
     with pytest.raises(
         ValueError, match="no model can be loaded from .*ViTConfig.* for this kind of AutoModel: AutoModelForCausalLM"
     ):
-        measure(Models(saved(ViTConfig())), settings(), sizes_of(settings(), 1))
+        measure(Models(saved(ViTConfig())), settings())
 
 
 def test_a_model_that_cannot_run_on_fake_tensors_is_refused_by_name():
     with pytest.raises(ValueError, match="model_name_or_path .* cannot run without weights"):
-        measure(Models(saved(MambaConfig(num_hidden_layers=2))), settings(), sizes_of(settings(), 1))
+        measure(Models(saved(MambaConfig(num_hidden_layers=2))), settings())
