@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from alpaca_ppo.rewards import RewardScorer, build_reward
+from alpaca_ppo.rewards import build_reward
 from alpaca_ppo.rewards.remote import KEY_VARIABLE
 
 _MAX_REQUEST_BYTES = 2**30
@@ -35,9 +35,10 @@ class RewardServer:
     """
 
     def __init__(self, source: Any, *, batch_size: int = 8, device: str | None = None) -> None:
-        built = build_reward(source, batch_size=batch_size, device=device)
         # A row that the source leaves to others has no score.
-        self._scorer = RewardScorer(built.sources, built.weights, measures=True)
+        self._scorer = build_reward(source, batch_size=batch_size, measures=True)
+        if device is not None:
+            self._scorer.to(device)
         self._scorer.offer(None)
         self.name = self._scorer.names[0]
         self._lock = threading.Lock()

@@ -22,7 +22,7 @@ BUDGET = {
     "generation": 1318,
     "functional": 1317,
     "distributed": 989,
-    "rewards": 1012,
+    "rewards": 945,
     "checkpoint": 894,
     "tracking": 806,
     "environments": 889,

@@ -6,10 +6,11 @@ is part of reward shaping, in `functional.shaping`.
 
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError
+from alpaca_ppo.rewards.build import build_reward
 from alpaca_ppo.rewards.remote import RemoteReward
 from alpaca_ppo.rewards.reward_function import FailurePolicy, FunctionReward
 from alpaca_ppo.rewards.reward_model import ModelReward
-from alpaca_ppo.rewards.scorer import RewardResult, RewardScorer, build_reward
+from alpaca_ppo.rewards.scorer import RewardResult, RewardScorer
 
 __all__ = [
     "AdapterClassifier",

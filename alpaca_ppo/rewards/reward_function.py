@@ -1,22 +1,31 @@
-"""User-supplied reward functions: calling them, again if they raise, and tracing an exception to its row.
+"""User-supplied reward functions: calling them, again if they raise, tracing an exception to its row, checks of what
+they return, and the metrics that they log themselves.
 
-Functions are called in the main thread; async ones run together in the process's event loop. The returned scores are
-checked in `scorer`.
+Functions are called in the main thread; async ones run together in the process's event loop.
 """
 
 import inspect
+import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from numbers import Real
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from alpaca_ppo.async_calls import await_all, parameters_of
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
-from alpaca_ppo.rewards.score_checks import score_list
 
 OFFERED = ("trainer_state", "log_metric")
 """What the trainer gives to functions that name it in their signatures."""
+RowScore = float | list[float] | None
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 LONGEST_PAUSE = 64.0
 """Seconds. The first pause before a retry takes 1 s, each further one twice as long as the one before, up to this."""
 
@@ -79,25 +88,17 @@ class FailurePolicy:
     source scores; False ends the run."""
 
 
-class FunctionScores(NamedTuple):
-    """What a source returned for a batch."""
-
-    scores: Any
-    """Unchecked. After a call for each row, a list of B entries, None for a row that failed."""
-    failures: dict[int, RowFailure]
-    """The error of each row that failed."""
-
-
 def call_functions(
     sources: Sequence[FunctionReward],
     batch: RewardBatch,
     policy: FailurePolicy,
     on_source: Callable[[str], Any] = lambda name: None,
-) -> list[FunctionScores]:
-    """Returns the result of each function for `batch`; async functions run concurrently.
+) -> list[Any]:
+    """Returns what each function returned for `batch`, unchecked; async functions run concurrently.
 
     A function that raises is called again as `policy` says; functions that have returned are not. If it still raises,
-    it is called on each row separately, to find the rows at fault.
+    it is called on each row separately, to find the rows at fault; where `policy` masks these, a `RowFailure` stands
+    in place of each one's score.
 
     Args:
         sources: functions.
@@ -115,7 +116,6 @@ def call_functions(
         return lambda: (on_source(source.name), source.function(**keywords))[1]
 
     outcomes = _call_all([call(source) for source in sources])
-    first = list(outcomes)
     for attempt in range(policy.retries):
         failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
         if not failed:
@@ -124,38 +124,27 @@ def call_functions(
         for i, outcome in zip(failed, _call_all([call(sources[i]) for i in failed]), strict=True):
             outcomes[i] = outcome
     return [
-        _row_by_row(source, batch, (earliest, outcome), policy)
-        if isinstance(outcome, BaseException)
-        else FunctionScores(outcome, {})
-        for source, earliest, outcome in zip(sources, first, outcomes, strict=True)
+        _row_by_row(source, batch, outcome, policy) if isinstance(outcome, BaseException) else outcome
+        for source, outcome in zip(sources, outcomes, strict=True)
     ]
 
 
-def _row_by_row(
-    source: FunctionReward, batch: RewardBatch, raised: tuple[BaseException, BaseException], policy: FailurePolicy
-) -> FunctionScores:
-    """Calls `source` on each row, after the first and the last call with the whole batch have `raised`."""
+def _row_by_row(source: FunctionReward, batch: RewardBatch, raised: BaseException, policy: FailurePolicy) -> list[Any]:
+    """Calls `source` on each row, after the last call with the whole batch has `raised`."""
     rows = [batch.row(i) for i in range(len(batch))]
-    by_row = _call_all([partial(source.function, **source.keywords(row)) for row in rows])
-    first, last = raised
+    scores = _call_all([partial(source.function, **source.keywords(row)) for row in rows])
     if not policy.mask:
-        row = next((i for i, result in enumerate(by_row) if isinstance(result, BaseException)), None)
-        attempts = f" in each of {policy.retries + 1} attempts" if policy.retries else ""
-        if _described(first) != _described(last):
-            attempts = f" in the last of {policy.retries + 1} attempts and {_described(first)} in the first"
-        raise RewardError(source.name, f"raised {_described(last)}{attempts}", batch, row) from last
-    scores: list[Any] = []
-    failures: dict[int, RowFailure] = {}
-    for i, result in enumerate(by_row):
+        row = next((i for i, result in enumerate(scores) if isinstance(result, BaseException)), None)
+        attempts = f" in the last of {policy.retries + 1} attempts" if policy.retries else ""
+        problem = f"raised {type(raised).__name__}: {raised}{attempts}"
+        raise RewardError(source.name, problem, batch, row) from raised
+    for i, result in enumerate(scores):
         if isinstance(result, BaseException):
-            # The text of an error may differ from call to call; another type is likely to be a consequence.
-            earlier = f", after {_described(first)} on the whole batch" if type(first) is not type(result) else ""
-            failures[i] = RowFailure(source.name, f"raised {_described(result)}{earlier}", batch, i)
-            failures[i].__cause__ = result
-            scores.append(None)
+            scores[i] = RowFailure(source.name, f"raised {type(result).__name__}: {result}", batch, i)
+            scores[i].__cause__ = result
         else:
-            scores += score_list(source.name, result, rows[i])
-    return FunctionScores(scores, failures)
+            (scores[i],) = score_list(source.name, result, rows[i])
+    return scores
 
 
 def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -168,17 +157,104 @@ def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             outcomes.append(error)
     pending = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
     if pending:
-        awaited = await_all([cast(Awaitable[Any], outcomes[i]) for i in pending])
-        for i, result in zip(pending, awaited, strict=True):
+        for i, result in zip(pending, await_all([outcomes[i] for i in pending]), strict=True):
             outcomes[i] = result
     return outcomes
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _name_of(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+
+
+def score_list(name: str, result: Any, batch: RewardBatch) -> list[Any]:
+    """Returns what the source `name` returned for `batch` as a list with one entry per row.
+
+    Raises:
+        RewardError: if it is no list (or tuple, tensor, array), or has another length.
+    """
+    result = _as_python(name, result, batch, None)
+    if not isinstance(result, (list, tuple)):
+        raise RewardError(
+            name, f"returned a {type(result).__name__} instead of a list of {len(batch)} numbers", batch, None
+        )
+    if len(result) != len(batch):
+        raise RewardError(name, f"returned {len(result)} scores for {len(batch)} responses", batch, None)
+    return list(result)
+
+
+def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
+    """Returns the score of one row as a float, a list with a float for each token, or None.
+
+    Raises:
+        RewardError: if it is not a number, or its list has not one entry for each token.
+        RowFailure: if it is not finite in float32, or one stands in its place.
+    """
+    if isinstance(score, RowFailure):
+        raise score
+    if score is None:
+        return None
+    score = _as_python(name, score, batch, row)
+    numbers = score if isinstance(score, (list, tuple)) else [score]
+    for number in numbers:
+        if not isinstance(number, Real):
+            raise RewardError(name, f"returned {shown(number)}, a {type(number).__name__} and not a number", batch, row)
+        # Also catches NaN, and numbers that overflow float32.
+        if not -MAX_FLOAT32 <= cast(float, number) <= MAX_FLOAT32:
+            raise RowFailure(name, f"returned {shown(number)}, which is not finite in float32", batch, row)
+    if numbers is not score:
+        return float(score)
+    tokens = len(batch.completion_ids[row])
+    if len(numbers) != tokens:
+        raise RewardError(name, f"returned {len(numbers)} token scores for {tokens} response tokens", batch, row)
+    return [float(number) for number in numbers]
+
+
+def _as_python(name: str, value: Any, batch: RewardBatch, row: int | None) -> Any:
+    """`value` with tensors, arrays and NumPy's scalars as plain numbers and lists."""
+    if not isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return value
+    try:
+        return value.tolist()
+    # Of a sparse tensor, or one on the meta device.
+    except (RuntimeError, NotImplementedError) as error:
+        problem = f"returned a {type(value).__name__} whose numbers cannot be read ({error}); return a dense one"
+        raise RewardError(name, problem, batch, row) from error
+
+
+class LoggedMetrics:
+    """What reward functions have logged on this rank since `pop`: sum and number of the values by name.
+
+    Functions may call it from several threads; a value is added at once.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[tuple[str, float]] = []
+
+    def log(self, name: str, value: float) -> None:
+        """Adds one value to the metric `name`; the run logs the mean of all calls in a step.
+
+        Raises:
+            ValueError: if the name is no word, or the value no finite number.
+        """
+        if not isinstance(name, str) or not name or any(character.isspace() for character in name):
+            raise ValueError(f"log_metric was called with the name {name!r}; give a word without spaces")
+        number = math.nan
+        with suppress(TypeError, ValueError):
+            number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"log_metric({name!r}, {value!r}): the value must be one finite number")
+        self._values.append((name, number))
+
+    def pop(self) -> dict[str, list[float]]:
+        """Returns [sum, number] of the values of each name, and forgets them."""
+        values, self._values = self._values, []
+        return merged([{name: [value, 1]} for name, value in values])
+
+
+def merged(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Returns [sum, number] of each name over `parts`, such as those of all ranks."""
+    names = sorted({name for part in parts for name in part})
+    of_names = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: [math.fsum(v[0] for v in found), sum(v[1] for v in found)] for name, found in of_names.items()}

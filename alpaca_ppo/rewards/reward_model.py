@@ -6,7 +6,6 @@ Reward models sharded over devices are not supported. A reward adapter on the po
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from alpaca_ppo.functional.packing import PackedRows, Span
+from alpaca_ppo.functional.packing import pack_rows
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.packed_attention import sequence_keywords
 from alpaca_ppo.models.policy import eval_mode
 from alpaca_ppo.models.trial import Trial, difference, packing_problem
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
-from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
+from alpaca_ppo.rewards.batch import RewardBatch, RewardError
 from alpaca_ppo.saved_models import loading, remote_code
 
 
@@ -117,7 +116,9 @@ class ModelReward:
             if self.tokenizer.chat_template is None:
                 problem = "has a tokenizer without a chat template, but got messages; set tokenizer.chat_template"
                 raise RewardError(self.name, problem, batch, row)
-            chats[row] = [*_messages(prompt, "user"), *_messages(completion, "assistant")]
+            spoken = (("user", prompt), ("assistant", completion))
+            turns = [[{"role": role, "content": said}] if isinstance(said, str) else said for role, said in spoken]
+            chats[row] = [*turns[0], *turns[1]]
         ids = dict(zip(texts, self.tokenizer(list(texts.values()))["input_ids"], strict=True)) if texts else {}
         if chats:
             rendered = self.tokenizer.apply_chat_template(list(chats.values()), tokenize=False)
@@ -190,11 +191,18 @@ def _score_packed(model: Any, sequences: Sequence[Tensor]) -> Tensor:
     config = model.config.get_text_config()
     pad = _padding_id(config, sequences)
     device = next(model.parameters()).device
-    packed = _end_to_end(sequences, [_scored_column(ids, pad) for ids in sequences], device)
+    # The column of zeros stands for the token that a row's last hidden state would predict.
+    masks, nothing = [torch.ones_like(ids) for ids in sequences], torch.zeros(len(sequences), 1, dtype=torch.long)
+    queries, mask = (pad_sequence(list(rows), batch_first=True, padding_side="left") for rows in (sequences, masks))
+    packed = pack_rows(queries, mask, nothing, nothing == 0, padding_free=True, device=device)
+    # transformers reads the score at the last token that is not `pad`, or else at the first.
+    last = [int(real[-1]) if len(real := (ids != pad).nonzero()) else 0 for ids in sequences]
+    after = torch.tensor([len(ids) - 1 - column for ids, column in zip(sequences, last, strict=True)])
+    columns = packed.states - after.to(device)
     base: Any = (model.adapters.model if isinstance(model, AdapterClassifier) else model).base_model
     keywords = sequence_keywords(base, packed)
     if isinstance(model, AdapterClassifier):
-        return model(packed.input_ids, columns=packed.states, **keywords).logits.squeeze(-1).cpu()
+        return model(packed.input_ids, columns=columns, **keywords).logits.squeeze(-1).cpu()
     logits: list[Tensor] = []
     # The model's own forward pass, so that parameters that are sharded are gathered. It returns one row's score;
     # transformers calls what scores each hidden state `score` in models that read the score at one token.
@@ -204,17 +212,17 @@ def _score_packed(model: Any, sequences: Sequence[Tensor]) -> Tensor:
             model(input_ids=packed.input_ids, **keywords)
     finally:
         handle.remove()
-    return logits[0][0, packed.states].squeeze(-1).cpu()
+    return logits[0][0, columns].squeeze(-1).cpu()
 
 
 def build_model_reward(
     source: str | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
-    batch_size: int,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    padding_free: bool,
+    batch_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    padding_free: bool = True,
 ) -> ModelReward:
     """Returns the reward source of a model in memory, or of a folder or hub id, which is loaded from safetensors.
 
@@ -224,7 +232,7 @@ def build_model_reward(
         source: the model, or where to load it from.
         tokenizer: its tokenizer; None loads the one from the model's folder or hub id.
         batch_size: as of `ModelReward`.
-        dtype: of the weights of a model that is loaded.
+        dtype: of the weights of a model that is loaded; a model in memory keeps its own.
         trust_remote_code: run code that comes with the model.
         padding_free: as of `ModelReward`.
 
@@ -237,16 +245,17 @@ def build_model_reward(
     with remote_code(origin, trust=trust_remote_code):
         model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
         if tokenizer is None:
-            tokenizer = _load_tokenizer(origin, name, trust_remote_code)
+            remedy = "pass one in reward_processing_classes"
+            if not origin:
+                raise ValueError(f"reward model {name!r} was built in memory and has no tokenizer; {remedy}")
+            with loading(f"reward model {origin!r} has no tokenizer in its folder", origin, remedy):
+                tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
     return ModelReward(model, tokenizer, name=name, batch_size=batch_size, padding_free=padding_free)
 
 
 def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     problem = f"cannot load a reward model from {origin!r}"
-    remedy = (
-        "an entry of reward_funcs is module:function, file.py:function or a model, and a model is a folder with "
-        "safetensors weights or a hub id"
-    )
+    remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors weights or a hub id"
     with loading(problem, origin, remedy):
         adapter = find_adapter_config_file(origin)
     if adapter is not None:
@@ -278,44 +287,12 @@ def _origin(source: Any) -> str:
     return str(source if isinstance(source, str) else source.config.name_or_path or "")
 
 
-def _load_tokenizer(origin: str, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    if not origin:
-        raise ValueError(
-            f"reward model {name!r} was built in memory and has no tokenizer; pass one in reward_processing_classes"
-        )
-    problem = f"reward model {origin!r} has no tokenizer in its folder"
-    with loading(problem, origin, "pass one in reward_processing_classes"):
-        return AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
-
-
 def _check_one_label(config: Any, name: str) -> None:
     if config.num_labels != 1:
         raise ValueError(
             f"reward model {name!r} has num_labels {config.num_labels}; use a sequence classifier with num_labels=1 "
             "(2 is the default, which language models report too)"
         )
-
-
-def _messages(content: Prompt, role: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": content}] if isinstance(content, str) else content
-
-
-def _end_to_end(sequences: Sequence[Tensor], columns: Sequence[int], device: torch.device) -> PackedRows:
-    """The rows as one sequence on `device`; of each, `columns` has the one that is read (`PackedRows.states`)."""
-    lengths = [len(ids) for ids in sequences]
-    starts = [end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
-    spans = tuple(Span(start, length) for start, length in zip(starts, lengths, strict=True))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    rows = torch.arange(len(lengths))
-    read = torch.tensor(starts) + torch.tensor(columns)
-    ids, positions, rows, read = (part.to(device) for part in (torch.cat(list(sequences)), positions, rows, read))
-    return PackedRows(ids.unsqueeze(0), rows, read, torch.zeros_like(rows), positions.unsqueeze(0), spans)
-
-
-def _scored_column(ids: Tensor, pad: int) -> int:
-    """Where a classifier of transformers reads a row's score: its last token that is not `pad`, or else its first."""
-    scored = (ids != pad).nonzero()
-    return int(scored[-1]) if len(scored) else 0
 
 
 def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:

@@ -1,33 +1,33 @@
-"""The weighted sum of reward sources, with every returned score checked.
+"""From sampled responses to rewards: decode the text, call the reward sources, check and add up their scores, apply the
+penalties for a missing stop and for length.
 
-Penalties are not here: see `scoring` for a missing stop token and `functional.shaping` for the KL.
+The KL penalty is not here; it is added when rewards are shaped.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from alpaca_ppo.config.modules import load_function
-from alpaca_ppo.rewards.batch import RESERVED_COLUMNS, Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
-from alpaca_ppo.rewards.logged_metrics import LoggedMetrics
+from alpaca_ppo.functional.shaping import last_token_index, overlong_penalty, sequence_scores
+from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
 from alpaca_ppo.rewards.reward_function import (
+    MAX_FLOAT32,
     OFFERED,
     FailurePolicy,
     FunctionReward,
-    FunctionScores,
+    LoggedMetrics,
+    RowScore,
     call_functions,
+    check_row,
+    score_list,
 )
-from alpaca_ppo.rewards.reward_model import ModelReward, build_model_reward, model_name
-from alpaca_ppo.rewards.score_checks import RowScore, check_row, check_total, score_list
-
-RewardFunc = Callable[..., Any] | str | PreTrainedModel
+from alpaca_ppo.rewards.reward_model import ModelReward
 
 
 class RewardResult(NamedTuple):
@@ -44,7 +44,7 @@ class RewardResult(NamedTuple):
 
 
 class RewardScorer:
-    """Calls reward sources and adds up their weighted scores; `build_reward` makes one from user arguments.
+    """Calls reward sources, checks their scores and adds them up; `build_reward` makes one from user arguments.
 
     Every function gets copies of its own, which it may change.
 
@@ -81,7 +81,7 @@ class RewardScorer:
 
     def add(self, source: FunctionReward | ModelReward, weight: float) -> None:
         """Adds a source. If its name is taken, it is renamed to <name>_2, <name>_3 and so on."""
-        source.name = _free_name(source.name, self.names)
+        source.name = free_name(source.name, self.names)
         self.sources.append(source)
         self.weights.append(weight)
 
@@ -141,49 +141,52 @@ class RewardScorer:
         batch = make_reward_batch(prompts, completions, completion_ids, rows)
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
-            returned = iter(call_functions(self.functions, batch, self.policy, self.on_source))
-        results = []
+            of_functions = iter(call_functions(self.functions, batch, self.policy, self.on_source))
+        scores = []
         for source in self.sources:
             if isinstance(source, FunctionReward):
-                results.append(next(returned))
+                scores.append(score_list(source.name, next(of_functions), batch))
             else:
                 self.on_source(source.name)
-                results.append(FunctionScores(source(batch), {}))
-        scores, failures = self._checked(results, batch)
-        self.failures += [failures[row] for row in sorted(failures)]
+                scores.append(source(batch))
+        failures = self._check(scores, batch)
+        self.failures += failures.values()
         by_source = {
             name: torch.tensor([math.nan if score is None else _total(score) for score in column], dtype=torch.float32)
             for name, column in zip(self.names, scores, strict=True)
         }
         return RewardResult(self._weighted_sum(scores, batch), by_source, failures)
 
-    def _checked(
-        self, results: Sequence[FunctionScores], batch: RewardBatch
-    ) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
-        """Returns the scores of each source, None in every row that failed, and the failures."""
+    def _check(self, scores: list[list[Any]], batch: RewardBatch) -> dict[int, RowFailure]:
+        """Turns what each source returned for each row into a `RowScore`, None in every row that failed; returns the
+        failures.
+        """
         failures: dict[int, RowFailure] = {}
-        for result in results:
-            failures = result.failures | failures
-        lists = [score_list(name, result.scores, batch) for name, result in zip(self.names, results, strict=True)]
-        scores: list[list[RowScore]] = [[None] * len(batch) for _ in lists]
         everyone = ", ".join(self.names)
         for row in range(len(batch)):
+            found: list[RowScore] = [None] * len(scores)
             try:
-                for column, name, returned in zip(scores, self.names, lists, strict=True):
-                    column[row] = check_row(name, returned[row], batch, row)
-                found = [column[row] for column in scores]
-                if row not in failures and not self.measures and all(score is None for score in found):
+                checked = [
+                    check_row(name, column[row], batch, row) for name, column in zip(self.names, scores, strict=True)
+                ]
+                if not self.measures and all(score is None for score in checked):
                     problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
                     raise RowFailure(everyone, problem, batch, row)
-                check_total(everyone, found, self.weights, batch, row)
+                most = sum(
+                    max(abs(weight), 1.0) * sum(map(abs, score if isinstance(score, list) else [score or 0.0]))
+                    for score, weight in zip(checked, self.weights, strict=True)
+                )
+                if most > MAX_FLOAT32:
+                    problem = f"returned scores whose weighted sum, up to {most:.3g}, overflows float32"
+                    raise RowFailure(everyone, problem, batch, row)
+                found = checked
             except RowFailure as failure:
                 if not self.policy.mask:
                     raise
-                failures.setdefault(row, failure)
-        for row in failures:
-            for column in scores:
-                column[row] = None
-        return scores, failures
+                failures[row] = failure
+            for column, score in zip(scores, found, strict=True):
+                column[row] = score
+        return failures
 
     def _weighted_sum(self, scores: list[list[RowScore]], batch: RewardBatch) -> Tensor:
         lengths = [len(ids) for ids in batch.completion_ids]
@@ -208,123 +211,105 @@ class RewardScorer:
         return self
 
 
-def build_reward(
-    reward_funcs: RewardFunc | Sequence[RewardFunc],
+@dataclass(frozen=True)
+class Penalties:
+    """What is taken from scores for how a response ends."""
+
+    missing_stop: float | None = None
+    """Replaces the reward of a response that did not stop: a per-token reward becomes zero everywhere except at the
+    last chosen token, which gets the penalty. None keeps the reward."""
+    overlong_buffer_len: int | None = None
+    """Tokens before the longest response over which a penalty grows that is added to the reward (of the last chosen
+    token), also to a `missing_stop`. The length of a response is the number of chosen tokens. None adds nothing."""
+    overlong_factor: float = 1.0
+    """That penalty for a response of as many tokens as there are columns, in reward units."""
+
+
+def score_responses(
+    scorer: RewardScorer,
+    processing_class: Any,
+    samples: dict[str, Tensor],
+    rows: list[dict[str, Any]],
     *,
-    reward_weights: Sequence[float] | None = None,
-    reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
-    batch_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    policy: FailurePolicy | None = None,
-    padding_free: bool = True,
-) -> RewardScorer:
-    """Returns a scorer of one or several reward sources.
+    penalties: Penalties,
+) -> dict[str, Tensor]:
+    """Returns `scores`, `rewards` and `scores_by_source` of B sampled responses, on the CPU.
+
+    Sources see the chosen tokens only, those under `response_mask`. A per-token reward goes to the column of its token,
+    so `response_mask` may have holes (tokens that the policy did not choose, such as the output of a tool).
 
     Args:
-        reward_funcs: a source, or a list of them. A source is a Python function (see `FunctionReward`), the name of one
-            ("module:function" or "file.py:function"), or a sequence classifier with one label: a model in memory, a
-            folder or a hub id (see `ModelReward`).
-        reward_weights: one weight per source; 1 each by default.
-        reward_processing_classes: one tokenizer (or None) per source, or a single one for every model. By default, a
-            model's tokenizer is loaded from the folder or hub id that the model came from.
-        batch_size: sequences of the longest's length whose tokens one forward pass of a reward model may have.
-        dtype: of the weights of models loaded here; a model in memory keeps its own.
-        device: where reward models go; by default they stay where they are.
-        trust_remote_code: run code that comes with a reward model.
-        policy: what happens if a function raises; by default, the error ends the run.
-        padding_free: whether reward models that can do so read rows without padding; as of `ModelReward`.
+        scorer: the reward sources.
+        processing_class: the policy's tokenizer. The sources get text without special tokens.
+        samples: `responses` (B, R) int64, `response_mask` (B, R) bool (True = chosen by the policy) and `stopped` (B,)
+            bool, on the CPU; other keys are ignored.
+        rows: the dataset row of each of the B responses, with its `prompt`.
+        penalties: for a missing stop token and for length.
+
+    Returns:
+        scores (B,) float32, summed over the sources, before the penalties; rewards (B,) float32, or (B, R) if a source
+        scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN if a source returned
+        None. With a penalty for length also overlong_penalties (B,) float32, at most 0, which the rewards include. If
+        the scorer's policy masks rows, also trained_rows (B,) bool, False = the reward failed and is 0.
 
     Raises:
-        ValueError: if the list is empty, the number of weights or tokenizers differs from the number of sources, a
-            weight is not finite, an entry is not a reward source, or a model lacks a single label, a trained head or a
-            tokenizer. Whatever can be checked without a model is checked before one is loaded.
+        RewardError: as `RewardScorer`.
     """
-    given = _resolved(reward_funcs)
-    if not given:
-        raise ValueError("reward_funcs is empty; give at least one reward function or model")
-    weights = [1.0] * len(given) if reward_weights is None else [float(weight) for weight in reward_weights]
-    if not all(map(math.isfinite, weights)):
-        raise ValueError(f"reward_weights is {weights}; every weight must be a finite number")
-    classes: Any = reward_processing_classes
-    tokenizers = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(given)
-    for name, values in (("reward_weights", weights), ("reward_processing_classes", tokenizers)):
-        if len(values) != len(given):
-            raise ValueError(f"{name} has {len(values)} entries for {len(given)} reward sources; give one per source")
-    if batch_size < 1:
-        raise ValueError(f"the reward batch_size is {batch_size}; it must be at least 1")
-    loading: dict[str, Any] = {"batch_size": batch_size, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    sources = [
-        source
-        if isinstance(source, FunctionReward)
-        else build_model_reward(source, tokenizer, padding_free=padding_free, **loading)
-        for source, tokenizer in zip(given, tokenizers, strict=True)
-    ]
-    scorer = RewardScorer(sources, weights, policy=policy)
-    return scorer if device is None else scorer.to(device)
+    mask = samples["response_mask"]
+    result = scorer(**scorer_arguments(processing_class, samples, rows))
+    rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
+    scores = sequence_scores(rewards)
+    if penalties.missing_stop is not None:
+        penalized = _on_responses(torch.full_like(scores, penalties.missing_stop), rewards, mask)
+        stopped = samples["stopped"] if rewards.dim() == 1 else samples["stopped"].unsqueeze(1)
+        rewards = torch.where(stopped, rewards, penalized)
+    by_source = torch.stack(list(result.by_source.values()), dim=1)
+    scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
+    if (buffer_len := penalties.overlong_buffer_len) is not None:
+        scored["overlong_penalties"] = overlong_penalty(
+            mask.sum(dim=1), max_len=mask.size(1), buffer_len=buffer_len, factor=penalties.overlong_factor
+        )
+        scored["rewards"] = rewards + _on_responses(scored["overlong_penalties"], rewards, mask)
+    if scorer.policy.mask:
+        scored["trained_rows"] = torch.tensor([row not in result.failures for row in range(len(rows))])
+    return scored
 
 
-def source_names(reward_funcs: RewardFunc | Sequence[RewardFunc] | None) -> list[str]:
-    """The names that the sources will have in a scorer. Functions are imported for them, but no model is loaded.
-
-    Raises:
-        ValueError: for an entry that is no reward source, and a function that cannot be imported.
-    """
-    names: list[str] = []
-    for source in _resolved(reward_funcs):
-        names.append(_free_name(source.name if isinstance(source, FunctionReward) else model_name(source), names))
-    return names
+def response_texts(processing_class: Any, samples: Mapping[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """Returns the chosen tokens of each response, and their text without special tokens."""
+    ids = [row[keep].tolist() for row, keep in zip(samples["responses"], samples["response_mask"], strict=True)]
+    # transformers 5 takes an empty list for one text without tokens.
+    if not ids:
+        return [], []
+    return ids, processing_class.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def check_columns(reward_funcs: RewardFunc | Sequence[RewardFunc] | None, dataset: str, columns: Sequence[str]) -> None:
-    """Checks that a dataset has what the functions require, so that this is known before any response is sampled.
-
-    Args:
-        reward_funcs: the sources.
-        dataset: what it is called in a message.
-        columns: of the dataset.
-
-    Raises:
-        ValueError: naming the function, the arguments that are missing, and what there is.
-    """
-    available = [*RESERVED_COLUMNS, *(name for name in columns if name not in ("prompt", *RESERVED_COLUMNS))]
-    for source in _resolved(reward_funcs):
-        if isinstance(source, FunctionReward) and (missing := source.missing([*available, *OFFERED])):
-            raise ValueError(
-                f"reward source {source.name!r} requires the arguments {missing}, but only {available} are available "
-                f"from the {dataset}; rename the argument, add the column to the dataset, or give it a default"
-            )
+def scorer_arguments(processing_class: Any, samples: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments of `RewardScorer`."""
+    ids, texts = response_texts(processing_class, samples)
+    return {"prompts": [row["prompt"] for row in rows], "completions": texts, "completion_ids": ids, "rows": rows}
 
 
-def _resolved(reward_funcs: Any) -> list[FunctionReward | PreTrainedModel | str]:
-    given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [] if reward_funcs is None else [reward_funcs]
-    return [_resolve_function(source) for source in given]
+def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:
+    """Returns (B, R): entry k of a row of `token_rewards` (B, T), in the column of that row's k-th True in `mask`."""
+    is_token = torch.arange(token_rewards.size(1)) < mask.sum(dim=1, keepdim=True)
+    rewards = token_rewards.new_zeros(mask.shape)
+    rewards[mask] = token_rewards[is_token]
+    return rewards
 
 
-def _free_name(base: str, taken: Sequence[str]) -> str:
+def _on_responses(values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
+    """`values` (B,) in the shape of `rewards`: on the last chosen token of each response, if these are per token."""
+    if rewards.dim() == 1:
+        return values
+    is_last = torch.arange(mask.size(1)) == last_token_index(mask).unsqueeze(1)
+    return torch.where(is_last, values.unsqueeze(1), torch.zeros_like(rewards))
+
+
+def free_name(base: str, taken: Sequence[str]) -> str:
+    """Returns `base`, or, if it is taken, the first of <base>_2, <base>_3 and so on that is not."""
     names = (base if number == 1 else f"{base}_{number}" for number in itertools.count(1))
     return next(name for name in names if name not in taken)
-
-
-def _resolve_function(source: Any) -> FunctionReward | PreTrainedModel | str:
-    """Returns functions as `FunctionReward`, and a model, or the path or hub id of one, as it is."""
-    if isinstance(source, str):
-        _, colon, name = source.rpartition(":")
-        is_function = colon and name.isidentifier() and not Path(source).is_dir()
-        return FunctionReward(load_function(source, what="reward function")) if is_function else source
-    if isinstance(source, torch.nn.Module):
-        if getattr(source, "config", None) is None:
-            raise ValueError(
-                f"reward_funcs contains a {type(source).__name__}, a module without a transformers configuration; use "
-                "a transformers sequence classifier, or wrap it in a function f(prompts, completions, **columns)"
-            )
-        return cast(PreTrainedModel, source)
-    if callable(source):
-        return FunctionReward(source)
-    raise ValueError(
-        f"reward_funcs contains {source!r}, a {type(source).__name__}; use a function, a model, or the name of either"
-    )
 
 
 def _total(score: float | list[float]) -> float:

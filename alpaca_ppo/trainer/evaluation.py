@@ -24,7 +24,7 @@ from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.minibatches import with_reward
 from alpaca_ppo.ppo.rollouts import RolloutPasses, sample_responses
-from alpaca_ppo.rewards.scoring import response_texts, scorer_arguments
+from alpaca_ppo.rewards.scorer import response_texts, scorer_arguments
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer.inspected_prompts import add_tokens
 from alpaca_ppo.types import Rollouts

@@ -36,7 +36,7 @@ from alpaca_ppo.ppo.minibatches import compared_mask, plan_updates
 from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.rewards import FunctionReward
-from alpaca_ppo.rewards.scoring import Penalties
+from alpaca_ppo.rewards.scorer import Penalties
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
 from alpaca_ppo.tracking.run_record import RunRecord

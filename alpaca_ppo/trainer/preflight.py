@@ -30,7 +30,7 @@ from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding
 from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.evaluation.settings import EvaluationSettings, make_settings
 from alpaca_ppo.rewards.batch import OF_EPISODES
-from alpaca_ppo.rewards.scorer import check_columns, source_names
+from alpaca_ppo.rewards.build import check_columns, source_names
 from alpaca_ppo.tracking.run_log import tracker_names
 
 Kinds = Mapping[str | None, EnvironmentKind]
@@ -215,7 +215,7 @@ def check_reward_columns(
     What is no `Dataset` is left to `prepare_prompts`, which refuses it.
 
     Raises:
-        ValueError: see `rewards.scorer.check_columns`.
+        ValueError: see `rewards.build.check_columns`.
     """
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
     sets = {f"eval set {name!r}" if name else "eval set": rows for name, rows in named.items()}

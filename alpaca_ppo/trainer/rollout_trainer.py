@@ -27,8 +27,8 @@ from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.minibatches import add_baseline, leave_out_failures
 from alpaca_ppo.ppo.mismatch import SamplerCheck, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
-from alpaca_ppo.rewards.logged_metrics import merged
-from alpaca_ppo.rewards.scoring import Penalties, score_responses
+from alpaca_ppo.rewards.reward_function import merged
+from alpaca_ppo.rewards.scorer import Penalties, score_responses
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.evaluation import Evaluator, Measure
 from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector

@@ -143,17 +143,17 @@ def _scorer(
     policy = FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
     if sources == [] and weights is None:
         return RewardScorer([], [], policy=policy)
-    return build_reward(
+    scorer = build_reward(
         sources,
         reward_weights=weights,
         reward_processing_classes=tokenizers,
         batch_size=args.rollout_per_device_batch_size,
         dtype=getattr(torch, args.dtype),
-        device=device,
         trust_remote_code=args.trust_remote_code,
         policy=policy,
         padding_free=bool(args.padding_free),
     )
+    return scorer.to(device)
 
 
 def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alpaca_ppo.config.urls import check_url
-from alpaca_ppo.rewards.http_client import post_json
+from alpaca_ppo.rewards.remote import post_json
 
 RUBRIC = """\
 Grade the answer to this request from 0 (useless or wrong) to 10 (it could not be better): is it correct, does it do \

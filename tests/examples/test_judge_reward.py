@@ -38,7 +38,7 @@ def grades(request):
 
 
 def scored(reward, policy=None, batch=BATCH):
-    return call_functions([FunctionReward(reward)], batch, policy or FailurePolicy())[0].scores
+    return call_functions([FunctionReward(reward)], batch, policy or FailurePolicy())[0]
 
 
 def test_a_grade_is_asked_for_once_and_kept(tmp_path):
@@ -82,7 +82,7 @@ def test_a_spent_budget_ends_the_run_or_leaves_the_rest_to_other_sources(tmp_pat
         scored(frugal, batch=BATCH.row(0))
         source = FunctionReward(frugal)
         source.context = {"log_metric": lambda *metric: logged.append(metric)}
-        found = call_functions([source], BATCH, FailurePolicy())[0].scores
+        found = call_functions([source], BATCH, FailurePolicy())[0]
         assert found == [0.9, None, 0.9, None] and len(server.requests) == 4
         assert logged == [("judge_requests", 1), ("judge_tokens", 10)]
 
@@ -95,7 +95,7 @@ def test_a_spent_budget_ends_the_run_or_leaves_the_rest_to_other_sources(tmp_pat
         (response({"choices": []}), r"NoGrade: an answer of another form \(IndexError\)"),
         (response(b"x"), "RequestFailed: .*sent an answer that is no JSON"),
         (response(b"{}", status="503 Busy"), "RequestFailed: .*HTTP status 503"),
-        (response(b"{}", status="401 No"), "RequestFailed: .*HTTP status 401.*check the environment variable"),
+        (response(b"{}", status="401 No"), "RequestFailed: .*HTTP status 401.*OPENAI_API_KEY"),
     ],
 )
 def test_what_is_no_grade_is_an_error(answer, problem, tmp_path):

@@ -53,7 +53,7 @@ def start(monkeypatch):
 def scored(reward, batch, logged=None):
     source = FunctionReward(reward)
     source.context = {"log_metric": lambda *metric: logged.append(metric)} if logged is not None else {}
-    return call_functions([source], batch, FailurePolicy())[0].scores
+    return call_functions([source], batch, FailurePolicy())[0]
 
 
 def batch_of(*completions):

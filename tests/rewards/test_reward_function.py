@@ -4,7 +4,7 @@ import functools
 import pytest
 
 from alpaca_ppo.rewards import RewardError, build_reward
-from alpaca_ppo.rewards.logged_metrics import LoggedMetrics, merged
+from alpaca_ppo.rewards.reward_function import LoggedMetrics, merged
 
 PROMPTS = ["Count.", "Sing.", "Où ?"]
 COMPLETIONS = ["one two", "la", "là 🎵"]

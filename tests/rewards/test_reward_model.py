@@ -292,9 +292,7 @@ def saved(tmp_path, model, tokenizer=None):
 def test_a_folder_is_loaded_in_float32_with_its_own_tokenizer(tmp_path):
     model = tiny_sequence_classifier("llama", dtype=torch.bfloat16)
     folder = saved(tmp_path, model, framing_tokenizer(WORDS, frame="<bos> $A"))
-    scorer = build_reward(
-        [lambda completions: [1.0] * len(completions), folder], reward_weights=[1.0, 2.0], device="cpu"
-    )
+    scorer = build_reward([lambda completions: [1.0] * len(completions), folder], reward_weights=[1.0, 2.0])
     result = scorer(["one"], [" two"], [[1]], [{"prompt": "one"}])
     loaded = scorer.sources[1].model
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}

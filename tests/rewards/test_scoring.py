@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alpaca_ppo.rewards import RewardError, build_reward
-from alpaca_ppo.rewards.scoring import Penalties, score_responses
+from alpaca_ppo.rewards.scorer import Penalties, score_responses
 from tests.tiny_models import tiny_tokenizer
 
 

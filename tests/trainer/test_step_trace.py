@@ -10,7 +10,7 @@ import alpaca_ppo
 from tests.tiny_runs import tiny_trainer
 
 PACKAGE = Path(alpaca_ppo.__file__).parent
-MOST_MODULES, MOST_LINES = 52, 6260
+MOST_MODULES, MOST_LINES = 45, 6000
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
