@@ -44,7 +44,6 @@ class Registry(Generic[T]):
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     built_in: tuple[str, ...] = dataclasses.field(init=False)
     _targets: dict[str, T] = dataclasses.field(default_factory=dict)
-    _specs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.built_in = tuple(self.traits)
@@ -114,28 +113,21 @@ class Registry(Generic[T]):
             if name in self.built_in or (name in self.traits and not self._is_reloaded(name, target)):
                 raise ValueError(f"{self.field} {name!r} exists already; choose another name")
             self.traits[name] = dict(traits)
-            self._targets[name], self._specs[name] = target, _module_attribute(target, "__spec__")
+            self._targets[name] = target
             return target
 
         return attach
 
     def _is_reloaded(self, name: str, new: Any) -> bool:
-        """Whether `new` is the function or class behind `name` once more: the same object, or the same definition in a
-        file that is imported under a second name or reloaded, or in a notebook's cell that is run again.
+        """Whether `new` is the function or class behind `name` once more: the same object, or one of the same qualified
+        name in a file that is imported under a second name or reloaded, or in a notebook's cell that is run again.
         """
         known: Any = self._targets[name]
-        if known is new:
-            return True
-        qualified_name = getattr(known, "__qualname__", None)
-        if qualified_name is None or qualified_name != getattr(new, "__qualname__", None):
-            return False
-        # Python makes a new spec whenever it imports or reloads a module. Two definitions with one spec come from a
-        # single execution, and are different code. A notebook and a script have no spec.
-        spec = _module_attribute(new, "__spec__")
-        if spec is not None and spec is self._specs[name]:
-            return False
-        file = _module_attribute(known, "__file__")
-        return known.__module__ == new.__module__ or (file is not None and file == _module_attribute(new, "__file__"))
+        if known is new or not hasattr(new, "__qualname__"):
+            return known is new
+        files = [getattr(sys.modules.get(each.__module__), "__file__", None) for each in (known, new)]
+        same_place = known.__module__ == new.__module__ or files[0] == files[1] is not None
+        return same_place and getattr(known, "__qualname__", None) == new.__qualname__
 
     def get(self, name: str) -> T:
         """The code behind `name`.
@@ -145,11 +137,6 @@ class Registry(Generic[T]):
         """
         self.check(name)
         return self._targets[name]
-
-
-def _module_attribute(target: Any, name: str) -> Any:
-    """An attribute of the module that defines `target`; None if the module is not imported or does not have it."""
-    return getattr(sys.modules.get(getattr(target, "__module__", "")), name, None)
 
 
 ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(

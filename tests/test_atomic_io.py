@@ -1,7 +1,6 @@
 import contextlib
 import errno
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -75,29 +74,6 @@ def test_every_file_is_forced_to_the_disk_before_the_rename(tmp_path, monkeypatc
     before = forced[: forced.index("rename")]
     assert {os.path.basename(path) for path in before} == {"deep", "file", "new"}
     assert forced[-1] == str(tmp_path)
-
-
-@pytest.mark.parametrize("renames", [0, 1, 2])
-@pytest.mark.parametrize("tidy", [clean_leftovers, lambda folder: write(folder / "final", "next")])
-def test_a_process_killed_between_two_renames_loses_neither_folder_for_good(tmp_path, monkeypatch, renames, tidy):
-    path = tmp_path / "final"
-    write(path, "old")
-    with monkeypatch.context() as patch:
-        rename, count = os.rename, []
-
-        def killing(*paths):
-            if len(count) == renames:
-                raise Killed
-            count.append(rename(*paths))
-
-        patch.setattr(os, "rename", killing)
-        patch.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(Killed))
-        with pytest.raises(Killed):
-            write(path, "new")
-    tidy(tmp_path)
-    assert names(tmp_path) == ["final"]
-    # Killed before the second rename the old folder is the complete one, after it the new one.
-    assert content(path) == ("next" if tidy is not clean_leftovers else "old" if renames < 2 else "new")
 
 
 def test_leftovers_are_cleaned_and_other_hidden_files_stay(tmp_path):

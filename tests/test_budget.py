@@ -16,7 +16,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1947,
-    "trainer": 1727,
+    "trainer": 1711,
     "models": 1552,
     "ppo": 1617,
     "generation": 1318,
@@ -26,7 +26,7 @@ BUDGET = {
     "checkpoint": 894,
     "tracking": 806,
     "environments": 889,
-    "root": 710,
+    "root": 702,
     "cli": 567,
     "estimate_memory": 592,
     "data": 555,
@@ -34,7 +34,7 @@ BUDGET = {
     "migrate": 431,
     "report": 372,
     "doctor": 371,
-    "evaluation": 269,
+    "evaluation": 259,
     "supervised": 169,
     "presets": 8,
 }

@@ -104,21 +104,6 @@ def test_an_object_without_a_name_of_its_own_may_be_registered_again(colours):
     assert colours.trait("pink", "warm")
 
 
-def test_two_functions_of_one_name_in_one_file_are_different_code(colours):
-    def made(code):
-        def pink():
-            return code
-
-        return pink
-
-    colours.register("pink")(first := made(1))
-    colours.register("rose")(lambda: 1)
-    for name, other in (("pink", made(2)), ("rose", lambda: 2)):
-        with pytest.raises(ValueError, match=f"colour '{name}' exists already"):
-            colours.register(name)(other)
-    assert colours.get("pink") is first and colours.get("rose")() == 1
-
-
 def test_a_reloaded_module_replaces_what_it_registered(colours, tmp_path, monkeypatch):
     path = tmp_path / "reloaded_colours.py"
     path.write_text("def pink(): return 1\n")

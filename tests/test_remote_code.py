@@ -197,13 +197,6 @@ def test_an_adapter_is_merged_into_a_base_with_code(folders, tmp_path):
     assert "trust_remote_code=True" in (tmp_path / "final/policy/README.md").read_text()
 
 
-def test_a_checkpoint_after_an_export_can_be_resumed(folders, tmp_path):
-    trainer = trusting(tmp_path, folders["alone"])
-    trainer.save_model(str(tmp_path / "early"))
-    trainer.save_checkpoint()
-    trusting(tmp_path, folders["alone"]).train(resume_from_checkpoint=True)
-
-
 @pytest.mark.parametrize(
     ("name", "load"),
     [

@@ -34,38 +34,22 @@ def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str
     Raises:
         ValueError: if there is no such column or file, or an answer is missing or not text.
     """
+    found: list[Any] = []
     if opponent.startswith(_COLUMN):
-        column = opponent.removeprefix(_COLUMN)
-        return [_column_answer(row, column, number) for number, row in enumerate(rows)]
-    answers = _read_answers(Path(opponent))
-    found = []
-    for row in rows:
-        key = _key(row["prompt"])
-        if key not in answers:
-            raise ValueError(
-                f"eval_opponent {opponent} has no answer to the prompt {key[:80]}; write it from the same eval set"
-            )
-        found.append(answers[key])
-    return found
-
-
-def _column_answer(row: Mapping[str, Any], column: str, number: int) -> str:
-    if not isinstance(row.get(column), str):
-        raise ValueError(
-            f"eval_opponent is '{_COLUMN}{column}', but row {number} of the eval set has no text there; its columns "
-            f"are {', '.join(row)}"
-        )
-    return str(row[column])
-
-
-def _read_answers(path: Path) -> dict[str, str]:
+        for number, row in enumerate(rows):
+            found.append(row.get(opponent.removeprefix(_COLUMN)))
+            if not isinstance(found[-1], str):
+                raise ValueError(
+                    f"eval_opponent is {opponent!r}, but row {number} of the eval set has no text there; its columns "
+                    f"are {', '.join(row)}"
+                )
+        return found
+    path, answers = Path(opponent), dict[str, str]()
     if not path.is_file():
         raise ValueError(
-            f"eval_opponent is {str(path)!r}, which is no file (relative paths count from {Path.cwd()}); use "
-            f"{REFERENCE}, {_COLUMN}<name>, or a .jsonl file with prompt and response in each line (those of "
-            "another model are written by alpaca-ppo evaluate --model)"
+            f"eval_opponent is {opponent!r}, which is no file (relative paths count from {Path.cwd()}); use "
+            f"{REFERENCE}, {_COLUMN}<name>, or a .jsonl file of alpaca-ppo evaluate"
         )
-    answers: dict[str, str] = {}
     # At line feeds alone: an answer may hold other line breaks, such as U+2028, which JSON leaves as they are.
     for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
         try:
@@ -79,7 +63,14 @@ def _read_answers(path: Path) -> dict[str, str]:
                 f"{error}"
             ) from error
         answers.setdefault(_key(prompt), response)
-    return answers
+    for row in rows:
+        key = _key(row["prompt"])
+        if key not in answers:
+            raise ValueError(
+                f"eval_opponent {opponent} has no answer to the prompt {key[:80]}; write it from the same eval set"
+            )
+        found.append(answers[key])
+    return found
 
 
 def _key(prompt: Any) -> str:
@@ -141,15 +132,10 @@ class FunctionJudge:
             others=[pair.other for pair in comparisons],
             **columns,
         )
-        if not isinstance(verdicts, list | tuple) or len(verdicts) != len(comparisons):
+        listed = isinstance(verdicts, list | tuple) and len(verdicts) == len(comparisons)
+        if not listed or not all(v is None or (isinstance(v, int | float) and 0 <= v <= 1) for v in verdicts):
             raise ValueError(
                 f"eval_judge {self._name} returned {shown(verdicts)} for {len(comparisons)} pairs; it must return a "
-                "list with one verdict for each"
+                "list with one verdict for each, from 0 (the opponent's answer is better) to 1, or None"
             )
-        for verdict in verdicts:
-            if verdict is not None and not (isinstance(verdict, int | float) and 0 <= verdict <= 1):
-                raise ValueError(
-                    f"eval_judge {self._name} returned the verdict {shown(verdict)}; it must be from 0 (the opponent's "
-                    "answer is better) to 1, 0.5 for a tie, or None"
-                )
         return [None if verdict is None else float(verdict) for verdict in verdicts]

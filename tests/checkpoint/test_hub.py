@@ -73,5 +73,5 @@ def test_the_policy_is_uploaded_on_request_and_at_the_end(tmp_path, api):
 
 
 def test_a_push_without_a_repository_is_refused(tmp_path, api):
-    with pytest.raises(ValueError, match="hub_model_id is not set; name the repository"):
+    with pytest.raises(ValueError, match="hub_model_id is None"):
         tiny_trainer(tmp_path).push_to_hub()

@@ -317,7 +317,7 @@ def test_every_evaluation_has_the_same_tasks(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"args": None}, "args is missing; pass a PPOConfig"),
+        ({"args": None}, "PPOTrainer takes a PPOConfig"),
         ({"train_dataset": None, "environment_factory": None}, "train_dataset is None; pass the prompts, or an env"),
         ({"reward_funcs": None, "environment_factory": Silent}, "there is no reward: reward_funcs is empty, and no"),
         ({"environment_factory": {"a": Partner}}, "row 0: the row has environment None, but environment_factory has"),

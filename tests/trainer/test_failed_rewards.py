@@ -285,3 +285,7 @@ def test_rewards_that_all_failed_take_the_shape_of_other_ranks_rewards(monkeypat
         monkeypatch.setattr(minibatches, "any_rank", lambda flag, accelerator, found=per_token: found)
         assert minibatches.shape_as_on_others(rows, ALONE)["rewards"].shape == shape
     assert minibatches.shape_as_on_others({}, ALONE) == {} and minibatches.shape_as_on_others(None, ALONE) is None
+
+
+def test_a_function_that_is_given_by_name_may_fail_too(tmp_path):
+    tiny_trainer(tmp_path, trainer_arguments={"reward_funcs": "tests.tiny_runs:count_even"}, reward_retries=1, **MASK)
