@@ -19,6 +19,7 @@ Message = dict[str, Any]
 
 # No environment says the second, which is looked for in what the template writes.
 _QUESTION, _ANSWER = "First question", "Earlier answer 8D1f6c03"
+_USER: Message = {"role": "user", "content": _QUESTION}
 _THOUGHT = "earlier thought"
 _TURNS, _MOST_TURNS, _LONGEST = 32, 100, 4000
 """Of the conversation that `check` writes: turns of the policy, and about the most characters of a message."""
@@ -68,8 +69,8 @@ class Conversation:
     @cached_property
     def prompt_end(self) -> str:
         """What the chat template writes before each turn of the policy."""
-        question = self._render([_user()], ())
-        return self._render([_user()], (), add_generation_prompt=True).removeprefix(question)
+        question = self._render([_USER], ())
+        return self._render([_USER], (), add_generation_prompt=True).removeprefix(question)
 
     def ends_turn(self, token: int) -> bool:
         """Whether `token` ends a turn."""
@@ -156,13 +157,13 @@ class Conversation:
                     "them messages, or begin the names of methods that are no tools with an underscore"
                 )
             return
-        if schemas and self._render([_user()], schemas) == self._render([_user()], ()):
+        if schemas and self._render([_USER], schemas) == self._render([_USER], ()):
             raise self._refused("writes nothing about tools")
         self._check_growth(schemas, replies=replies, turns=min(max(_TURNS, max_turns or 0), _MOST_TURNS))
 
     def _check_growth(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool, turns: int) -> None:
         """Checks a conversation message by message: what each turn appends is what `reply_ids` appends."""
-        messages, written = [_user()], self._render([_user()], schemas, add_generation_prompt=True)
+        messages, written = [_USER], self._render([_USER], schemas, add_generation_prompt=True)
         for turn in range(turns):
             thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
             first = self._written(thought + _ANSWER, answers, calls, schemas)
@@ -196,12 +197,12 @@ class Conversation:
     ) -> _Written:
         """How the template writes a first turn, which says `answer`, and the replies to it."""
         plain, called = _assistant(answer), _assistant(answer, self._named(tool_calls))
-        start = self._render([_user()], schemas, add_generation_prompt=True)
-        after = self._render([_user(), called, *replies], schemas, add_generation_prompt=True)
+        start = self._render([_USER], schemas, add_generation_prompt=True)
+        after = self._render([_USER, called, *replies], schemas, add_generation_prompt=True)
         if not after.startswith(start):
-            problem = _difference([_user(), called, *replies], start, after)
+            problem = _difference([_USER, called, *replies], start, after)
             raise self._refused(f"writes a message in another way later: {problem}")
-        before, earlier = (self._render([_user(), message], schemas) for message in (plain, called))
+        before, earlier = (self._render([_USER, message], schemas) for message in (plain, called))
         # Some templates write an EOS at the end of the text.
         for end in ("", self.tokenizer.eos_token or ""):
             closed, rest = before.removesuffix(end), earlier.removesuffix(end)
@@ -227,7 +228,7 @@ class Conversation:
         for number, arguments in forms:
             call = {**tool_call_entry("name", {}, 0), "function": {"name": "name", "arguments": arguments}}
             with suppress(ValueError):
-                self._render([_user(), _assistant(_ANSWER, [call] * (number or 2))], ())
+                self._render([_USER, _assistant(_ANSWER, [call] * (number or 2))], ())
                 return number, arguments
         return forms[0]
 
@@ -257,10 +258,6 @@ class Conversation:
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _user() -> Message:
-    return {"role": "user", "content": _QUESTION}
 
 
 def _assistant(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:

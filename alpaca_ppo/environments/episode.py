@@ -16,7 +16,6 @@ from alpaca_ppo.config.fields import shown
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import EnvironmentKind
 from alpaca_ppo.environments.tool_calls import (
-    ParserFailure,
     ToolCall,
     ToolCallParser,
     call_problem,
@@ -253,8 +252,11 @@ class Episode:
         if settings.tool_call_parser is not None:
             try:
                 return find_parsed_calls(settings.tool_call_parser, text)
-            except ParserFailure as failure:
-                raise self._failure(str(failure)) from failure
+            # ValueError is about the policy's text; anything else is a defect of the parser.
+            except Exception as error:
+                raise self._failure(
+                    f"tool_call_parser raised {error_text(error)}; let it raise ValueError for a malformed call"
+                ) from error
         if getattr(tokenizer, "response_template", None) is not None:
             return find_template_calls(tokenizer, text, settings.conversation.prompt_end, self.schemas)
         return find_json_calls(text)

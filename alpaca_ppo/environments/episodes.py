@@ -3,7 +3,7 @@
 `Environments` belongs to the run, `Episodes` to the rows of one rollout of one rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -148,12 +148,12 @@ class Episodes:
                 if episode.kind.resets_together is together:
                     self._advance(row, episode.begin(seed))
                     if not together:
-                        self._wait_for_resets()
-            self._wait_for_resets()
+                        self._wait(self._steps)
+            self._wait(self._steps)
         self._answers.clear()
 
-    def _wait_for_resets(self) -> None:
-        while self._steps:
+    def _wait(self, unfinished: Collection[int]) -> None:
+        while unfinished:
             self._poll()
             self._hear(_WAIT)
 
@@ -186,9 +186,7 @@ class Episodes:
 
     def wait(self) -> None:
         """Waits until all episodes that `finish` was called for have ended."""
-        while self._ending:
-            self._poll()
-            self._hear(_WAIT)
+        self._wait(self._ending)
 
     def statistics(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the samples get in addition, (rows,) each: `num_turns`, `environment_tokens`, `tool_calls`,

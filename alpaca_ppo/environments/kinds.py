@@ -61,10 +61,17 @@ class EnvironmentKind:
     """Whether it gives a reward for the whole episode."""
 
     def __post_init__(self) -> None:
+        named = f" {self.name!r}" if self.name else ""
+        if not callable(self.factory):
+            raise ValueError(f"environment_factory{named} is {self.factory!r}; give a class or function")
+        if wanted := parameters_of(self.factory).required:
+            raise ValueError(
+                f"environment_factory {_name(self.factory)} requires the arguments {wanted}, but is called without; "
+                f"pass lambda: {_name(self.factory)}({wanted[0]}=...)"
+            )
         try:
             instance = self.factory()
         except Exception as error:
-            named = f" {self.name!r}" if self.name else ""
             raise ValueError(
                 f"environment_factory{named} ({_name(self.factory)}) raised {error_text(error)} when it was tried"
             ) from error
@@ -173,10 +180,12 @@ def make_kinds(
     if environment_factory is None:
         return {None: EnvironmentKind("tools", NoEnvironment, own)} if own else {}
     if not isinstance(environment_factory, Mapping):
-        return {None: _kind("", environment_factory, own)}
+        return {None: EnvironmentKind("", environment_factory, own)}
     if not environment_factory:
         raise ValueError("environment_factory is an empty dictionary; name at least one environment")
-    return {name: _kind(name, factory, own) for name, factory in environment_factory.items()}
+    return {
+        name: EnvironmentKind(name, factory, own, routed=bool(name)) for name, factory in environment_factory.items()
+    }
 
 
 def can_answer(kinds: Mapping[str | None, EnvironmentKind]) -> bool:
@@ -187,17 +196,6 @@ def can_answer(kinds: Mapping[str | None, EnvironmentKind]) -> bool:
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
     """The names of the classes whose episodes have rewards of their own; each is a reward source."""
     return list(dict.fromkeys(kind.class_name for kind in kinds.values() if kind.rewards))
-
-
-def _kind(name: str, factory: Any, tools: Sequence[Tool]) -> EnvironmentKind:
-    if not callable(factory):
-        raise ValueError(f"environment_factory is {factory!r}; give a class or function that makes an environment")
-    if wanted := parameters_of(factory).required:
-        raise ValueError(
-            f"environment_factory {_name(factory)} requires the arguments {wanted}, but is called without any; pass "
-            f"lambda: {_name(factory)}({wanted[0]}=...)"
-        )
-    return EnvironmentKind(name, factory, tools, routed=bool(name))
 
 
 def _name(function: Any) -> str:

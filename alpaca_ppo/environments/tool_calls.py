@@ -91,31 +91,19 @@ def _value_problem(value: Any, depth: int = 0) -> str:
     return "" if value is None or isinstance(value, str | int | float) else f"{shown(value)} is no JSON value"
 
 
-class ParserFailure(Exception):
-    """A parser of the user raised an exception that is not about the policy's text, or returned what it must not."""
-
-
 def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
     """The calls that a parser of the user finds in `text`.
 
     Raises:
-        ParserFailure: for an exception other than ValueError and RecursionError, and for what is no list of mappings.
+        TypeError: for what is no list of mappings; whatever else the parser raises.
     """
     try:
         found = parser(text)
     # The second of text that nests too deeply.
     except (ValueError, RecursionError) as error:
         return [ToolCall("", {}, str(error))]
-    except Exception as error:
-        raise ParserFailure(
-            f"tool_call_parser raised {error_text(error)}; correct it, or let it raise ValueError where "
-            "the policy wrote a malformed call"
-        ) from error
     if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(c, Mapping) for c in found):
-        raise ParserFailure(
-            f"tool_call_parser returned {shown(found)}; it must return a list of calls, each a mapping with 'name' and "
-            "'arguments', and an empty list where there are none"
-        )
+        raise TypeError(f"it returned {shown(found)}, which is no list of mappings with 'name' and 'arguments'")
     return [_checked(call) for call in found]
 
 

@@ -60,7 +60,7 @@ trainer/test_run_doctor.py: stop_on
 trainer/test_setup.py: ddp_timeout
 trainer/test_skipped_updates.py: max_skipped_updates
 adapters/test_adapter_runs.py: dtype gradient_checkpointing reference
-environments/test_calls_in_runs.py: max_steps
+environments/test_games.py: max_steps
 cli/test_evaluate.py: reward_funcs
 checkpoint/test_model_card.py: report
 checkpoint/test_compatibility.py: total_episodes

@@ -84,17 +84,6 @@ GEMMA_2 = (
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 
-PHI_MARKS = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>")
-PHI_4_MINI = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% else %}<eos>{% endif %}"
-)
-PHI_4_MARKS = ("<|im_end|>", "<|im_start|>", "<|im_sep|>")
-PHI_4 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
-)
-
 DEEPSEEK_MARKS = ("<eos>", "<|User|>", "<|Assistant|>")
 # Arguments are JSON text; the marks around calls and results are written at the first one after a question.
 DEEPSEEK_V3 = (
@@ -109,22 +98,4 @@ DEEPSEEK_V3 = (
     "{% set ns.results = false %}<|output|>{{ m.content }}<|output_end|>"
     "{% else %}{{ '<|outputs_end|>' if ns.tool }}{% set ns.tool = false %}{{ m.content }}<eos>{% endif %}{% endfor %}"
     "{{ '<|outputs_end|>' if ns.tool }}"
-)
-DEEPSEEK_R1 = (
-    "<bos>{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}"
-    "<|Assistant|>{{ m.content.split('</think>')[-1] }}<eos>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
-)
-
-SMOLLM_2 = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are SmolLM.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-_EMPTY = "{% if not (enable_thinking | default(true)) %}<think>\n\n</think>\n{% endif %}"
-SMOLLM_3 = (
-    "<|im_start|>system\nToday Date: {{ strftime_now('%d %B %Y') }}<|im_end|>\n"
-    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
-    f"{{% if m.role == 'assistant' %}}{_EMPTY}{{% endif %}}{{{{ m.content.lstrip('\n') }}}}"
-    f"<|im_end|>\n{{% endfor %}}{{% if add_generation_prompt %}}<|im_start|>assistant\n{_EMPTY}{{% endif %}}"
 )

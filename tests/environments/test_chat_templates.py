@@ -1,13 +1,11 @@
 """Which families' chat templates write a conversation that grows, and what is said of those that do not."""
 
-import time
-
 import pytest
 from tokenizers import AddedToken
 
 from alpaca_ppo.environments.conversation import tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import make_kinds
-from tests.data.tokenizers import PHI_3, byte_tokenizer
+from tests.data.tokenizers import byte_tokenizer
 from tests.environments import chat_templates as of
 from tests.environments.chat import conversation
 from tests.environments.test_kinds import add
@@ -31,26 +29,17 @@ EMPTY_THOUGHT = r"message 2 \(assistant\) of 3 has '.*assistant\\nEarlier answer
 TOOLS_MOVE = r"message 1 \(user\) of 3 has '<bos>\[INST\] First.*, not '<bos>\[AVAILABLE_TOOLS\]"
 FIRST_CALL = r"in another way later: message 4 \(assistant\) of 6 has .*\\n<\|call\|>add"
 FIRST_RESULT = r"in another way later: message 7 \(tool\) of 9 has .*<eos>\\n<\|output\|>.*, not .*<\|outputs_begin\|>"
-BEGUN_THOUGHT = r"message 2 \(assistant\) of 3 has .*, not '.*<\|Assistant\|><think>\\n'"
 # What is wrong with the replies of a partner, with tools, and with both; None where nothing is.
 FAMILIES = {
     "qwen 2.5": (of.QWEN_2_5, of.QWEN_MARKS, {}, None, None, None),
     "qwen 3": (of.QWEN_3, of.QWEN_MARKS, {}, FORGETS, None, FORGETS),
     "qwen 3, not thinking": (of.QWEN_3, of.QWEN_MARKS, NOT_THINKING, EMPTY_THOUGHT, EMPTY_THOUGHT, EMPTY_THOUGHT),
     "qwen 3 for training": (of.QWEN_3_FOR_TRAINING, of.QWEN_MARKS, {}, None, None, None),
-    "qwen 3 for training, not thinking": (of.QWEN_3_FOR_TRAINING, of.QWEN_MARKS, NOT_THINKING, None, None, None),
     "qwen 3 thinking": (of.QWEN_3_THINKING, of.QWEN_MARKS, {}, EMPTY_THOUGHT, None, "in another way later"),
     "llama 3.1": (of.LLAMA_3_1, of.LLAMA_MARKS, {}, None, None, None),
     "mistral 3": (of.MISTRAL_3, of.MISTRAL_MARKS, {}, None, None, TOOLS_MOVE),
     "gemma 2": (of.GEMMA_2, of.GEMMA_MARKS, {}, None, NOTHING, NOTHING),
-    "phi 3": (PHI_3, of.PHI_MARKS, {}, None, NOTHING, NOTHING),
-    "phi 4 mini": (of.PHI_4_MINI, of.PHI_MARKS, {}, None, NOTHING, NOTHING),
-    "phi 4": (of.PHI_4, of.PHI_4_MARKS, {}, None, NOTHING, NOTHING),
     "deepseek 3": (of.DEEPSEEK_V3, of.DEEPSEEK_MARKS, {}, None, FIRST_CALL, FIRST_RESULT),
-    "deepseek r1": (of.DEEPSEEK_R1, of.DEEPSEEK_MARKS, {}, BEGUN_THOUGHT, NOTHING, NOTHING),
-    "smollm 2": (of.SMOLLM_2, of.QWEN_MARKS, {}, None, NOTHING, NOTHING),
-    "smollm 3": (of.SMOLLM_3, of.QWEN_MARKS, {}, None, NOTHING, NOTHING),
-    "smollm 3, not thinking": (of.SMOLLM_3, of.QWEN_MARKS, NOT_THINKING, None, NOTHING, NOTHING),
 }
 
 # What a policy of the family writes before an answer.
@@ -112,12 +101,3 @@ def test_a_turn_goes_on_with_the_thought_that_the_prompt_begins():
     )
     written = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n"
     assert partner.tokenizer.decode(reply) == written
-
-
-def test_the_check_takes_no_time():
-    tried = chat(of.LLAMA_3_1, of.LLAMA_MARKS, {})
-    tried.check(SCHEMAS, replies=True)
-    started = time.process_time()
-    tried.check(SCHEMAS, replies=True)
-    # It takes 0.02 seconds.
-    assert time.process_time() - started < 0.5

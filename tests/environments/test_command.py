@@ -86,7 +86,7 @@ def test_a_run_without_a_dataset_is_repeated_and_its_policy_evaluated(folder, ca
         ),
         (["--tools", "game.py:weather"], "the policy has tools .weather., but the prompts are plain text"),
         (["--tool_call_parser", "game.py:none"], "tool_call_parser 'game.py:none': game.py has no function 'none'"),
-        (["--max_steps", "null", "--total_episodes", "12"], "train_dataset is None, so that the environment makes"),
+        (["--max_steps", "null", "--total_episodes", "12"], "train_dataset is None, but max_steps is null"),
     ],
 )
 def test_what_names_do_not_fit_is_said(folder, flags, message):

@@ -2,7 +2,7 @@ import pytest
 
 from alpaca_ppo.environments.conversation import tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import make_kinds
-from tests.data.tokenizers import CHATML, LLAMA_3, byte_tokenizer
+from tests.data.tokenizers import CHATML, byte_tokenizer
 from tests.environments.chat import FORGETS_THOUGHTS, WITH_TOOLS, chat_bytes, conversation
 from tests.environments.test_kinds import Counter, add
 
@@ -42,18 +42,6 @@ def test_plain_text_is_appended_as_it_is():
         " higher\n"
     )
     chat.check([], replies=True)
-
-
-@pytest.mark.parametrize("template", [WITH_TOOLS, CHATML])
-def test_templates_that_only_append_are_accepted(template):
-    conversation(chat_bytes(template)).check([], replies=True)
-
-
-def test_llamas_template_is_accepted_and_ends_turns_with_its_own_token():
-    chat = conversation(chat_bytes(LLAMA_3.replace("<|eot_id|>", "<|im_end|>").replace("<bos>", "")))
-    chat.check([], replies=True)
-    reply = chat.reply_ids([{"role": "user", "content": "x"}], stopped_by_token=True)
-    assert chat.tokenizer.decode(reply).startswith("<|start_header_id|>user")
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_name():
@@ -201,19 +189,6 @@ def test_a_template_may_write_an_eos_at_the_end_of_the_text():
     chat.check(SCHEMAS, replies=True)
     reply = chat.reply_ids([{"role": "user", "content": "x"}], stopped_by_token=False)
     assert tokenizer.decode(reply) == "<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_template_that_always_writes_an_empty_thought_is_not_asked_about_another():
-    empty = "<think>\n\n</think>\n\n"
-    thought = "{% set parts = m.content.split('</think>') %}<think>\n"
-    thought += "{{ parts[0].replace('<think>', '').strip() if parts|length > 1 }}\n</think>\n\n{{ parts[-1].strip() }}"
-    template = WITH_TOOLS.replace("{{ m.content }}", f"{{% if m.role == 'assistant' %}}{thought}{{% else %}}"
-                                  "{{ m.content }}{% endif %}")  # fmt: skip
-    template = template.replace("assistant\n{% endif %}", f"assistant\n{empty}{{% endif %}}")
-    chat = conversation(chat_bytes(template))
-    chat.check(SCHEMAS, replies=True)
-    reply = chat.tokenizer.decode(chat.reply_ids([{"role": "user", "content": "x"}], stopped_by_token=True))
-    assert reply == f"\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n{empty}"
 
 
 def test_the_token_that_ends_a_turn_may_begin_the_next_message():

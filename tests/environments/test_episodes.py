@@ -169,7 +169,7 @@ def test_results_of_any_type_and_size_are_text():
 
 
 def test_async_tools_and_environments():
-    class Async:
+    class Async(Counter):
         async def reset(self, **row):
             return " Async."
 
@@ -227,6 +227,7 @@ def test_a_turn_that_was_cut_off_by_the_width_is_not_heard_and_truncates():
     heard = played.episode.environment.heard
     assert played.end("unfinish", stopped=False)["stopped"] is False
     assert heard == ["a"]
+    assert [m["content"] for m in played.episode.completion] == ["a", "hm", "unfinish"]
 
 
 @pytest.mark.parametrize(("last", "stopped"), [("b<|im_end|>", False), ("bye<|im_end|>", True)])
@@ -296,19 +297,6 @@ def test_an_environment_that_cannot_be_made_in_the_run_stops_it_by_name(made, pr
     release.set()
 
 
-def test_environments_are_made_beside_the_sampler():
-    threads = []
-
-    def factory():
-        threads.append(threading.current_thread().name)
-        return Talks()
-
-    kinds = make_kinds(None, factory)
-    kinds[None].acquire()
-    Played(kinds).end("bye<|im_end|>")
-    assert threads[0] == "MainThread" != threads[1] and len(threads) == 2
-
-
 def test_signals_are_looked_for_while_environments_are_awaited():
     release = threading.Event()
 
@@ -330,7 +318,7 @@ def test_signals_are_looked_for_while_environments_are_awaited():
     assert kinds[None]._free == []
 
 
-def test_an_empty_prompt_that_reset_does_not_write_is_refused():
+def test_a_prompt_that_reset_leaves_empty_or_makes_too_long_is_refused():
     kinds = make_kinds(None, Talks)
     text = conversation(tiny_tokenizer(), messages=False)
     with pytest.raises(EnvironmentFailure, match="reset returned no text, and the row has no prompt"):
@@ -339,17 +327,10 @@ def test_an_empty_prompt_that_reset_does_not_write_is_refused():
     blank = [{"role": "user", "content": ""}]
     with pytest.raises(EnvironmentFailure, match="reset returned no text, and the row has no prompt"):
         Played(kinds, {"prompt": blank})
+    with pytest.raises(ValueError, match="'Long' has 50.. tokens after reset, more than query_len"):
+        Played(make_kinds(None, type("Long", (Talks,), {"reset": lambda self, **row: "x" * 5000})))
     # Tools may be all that there is to say.
     Played(make_kinds([add], Talks), {"prompt": blank}).end("bye<|im_end|>")
-
-
-def test_a_prompt_that_reset_makes_too_long_is_named():
-    class Long(Talks):
-        def reset(self, **row):
-            return "x" * 5000
-
-    with pytest.raises(ValueError, match=r"the prompt of environment 'Long' has 50\d\d tokens after reset, more than"):
-        Played(make_kinds(None, Long))
 
 
 def test_a_column_chooses_the_environment():
@@ -373,26 +354,6 @@ def test_each_episode_has_columns_of_its_own():
     first = Played(make_kinds(None, Takes), row)
     assert Played(make_kinds(None, Takes), row).episode.environment.board == [7, 1]
     assert (first.episode.environment.board, row["board"]) == ([7, 1], [7])
-
-
-def test_one_environment_gets_the_column_environment_as_any_other():
-    class Takes(Talks):
-        def reset(self, **row):
-            self.row = row
-
-    row = {**ROW, "environment": "forest"}
-    assert Played(make_kinds(None, Takes), row).episode.environment.row == row
-    routed = Played(make_kinds(None, {"forest": Takes}), row)
-    assert routed.episode.environment.row == ROW
-
-
-def test_a_turn_that_was_cut_off_is_the_last_of_the_messages():
-    played = Played(make_kinds(None, Talks))
-    played.say("a<|im_end|>")
-    played.end("unfinish", stopped=False)
-    assert [(m["role"], m["content"]) for m in played.episode.completion] == [
-        ("assistant", "a"), ("user", "hm"), ("assistant", "unfinish"),
-    ]  # fmt: skip
 
 
 class Silence(Exception):
@@ -454,20 +415,6 @@ def test_a_tool_may_change_what_it_is_given():
     assert result(played.say(call("extend", values=[1]))) == "2"
     assert played.episode.completion[0]["tool_calls"][0]["function"]["arguments"] == {"values": [1]}
     played.end("over<|im_end|>")
-
-
-def test_a_result_without_text_is_a_failed_call():
-    class Mute:
-        def __str__(self):
-            raise RecursionError("no text")
-
-    def get() -> object:
-        """Gets."""
-        return Mute()
-
-    played = Played(make_kinds([get], None))
-    assert json.loads(result(played.say(call("get"))))["error"] == "RecursionError: no text"
-    assert played.end("x<|im_end|>")["tool_failures"] == 1
 
 
 def test_text_that_no_tokenizer_reads_is_replaced():

@@ -10,7 +10,6 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.environments.episode import EnvironmentFailure
 from tests.environments.chat import chat_bytes
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
@@ -126,31 +125,6 @@ def test_an_environment_that_says_nothing_changes_no_bit(tmp_path):
     assert (last["objective/turns"], last["mismatch/recomputed"]) == (1, 0)
 
 
-def test_samples_of_a_prompt_whose_resets_differ_keep_their_random_numbers(tmp_path):
-    class Same(Silent):
-        def reset(self, **row):
-            return " w7"
-
-        def get_reward(self):
-            return 1.0
-
-    class Different(Same):
-        numbers = iter(range(10_000))
-
-        def reset(self, **row):
-            return " w7" if next(self.numbers) % 2 == 0 else " w8"
-
-    settings = {"num_return_sequences": 2, "total_episodes": 10}
-    same, different = play(tmp_path / "a", Same, **settings), play(tmp_path / "b", Different, **settings)
-    same.train()
-    different.train()
-    assert different.last["queries"][:, -1].tolist() == [7, 8] * 10
-    assert different.last["sample_ids"].tolist() == [0, 1] * 10
-    assert different.last["prompt_ids"].tolist() == same.last["prompt_ids"].tolist()
-    # Those with the same prompt are the same responses.
-    assert torch.equal(same.last["responses"][::2], different.last["responses"][::2])
-
-
 class Seeded(Silent):
     def reset(self, seed):
         self.seed = seed
@@ -172,13 +146,6 @@ def test_an_environment_makes_the_prompts_from_a_seed_that_all_samples_of_a_prom
     assert len(set(tasks.tolist())) > 3
     assert torch.equal(first.last["responses"], again.last["responses"])
     assert len(metric_lines(tmp_path / "a")) == 2
-
-
-def test_max_turns_ends_an_episode_as_truncated(tmp_path):
-    two = play(tmp_path / "two", max_turns=2, total_episodes=10)
-    two.train()
-    assert two.last["num_turns"].tolist() == [2] * 10
-    assert not two.last["stopped"].any()
 
 
 def test_reward_functions_get_the_environments_and_a_chat_as_messages(tmp_path):
@@ -221,31 +188,10 @@ def test_reward_functions_get_the_environments_and_a_chat_as_messages(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("reset", "environment 'Broken', prompt .*, before the first turn: reset raised ZeroDivisionError"),
-        ("reply", "environment 'Broken', prompt .*, turn 1: reply raised ZeroDivisionError"),
-        ("get_reward", "environment 'Broken', prompt .*, turn 3: get_reward raised ZeroDivisionError"),
-    ],
-)
-def test_an_error_in_an_environment_ends_the_run_by_name(tmp_path, method, message):
-    def fail(self, *args, **row):
-        return 1 / 0
-
-    body = {method: fail} if method != "reply" else {"reply": lambda self, completion: 1 / 0}
-    broken = type("Broken", (Partner,), body)
-    with pytest.raises(EnvironmentFailure, match=message):
-        play(tmp_path, broken).train()
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"generation_backend": "generate"}, "over several turns: generation_backend 'generate' samples one turn"),
-        (
-            {"model": tiny_causal_lm("bloom")},
-            "sampled over several turns: its forward pass takes no position_ids",
-        ),
+        ({"generation_backend": "generate"}, "over several turns: generation_backend 'generate'"),
+        ({"model": tiny_causal_lm("bloom")}, "over several turns: its forward pass takes no position_ids"),
     ],
 )
 def test_a_sampler_of_one_turn_is_refused_at_the_start_where_environments_answer(tmp_path, changes, message):
@@ -278,22 +224,6 @@ def test_an_opponent_that_answers_once_is_refused(tmp_path):
 def test_without_environments_their_options_are_refused(tmp_path):
     with pytest.raises(ValueError, match="max_turns is .*, without effect: needs environments or tools"):
         tiny_trainer(tmp_path, max_turns=3)
-
-
-def test_count_even_still_scores_beside_an_environment(tmp_path):
-    trainer = play(tmp_path, total_episodes=10, trainer_arguments={"reward_funcs": count_even})
-    trainer.train()
-    even = (trainer.last["responses"] % 2 == 0) & trainer.last["response_mask"]
-    assert_close(trainer.last["scores"], 11.5 + even.sum(dim=1).float())
-
-
-def test_a_column_that_reset_needs_is_missed_at_the_start(tmp_path):
-    class Needs(Partner):
-        def reset(self, difficulty, prompt):
-            self.said = []
-
-    with pytest.raises(ValueError, match=r"reset of environment 'Needs' requires \['difficulty'\], but the row has"):
-        play(tmp_path, Needs)
 
 
 def test_every_evaluation_has_the_same_tasks(tmp_path):

@@ -134,14 +134,6 @@ def test_hints_that_cannot_be_read_and_names_without_a_member():
     assert [tool.name for tool in make_kinds(None, Delegates)[None].tools] == ["increment"]
 
 
-def test_a_factory_that_raises_is_named():
-    def factory():
-        raise OSError("no server")
-
-    with pytest.raises(ValueError, match=r"environment_factory 'shop' \(factory\) raised OSError: no server"):
-        make_kinds(None, {"shop": factory})
-
-
 def test_reset_gets_the_columns_that_it_names_and_a_seed_that_it_names():
     row = {"prompt": "p", "start": 3}
     assert make_kinds(None, Counter)[None].reset_arguments(row, 7) == row
@@ -178,17 +170,13 @@ class NoReset:
         ([lambda x: x], None, "the tool <lambda> cannot be shown"),
         ([add, add], Counter, "environment 'Counter' has several tools named 'add'"),
         (None, {}, "environment_factory is an empty dictionary"),
-        (None, {"a": "Counter"}, "environment_factory is 'Counter'; give a class or function"),
+        (None, {"a": "Counter"}, "environment_factory 'a' is 'Counter'; give a class or function"),
+        (None, {"shop": lambda: 1 / 0}, "environment_factory 'shop' .* raised ZeroDivisionError"),
     ],
 )
 def test_what_cannot_be_used_is_named(tools, factory, message):
     with pytest.raises(ValueError, match=message):
         make_kinds(tools, factory)
-
-
-def test_an_environment_from_a_function_without_a_name_has_that_of_its_class():
-    assert make_kinds(None, lambda: Counter())[None].name == "Counter"
-    assert make_kinds(None, {"count": Counter})["count"].name == "count"
 
 
 def test_a_factory_that_needs_arguments_is_refused_by_their_names():

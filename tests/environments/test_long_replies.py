@@ -78,14 +78,6 @@ def test_of_a_million_characters_few_are_read_and_the_first_columns_are_the_same
     assert written[:COLUMNS] == chat.reply_ids(results, stopped_by_token=True)[:COLUMNS]
 
 
-def test_plain_text_is_cut_too(pieces):
-    chat = conversation(Counting(pieces), messages=False)
-    reply = [{"role": "user", "content": LONG[:50_000]}]
-    written = chat.reply_ids(reply, stopped_by_token=True, columns=COLUMNS)
-    assert chat.tokenizer.characters < 20 * COLUMNS
-    assert written[:COLUMNS] == chat.reply_ids(reply, stopped_by_token=True)[:COLUMNS]
-
-
 def test_an_episode_cuts_what_the_policy_reads_and_keeps_the_message():
     def get() -> str:
         """Gets."""

@@ -3,34 +3,8 @@ the tests run them as they are.
 """
 
 import asyncio
-import random
 
 from datasets import Dataset
-
-
-class SelfSampled:
-    """Draws its task itself and returns the prompt; scores itself from its own state."""
-
-    def reset(self, **kwargs) -> str | None:
-        self.counter = 0
-        self.target = random.randint(1, 6)
-        return f"Count to {self.target}."
-
-    def get_reward(self) -> float:
-        return float(self.counter == self.target)
-
-    def increment(self, step: int) -> int:
-        """
-        Add to the counter.
-
-        Args:
-            step: What to add.
-
-        Returns:
-            The counter.
-        """
-        self.counter += step
-        return self.counter
 
 
 class Vault:
