@@ -18,11 +18,9 @@ FAMILIES = (
 @contextmanager
 def temporary_choices() -> Iterator[None]:
     """Inside, choices may be registered in every family; afterwards the families are as before."""
-    before: list[tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-        (f, dict(f.traits), dict(f._targets), dict(f._specs)) for f in FAMILIES
-    ]
+    before: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [(f, dict(f.traits), dict(f._targets)) for f in FAMILIES]
     try:
         yield
     finally:
-        for family, traits, targets, specs in before:
-            family.traits, family._targets, family._specs = traits, targets, specs
+        for family, traits, targets in before:
+            family.traits, family._targets = traits, targets

@@ -16,7 +16,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1947,
-    "trainer": 1711,
+    "trainer": 1712,
     "models": 1552,
     "ppo": 1617,
     "generation": 1318,

@@ -17,7 +17,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.evaluation.comparisons import REFERENCE, Comparison, FunctionJudge, compare, stored_answers
-from alpaca_ppo.evaluation.settings import EvaluationSettings
+from alpaca_ppo.evaluation.settings import EvaluationSettings, make_settings
 from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
@@ -41,12 +41,13 @@ class Evaluator:
 
     Args:
         trainer: whose policy, rewards, metric functions and eval sets are used.
-        settings: what to compute.
     """
 
-    def __init__(self, trainer: "RolloutTrainer", settings: EvaluationSettings) -> None:
-        self.trainer, self.settings, self.metric_scorer = trainer, settings, trainer.collector.metric_scorer
-        self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, settings)
+    def __init__(self, trainer: "RolloutTrainer") -> None:
+        self.trainer, self.metric_scorer = trainer, trainer.collector.metric_scorer
+        sources = trainer.collector.scorer.names
+        self.settings = make_settings(trainer.args, sources=sources, metrics=self.metric_scorer.names)
+        self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, self.settings)
         self.answers: list[dict[str, Any]] = []
         """Set, prompt, response and scores of the last evaluation; `stored_answers` reads the first three."""
 

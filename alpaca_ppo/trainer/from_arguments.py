@@ -27,7 +27,7 @@ from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards import RemoteReward
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
-from alpaca_ppo.trainer.preflight import check_room_for_policy, check_start, evaluation_settings
+from alpaca_ppo.trainer.preflight import check_evaluation, check_room_for_policy, check_start
 from alpaca_ppo.trainer.run_doctor import RunDoctor
 
 
@@ -45,7 +45,7 @@ def train_from_arguments(
     script_args.check_names(args)
     environments, rewards = named_environments(script_args), reward_sources(script_args)
     kinds = make_kinds(environments["tools"], environments["environment_factory"])
-    evaluation_settings(args, rewards, script_args.metric_funcs, kinds)
+    check_evaluation(args, rewards, script_args.metric_funcs, kinds)
     if not resume and peft_config is None:
         check_room_for_policy(args, script_args.model_name_or_path)
     name, config = script_args.dataset_name, script_args.dataset_config
@@ -100,7 +100,7 @@ def evaluate_from_arguments(model: str, script_args: Any, config: Callable[..., 
     metrics, opponent = script_args.metric_funcs, args.eval_opponent
     environments, rewards = named_environments(script_args), reward_sources(script_args)
     kinds = make_kinds(environments["tools"], environments["environment_factory"])
-    settings = evaluation_settings(args, rewards, metrics, kinds)
+    check_evaluation(args, rewards, metrics, kinds)
     datasets = load_eval_datasets(script_args)
     if datasets is None:
         raise ValueError(
@@ -143,6 +143,7 @@ def evaluate_from_arguments(model: str, script_args: Any, config: Callable[..., 
         answers = [{name: value for name, value in row.items() if not _is_of_reward(name)} for row in answers]
     if not trainer.accelerator.is_main_process:
         return None
+    settings = trainer.evaluator.settings
     above = settings.success_above
     results = {
         "model": model,

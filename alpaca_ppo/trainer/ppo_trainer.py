@@ -109,7 +109,7 @@ class PPOTrainer(RolloutTrainer):
         args = preflight.check_config_class(args)
         preflight.check_output_dir(args)
         kinds = make_kinds(tools, environment_factory)
-        settings = preflight.evaluation_settings(args, reward_funcs, metric_funcs, kinds)
+        preflight.check_evaluation(args, reward_funcs, metric_funcs, kinds)
         # A subclass that scores in another way may give the functions more than the dataset has.
         if type(self)._score is PPOTrainer._score:
             preflight.check_reward_columns(train_dataset, eval_dataset, reward_funcs, metric_funcs, kinds)
@@ -160,7 +160,7 @@ class PPOTrainer(RolloutTrainer):
         self.sampler_fallback = agree_on_backend(self.collector.backend, self.updater.engine, answered=answered)
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)
-        self.evaluator = Evaluator(self, settings)
+        self.evaluator = Evaluator(self)
         self.sampler_check = SamplerCheck(
             self.updater.engine,
             args,

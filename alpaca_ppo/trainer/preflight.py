@@ -28,7 +28,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
 from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
 from alpaca_ppo.estimate_memory.fake_models import without_weights
-from alpaca_ppo.evaluation.settings import EvaluationSettings, make_settings
+from alpaca_ppo.evaluation.settings import make_settings
 from alpaca_ppo.rewards.batch import OF_EPISODES
 from alpaca_ppo.rewards.build import check_columns, source_names
 from alpaca_ppo.tracking.run_log import tracker_names
@@ -164,10 +164,8 @@ def checked_hub_id(name: str | None) -> str:
     return str(name)
 
 
-def evaluation_settings(
-    args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kinds: Kinds | None = None
-) -> EvaluationSettings:
-    """What evaluations compute, from the names that the sources will have once they are loaded.
+def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kinds: Kinds | None = None) -> None:
+    """Checks that evaluations can compute what the options ask for, from the names that the sources will have.
 
     Raises:
         ValueError: as `make_settings`, for an entry that is no source, and for an opponent in conversations.
@@ -180,7 +178,7 @@ def evaluation_settings(
     sources = [*source_names(reward_funcs), *([REWARD_ADAPTER] if args.reward_adapter else [])]
     with about_metrics():
         metrics = source_names(metric_funcs)
-    return make_settings(args, sources=[*sources, *rewarding_classes(kinds or {})], metrics=metrics)
+    make_settings(args, sources=[*sources, *rewarding_classes(kinds or {})], metrics=metrics)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.cli.evaluate import evaluate
 from alpaca_ppo.cli.train import run_training
-from alpaca_ppo.trainer.preflight import evaluation_settings
+from alpaca_ppo.trainer.preflight import check_evaluation
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
@@ -172,9 +172,9 @@ def test_a_score_that_no_source_has_is_missed_before_anything_is_loaded(settings
 
 def test_the_reward_adapter_is_a_score_too(tmp_path):
     named = {"eval_success_by": "scores/reward_adapter", "eval_success_above": 0.0}
-    evaluation_settings(PPOConfig(reward_adapter="org/adapter", **named), None, None)
+    check_evaluation(PPOConfig(reward_adapter="org/adapter", **named), None, None)
     with pytest.raises(ValueError, match="eval_success_by is 'scores/reward_adapter'; choose one of scores, rewards$"):
-        evaluation_settings(PPOConfig(**named), [], None)
+        check_evaluation(PPOConfig(**named), [], None)
 
 
 def longer(prompts, completions, others, **columns):

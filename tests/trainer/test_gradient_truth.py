@@ -17,7 +17,6 @@ with a critic that errs, and whitening by statistics of the sample itself.
 import pytest
 import torch
 
-from alpaca_ppo.models import build_actor_critic
 from tests.enumerable import (
     STOP,
     add_advantages,
@@ -220,33 +219,3 @@ def test_at_ratio_one_the_other_policy_losses_have_the_gradient_per_token(name, 
     settings = {"policy_loss": name, "loss_agg_mode": "seq-mean-token-mean", "kl_coef": BETA}
     trainer, update = expected_update(tmp_path, problem, **settings)
     assert relative_error(3 * update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
-
-
-@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean"])
-def test_an_optimizer_step_in_micro_batches_takes_the_gradient(mode, tmp_path):
-    # Without logits all 27 responses are equally likely: the mean over one of each is the expectation. Five
-    # micro-batches of at most 6 rows, one SGD step of length 1: the weights move by the gradient.
-    problem = PROBLEMS["three tokens"]
-    policy = enumerable_policy(0)
-    policy.lm_head.weight.data.zero_()
-    actor_critic = build_actor_critic(policy, critic_layout="separate")
-    settings = {"rollout_batch_size": 27, "step_batch_size": 27, "step_per_device_batch_size": 6, "ppo_epochs": 1}
-    settings |= {"kl_loss_coef": COEF, "kl_loss_type": "k1+", "entropy_coef": 0.2}
-    settings |= {"loss_agg_mode": mode, "kl_coef": BETA, "max_grad_norm": 1e9}
-    optimizer = torch.optim.SGD(actor_critic.parameters(), lr=1.0)
-    arguments = {"optimizers": (optimizer, None)}
-    trainer = enumerable_trainer(tmp_path, policy=actor_critic, trainer_arguments=arguments, **settings)
-    rollouts = add_advantages(trainer, enumerated_rollouts(trainer, problem))
-    gradient = objective_gradient(trainer, problem, kl_coef=BETA)
-    # The entropy is largest here, so its gradient is 0.
-    assert visited_states_gradient(trainer, problem, entropy_of_tokens).norm() < 1e-12
-    expected = gradient - COEF * visited_states_gradient(trainer, problem, kl_of_tokens)
-    before = flat_policy(trainer)
-    trainer.step_with_rollouts(rollouts)
-    # 27 responses of three tokens: 81 tokens, or 27 sequences with or without the padded length of three.
-    tokens = 1 if mode == "seq-mean-token-sum" else 3
-    assert relative_error(tokens * (flat_policy(trainer) - before), expected) < TOLERANCE
-
-
-def flat_policy(trainer):
-    return torch.cat([p.detach().flatten().clone() for p in trainer.actor_critic.policy.parameters()])
