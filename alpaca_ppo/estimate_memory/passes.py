@@ -258,13 +258,18 @@ class _Passes:
 
     def _log_probs(self) -> float:
         args, actor_critic, reference = self._args, self._run.actor_critic, self._run.reference
-        sizes: Any = {"temperature": args.temperature, "chunk_size": args.logprob_chunk_size}
+        # Steps that are logged compute entropies.
+        how: Any = {
+            "temperature": args.temperature,
+            "chunk_size": args.logprob_chunk_size,
+            "with_entropies": True,
+        }
         self.live.reset_peak()
         with self._engine.autocast():
-            evaluate_responses(actor_critic, self._evaluated, with_critic=actor_critic.critic is not None, **sizes)
+            evaluate_responses(actor_critic, self._evaluated, with_critic=actor_critic.critic is not None, **how)
         if reference is not None:
             with reference.on_device(_CPU) as policy, self._engine.autocast():
-                evaluate_responses(policy, self._evaluated, **sizes)
+                evaluate_responses(policy, self._evaluated, **how)
         return self.live.risen
 
     def _backward(self) -> float:

@@ -85,7 +85,11 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
     rows = len(DISTRIBUTIONS) * draws
     # Far below the standard deviations: in its quadratic zone, the Huber loss pulls quantiles towards the mean: the
     # quartiles of `steady` by 2.4 % of its deviation.
-    own: dict[str, Any] = {} if kind in CATEGORICAL else {"quantile_huber_kappa": 0.05}
+    own: dict[str, Any] = {"quantile_huber_kappa": 0.05, "num_atoms": 64}
+    if kind in CATEGORICAL:
+        own = {"value_support": [-8.0, 8.0], "num_atoms": 129}
+    elif kind == "scalar":
+        own = {}
     return PPOConfig(
         output_dir=str(output),
         save_steps=0,
@@ -107,10 +111,7 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
         lam=1.0,
         kl_coef=0.0,
         critic=kind,
-        value_support=[-8.0, 8.0] if kind in CATEGORICAL else [-10.0, 10.0],
-        num_atoms=129 if kind in CATEGORICAL else 64,
         **own,
-        # Few enough cosines for a smooth function of the level; with 64, single levels are off by chance.
         cliprange_value=None,
         vf_coef=1.0,
         critic_learning_rate=_RATES[kind],

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
@@ -87,22 +86,6 @@ def test_the_best_checkpoint_is_what_trainer_and_final_hold(tmp_path, layout):
     assert "| Metric | Step 2 |" in card and f"| `{NAME}` | 3 |" in card
 
 
-@pytest.fixture
-def own_accelerator():
-    """Accelerate keeps one precision per process, which is float32 for the other tests."""
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-
-
-def test_copies_of_weights_in_half_precision_follow_the_best_checkpoint(tmp_path, own_accelerator):
-    """The trainer samples as it did after step 2, which copies of the last step's weights would not."""
-    arguments = {"eval_dataset": prompts(5)}
-    trainer = best_run(tmp_path, [1, 3, 2], arguments=arguments, bf16=True, eval_steps=1, learning_rate=0.03)
-    lines = {line["step"]: {k: v for k, v in line.items() if k.startswith("eval/")} for line in metric_lines(tmp_path)}
-    assert {name: value for name, value in trainer.evaluate().items() if name in lines[2]} == lines[2] != lines[3]
-
-
 def test_a_resumed_run_knows_the_best_of_before_and_so_does_one_that_only_writes_its_models_again(tmp_path):
     best_run(tmp_path, [3, 1, 2], steps=2, load_best_model_at_end=False)
     assert read_weights_step(tmp_path / "final") == WeightsStep(2, 2)
@@ -182,13 +165,6 @@ def test_the_best_evaluation_is_saved_between_the_checkpoints_loaded_and_resumed
     assert all(torch.equal(held[name], wanted[name]) for name in wanted)
 
 
-def test_the_best_evaluation_is_kept_whatever_final_holds_and_may_be_the_lowest(tmp_path):
-    settings = {"load_best_model_at_end": False, "greater_is_better": False, "save_steps": 20}
-    trainer, saves = evaluated_run(tmp_path, steps=2, **settings)
-    assert saves == [(1, [1]), (2, [1, 2])] and trainer.state.best_global_step == 1
-    assert read_weights_step(tmp_path / "final") == WeightsStep(2, 2)
-
-
 def test_the_main_process_decides_what_is_the_best(tmp_path, monkeypatch):
     """An overridden `evaluate` may return other numbers on other ranks."""
     settings = {"save_steps": 1, "eval_steps": 1, "metric_for_best_model": "eval/scores"}
@@ -216,17 +192,12 @@ def stopping_run(folder, steps, *, resume=None):
     )
 
 
-def test_early_stopping_of_transformers_ends_the_run_and_the_best_is_loaded(tmp_path):
-    trainer = stopping_run(tmp_path, 6)
+def test_a_resumed_run_stops_as_early_as_a_whole_one(tmp_path):
+    stopping_run(tmp_path, 3)
+    trainer = stopping_run(tmp_path, 6, resume=True)
     # 5 after step 2 is the best, and two evaluations did not reach it.
     assert trainer.state.global_step == 4
     assert read_weights_step(tmp_path / "final") == WeightsStep(2, 4, "eval/scripted", 5.0)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
-
-
-def test_a_resumed_run_stops_as_early_as_a_whole_one(tmp_path):
-    stopping_run(tmp_path, 3)
-    assert stopping_run(tmp_path, 6, resume=True).state.global_step == 4
 
 
 def test_the_step_of_the_weights_is_written_beside_them_and_told_in_words(tmp_path):

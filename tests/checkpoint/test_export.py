@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -91,18 +90,6 @@ def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, se
     assert torch.equal(loaded(IDS).last_hidden_state, own(IDS).last_hidden_state)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_a_saved_policy_loads_with_its_tokenizer(tmp_path, arch):
-    policy = tiny_causal_lm(arch)
-    save_final(tmp_path, build_actor_critic(policy, critic_layout=None), tiny_tokenizer(["hello"]), RUN)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(IDS).logits, policy(IDS).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "policy")("hello")["input_ids"] == [4]
-    # Without a critic there is no value folder.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "step.json"]
-
-
 def test_a_failing_save_leaves_the_older_policy_whole_and_progress_bars_as_they_were(tmp_path):
     seen = []
 
@@ -148,18 +135,7 @@ def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, lay
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-@pytest.fixture
-def hub_cache(tmp_path, monkeypatch):
-    """The hub's cache, which holds one model."""
-    snapshot = tmp_path / "hub/models--someone--some-model/snapshots/123abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs/main").write_text("123abc")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-
-
-def test_the_card_has_front_matter_metrics_and_configuration(tmp_path, hub_cache):
+def test_the_card_has_front_matter_metrics_and_configuration(tmp_path):
     write_model_card(tmp_path, RUN, base_model="someone/some-model")
     assert front_matter(tmp_path) == {
         "library_name": "transformers",
@@ -178,7 +154,7 @@ def test_the_card_has_front_matter_metrics_and_configuration(tmp_path, hub_cache
     "base_model",
     [None, "", "here", "/some/absolute/folder", "outputs/a/b", ".."],
 )
-def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model, hub_cache):
+def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     text, _ = card(tmp_path, base_model)

@@ -6,20 +6,8 @@ import shutil
 import pytest
 from transformers import TrainerCallback
 
-from alpaca_ppo import PPOTrainer
+from tests.checkpoint.test_best_at_end import NAME, scripted
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
-
-NAME = "objective/scripted"
-
-
-def scripted(*values):
-    """A trainer class whose metric NAME is `values[0]` after step 1, and so on."""
-
-    class Scripted(PPOTrainer):
-        def record_step_stats(self, train_stats, rollouts, step):
-            return super().record_step_stats(train_stats, rollouts, step) | {NAME: values[step - 1]}
-
-    return Scripted
 
 
 def run(folder, values, *, limit=1, resume=None, total=50, callbacks=(), **overrides):
@@ -40,12 +28,10 @@ def steps(folder):
     ("limit", "values", "greater", "left", "best"),
     [
         (1, [1, 3, 2, 2, 2], True, [2, 5], 2),
-        (2, [1, 3, 2, 2, 2], True, [2, 5], 2),
         (3, [1, 3, 2, 2, 2], True, [2, 4, 5], 2),
         (1, [1, 3, 2, 2, 0], False, [5], 5),
         (1, [1, 3, 2, 2, 3], True, [2, 5], 2),
         (1, [math.nan, math.inf, -1, -2, math.nan], True, [3, 5], 3),
-        (None, [1, 3, 2, 2, 2], True, [1, 2, 3, 4, 5], 2),
     ],
 )
 def test_the_newest_and_the_best_stay(tmp_path, limit, values, greater, left, best):
@@ -60,16 +46,6 @@ def test_without_a_metric_none_is_the_best(tmp_path):
     trainer = run(tmp_path, [1, 3, 2, 2, 2], metric_for_best_model=None)
     assert steps(tmp_path) == [5]
     assert trainer.state.best_metric is None and trainer.state.best_model_checkpoint is None
-
-
-def test_the_best_survives_a_resumed_run(tmp_path):
-    values = [1, 3, 2, 2, 2]
-    run(tmp_path, values, total=30)
-    assert steps(tmp_path) == [2, 3]
-    trainer = run(tmp_path, values, resume=True)
-    assert steps(tmp_path) == [2, 5]
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (3, 2)
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
 
 
 def test_another_metric_or_a_best_that_is_gone_is_sought_anew(tmp_path):
@@ -98,16 +74,6 @@ def test_callbacks_see_the_best_when_a_checkpoint_is_saved(tmp_path):
 def evaluated(folder, metric, **overrides):
     settings = {"save_steps": 1, "eval_steps": 1, "metric_for_best_model": metric, "ppo_epochs": 2}
     return tiny_trainer(folder, **settings, trainer_arguments={"eval_dataset": prompts(5)}, **overrides)
-
-
-def test_an_evaluation_s_metric_decides(tmp_path):
-    settings = {"save_total_limit": 1, "total_episodes": 50, "greater_is_better": False}
-    trainer = evaluated(tmp_path, "eval/kl_sum_seq", **settings)
-    trainer.train()
-    measured = {line["step"]: line["eval/kl_sum_seq"] for line in metric_lines(tmp_path) if line["step"]}
-    best = min(measured, key=measured.get)
-    assert trainer.state.best_global_step == best and trainer.state.best_metric == measured[best]
-    assert best != 5 and steps(tmp_path) == [best, 5]
 
 
 def test_an_unknown_metric_is_an_error_at_once_that_lists_the_known_ones(tmp_path):

@@ -17,7 +17,6 @@ from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launch
 import alpaca_ppo.distributed.accelerator as module
 from alpaca_ppo.distributed.accelerator import cpu_quota, limit_threads, make_accelerator
 from tests.tiny_runs import tiny_config
-from tests.tools.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,37 +179,6 @@ def test_a_trainers_accelerator_limits_the_threads(machine, tmp_path):
     torch.set_num_threads(64)
     make_accelerator(tiny_config(tmp_path), accelerator)
     assert torch.get_num_threads() == 6
-
-
-PROCESSES_THAT_NO_VARIABLE_COUNTS = """
-import os, sys
-import psutil, torch
-from accelerate import debug_launcher
-from alpaca_ppo.distributed import accelerator as module
-from tests.tiny_runs import tiny_config
-
-def train():
-    os.environ.pop("OMP_NUM_THREADS", None)
-    psutil.cpu_count = lambda logical=True: 6
-    os.sched_getaffinity = lambda process: set(range(6))
-    module.cpu_quota = lambda: float("inf")
-    accelerator = module.make_accelerator(tiny_config(sys.argv[1]))
-    assert accelerator.num_processes == 2 and os.environ["LOCAL_WORLD_SIZE"] == "1"
-    os.write(1, f"{torch.get_num_threads()} threads\\n".encode())
-
-debug_launcher(train, num_processes=2)
-"""
-
-
-@pytest.mark.proof
-def test_processes_of_debug_launcher_share_the_cores(tmp_path):
-    (tmp_path / "program.py").write_text(PROCESSES_THAT_NO_VARIABLE_COUNTS)
-    start = [warm_python(), str(tmp_path / "program.py"), str(tmp_path / "run")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(start, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("3 threads\n") == 2, done.stdout
-    assert done.stdout.count("torch computes with 3 of 6 threads in each of 2 processes") == 1
 
 
 @pytest.mark.parametrize(
