@@ -9,37 +9,11 @@ from hypothesis import strategies as st
 
 LONG_TEXT = "long " * 2000
 TEXTS = (
+    *"x no on null none None true NaN -inf 1e5 1_000 0o7 0x1F 007 -1 1e400 2020-01-01 2020-01-01T10:00:00Z".split(),
     "",
     " ",
-    "x",
-    "no",
-    "on",
-    "null",
-    "none",
-    "None",
-    "true",
-    "NaN",
-    "-inf",
-    "1e5",
-    "1_000",
-    "0o7",
-    "0x1F",
-    "007",
-    "-1",
 )
-TEXTS += (
-    "1e400",
-    "2020-01-01",
-    "2020-01-01T10:00:00Z",
-    "é🦙",
-    "\u202eabc",
-    "a\0b",
-    "\ud800",
-    "\ufeffx",
-    "a\r\nb",
-    "%s",
-    "{x}",
-)
+TEXTS += ("é🦙", "\u202eabc", "a\0b", "\ud800", "\ufeffx", "a\r\nb", "%s", "{x}")
 TEXTS += ("{", "{0.__class__}", "../x", "/", "~", "*a", "&a", "!!int x", "<<", "#", "9" * 400, "9" * 5000, LONG_TEXT)
 
 texts = st.sampled_from(TEXTS)
@@ -114,23 +88,7 @@ def _places(tree: Any, depth: int = 0) -> Any:
             yield from _places(entry, depth + 1)
 
 
-_TOKENS = (
-    b"\0",
-    b"\xff",
-    b"\xef\xbb\xbf",
-    b"\r",
-    b"\n",
-    b"\r\n",
-    b'"',
-    b"'",
-    b",",
-    b":",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b"null",
-)
+_TOKENS = (*(bytes([byte]) for byte in b"\0\xff\r\n\"',:{}[]"), b"\xef\xbb\xbf", b"\r\n", b"null")
 _TOKENS += (b"NaN", b"1e999", b"-", b"\\ud800", b"\\u0000", b"\xed\xa0\x80", b"9" * 400, b"9" * 5000, b"[" * 400, b"\t")
 _TOKENS += (b"&a ", b"*a", b"<<: ", b"!!bool ", b"!!python/object:x ", b"---\n", b"# ", b"\xe2\x80\xa8")
 

@@ -13,8 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.checkpoint.directory import FILES, newest_checkpoint
-from alpaca_ppo.trainer.preflight import check_start
+from alpaca_ppo.checkpoint.directory import FILES
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
 from tests.tiny_models import SMALLEST, tiny_causal_lm
@@ -121,50 +120,3 @@ def test_a_manifest_with_other_entries_is_refused(run, data):
     same = _same_manifest(content, path)
     with Replaced(path, content):
         assert isinstance(load(run), Refused) == (not same)
-
-
-@fuzz(60, content=mutated_bytes(b'{"step": 1, "a": 0.5}\n{"step": 2, "a": null}\n'))
-def test_mutilated_metrics_are_refused_or_kept(run, content):
-    output_dir, trainer = run
-    before = state_of(trainer)
-    with Replaced(output_dir / "metrics.jsonl", content), files_unchanged(output_dir):
-        found = outcome(lambda: trainer.checkpoints.load(output_dir / "checkpoint-2"), names=("metrics.jsonl",))
-    # Another run's lines, unless none of them is complete.
-    if content.count(b"\n"):
-        assert isinstance(found, Refused) and state_of(trainer) == before
-
-
-NAMES = [
-    "checkpoint-3",
-    "checkpoint-",
-    "checkpoint--1",
-    "checkpoint-01",
-    "checkpoint-9x",
-    "checkpoint-٣",
-    "Checkpoint-9",
-]
-NAMES += ["checkpoint-99999999999999999999", ".checkpoint-9.incomplete", "checkpoint-1 copy", "checkpoint-1e3"]
-
-
-@fuzz(100, name=st.sampled_from(NAMES), kind=st.sampled_from(["folder", "file", "link", "dead link", "loop", "device"]))
-def test_what_is_only_named_like_a_checkpoint_is_not_resumed_from(run, name, kind):
-    output_dir, trainer = run
-    path = output_dir / name
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "file":
-        path.write_text("x")
-    else:
-        target = {"link": output_dir / "checkpoint-1", "dead link": output_dir / "gone", "loop": path}
-        path.symlink_to(target.get(kind, Path("/dev/null")))
-    try:
-        before = state_of(trainer)
-        with files_unchanged(output_dir):
-            found = outcome(lambda: check_start(trainer.args, "true"), names=("checkpoint",))
-            newest = newest_checkpoint(output_dir)
-            named = outcome(lambda: check_start(trainer.args, str(path)), names=("checkpoint", str(path)))
-        assert isinstance(named, Refused) or kind == "link"
-        assert isinstance(found, Refused) or newest in (output_dir / "checkpoint-2", path)
-        assert state_of(trainer) == before
-    finally:
-        path.rmdir() if kind == "folder" else path.unlink()

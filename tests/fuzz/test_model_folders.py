@@ -26,7 +26,6 @@ from alpaca_ppo.models import build_actor_critic, load_critic, write_critic
 from alpaca_ppo.models.critic_heads import C51Head
 from alpaca_ppo.models.loading import load_causal_lm, load_processing_class, load_sequence_classifier
 from alpaca_ppo.rewards.reward_model import build_model_reward
-from alpaca_ppo.saved_models import loading
 from tests.fuzz.mutations import mutated_bytes, mutated_tree, texts
 from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
 from tests.tiny_models import SMALLEST, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -135,17 +134,11 @@ def entries(**new: Any) -> Any:
 DAMAGES = [
     ("critic", "critic_head.json", lambda content: b"{}", "no critic can be loaded from"),
     ("critic", "critic_head.json", cut, "critic_head.json is damaged (it is not JSON"),
-    ("critic", "critic_head.json", lambda content: b"[]", "no critic can be loaded from"),
-    ("critic", "critic_head.json", lambda content: b"[1]", "holds a list instead of an object"),
-    ("critic", "critic_head.json", lambda content: b"[" * 9000, "critic_head.json is damaged"),
     ("critic", "critic_head.json", entries(hidden_size="8"), "has settings that a critic"),
-    ("critic", "critic_head.json", entries(hidden_size=-8), "has settings that a critic"),
     ("critic", "critic_head.json", entries(kind=[]), "of the kind [], which is not registered"),
-    ("critic", "critic_head.json", entries(extra=1), "critic_head.json has settings that a critic of the kind 'c51'"),
     ("critic", "critic_head.json", entries(num_atoms=5), "cannot be loaded as the weights of the critic's head"),
     ("critic", "critic_head.safetensors", cut, "critic_head.safetensors is damaged (it is not a whole safetensors"),
     ("critic", "critic_head.safetensors", lambda content: None, "critic_head.safetensors cannot be loaded"),
-    ("critic", "config.json", cut, "config.json is damaged"),
     ("critic", "config.json", lambda content: None, "no model can be loaded from"),
     ("critic", "model.safetensors", cut, "model.safetensors is damaged"),
     ("critic_adapter", "adapter_config.json", cut, "adapter_config.json is damaged"),
@@ -154,14 +147,11 @@ DAMAGES = [
     ("critic_adapter", "adapter_model.safetensors", cut, "adapter_model.safetensors is damaged"),
     ("policy", "config.json", cut, "config.json is damaged"),
     ("policy", "config.json", lambda content: b"[]", "config.json is damaged (it holds a list instead of an object)"),
-    ("policy", "config.json", entries(hidden_size="x"), "model_name_or_path"),
     ("policy", "config.json", entries(hidden_size=16), "model_name_or_path"),
     ("policy", "model.safetensors", cut, "model.safetensors is damaged"),
     ("policy", "tokenizer.json", cut, "tokenizer.json is damaged"),
     ("reward", "config.json", cut, "config.json is damaged"),
-    ("reward", "config.json", lambda content: b"[]", "holds a list instead of an object"),
     ("reward", "model.safetensors", cut, "model.safetensors is damaged"),
-    ("reward", "tokenizer.json", cut, "tokenizer.json is damaged"),
     ("adapter", "adapter_config.json", cut, "adapter_config.json is damaged"),
     ("adapter", "adapter_config.json", lambda content: b"[]", "holds a list instead of an object"),
     ("adapter", "adapter_config.json", entries(modules_to_save=5), "has modules_to_save 5 in its adapter_config.json"),
@@ -170,7 +160,6 @@ DAMAGES = [
     ("reward_adapter", "adapter_model.safetensors", cut, "adapter_model.safetensors is damaged"),
     ("adapter", "adapter_model.safetensors", flat, "but the layer needs"),
     ("reward_adapter", "adapter_model.safetensors", flat_head, "has no score head with one label"),
-    ("reward_adapter", "adapter_config.json", cut, "adapter_config.json is damaged"),
 ]
 
 
@@ -223,21 +212,6 @@ def test_what_reads_only_configurations_reads_no_damaged_ones(folders):
             assert isinstance(read("policy"), Refused)
     with Changed(folders["adapter"] / "adapter_config.json", b"[]"):
         assert isinstance(read("adapter"), Refused)
-
-
-def test_errors_of_the_machine_are_not_blamed_on_a_folder(folders):
-    for error in (ImportError("no kernels"), MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
-        with pytest.raises(type(error)) as raised, loading("no model", str(folders["policy"]), "check it"):
-            raise error
-        assert raised.value is error
-
-
-def test_a_model_that_is_nowhere_keeps_the_text_of_the_library(tmp_path):
-    with (
-        pytest.raises(ValueError, match=r"^no model can be loaded from 'a/b' \(cannot reach the hub\); check it$"),
-        loading("no model can be loaded from 'a/b'", "a/b", "check it"),
-    ):
-        raise OSError("cannot reach the hub")
 
 
 def safetensors_of(tensors: dict[str, torch.Tensor]) -> bytes:
@@ -299,18 +273,6 @@ def test_a_mutated_description_is_accepted_or_refused_by_name(folders, file, dat
     if name == "critic_head.json" and not isinstance(found[0], Refused):
         # Accepted settings are those of a head that gives numbers.
         assert found[0].head(torch.ones(2, 8)).values.isfinite().all()
-
-
-@fuzz(80, file=st.sampled_from(JSON_FILES), data=st.data())
-def test_a_damaged_description_is_read_or_refused_by_name(folders, file, data):
-    kind, name = file
-    content = data.draw(mutated_bytes((folders[kind] / name).read_bytes()))
-    found = check(folders, kind, name, content)
-    try:
-        whole = isinstance(json.loads(content.decode()), dict)
-    except ValueError:
-        whole = False
-    assert whole or any(isinstance(error, Refused) and name in error.text for error in found), content
 
 
 @fuzz(120, file=st.sampled_from(WEIGHT_FILES), data=st.data())

@@ -26,31 +26,33 @@ CYCLE.append(CYCLE)
 
 odd = st.sampled_from(
     [Decimal("0.5"), Fraction(1, 3), Fraction(10**400), 1j, object(), CYCLE, print, b"1", {"score": 1.0}, deep(900)]
-    + [
-        2**20000,
-        -(10**400),
-        LARGEST,
-        -LARGEST,
-        LARGEST * (1 + 2**-20),
-        np.float16(0.1),
-        np.longdouble(0.5),
-        np.int64(3),
-    ]
+    + [2**20000, -(10**400), LARGEST, -LARGEST, LARGEST * (1 + 2**-20), np.float16(0.1), np.longdouble(0.5)]
+    + [np.int64(3)]
     + [np.bool_(True), np.datetime64("2020-01-01"), np.array(0.5), np.array([0.5]), np.str_("1"), np.ma.masked]
     + [torch.tensor(0.5), torch.tensor([0.5], requires_grad=True), torch.tensor(1, dtype=torch.int8), pd.NA, pd.NaT]
     + [torch.tensor(1j), torch.empty(0), torch.tensor(0.5, device="meta"), torch.tensor([[1.0]]).to_sparse()]
 )
 VALID = st.sampled_from([[0.5, -1.0, 2], [0.5, None, 1], [[0.5], [1, 2], [3.0, 0, 1]], [1.0, [0.5, 0.5], [1, None, 2]]])
 SHAPES = st.sampled_from([(), (0,), (3,), (3, 1), (1, 3), (3, 3), (4,), (2, 2, 2)])
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+DTYPES += [torch.complex64]
+STRANGE = [
+    lambda: (score for score in [1.0] * 3),
+    lambda: {0: 1.0},
+    lambda: {1.0, 2.0},
+    lambda: "1.0",
+    lambda: None,
+    lambda: True,
+    lambda: range(3),
+    lambda: pd.Series([1.0] * 3),
+    lambda: pd.DataFrame({"x": [1.0] * 3}),
+    lambda: CYCLE,
+    lambda: NotImplemented,
+    lambda: np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0]),
+    lambda: torch.ones(3).to_sparse(),
+    lambda: torch.ones(3, device="meta"),
+    lambda: b"123",
+    lambda: [torch.ones(3)] * 3,
 ]
 
 
@@ -71,33 +73,7 @@ def results(draw: Any) -> Any:
         dtype = draw(st.sampled_from(["f4", "f8", "i8", "u8", "?", "c16", "O", "U3", "M8[s]", "f2", "g", "i4,f4"]))
         return lambda: np.ones(shape).astype(dtype) if dtype != "i4,f4" else np.zeros(shape, dtype)
     if kind == "strange":
-        strange = [
-            lambda: (score for score in [1.0] * 3),
-            lambda: {0: 1.0},
-            lambda: {1.0, 2.0},
-            lambda: "1.0",
-            lambda: None,
-        ]
-        strange += [
-            lambda: 1.0,
-            lambda: True,
-            lambda: range(3),
-            lambda: map(float, "123"),
-            lambda: pd.Series([1.0] * 3),
-        ]
-        strange += [
-            lambda: pd.DataFrame({"x": [1.0] * 3}),
-            lambda: iter([1.0] * 3),
-            lambda: CYCLE,
-            lambda: NotImplemented,
-        ]
-        strange += [
-            lambda: np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0]),
-            lambda: torch.ones(3).to_sparse(),
-            lambda: b"123",
-        ]
-        strange += [lambda: torch.ones(3, device="meta"), lambda: [torch.ones(3)] * 3]
-        return draw(st.sampled_from(strange))
+        return draw(st.sampled_from(STRANGE))
     return lambda: scores
 
 
