@@ -4,7 +4,6 @@ No torch here, so that a report is made in an instant. In a running trainer, `tr
 """
 
 from alpaca_ppo.doctor.examination import Doctor, Finding, check_run, read_findings, stops
-from alpaca_ppo.doctor.history import History
-from alpaca_ppo.doctor.rules import RULES, Rule
+from alpaca_ppo.doctor.rules import RULES, History, Rule
 
 __all__ = ["RULES", "Doctor", "Finding", "History", "Rule", "check_run", "read_findings", "stops"]

@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from alpaca_ppo.atomic_io import StrPath
-from alpaca_ppo.doctor.history import History
-from alpaca_ppo.doctor.rules import RULES, Severity
+from alpaca_ppo.doctor.rules import RULES, History, Severity
 
 ENDED_BY_ERROR = 3
 """The exit status of a command whose run an error in `stop_on` has ended: neither a mistake (2) nor a crash (1)."""
@@ -92,10 +91,7 @@ def examined(
 def read_findings(folder: StrPath) -> list[Finding]:
     """Returns what the run of `folder` has found, in the order of the steps; nothing without findings.jsonl."""
     path = Path(folder) / "findings.jsonl"
-    try:
-        return [Finding(**row) for row in read_lines(path)] if path.exists() else []
-    except TypeError as error:
-        raise ValueError(f"{path} is no file of findings: {error}; move it away") from error
+    return [Finding(**row) for row in read_lines(path)] if path.exists() else []
 
 
 def read_config(folder: Path) -> dict[str, Any]:

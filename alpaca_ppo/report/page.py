@@ -3,16 +3,17 @@
 import html
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.atomic_io import write_text_atomically
-from alpaca_ppo.report.answers import choose_answers, script_json
-from alpaca_ppo.report.runs import Run, plain
+from alpaca_ppo.doctor.examination import read_lines
+from alpaca_ppo.report.runs import Run, TableFile, number_or_none, plain, rounded
 from alpaca_ppo.tracking.results import better_before_training, means_in_words, start_and_end
 
 SCRIPTS = (
@@ -23,6 +24,16 @@ MAX_POINTS = 1500
 """Most points of a curve; those of longer runs are means over neighbouring steps."""
 OF_ONE_RUN = {"seed", "output_dir", "run_name", "provenance", "hub_model_id"}
 """Options in which the seeds of one experiment differ."""
+MAX_ANSWERS = 5000
+"""Most answers in the tables of one report."""
+READ_TIMES = 8
+"""As many times the budget of tokens are read from tables at most."""
+_EXTREMES = 8
+_COLUMNS = (
+    "run", "table", "step", "prompt_id", "sample_id", "prompt", "response", "score", "kl", "length", "stopped",
+    "scores", "more", "turns",
+)  # fmt: skip
+_KNOWN = {*_COLUMNS, "tokens", "columns"}
 
 
 def write_report(runs: Sequence[Run], path: Path, *, token_mb: float = 20.0) -> Path:
@@ -86,10 +97,10 @@ def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
         "group": group,
         "last_step": run.last_step,
         "steps": [line["step"] for line in lines],
-        "metrics": {name: [_short(line.get(name)) for line in lines] for name in names},
+        "metrics": {name: [rounded(line.get(name)) for line in lines] for name in names},
         "config": {str(name): plain(value) for name, value in run.config.items()},
         "findings": [asdict(finding) for finding in run.findings],
-        "ends": {name: [_short(value) for value in ends] for name, ends in known.items()},
+        "ends": {name: [rounded(value) for value in ends] for name, ends in known.items()},
         "ends_are": means_in_words(run.metrics),
         "weights": _weights(run),
         "finished": (run.path / "final").is_dir(),
@@ -121,10 +132,6 @@ def _mean_line(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict
     return mean
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
-
-
 def _groups(runs: Sequence[Run]) -> list[int]:
     """The number of each run's group: runs of one group differ in `OF_ONE_RUN` at most."""
     seen: dict[str, int] = {}
@@ -133,3 +140,147 @@ def _groups(runs: Sequence[Run]) -> list[int]:
         same = {name: plain(value) for name, value in run.config.items() if name not in OF_ONE_RUN}
         keys.append(json.dumps(same, sort_keys=True) if run.config else f"run {i}")
     return [seen.setdefault(key, len(seen)) for key in keys]
+
+
+@dataclass
+class Answers:
+    """The answers of a report, in columns, as the page reads them."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """A list for each column, with an entry for each answer."""
+    prompts: list[str] = field(default_factory=list)
+    """Distinct prompts; the column `prompt` holds indices into it."""
+    tokens: dict[int, str] = field(default_factory=dict)
+    """By answer, as JSON: `texts`, `ids`, and in `numbers` a list for each number of a token; null for a token that
+    has none."""
+    left_out: list[str] = field(default_factory=list)
+    """Sentences saying what is missing, and how to get it."""
+
+
+def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
+    """Chooses the answers of `runs` for one report, and those of them whose tokens it holds.
+
+    All of an ordinary run's answers are in its tables. The numbers of their tokens have a budget, and so has the
+    reading of files; what was left out is counted and said.
+
+    Args:
+        runs: the runs, whose tables are read here.
+        token_mb: most megabytes (10^6 bytes) of numbers of tokens.
+    """
+    answers = Answers()
+    limit = max(READ_TIMES * token_mb, 8.0) * 1e6
+    files = [(i, file) for i, run in enumerate(runs) for file in run.tables]
+    # Of every table in turn the next step of `spread_order`.
+    tables: dict[tuple[int, str], list[tuple[int, TableFile]]] = {}
+    for i, file in files:
+        tables.setdefault((i, file.table), []).append((i, file))
+    orders = [[table[k] for k in spread_order(len(table))] for table in tables.values()]
+    chosen: set[tuple[int, TableFile]] = set()
+    read = 0
+    for entry in (entry for turn in zip_longest(*orders) for entry in turn if entry is not None):
+        if not chosen or read + entry[1].size <= limit:
+            chosen.add(entry)
+            read += entry[1].size
+    if len(chosen) < len(files):
+        answers.left_out.append(
+            f"Answers of {len(chosen)} of {len(files)} tables are shown, spread over the steps: the tables have "
+            f"{sum(file.size for _, file in files) / 1e6:.0f} MB, and {limit / 1e6:.0f} MB are read at most. "
+            "Raise report_token_mb for more."
+        )
+    rows = [
+        {**values, "run": i, "table": file.table, "step": file.step}
+        for i, file in files
+        if (i, file) in chosen
+        for values in read_lines(file.path, key="prompt")
+    ]
+    if len(rows) > MAX_ANSWERS:
+        answers.left_out.append(f"The tables show {MAX_ANSWERS} of {len(rows)} answers, spread over runs and steps.")
+        rows = [rows[i] for i in sorted(spread_order(len(rows))[:MAX_ANSWERS])]
+    prompts: dict[str, int] = {}
+    summaries = [_summary(row, prompts) for row in rows]
+    answers.columns = {name: [summary[name] for summary in summaries] for name in _COLUMNS}
+    answers.prompts = list(prompts)
+    candidates = [i for i, row in enumerate(rows) if row.get("tokens")]
+    spent = 0.0
+    for i in _token_order(answers.columns, candidates):
+        tokens = script_json(_token_columns(rows[i]["tokens"]))
+        size = len(tokens.encode(errors="replace"))
+        if spent + size <= token_mb * 1e6:
+            answers.tokens[i] = tokens
+            spent += size
+    if missing := len(candidates) - len(answers.tokens):
+        answers.left_out.append(
+            f"The tokens of {len(answers.tokens)} of {len(candidates)} answers are in this file; those of {missing} "
+            f"were left out, because the numbers of tokens may take {token_mb:g} MB (report_token_mb). Kept first: "
+            "prompts that are followed through training, the best, the worst, the most KL, then answers spread over "
+            "the steps."
+        )
+    return answers
+
+
+def spread_order(count: int) -> list[int]:
+    """0 to `count` - 1 in an order whose every beginning is spread over the range: both ends, then by their binary
+    digits from the last to the first.
+    """
+    digits = (count - 1).bit_length()
+    spread = sorted(range(count), key=lambda i: f"{i:0{digits}b}"[::-1])
+    return list(dict.fromkeys([*spread[:1], *range(count)[-1:], *spread]))
+
+
+def _summary(row: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
+    """The entries of `row` in `Answers.columns`; a prompt that is new is added to `prompts`."""
+    kl = rounded(row.get("kl"))
+    if kl is None:
+        parts = [part for token in row.get("tokens") or () if (part := number_or_none(token.get("kl"))) is not None]
+        kl = rounded(sum(parts)) if parts else None
+    more = {name: value for name, value in row.items() if name not in _KNOWN}
+    # Scores of an evaluation stand in columns of their own.
+    scores = {name: more.pop(name) for name in list(more) if isinstance(more[name], int | float | None)}
+    return {
+        **{name: row[name] for name in ("run", "table", "step")},
+        "prompt_id": plain(row.get("prompt_id")),
+        "sample_id": plain(row.get("sample_id", 0)),
+        "prompt": prompts.setdefault(_text(row.get("prompt")), len(prompts)),
+        "response": _text(row.get("response")),
+        "score": number_or_none(row.get("score")),
+        "kl": kl,
+        "length": number_or_none(row.get("length")),
+        "stopped": row.get("stopped"),
+        "scores": plain(scores | (row.get("scores") or {})) or None,
+        "more": plain(more | (row.get("columns") or {})) or None,
+        "turns": plain(row.get("turns")),
+    }
+
+
+def script_json(data: Any) -> str:
+    """`data` as JSON that can stand within a script element whatever its texts hold: `<` is escaped, so neither
+    `</script>` nor `<!--` can occur.
+    """
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _token_order(columns: Mapping[str, list[Any]], candidates: Sequence[int]) -> Iterable[int]:
+    """Which answers get their tokens first."""
+    followed = [i for i in candidates if columns["table"][i] != "rollouts"]
+    extremes: list[int] = []
+    for name in ("score", "kl"):
+        known = sorted((i for i in candidates if columns[name][i] is not None), key=lambda i: columns[name][i])
+        extremes += known[::-1][:_EXTREMES] + (known[:_EXTREMES] if name == "score" else [])
+    cut = [i for i in candidates if columns["stopped"][i] is False][:_EXTREMES]
+    spread = [candidates[k] for k in spread_order(len(candidates))]
+    return dict.fromkeys([*(followed[k] for k in spread_order(len(followed))), *extremes, *cut, *spread])
+
+
+def _token_columns(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for token in tokens for name in token))
+    numbers = [name for name in names if name not in ("id", "text", "environment")]
+    columns: dict[str, Any] = {"texts": [_text(token.get("text", "")) for token in tokens]}
+    columns["ids"] = [token.get("id") for token in tokens]
+    if any(token.get("environment") for token in tokens):
+        columns["environment"] = [int(bool(token.get("environment"))) for token in tokens]
+    columns["numbers"] = {name: [number_or_none(token.get(name)) for token in tokens] for name in numbers}
+    return columns

@@ -91,6 +91,12 @@ def number_or_none(value: Any) -> float | None:
     return float(value)
 
 
+def rounded(value: Any) -> float | None:
+    """`value` as a finite float with six significant digits; None for anything else."""
+    number = number_or_none(value)
+    return None if number is None else float(f"{number:.6g}")
+
+
 def plain(value: Any) -> Any:
     """`value` as JSON can hold it: dates, and floats that are not finite, become text."""
     if isinstance(value, Mapping):

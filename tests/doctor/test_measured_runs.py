@@ -17,12 +17,6 @@ def examined(run) -> list[Finding]:
     return found
 
 
-def test_there_are_twenty_good_runs_of_different_algorithms():
-    assert len(GOOD) >= 20
-    assert {run["config"]["adv_estimator"] for run in RUNS.values()} >= {"gae", "grpo", "rloo"}
-    assert {run["config"]["critic"] for run in RUNS.values()} == {"scalar", "c51", "hl_gauss", "quantile"}
-
-
 @pytest.mark.parametrize("name", GOOD)
 def test_a_run_that_has_learned_has_neither_error_nor_warning(name):
     assert [str(finding) for finding in examined(RUNS[name])] == []

@@ -54,7 +54,6 @@ def test_findings_of_the_run_are_added_and_the_most_severe_comes_first(tmp_path)
         ("metrics.jsonl", "{]\n", "metrics.jsonl line 1 is no JSON object"),
         ("run.yaml", "a: [", "run.yaml is not YAML"),
         ("run.yaml", "- a", "run.yaml holds a list instead of options"),
-        ("findings.jsonl", '{"step": 1}\n', "findings.jsonl is no file of findings"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(tmp_path, name, text, message):

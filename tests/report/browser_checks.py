@@ -343,15 +343,6 @@ def test_an_answer_is_followed_through_training_beside_the_reference(opened):
     assert page.locator(".side").count() == 1
 
 
-def test_turns_are_a_conversation(opened):
-    page = opened("whole", "answers")
-    open_answer(page, "tool says 42")
-    bubbles = page.locator("#inspector .bubble:not(.prompt) .who").all_inner_texts()
-    assert bubbles == ["Policy", "Environment", "Policy"]
-    page.hover(".bubble.environment .t")
-    assert "Not written by the policy" in text_of(page, "#numbers")
-
-
 def test_turns_are_named_by_their_roles_with_and_without_tokens(opened):
     page = opened("turns", "answers")
     who = "#inspector .bubble:not(.prompt) .who"
@@ -359,6 +350,8 @@ def test_turns_are_named_by_their_roles_with_and_without_tokens(opened):
     page.click("tr[data-answer] >> nth=1")
     assert page.locator(who).all_inner_texts() == ["Policy", "Tool and environment", "Policy"]
     assert page.locator("#inspector .bubble.environment .t").all_inner_texts() == [" 42", " sure?"]
+    page.hover(".bubble.environment .t >> nth=0")
+    assert "Not written by the policy" in text_of(page, "#numbers")
     page.click("tr[data-answer] >> nth=0")
     assert page.locator(who).all_inner_texts() == ["Policy", "Tool", "Environment", "Policy"]
     assert page.locator("#inspector .bubble.policy .text").all_inner_texts() == ["call", " so 42"]
