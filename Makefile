@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz test messages proof proof-ci browser-test check
+.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -60,6 +60,10 @@ same-run: $(INSTALLED_FOR_TESTS)
 BASE ?= a7dd063
 same-numbers: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m tests.tools.same_numbers $(BASE)
+
+# Cuts the wiring of one option after the other: the test that shows it must fail.
+cut-options: $(INSTALLED_FOR_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.cut_options
 
 test: check
 	$(call timed,tests,$(BIN)/python -m pytest -n $(WORKERS) --durations 20)
