@@ -11,7 +11,7 @@ Options whose values are fixed, but which both the configuration and `functional
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 T = TypeVar("T")
 
@@ -219,12 +219,14 @@ GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
 """Each makes a `generation.Backend` of the run's configuration."""
 
 
-DOCTOR_RULES = (
+DoctorRule = Literal[
     "constant_reward", "reward_falling", "eval_falling", "overoptimization", "uniform_groups", "policy_does_not_move",
     "kl_runaway", "entropy_collapse", "length_collapse", "all_truncated", "update_too_large", "skipped_updates",
     "sampler_mismatch", "first_ratio_off", "critic_useless",
-)  # fmt: skip
+]  # fmt: skip
+DOCTOR_RULES: tuple[DoctorRule, ...] = get_args(DoctorRule)
 """The rules of `doctor.rules`, in the order in which findings are reported."""
 
-DOCTOR_SEVERITIES = ("warning", "error")
+DoctorSeverity = Literal["warning", "error"]
+DOCTOR_SEVERITIES: tuple[DoctorSeverity, ...] = get_args(DoctorSeverity)
 """How severe a finding is, from the least to the most."""

@@ -60,7 +60,7 @@ class Rollouts(TypedDict, total=False):
     """(B, R) float32, log-probabilities under the reference policy; without a reference, a copy of `logprobs`."""
     entropies: NotRequired[Tensor]
     """(B, R) float32, entropy of the old policy's distribution at each token; absent without `recomputed`, and in steps
-    that log no entropies (`entropy_logging_steps`)."""
+    that log no entropies (`ppo.metrics.ENTROPY_STEPS`)."""
     ref_entropies: NotRequired[Tensor]
     """(B, R) float32, entropy of the reference policy's distribution at each token; absent without a reference, and in
     steps that log no entropies."""

@@ -22,6 +22,7 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.estimate_memory.engines import Sharding
 from alpaca_ppo.estimate_memory.estimator import GIB, RESERVE_GIB, predict
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
+from alpaca_ppo.ppo import metrics
 
 LARGE = 10**9
 """Number of weights from which a model is not run on a CPU."""
@@ -102,6 +103,8 @@ def save_reward_adapter(column: dict[str, Any], folder: str) -> None:
 
 def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool) -> PPOConfig:
     """The configuration of a cell: two steps of one optimizer step each."""
+    # The second step is measured, and a run has its peak in those that compute entropies.
+    metrics.ENTROPY_STEPS = 1
     rows = column["rows"]
     return PPOConfig(
         query_len=column["query_len"],
@@ -118,8 +121,6 @@ def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool)
         save_steps=0,
         report_to=["none"],
         num_logged_rollouts=0,
-        # The second step is measured, and a run has its peak in those that compute entropies.
-        entropy_logging_steps=1,
         ppo_epochs=1,
         total_episodes=2 * rows,
         use_cpu=use_cpu,

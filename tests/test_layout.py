@@ -248,10 +248,8 @@ def test_no_test_is_skipped_or_expected_to_fail_and_nothing_is_left_to_do():
     ("class_name", "module"),
     [
         ("RunOptions", "run_options"),
-        ("EvaluationOptions", "evaluation_options"),
         ("RolloutOptions", "rollout_options"),
         ("LearningOptions", "learning_options"),
-        ("CriticOptions", "critic_options"),
         ("PPOConfig", "ppo_config"),
         ("ScriptArguments", "script_arguments"),
     ],

@@ -29,7 +29,7 @@ from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, R
 _FREE_TO_CHANGE = """
 ignore_changes output_dir run_name report_to logging_steps save_steps
 overwrite_output_dir load_best_model_at_end
-save_total_limit metric_for_best_model greater_is_better eval_steps num_logged_rollouts push_to_hub hub_model_id
+save_total_limit metric_for_best_model greater_is_better eval_steps num_logged_rollouts hub_model_id
 total_epochs total_episodes max_steps
 rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu
 logprob_chunk_size deepspeed ddp_timeout max_kl_to_ref max_skipped_updates
@@ -37,8 +37,8 @@ eval_top_p eval_top_k eval_temperature eval_num_samples eval_success_above eval_
 eval_opponent eval_judge
 tool_timeout
 trust_remote_code reward_retries failed_rewards
-mismatch_action entropy_logging_steps max_tokens_per_micro_batch padding_free
-num_inspected_prompts report report_token_mb stop_on
+mismatch_action max_tokens_per_micro_batch padding_free
+num_inspected_prompts report stop_on
 """.split()
 # They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.
 _COMPARED_BY_CONTENT = ["reference", "reward_adapter", "reward_weights"]

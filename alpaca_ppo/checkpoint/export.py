@@ -20,7 +20,7 @@ from alpaca_ppo.models import ActorCritic, write_critic
 from alpaca_ppo.saved_models import has_remote_code
 from alpaca_ppo.tracking.results import STEP_FILE
 
-_OFF = "or set push_to_hub: false and upload final/policy later (hf upload)"
+_OFF = "or set hub_model_id: null and upload final/policy later (hf upload)"
 
 
 def save_final(
@@ -90,7 +90,7 @@ def check_login() -> None:
     """
     if constants.HF_HUB_OFFLINE:
         raise ValueError(
-            f"push_to_hub is True, but HF_HUB_OFFLINE is set, with which nothing can be uploaded; unset it, {_OFF}"
+            f"hub_model_id is set, but HF_HUB_OFFLINE is set, with which nothing can be uploaded; unset it, {_OFF}"
         )
     try:
         user = HfApi().whoami()
@@ -98,13 +98,13 @@ def check_login() -> None:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"push_to_hub is True, but the hub does not know who you are ({type(error).__name__}: {reason}); log in "
+            f"hub_model_id is set, but the hub does not know who you are ({type(error).__name__}: {reason}); log in "
             f"(hf auth login, or HF_TOKEN), {_OFF}"
         ) from error
     token = user.get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
         raise ValueError(
-            f"push_to_hub is True, but the token {token.get('displayName')!r} of {user.get('name')!r} may only read; "
+            f"hub_model_id is set, but the token {token.get('displayName')!r} of {user.get('name')!r} may only read; "
             f"make one that may write (huggingface.co/settings/tokens), {_OFF}"
         )
 

@@ -6,10 +6,9 @@ import json
 import textwrap
 from collections.abc import Sequence
 
-from alpaca_ppo.config.estimate_arguments import EstimateArguments
 from alpaca_ppo.config.parser import parse_args, read_preset
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import LoraArguments
+from alpaca_ppo.config.script_arguments import EstimateArguments, LoraArguments
 from alpaca_ppo.migrate import translate
 from alpaca_ppo.presets import preset_names, preset_path
 

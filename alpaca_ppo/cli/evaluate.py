@@ -11,11 +11,10 @@ from typing import Any
 
 from alpaca_ppo.cli.train import search_current_folder
 from alpaca_ppo.config.fields import argument, options_of
-from alpaca_ppo.config.model_names import check_model_name
+from alpaca_ppo.config.names import check_model_name
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.run_file import MEASURED
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+from alpaca_ppo.config.script_arguments import MEASURED, LoraArguments, ScriptArguments
 from alpaca_ppo.evaluation.results import results_text
 
 _GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")

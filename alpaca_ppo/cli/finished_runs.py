@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from alpaca_ppo.config.credentials import without_credentials
-from alpaca_ppo.config.model_names import check_folder
+from alpaca_ppo.config.names import check_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.run_file import MODELS
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+from alpaca_ppo.config.script_arguments import MODELS, LoraArguments, ScriptArguments
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from alpaca_ppo.cli.commands import MISTAKE
 from alpaca_ppo.config.fields import argument, check_fields, options_of
-from alpaca_ppo.config.model_names import did_you_mean
+from alpaca_ppo.config.names import did_you_mean
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 
@@ -31,7 +31,7 @@ class LaunchArguments:
         "Processes, one for each GPU; on several nodes, all of them together. null = those of accelerate_config, or "
         "this process alone.",
         group="Processes",
-        at_least=1,
+        ge=1,
     )
     accelerate_config: str | None = argument(
         None,

@@ -11,7 +11,7 @@ from typing import Any
 
 from alpaca_ppo.cli.evaluate import model_folder
 from alpaca_ppo.config.checks import REFERENCES
-from alpaca_ppo.config.model_names import check_model_name
+from alpaca_ppo.config.names import check_model_name
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.config.run_file import IN_MEMORY, PROVENANCE
 

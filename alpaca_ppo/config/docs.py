@@ -40,7 +40,7 @@ def configuration_page() -> str:
 
 
 def _entry(option: Option) -> str:
-    text = f"- **`{option.name}`** ({type_in_words(option)}): {description(option, built_in=True)}"
+    text = f"- **`{option.name}`** ({type_in_words(option.hint)}): {description(option, built_in=True)}"
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

@@ -1,19 +1,24 @@
-"""Fields of a configuration: a dataclass field carries its help text, its bounds, and when it acts.
+"""Fields of a configuration: a dataclass field carries its bounds and what it needs to act; the text beneath it is its
+help.
 
-Types, choices and bounds are checked by pydantic. What one option needs of others is declared with it (`needs`);
-combinations that no single option decides are in `checks`.
+Types, choices and bounds are checked by pydantic. Combinations that no single option decides are in `checks`.
 """
 
+import ast
 import dataclasses
 import datetime
 import functools
+import inspect
+import itertools
+import re
 import reprlib
+import textwrap
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from alpaca_ppo.registry import Registry
 
@@ -21,14 +26,15 @@ _SHORTENED = reprlib.Repr()
 _SHORTENED.maxlevel, _SHORTENED.maxlist, _SHORTENED.maxdict = 3, 20, 20
 _SHORTENED.maxstring = _SHORTENED.maxother = _SHORTENED.maxlong = 400
 _WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What an option needs to act: that `option` has one of `values` or, without any, that it is set; `but` turns it
-    around. With `registry`, the values are its
-    names with one of `traits`. An `option` that is no field is a fact of
-    the run, such as "environments or tools".
+    """What an option needs to act: that `option` has one of `values` or, without any, that it is set.
+
+    `but` turns it around. With `registry`, the values are its names with one of `traits`. An `option` that is no field
+    is a fact of the run, such as "environments or tools". One of two needs is enough in `need | need`.
     """
 
     option: str
@@ -36,29 +42,40 @@ class Need:
     but: bool = False
     registry: Registry[Any] | None = None
     traits: tuple[str, ...] = ()
+    alternative: "Need | None" = None
+
+    def __or__(self, alternative: "Need") -> "Need":
+        return dataclasses.replace(self, alternative=alternative)
 
     def holds(self, args: Any, facts: Mapping[str, bool]) -> bool:
         """Whether `args` have it; a fact that is not known yet may hold."""
-        if self.option not in options_of(args.__class__):
+        return self._is_met(args, facts) or (self.alternative is not None and self.alternative.holds(args, facts))
+
+    def _is_met(self, args: Any, facts: Mapping[str, bool]) -> bool:
+        option = options_of(args.__class__).get(self.option)
+        if option is None:
             return facts.get(self.option, True)
         value = getattr(args, self.option)
-        values = self._names() if self.registry else self.values
-        known = options_of(args.__class__)[self.option].registry
         # Whether a user's own name reads an option cannot be known here, unless its traits say so.
-        if known is not None and self.registry is None and value not in known.built_in:
+        if option.registry is not None and self.registry is None and value not in option.registry.built_in:
             return True
-        return (value in values if values else value not in (None, False, 0, "", [])) != self.but
+        if values := self._wanted():
+            return (value in values) != self.but
+        # 0 is a value like others where null is what switches an option off.
+        is_set = value not in (None, False, "", []) or (option.nullable and value is not None)
+        return is_set != self.but
 
     def __str__(self) -> str:
         """In words, such as "kl_controller: proportional or horizon"."""
-        words = " or ".join(_as_yaml(name) for name in (self._names() if self.registry else self.values))
-        if not words:
-            return f"no {self.option}" if self.but else self.option
-        return f"{self.option}: {'not ' * self.but}{words}"
+        words = " or ".join(", ".join(value) if isinstance(value, list) else str(value) for value in self._wanted())
+        text = f"{self.option}: {'not ' * self.but}{words}" if words else f"{'no ' * self.but}{self.option}"
+        return f"{text} or {self.alternative}" if self.alternative else text
 
-    def _names(self) -> tuple[str, ...]:
-        assert self.registry is not None
-        return tuple(n for n in self.registry.names if any(self.registry.trait(n, trait) for trait in self.traits))
+    def _wanted(self) -> tuple[Any, ...]:
+        if self.registry is None:
+            return self.values
+        registry = self.registry
+        return tuple(name for name in registry.names if any(registry.trait(name, trait) for trait in self.traits))
 
 
 def when(option: str, *values: Any) -> Need:
@@ -81,38 +98,52 @@ class Option:
     """What the parser, the checks and the documentation know of one field.
 
     Attributes:
-        kinds: the types that the field accepts besides None.
-        nullable: whether None is accepted.
+        hint: the type, without the bounds of its parts.
         default: the default value, or `dataclasses.MISSING`.
         group: the heading under which `--help` and the documentation list the field.
-        bounds: of a number, or of each number in a list, by pydantic's words (gt, ge, lt, le).
+        bounds: what `pydantic.Field` takes, such as gt, ge, lt and le.
         registry: the names that a `str` field may take, built in or registered by a user.
         needs: what must hold for the field to act.
+        help: one or two sentences.
     """
 
     name: str
     hint: Any
-    kinds: tuple[Any, ...]
-    nullable: bool
     default: Any
-    help: str
     group: str
-    bounds: Mapping[str, float]
-    allow_inf: bool
+    bounds: Mapping[str, Any]
     registry: Registry[Any] | None
     needs: tuple[Need, ...]
+    _cls: type
+
+    @functools.cached_property
+    def help(self) -> str:
+        """One or two sentences: of the field's metadata, or the text beneath it."""
+        field = self._cls.__dataclass_fields__[self.name]  # type: ignore[attr-defined]
+        return str(field.metadata.get("help") or _texts_beneath(self._cls).get(self.name, ""))
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that the field accepts besides None; of a `Literal`, those of its choices."""
+        return _kinds(self.hint)
+
+    @property
+    def nullable(self) -> bool:
+        """Whether None is accepted."""
+        return type(None) in typing.get_args(self.hint)
 
     @property
     def choices(self) -> tuple[Any, ...]:
         """The values of a `Literal`; empty for other types."""
-        literals = [kind for kind in self.kinds if typing.get_origin(kind) is typing.Literal]
-        return tuple(choice for literal in literals for choice in typing.get_args(literal))
+        members = [member for member in _members(self.hint) if member is not type(None)]
+        closed = all(typing.get_origin(member) is typing.Literal for member in members)
+        return tuple(choice for member in members for choice in typing.get_args(member)) if closed else ()
 
     @property
     def entry_kinds(self) -> tuple[Any, ...] | None:
         """The types of a list's entries; None if the field is not a list."""
         lists = [typing.get_args(kind)[0] for kind in self.kinds if typing.get_origin(kind) is list]
-        return _members(lists[0]) if lists else None
+        return _kinds(lists[0]) if lists else None
 
     @property
     def range(self) -> str:
@@ -121,23 +152,17 @@ class Option:
 
     @functools.cached_property
     def _validator(self) -> TypeAdapter[Any]:
-        return TypeAdapter(self._bounded(self.hint))
+        hint = typing.get_type_hints(self._cls, include_extras=True)[self.name]
+        bounded: Any = Annotated[hint, Field(**self.bounds)] if self.bounds else hint
+        return TypeAdapter(bounded, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
 
-    def _bounded(self, hint: Any) -> Any:
-        if hint is float:
-            limits: dict[str, Any] = {**self.bounds, "allow_inf_nan": self.allow_inf}
-            return Annotated[float, Field(**limits)]
-        if hint is int:
-            # No tensor could hold more than 64 bits.
-            limits = {"ge": -(2**63), "le": 2**63 - 1} | dict(self.bounds)
-            return Annotated[int, Field(**limits)]
-        if hint is str:
-            return Annotated[str, AfterValidator(_check_text)]
-        if typing.get_origin(hint) is list:
-            return list[self._bounded(typing.get_args(hint)[0])]  # type: ignore[misc]
-        if (members := _members(hint)) != (hint,):
-            return typing.Union[tuple(map(self._bounded, members))]  # noqa: UP007
-        return hint
+    def accepts(self, value: Any) -> bool:
+        """Whether `value` has the type and is within the bounds of the field."""
+        try:
+            self._validator.validate_python(value)
+        except ValidationError:
+            return False
+        return True
 
     def check(self, value: Any) -> None:
         """Checks one value of the field.
@@ -146,55 +171,43 @@ class Option:
             ValueError: naming the field, the value and what it may be.
         """
         try:
-            self._validator.validate_python(value, strict=True)
+            self._validator.validate_python(value)
         except ValidationError as error:
-            found = [
-                each["msg"] for each in error.errors(include_url=False, include_context=False, include_input=False)
-            ]
-            wanted = " or ".join(dict.fromkeys(text.rpartition("Input should ")[2] for text in found))
+            found = [each["msg"].replace("input was not", "should be") for each in error.errors(include_url=False)]
+            wanted = " or ".join(dict.fromkeys(text.rpartition("should ")[2] for text in found))
             quotes = ", in quotes" if str in self.kinds and isinstance(value, int | float | datetime.date) else ""
             given = "null" if value is None else shown(value)
             raise ValueError(f"{self.name} is {given}; it should {wanted}{quotes}") from None
-        # Infinity is a limit; NaN is none.
-        if value != value:
-            raise ValueError(f"{self.name} is {value}; it should be a number")
+        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+        if bad := _UNWRITABLE.search("".join(texts)):
+            raise ValueError(f"{self.name} is {shown(value)}; it should be text without the character {bad[0]!r}")
         if self.registry is not None:
             self.registry.check(value, field=self.name)
 
 
 def argument(
     default: Any,
-    help: str,
+    help: str = "",
     *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    allow_inf: bool = False,
     registry: Registry[Any] | None = None,
     group: str | None = None,
     needs: Need | Sequence[Need] = (),
+    **bounds: float,
 ) -> Any:
     """A dataclass field for `check_fields` and `parse_args`. None is valid wherever the field's type allows it.
 
     Args:
         default: the default value; a list is copied for each instance.
-        help: one or two sentences for `--help` and the documentation.
-        above, at_least, below, at_most: bounds of a number, or of each number in a list.
-        allow_inf: accept infinity, which is refused otherwise, as NaN always is.
+        help: one or two sentences for `--help` and the documentation; by default the text beneath the field.
         registry: the valid names of a choice that users may extend. A closed set of choices is a `Literal` type.
         group: starts a new group of options with this field; the fields after it belong to the same group.
         needs: what must hold for the field to act; see `check_needs`.
+        bounds: of the value, as `pydantic.Field` has them: gt, ge, lt, le, min_length. NaN and infinity are refused
+            without allow_inf_nan.
     """
-    bounds = {"gt": above, "ge": at_least, "lt": below, "le": at_most}
-    metadata = {
-        "help": help,
-        "bounds": {key: bound for key, bound in bounds.items() if bound is not None},
-        "allow_inf": allow_inf,
-        "registry": registry,
-        "needs": (needs,) if isinstance(needs, Need) else tuple(needs),
-        **({} if group is None else {"group": group}),
-    }
+    required = (needs,) if isinstance(needs, Need) else tuple(needs)
+    metadata = {"help": help, "bounds": bounds, "registry": registry, "needs": required}
+    metadata |= {} if group is None else {"group": group}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -211,19 +224,15 @@ def options_of(cls: Any) -> Mapping[str, Option]:
         if not field.init:
             continue
         group = field.metadata.get("group", group)
-        members = _members(hints[field.name])
         options[field.name] = Option(
             name=field.name,
             hint=hints[field.name],
-            kinds=tuple(kind for kind in members if kind is not type(None)),
-            nullable=type(None) in members,
             default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
-            help=field.metadata.get("help", ""),
             group=group,
             bounds=field.metadata.get("bounds", {}),
-            allow_inf=field.metadata.get("allow_inf", False),
             registry=field.metadata.get("registry"),
             needs=field.metadata.get("needs", ()),
+            _cls=cls,
         )
     return options
 
@@ -271,16 +280,33 @@ def shown(value: Any) -> str:
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
-def _check_text(text: str) -> str:
-    if bad := next((c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"), ""):
-        raise ValueError(f"Input should be text without the character {bad!r}")
-    return text
-
-
-def _as_yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+@functools.cache
+def _texts_beneath(cls: type) -> dict[str, str]:
+    """The text beneath each field of the dataclass `cls` and its bases; none for a class without a file."""
+    texts: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        try:
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError):
+            continue
+        assert isinstance(definition, ast.ClassDef)
+        for field, beneath in itertools.pairwise(definition.body):
+            match field, beneath:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
     """The types that `hint` allows: those of a union, or the hint itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    kinds: list[Any] = []
+    for member in _members(hint):
+        if typing.get_origin(member) is typing.Literal:
+            kinds += map(type, typing.get_args(member))
+        elif member is not type(None):
+            kinds.append(member)
+    return tuple(dict.fromkeys(kinds))

@@ -1,164 +1,172 @@
-"""`LearningOptions`, the part of `PPOConfig` about what the policy learns from the rollouts."""
+"""`LearningOptions`, the part of `PPOConfig` about what policy and critic learn from the rollouts."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple, Self
 
-from alpaca_ppo.config.environment_options import EnvironmentOptions
+from pydantic import Field
+
 from alpaca_ppo.config.fields import argument, unless, when, when_trait
-from alpaca_ppo.registry import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, LossAggMode, RolloutCorrectionLevel
-
-ADAPTIVE = "adaptive"
-"""The word that `lam_policy` may be."""
+from alpaca_ppo.config.rollout_options import RolloutOptions
+from alpaca_ppo.registry import (
+    ADV_ESTIMATORS,
+    CRITIC_HEADS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    CVaRTail,
+    LossAggMode,
+    RolloutCorrectionLevel,
+)
 
 _CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
+_SEVERAL_TURNS = when("environments or tools")
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
+"""Optimizer steps or, below 1, their share of all."""
+
+
+class RiskLevel(NamedTuple):
+    """What `risk_level` says: the mean of the distribution of returns, or of one of its tails."""
+
+    alpha: float | None
+    """The probability of the tail, in (0, 1]; None for the mean."""
+    tail: CVaRTail
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The risk level `text`, such as `0.1` or `upper:0.2`.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if text == "neutral":
+            return cls(None, "lower")
+        tail: CVaRTail = "upper" if text.startswith("upper:") else "lower"
+        try:
+            alpha = float(text.removeprefix("upper:"))
+        except ValueError:
+            alpha = 0.0
+        if not 0 < alpha <= 1:
+            raise ValueError(
+                f"risk_level is {text!r}; it must be neutral, a number above 0 and at most 1 such as 0.1 (a lower "
+                "tail), or upper:0.1 (an upper tail)"
+            )
+        return cls(alpha, tail)
 
 
 @dataclass(frozen=True)
-class LearningOptions(EnvironmentOptions):
-    """The options of advantages, policy loss and KL to the reference policy."""
+class LearningOptions(RolloutOptions):
+    """The options of advantages, policy loss, KL to the reference policy, and the critic."""
 
-    adv_estimator: str = argument(
-        "gae",
-        "Advantage estimator: gae needs a critic; those that compare responses need num_return_sequences > 1.",
-        registry=ADV_ESTIMATORS,
-        group="Advantages",
-    )
-    gamma: float = argument(
-        1.0,
-        "Discount per token.",
-        at_least=0,
-        at_most=1,
-        needs=when_trait(ADV_ESTIMATORS, "needs_critic", "uses_gamma"),
-    )
-    lam: float = argument(0.95, "Lambda of GAE.", at_least=0, at_most=1, needs=_CRITIC)
-    lam_policy: float | str | None = argument(
-        None,
-        "Lambda of GAE's advantages: a number; adaptive = 1 - 1 / (lam_alpha * length), at least 0, for each response "
-        "(VAPO); null = lam.",
-        at_least=0,
-        at_most=1,
-        needs=_CRITIC,
-    )
-    lam_critic: float | None = argument(
-        None,
-        "Lambda of GAE's returns, which the critic learns; 1 = no bootstrapping (VC-PPO); null = lam.",
-        at_least=0,
-        at_most=1,
-        needs=_CRITIC,
-    )
-    lam_alpha: float = argument(
-        0.05,
-        "With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0.",
-        above=0,
-        needs=when("lam_policy", ADAPTIVE),
-    )
-    turn_gamma: float | None = argument(
-        None,
-        "Discount from a turn's last token to the next turn's first one; null = gamma.",
-        at_least=0,
-        at_most=1,
-        needs=(_CRITIC, when("environments or tools")),
-    )
-    turn_lam: float | None = argument(
-        None,
-        "Lambda of GAE from a turn's last token to the next turn's first one; null = that within a turn.",
-        at_least=0,
-        at_most=1,
-        needs=(_CRITIC, when("environments or tools")),
-    )
-    whiten_advantages: bool = argument(True, "Whiten GAE's advantages over the step's rollouts.", needs=_CRITIC)
+    adv_estimator: str = argument("gae", registry=ADV_ESTIMATORS, group="Advantages")
+    """Advantage estimator: gae needs a critic; those that compare responses need num_return_sequences > 1."""
+    gamma: float = argument(1.0, ge=0, le=1, needs=when_trait(ADV_ESTIMATORS, "needs_critic", "uses_gamma"))
+    """Discount per token."""
+    lam: float = argument(0.95, ge=0, le=1, needs=(_CRITIC, unless("lam_policy") | unless("lam_critic")))
+    """Lambda of GAE, where lam_policy and lam_critic do not replace it."""
+    lam_policy: Share | Literal["adaptive"] | None = argument(None, needs=_CRITIC)
+    """Lambda of GAE's advantages: a number; adaptive = 1 - 1 / (lam_alpha * length), at least 0, for each response
+    (VAPO); null = lam."""
+    lam_critic: float | None = argument(None, ge=0, le=1, needs=_CRITIC)
+    """Lambda of GAE's returns, which the critic learns; 1 = no bootstrapping (VC-PPO); null = lam."""
+    lam_alpha: float = argument(0.05, gt=0, needs=when("lam_policy", "adaptive"))
+    """With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0."""
+    turn_gamma: float | None = argument(None, ge=0, le=1, needs=(_CRITIC, _SEVERAL_TURNS))
+    """Discount from a turn's last token to the next turn's first one; null = gamma."""
+    turn_lam: float | None = argument(None, ge=0, le=1, needs=(_CRITIC, _SEVERAL_TURNS))
+    """Lambda of GAE from a turn's last token to the next turn's first one; null = that within a turn."""
+    whiten_advantages: bool = argument(True, needs=_CRITIC)
+    """Whiten GAE's advantages over the step's rollouts."""
 
-    policy_loss: str = argument(
-        "clip",
-        "clip is PPO's; gspo clips the ratio of a sequence, gmpo those in a geometric mean; cispo clips importance "
-        "weights and keeps every gradient; sapo has a smooth gate; dppo bounds the change of probabilities, dppo_kl "
-        "its binary KL.",
-        registry=POLICY_LOSSES,
-        group="Policy loss",
-    )
-    cliprange: float = argument(
-        0.2,
-        "Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the change; dppo_kl: of the KL).",
-        above=0,
-        below=1,
-        needs=when_trait(POLICY_LOSSES, "clips"),
-    )
-    cliprange_high: float | None = argument(
-        None,
-        "Upper clip range (clip-higher); null = cliprange on both sides.",
-        above=0,
-        needs=when_trait(POLICY_LOSSES, "clips"),
-    )
-    clip_ratio_c: float | None = argument(
-        None,
-        "Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of every ratio; "
-        "null = 20.",
-        above=1,
-        needs=when_trait(POLICY_LOSSES, "dual_clip"),
-    )
-    loss_agg_mode: LossAggMode = argument("token-mean", "How the losses of tokens are averaged into one loss.")
-    entropy_coef: float = argument(0.0, "Weight of the entropy bonus.", at_least=0)
-    positive_nll_coef: float = argument(
-        0.0, "Weight of the negative log-likelihood of responses that succeeded (VAPO: 0.1).", at_least=0
-    )
-    positive_nll_threshold: float = argument(
-        0.0, "A response whose score, before any penalty, is above this succeeded.", needs=when("positive_nll_coef")
-    )
-    mask_truncated: bool = argument(
-        False, "Responses without a stop token give no gradient; their scores still count where responses are compared."
-    )
-    old_policy: Literal["auto", "recompute", "rollout", "correct"] = argument(
-        "auto",
-        "Old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, correct "
-        "recomputes and weights the loss by their ratio. auto compares the two before the first rollout: rollout from "
-        "the second step on if they agree in float32, else recompute.",
-    )
-    rollout_correction_level: RolloutCorrectionLevel = argument(
-        "token", "One weight per token, or one per sequence.", needs=when("old_policy", "correct")
-    )
-    rollout_correction_threshold: float = argument(
-        2.0, "Upper limit of a weight; .inf = no limit.", above=0, allow_inf=True, needs=when("old_policy", "correct")
-    )
-    mismatch_action: Literal["stop", "warn", "ignore"] = argument(
-        "stop",
-        "If the log-probabilities of sampler and trainer differ so much that an update would be meaningless: stop "
-        "(with old_policy correct, warn), warn once, or ignore.",
-    )
-    target_kl_stop: float | None = argument(
-        None, "Approximate KL to the old policy, in nats per token, above which a step's updates end.", above=0
-    )
+    policy_loss: str = argument("clip", registry=POLICY_LOSSES, group="Policy loss")
+    """clip is PPO's; gspo clips the ratio of a sequence, gmpo those in a geometric mean; cispo clips importance weights
+    and keeps every gradient; sapo has a smooth gate; dppo bounds the change of probabilities, dppo_kl its binary KL."""
+    cliprange: float = argument(0.2, gt=0, lt=1, needs=when_trait(POLICY_LOSSES, "clips"))
+    """Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the change; dppo_kl: of the KL)."""
+    cliprange_high: float | None = argument(None, gt=0, needs=when_trait(POLICY_LOSSES, "clips"))
+    """Upper clip range (clip-higher); null = cliprange on both sides."""
+    clip_ratio_c: float | None = argument(None, gt=1, needs=when_trait(POLICY_LOSSES, "dual_clip"))
+    """Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of every ratio; null
+    = 20."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How the losses of tokens are averaged into one loss."""
+    entropy_coef: float = argument(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    positive_nll_coef: float = argument(0.0, ge=0)
+    """Weight of the negative log-likelihood of responses that succeeded (VAPO: 0.1)."""
+    positive_nll_threshold: float = argument(0.0, needs=when("positive_nll_coef"))
+    """A response whose score, before any penalty, is above this succeeded."""
+    mask_truncated: bool = False
+    """Responses without a stop token give no gradient; their scores still count where responses are compared."""
+    old_policy: Literal["auto", "recompute", "rollout", "correct"] = "auto"
+    """Old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, correct recomputes
+    and weights the loss by their ratio. auto compares the two before the first rollout: rollout from the second step on
+    if they agree in float32, else recompute."""
+    rollout_correction_level: RolloutCorrectionLevel = argument("token", needs=when("old_policy", "correct"))
+    """One weight per token, or one per sequence."""
+    rollout_correction_threshold: float = argument(2.0, gt=0, allow_inf_nan=True, needs=when("old_policy", "correct"))
+    """Upper limit of a weight; .inf = no limit."""
+    mismatch_action: Literal["stop", "warn", "ignore"] = "stop"
+    """If the log-probabilities of sampler and trainer differ so much that an update would be meaningless: stop (with
+    old_policy correct, warn), warn once, or ignore."""
+    target_kl_stop: float | None = argument(None, gt=0)
+    """Approximate KL to the old policy, in nats per token, above which a step's updates end."""
 
-    kl_coef: float = argument(
-        0.05,
-        "Weight of the KL to the reference policy in the reward, the initial one if a controller adapts it; 0 = none.",
-        at_least=0,
-        group="KL to the reference policy",
+    kl_coef: float = argument(0.05, ge=0, group="KL to the reference policy")
+    """Weight of the KL to the reference policy in the reward, the initial one if a controller adapts it; 0 = none."""
+    kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)
+    """KL estimator in the reward."""
+    kl_controller: Literal["fixed", "proportional", "horizon"] = argument("fixed", needs=when("kl_coef"))
+    """How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593)."""
+    target_kl: float = argument(6.0, gt=0, needs=when("kl_controller", "proportional", "horizon"))
+    """Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop."""
+    kl_horizon: int = argument(10000, ge=1, needs=when("kl_controller", "horizon"))
+    """Horizon of the horizon controller, in responses."""
+    kl_loss_coef: float = argument(0.0, ge=0)
+    """Weight of the KL to the reference policy in the loss; 0 = none."""
+    kl_loss_type: str = argument("k3", registry=KL_ESTIMATORS, needs=when("kl_loss_coef"))
+    """KL estimator in the loss, not abs or k1_clamped; the gradient of k1 is zero in expectation."""
+    max_kl_to_ref: float | None = argument(None, gt=0, needs=unless("reference", "none"))
+    """Value of objective/kl_sum_seq above which a step ends the run, with a checkpoint."""
+
+    critic: str = argument("scalar", registry=CRITIC_HEADS, group="Critic", needs=_CRITIC)
+    """Critic head: scalar predicts the mean return; c51 and hl_gauss a distribution over fixed returns, quantile and
+    iqn its quantiles."""
+    critic_layout: Literal["separate", "shared", "adapter"] = argument("separate", needs=_CRITIC)
+    """separate = a backbone of its own; shared = a head on the policy's backbone; adapter = a second LoRA on its
+    base."""
+    vf_coef: float = argument(0.1, ge=0, needs=_CRITIC)
+    """Weight of the value loss."""
+    cliprange_value: float | None = argument(0.2, gt=0, needs=(_CRITIC, when("critic", "scalar")))
+    """Clip range of the scalar critic's values; null = no clipping."""
+    value_support: list[float] = argument(
+        [-10.0, 10.0], min_length=2, max_length=2, needs=when_trait(CRITIC_HEADS, "fixed_support")
     )
-    kl_estimator: str = argument("k1", "KL estimator in the reward.", registry=KL_ESTIMATORS)
-    kl_controller: Literal["fixed", "proportional", "horizon"] = argument(
-        "fixed",
-        "How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593).",
-        needs=when("kl_coef"),
+    """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
+    critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
+    """Learning rate of the critic; null = learning_rate."""
+    critic_lr_warmup_steps: WarmupSteps | None = argument(
+        None, needs=(_CRITIC, unless("lr_scheduler_type", "constant"))
     )
-    target_kl: float = argument(
-        6.0,
-        "Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop.",
-        above=0,
-        needs=when("kl_controller", "proportional", "horizon"),
-    )
-    kl_horizon: int = argument(
-        10000, "Horizon of the horizon controller, in responses.", at_least=1, needs=when("kl_controller", "horizon")
-    )
-    kl_loss_coef: float = argument(0.0, "Weight of the KL to the reference policy in the loss; 0 = none.", at_least=0)
-    kl_loss_type: str = argument(
-        "k3",
-        "KL estimator in the loss, not abs or k1_clamped; the gradient of k1 is zero in expectation.",
-        registry=KL_ESTIMATORS,
-        needs=when("kl_loss_coef"),
-    )
-    max_kl_to_ref: float | None = argument(
-        None,
-        "Value of objective/kl_sum_seq above which a step ends the run, with a checkpoint.",
-        above=0,
-        needs=unless("reference", "none"),
-    )
+    """The critic's warmup_steps; null = warmup_steps."""
+    critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
+    """Maximum norm of the critic's gradient; null = max_grad_norm."""
+    critic_epochs: int | None = argument(None, ge=1, needs=_CRITIC)
+    """Passes of the critic over each rollout, in optimizer steps of its own that come before all of the policy's; null
+    = the critic steps with the policy, unless critic_step_batch_size is set. target_kl_stop takes no step from it."""
+    critic_step_batch_size: int | None = argument(None, ge=1, needs=_CRITIC)
+    """Responses in an optimizer step of the critic, which then takes steps of its own, as with critic_epochs; null =
+    step_batch_size."""
+    critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)
+    """Initial steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1); the
+    policy's schedule begins after them."""
+    init_value_with_reward: bool = argument(False, needs=(_CRITIC, when("critic_layout", "separate")))
+    """Initialize the critic from the reward model (a distributional one from its backbone), not the policy."""
+    quantile_huber_kappa: float = argument(1.0, gt=0, needs=when("critic", "quantile", "iqn"))
+    """Error at which the loss of the quantile and iqn critics turns from quadratic to linear."""
+    num_atoms: int | None = argument(None, ge=2, needs=unless("critic", "scalar"))
+    """Atoms of c51 or bins of hl_gauss (null = 51), quantiles of the others (null = 32)."""
+    risk_level: str = argument("neutral", needs=(_CRITIC, when_trait(CRITIC_HEADS, "distributional")))
+    """What GAE takes from a distributional critic: neutral = the mean; 0.1 = the mean of that lower tail (CVaR);
+    upper:0.1 = of that upper tail."""

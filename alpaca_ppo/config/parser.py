@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -19,10 +20,10 @@ import yaml
 from alpaca_ppo.config.checks import LENGTHS
 from alpaca_ppo.config.fields import Option, options_of, shown
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names, flattened
-from alpaca_ppo.config.model_names import did_you_mean, where
 from alpaca_ppo.config.modules import import_modules
-from alpaca_ppo.config.run_file import MODELS, check_run_files, without_provenance
-from alpaca_ppo.config.script_arguments import ScriptArguments
+from alpaca_ppo.config.names import did_you_mean, where
+from alpaca_ppo.config.run_file import check_run_files, without_provenance
+from alpaca_ppo.config.script_arguments import MODELS, ScriptArguments
 from alpaca_ppo.presets import preset_names, preset_path
 
 _SOURCES = {
@@ -181,7 +182,7 @@ def _from_file(given: Mapping[str, Any], options: Mapping[str, Option], where: s
 
 def _from_text(option: Option, text: Any) -> Any:
     """What YAML reads in `text`; the text itself if the option takes text, and nothing else that this could be."""
-    kinds = tuple({type(choice) for choice in option.choices}) or option.entry_kinds or option.kinds
+    kinds = option.entry_kinds or option.kinds
     if not isinstance(text, str) or kinds == (str,):
         return text
     try:
@@ -191,9 +192,8 @@ def _from_text(option: Option, text: Any) -> Any:
         if str in kinds:
             return text
         raise ValueError(f"{option.name} is {shown(text)}, which cannot be read as YAML: {error}") from error
-    accepted = [typing.get_origin(kind) or kind for kind in kinds if kind is not str] + [int] * (float in kinds)
-    classes = tuple(kind for kind in accepted if isinstance(kind, type) and (kind is bool) == isinstance(value, bool))
-    return text if str in kinds and not isinstance(value, classes) else value
+    fits = option.accepts([value] if option.entry_kinds else value)
+    return value if fits or str not in kinds else text
 
 
 def _override(values: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -284,7 +284,7 @@ def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: 
         if option.group != group:
             group = option.group
             entries.append((f"\n{group}:", ""))
-        entries.append((f"--{option.name} {type_in_words(option)}", description(option)))
+        entries.append((f"--{option.name} {type_in_words(option.hint)}", description(option)))
     for head, text in entries:
         lines += [
             head if head.startswith("\n") else f"  {head}",
@@ -295,18 +295,16 @@ def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: 
     return "\n".join([*lines, *textwrap.wrap(epilog, width)])
 
 
-def type_in_words(option: Option) -> str:
+def type_in_words(hint: Any) -> str:
     """The type of an option, as help and documentation name it."""
-    if option.choices:
-        return "|".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in option.choices)
-    return " or ".join(_word(kind) for kind in option.kinds)
-
-
-def _word(kind: Any) -> str:
-    if typing.get_origin(kind) is list:
-        entries = typing.get_args(kind)[0]
-        return f"list of {' or '.join(part.__name__ for part in typing.get_args(entries) or [entries])}"
-    return "mapping" if (typing.get_origin(kind) or kind) is dict else str(getattr(kind, "__name__", kind))
+    origin, parts = typing.get_origin(hint) or hint, [part for part in typing.get_args(hint) if part is not type(None)]
+    if origin is typing.Literal:
+        return " | ".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(type_in_words, parts))
+    if origin is list:
+        return f"list of {type_in_words(parts[0])}"
+    return "mapping" if origin is dict else str(getattr(hint, "__name__", hint))
 
 
 def description(option: Option, *, built_in: bool = False) -> str:
@@ -316,13 +314,10 @@ def description(option: Option, *, built_in: bool = False) -> str:
         text += f" One of {', '.join(option.registry.built_in if built_in else option.registry.names)}."
     if option.needs:
         text += f" Needs {', and '.join(str(need) for need in option.needs)}."
-    default = (
-        [f"default {json.dumps(option.default, default=str)}"]
-        if option.default not in ("", dataclasses.MISSING)
-        else []
-    )
+    known = option.default not in ("", dataclasses.MISSING)
     notes = [
-        *default,
-        *filter(None, [option.range, "or null" if option.nullable and option.default is not None else ""]),
+        f"default {json.dumps(option.default, default=str)}" if known else "",
+        option.range,
+        "or null" if option.nullable and option.default is not None else "",
     ]
-    return f"{text} ({'; '.join(notes)})" if notes else text
+    return f"{text} ({'; '.join(filter(None, notes))})" if any(notes) else text

@@ -10,14 +10,16 @@ combinations are checked in `checks`. Nothing here depends on models, devices or
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import JsonValue
+
 from alpaca_ppo.config.checks import check_combinations
-from alpaca_ppo.config.critic_options import CriticOptions
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, shown, unless
+from alpaca_ppo.config.learning_options import LearningOptions, WarmupSteps
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
 @dataclass(frozen=True)
-class PPOConfig(CriticOptions):
+class PPOConfig(LearningOptions):
     """Everything that `PPOTrainer` needs besides models, data and rewards; it inherits the options of the run
     (`RunOptions`), evaluation (`EvaluationOptions`), the rollouts (`RolloutOptions`), the policy's learning
     (`LearningOptions`) and the critic (`CriticOptions`).
@@ -27,69 +29,54 @@ class PPOConfig(CriticOptions):
             fields, their values and the remedy.
     """
 
-    reference: str = argument(
-        "auto",
-        "Reference policy: auto (adapter_off with LoRA, otherwise copy), adapter_off, copy, copy_offloaded (in host "
-        "memory), none, or a path or hub id.",
-        group="Policy and reference models",
-    )
-    dtype: Literal["float32", "bfloat16"] = argument(
-        "float32", "Data type in which the policy is loaded; bfloat16 needs LoRA."
-    )
-    load_in_4bit: bool = argument(False, "Load the policy's base in 4 bits; needs LoRA, CUDA and bitsandbytes.")
-    trust_remote_code: bool = argument(False, "Run code that comes with a model, reward models included.")
-    model_init_kwargs: dict[str, Any] | None = argument(
-        None,
-        "Further arguments of from_pretrained for policy, critic and reference, such as {attn_implementation: sdpa}.",
-    )
+    reference: str = argument("auto", group="Policy and reference models")
+    """Reference policy: auto (adapter_off with LoRA, otherwise copy), adapter_off, copy, copy_offloaded (in host
+    memory), none, or a path or hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which the policy is loaded; bfloat16 needs LoRA."""
+    load_in_4bit: bool = False
+    """Load the policy's base in 4 bits; needs LoRA, CUDA and bitsandbytes."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model, reward models included."""
+    model_init_kwargs: dict[str, JsonValue] | None = None
+    """Further arguments of from_pretrained for policy, critic and reference, such as {attn_implementation: sdpa}."""
 
-    learning_rate: float = argument(1e-6, "Learning rate of AdamW.", at_least=0, group="Optimizer")
-    lr_scheduler_type: str = argument(
-        "constant",
-        "Schedule of transformers.get_scheduler; only constant, constant_with_warmup and inverse_sqrt let a finished "
-        "run be made longer.",
-    )
-    warmup_steps: float = argument(
-        0,
-        "Optimizer steps of warm-up, or, below 1, their share of all; constant has none.",
-        at_least=0,
-        needs=unless("lr_scheduler_type", "constant"),
-    )
-    weight_decay: float = argument(0.0, "Weight decay of AdamW, on weight matrices only.", at_least=0)
-    adam_beta1: float = argument(0.9, "First beta of AdamW.", at_least=0, below=1)
-    adam_beta2: float = argument(0.999, "Second beta of AdamW.", at_least=0, below=1)
-    adam_epsilon: float = argument(
-        1e-8,
-        "Epsilon of AdamW; 1e-5 (AlpacaFarm's value) nearly halves the step of a 7B model whose gradient has the norm "
-        "1.",
-        above=0,
-    )
-    max_grad_norm: float = argument(
-        1.0, "Maximum norm of the policy's gradient, without the critic's; larger ones are clipped.", above=0
-    )
-    max_skipped_updates: int = argument(
-        0,
-        "Optimizer steps with a loss or gradient that is not finite, which a run skips; one more ends it.",
-        at_least=0,
-    )
+    learning_rate: float = argument(1e-6, ge=0, group="Optimizer")
+    """Learning rate of AdamW."""
+    lr_scheduler_type: str = "constant"
+    """Schedule of transformers.get_scheduler; only constant, constant_with_warmup and inverse_sqrt let a finished run
+    be made longer."""
+    warmup_steps: WarmupSteps = argument(0, needs=unless("lr_scheduler_type", "constant"))
+    """Optimizer steps of warm-up, or, below 1, their share of all; constant has none."""
+    weight_decay: float = argument(0.0, ge=0)
+    """Weight decay of AdamW, on weight matrices only."""
+    adam_beta1: float = argument(0.9, ge=0, lt=1)
+    """First beta of AdamW."""
+    adam_beta2: float = argument(0.999, ge=0, lt=1)
+    """Second beta of AdamW."""
+    adam_epsilon: float = argument(1e-8, gt=0)
+    """Epsilon of AdamW; 1e-5 (AlpacaFarm's value) nearly halves the step of a 7B model whose gradient has the norm
+    1."""
+    max_grad_norm: float = argument(1.0, gt=0)
+    """Maximum norm of the policy's gradient, without the critic's; larger ones are clipped."""
+    max_skipped_updates: int = argument(0, ge=0)
+    """Optimizer steps with a loss or gradient that is not finite, which a run skips; one more ends it."""
 
-    bf16: bool = argument(
-        False, "Forward passes in bfloat16; the optimizer keeps float32 weights.", group="Devices and memory"
-    )
-    gradient_checkpointing: bool = argument(False, "Recompute activations in the backward pass to save memory.")
-    padding_free: Literal["auto", True, False] = argument(
-        "auto",
-        "Rows laid end to end without padding: where the model allows it (auto), always (an error where policy, "
-        "critic or reference does not; reward models are padded then), or never.",
-    )
-    logprob_chunk_size: int = argument(1024, "Tokens whose logits are in memory at once.", at_least=1)
-    use_cpu: bool = argument(False, "Train on the CPU even if a GPU is available.")
-    deepspeed: str | None = argument(
-        None, "DeepSpeed configuration file (JSON, ZeRO stage 1, 2 or 3) for a run under accelerate launch or torchrun."
-    )
-    ddp_timeout: int = argument(
-        1800, "Seconds that a process waits for the others; must exceed the slowest reward computation.", at_least=1
-    )
+    bf16: bool = argument(False, group="Devices and memory")
+    """Forward passes in bfloat16; the optimizer keeps float32 weights."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    padding_free: Literal["auto", True, False] = "auto"
+    """Rows laid end to end without padding: where the model allows it (auto), always (an error where policy, critic or
+    reference does not; reward models are padded then), or never."""
+    logprob_chunk_size: int = argument(1024, ge=1)
+    """Tokens whose logits are in memory at once."""
+    use_cpu: bool = False
+    """Train on the CPU even if a GPU is available."""
+    deepspeed: str | None = None
+    """DeepSpeed configuration file (JSON, ZeRO stage 1, 2 or 3) for a run under accelerate launch or torchrun."""
+    ddp_timeout: int = argument(1800, ge=1)
+    """Seconds that a process waits for the others; must exceed the slowest reward computation."""
 
     def __post_init__(self) -> None:
         risk_level: Any = self.risk_level
@@ -98,10 +85,6 @@ class PPOConfig(CriticOptions):
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", [self.report_to])
         check_fields(self)
-        for name in ("warmup_steps", "critic_lr_warmup_steps"):
-            # The command line reads 5 as 5.0.
-            if isinstance(steps := getattr(self, name), float) and steps.is_integer():
-                object.__setattr__(self, name, int(steps))
         check_needs(self)
         check_combinations(self)
 

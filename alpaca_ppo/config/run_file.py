@@ -27,13 +27,6 @@ OPTIONS_IN_PLACE = {
     "tool_call_parser": ("tool_call_parser",),
 }
 """Options that name what an argument of `PPOTrainer` may be given as an object. The others have none."""
-MODELS = frozenset({"model", "value_model", "peft_config"})
-"""The arguments of `PPOTrainer` that decide which weights a run trains."""
-MEASURED = frozenset({
-    "trainer_class", "eval_dataset", "reward_funcs", "metric_funcs", "reward_processing_classes",
-    "metric_processing_classes", "ref_model", "tools", "environment_factory", "tool_call_parser",
-})  # fmt: skip
-"""Those that decide what an evaluation of a given model measures."""
 
 
 @dataclass(frozen=True)
@@ -85,38 +78,25 @@ def check_run_files(
     for source, content in reversed(list(contents.items())):
         provenance = content.get(PROVENANCE)
         in_memory = provenance.get(IN_MEMORY) if isinstance(provenance, Mapping) else None
-        _check_in_memory(in_memory if isinstance(in_memory, Mapping) else {}, source, replaced, needed)
-        options = without_provenance(content)
-        removed = [found for key in options if key not in replaced for found in removed_in(options[key], str(key))]
-        if removed:
+        lost: list[str] = []
+        options: dict[str, None] = {}
+        for name, what in in_memory.items() if isinstance(in_memory, Mapping) else ():
+            # One of several reward functions is reward_funcs[1].
+            argument = str(name).partition("[")[0]
+            in_place = OPTIONS_IN_PLACE.get(argument, ())
+            if replaced.isdisjoint(in_place) and (needed is None or argument in needed):
+                lost.append(f"{name} = {what}")
+                options |= {f"--{option}": None for option in in_place[:1]}
+        if lost:
+            remedy = f"Give {', '.join(options)}" if options else f"Delete those lines of {PROVENANCE}.{IN_MEMORY}"
+            raise ValueError(
+                f"--config {source} is of a run that was given objects in a Python program, which no file can bring "
+                f"back: {'; '.join(lost)}. {remedy}, or run that program again"
+            )
+        given_here = without_provenance(content)
+        if removed := [found for k in given_here if k not in replaced for found in removed_in(given_here[k], str(k))]:
             raise ValueError(
                 f"--config {source} lacks a credential in {', '.join(removed)}, which a run does not write down; give "
                 f"it as an option (--{removed[0].partition('.')[0]} ...), or put it into a copy of the file"
             )
-        replaced |= {name for name, value in options.items() if value not in (None, "")}
-
-
-def _check_in_memory(
-    in_memory: Mapping[str, Any], source: str, given: Collection[str], needed: Collection[str] | None
-) -> None:
-    missing: dict[str, Any] = {}
-    for name, what in in_memory.items():
-        # One of several reward functions is reward_funcs[1].
-        argument = str(name).partition("[")[0]
-        replaced = any(option in given for option in OPTIONS_IN_PLACE.get(argument, ()))
-        if not replaced and (needed is None or argument in needed):
-            missing[str(name)] = what
-    if not missing:
-        return
-    options = [OPTIONS_IN_PLACE.get(name.partition("[")[0], ("",))[0] for name in missing]
-    remedies = (
-        [f"give {', '.join(dict.fromkeys(f'--{option}' for option in options if option))}"] if any(options) else []
-    )
-    if without := [name for name, option in zip(missing, options, strict=True) if not option]:
-        remedies.append(f"to run without {' and '.join(without)}, delete those lines from {PROVENANCE}.{IN_MEMORY}")
-    remedy = "; ".join(remedies)
-    raise ValueError(
-        f"--config {source} is of a run that was given objects in a Python program, which no file can bring back: "
-        f"{'; '.join(f'{name} = {what}' for name, what in missing.items())}. {remedy[0].upper()}{remedy[1:]}, or run "
-        "that program again"
-    )
+        replaced |= {name for name, value in given_here.items() if value not in (None, "")}

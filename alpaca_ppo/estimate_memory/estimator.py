@@ -8,9 +8,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from alpaca_ppo.adapters import is_adapter
-from alpaca_ppo.config.estimate_arguments import RESERVE_GIB, EstimateArguments
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import LoraArguments
+from alpaca_ppo.config.script_arguments import RESERVE_GIB, EstimateArguments, LoraArguments
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit
 from alpaca_ppo.estimate_memory.engines import CAUSES, PhaseMemory, Sharding, phases, sharding_of
 from alpaca_ppo.estimate_memory.fake_models import Models

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from alpaca_ppo.config.foreign_names import flattened
-from alpaca_ppo.config.model_names import where
+from alpaca_ppo.config.names import where
 from alpaca_ppo.migrate.translation import Translation
 from alpaca_ppo.migrate.trl import Script, translate_trl
 from alpaca_ppo.migrate.verl import OVERRIDE, overrides_of_shell, read_overrides, translate_verl

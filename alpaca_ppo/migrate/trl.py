@@ -198,6 +198,8 @@ def translate_trl(file: str, given: Mapping[str, Any], script: Script | None, pr
         result.set("warmup_steps", warmup, "a share of the run")
     if options.get("lora_target_modules") == "all-linear":
         result.drop("lora_target_modules")
+    if not values.get("push_to_hub"):
+        result.drop("hub_model_id")
     if "query_len" not in options:
         result.set("query_len", 512, "TRL has no limit; a longer prompt is dropped")
     result.finish()

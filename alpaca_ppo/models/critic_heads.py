@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from alpaca_ppo.config.learning_options import RiskLevel
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.risk_level import RiskLevel
 from alpaca_ppo.functional import (
     Loss,
     c51_atoms,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpaca_ppo.config.learning_options import ADAPTIVE
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import (
     AdvantageInputs,
@@ -94,7 +93,7 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     if args.whiten_rewards:
         rewards = masked_whiten(rewards, inputs.response_mask, keep_mean=True)
     lam_policy: float | Tensor = args.lam
-    if args.lam_policy == ADAPTIVE:
+    if isinstance(args.lam_policy, str):
         lam_policy = length_adaptive_lam(inputs.response_mask, alpha=args.lam_alpha)
     elif args.lam_policy is not None:
         lam_policy = float(args.lam_policy)

@@ -28,6 +28,9 @@ from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.ppo.minibatches import trained_mask, with_reward
 from alpaca_ppo.types import Rollouts
 
+ENTROPY_STEPS = 10
+"""Steps between two whose metrics include entropies, which cost time."""
+
 
 @dataclass
 class RolloutCounts:
@@ -118,12 +121,12 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1.0 - float(masked_var(returns - values, mask, unbiased=False) / variance)
 
 
-def logs_entropies(step: int, args: PPOConfig) -> bool:
-    """Whether the metrics of `step` (from 0) include entropies: the first step's, and every `entropy_logging_steps`-th.
+def logs_entropies(step: int) -> bool:
+    """Whether the metrics of `step` (from 0) include entropies: the first step's, and every `ENTROPY_STEPS`-th.
 
-    As with `logging_steps`, steps are counted from 1, so that trackers get both if one is a multiple of the other.
+    As with `logging_steps`, steps are counted from 1.
     """
-    return step == 0 or (step + 1) % args.entropy_logging_steps == 0
+    return step == 0 or (step + 1) % ENTROPY_STEPS == 0
 
 
 @torch.no_grad()

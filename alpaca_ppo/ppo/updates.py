@@ -182,7 +182,7 @@ class Updater:
             packed=batch.packed,
             with_policy=with_policy,
             with_critic=with_critic,
-            with_entropies=args.entropy_coef > 0 or logs_entropies(batch.update.step, args),
+            with_entropies=args.entropy_coef > 0 or logs_entropies(batch.update.step),
         )
         return outputs
 

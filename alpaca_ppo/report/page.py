@@ -185,7 +185,7 @@ def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
         answers.left_out.append(
             f"Answers of {len(chosen)} of {len(files)} tables are shown, spread over the steps: the tables have "
             f"{sum(file.size for _, file in files) / 1e6:.0f} MB, and {limit / 1e6:.0f} MB are read at most. "
-            "Raise report_token_mb for more."
+            "alpaca-ppo report --token_mb shows more."
         )
     rows = [
         {**values, "run": i, "table": file.table, "step": file.step}
@@ -211,7 +211,7 @@ def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
     if missing := len(candidates) - len(answers.tokens):
         answers.left_out.append(
             f"The tokens of {len(answers.tokens)} of {len(candidates)} answers are in this file; those of {missing} "
-            f"were left out, because the numbers of tokens may take {token_mb:g} MB (report_token_mb). Kept first: "
+            f"were left out, because the numbers of tokens may take {token_mb:g} MB (--token_mb). Kept first: "
             "prompts that are followed through training, the best, the worst, the most KL, then answers spread over "
             "the steps."
         )

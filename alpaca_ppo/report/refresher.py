@@ -20,15 +20,12 @@ class ReportRefresher(TrainerCallback):
 
     Args:
         output_dir: the folder of the run.
-        token_mb: most megabytes of numbers of tokens.
         is_main: whether this is the main process, which alone writes.
         say: called with a message where the report cannot be written. The run goes on: its records are whole.
     """
 
-    def __init__(
-        self, output_dir: str, *, token_mb: float, is_main: bool, say: Callable[[str], Any] = lambda text: None
-    ) -> None:
-        self.folder, self.token_mb, self.is_main, self._say = Path(output_dir), token_mb, is_main, say
+    def __init__(self, output_dir: str, *, is_main: bool, say: Callable[[str], Any] = lambda text: None) -> None:
+        self.folder, self.is_main, self._say = Path(output_dir), is_main, say
         self._next = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
@@ -50,7 +47,7 @@ class ReportRefresher(TrainerCallback):
         start = time.monotonic()
         try:
             run = read_run(self.folder, self.folder.resolve().name)
-            write_report([run], self.folder / "report.html", token_mb=self.token_mb)
+            write_report([run], self.folder / "report.html")
         except (OSError, ValueError) as error:
             self._say(f"report.html was not written: {error}; `alpaca-ppo report {self.folder}` writes it later")
         self._next = start + (time.monotonic() - start) / SHARE

@@ -19,7 +19,7 @@ import httpx2 as httpx
 
 from alpaca_ppo.config.credentials import REMOVED, without_credentials
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.config.urls import check_url, shown_url
+from alpaca_ppo.config.names import check_url, shown_url
 from alpaca_ppo.rewards.batch import Prompt
 
 KEY_VARIABLE = "REWARD_API_KEY"

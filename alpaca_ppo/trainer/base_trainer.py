@@ -137,8 +137,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         if args.max_kl_to_ref is not None:
             callbacks.append(StopAboveKL(args.max_kl_to_ref, log.message))
         if args.report:
-            token_mb = args.report_token_mb
-            callbacks.append(ReportRefresher(args.output_dir, token_mb=token_mb, is_main=log.is_main, say=log.message))
+            callbacks.append(ReportRefresher(args.output_dir, is_main=log.is_main, say=log.message))
         return callbacks
 
     def checkpoint_components(self) -> dict[str, Component]:
@@ -303,8 +302,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                     TrainedRun(self.weights_step, stats or {}, config, self.source_weights),
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
-        if self.accelerator.is_main_process and self.args.push_to_hub and output_dir is None:
-            export.push_folder(folder / "policy", str(self.args.hub_model_id))
+        if self.accelerator.is_main_process and self.args.hub_model_id and output_dir is None:
+            export.push_folder(folder / "policy", self.args.hub_model_id)
 
     @property
     def weights_step(self) -> WeightsStep:

@@ -33,7 +33,7 @@ def logged_rollouts(trainer: "RolloutTrainer", rollouts: Rollouts, step: int) ->
     """
     count = trainer.args.num_logged_rollouts
     first: Any = {name: value[:count] for name, value in rollouts.items()}  # type: ignore[index]
-    if metrics.logs_entropies(step - 1, trainer.args) and step > trainer.args.critic_pretraining_steps:
+    if metrics.logs_entropies(step - 1) and step > trainer.args.critic_pretraining_steps:
         evaluated = trainer.collector.evaluate(
             trainer.updater.engine, row_tensors(first), POLICY_ALONE, temperature=trainer.args.temperature
         )

@@ -97,7 +97,7 @@ def check_output_dir(args: PPOConfig) -> None:
             without a login, and an `output_dir` in which the main process can create no file.
     """
     tracker_names(args.report_to)
-    if args.push_to_hub:
+    if args.hub_model_id:
         checked_hub_id(args.hub_model_id)
     # Other ranks write nothing there; on another node the folder may not even exist.
     if launched_rank() == 0:

@@ -139,7 +139,7 @@ class RolloutTrainer(BaseTrainer):
         passes = rollout_passes(
             args,
             with_policy=self.sampler_check.recomputes(step),
-            with_entropies=metrics.logs_entropies(step, args),
+            with_entropies=metrics.logs_entropies(step),
             may_fail=sampling_params.sampling_round > 0,
         )
         rollouts = self.sample_rollouts(prompt_batches, sampling_params, passes)

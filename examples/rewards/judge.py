@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from alpaca_ppo.config.urls import check_url
+from alpaca_ppo.config.names import check_url
 from alpaca_ppo.rewards.remote import post_json
 
 RUBRIC = """\

@@ -46,20 +46,20 @@ def test_pushing_makes_the_repository_and_uploads_the_folder(tmp_path, api):
 @pytest.mark.parametrize(
     ("role", "offline", "message"),
     [
-        (None, False, r"the hub does not know who you are \(OSError: Token is required\); log in .*push_to_hub: false"),
+        (None, False, r"the hub does not know who you are \(OSError: Token is required\); log in .*hub_model_id: null"),
         ("read", False, "the token 'laptop' of 'me' may only read; make one that may write"),
-        ("write", True, "push_to_hub is True, but HF_HUB_OFFLINE is set"),
+        ("write", True, "hub_model_id is set, but HF_HUB_OFFLINE is set"),
     ],
 )
 def test_a_run_that_could_not_upload_does_not_start(tmp_path, api, monkeypatch, role, offline, message):
     monkeypatch.setattr(api, "role", role)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     with pytest.raises(ValueError, match=message):
-        tiny_trainer(tmp_path, push_to_hub=True, hub_model_id="me/model")
+        tiny_trainer(tmp_path, hub_model_id="me/model")
 
 
 def test_the_policy_is_uploaded_on_request_and_at_the_end(tmp_path, api):
-    trainer = tiny_trainer(tmp_path, push_to_hub=True, hub_model_id="me/model", total_episodes=10)
+    trainer = tiny_trainer(tmp_path, hub_model_id="me/model", total_episodes=10)
     assert api.calls == []
     assert trainer.push_to_hub() == "https://hub/me/model"
     assert trainer.push_to_hub("other") == "https://hub/other"

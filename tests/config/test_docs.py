@@ -20,7 +20,7 @@ def test_the_page_names_every_option_with_type_bounds_default_and_meaning():
         for field in dataclasses.fields(cls):
             assert page.count(f"- **`{field.name}`** (") == 1
     assert "- **`gamma`** (float): Discount per token. Needs adv_estimator: gae or " in page
-    assert "- **`dtype`** (float32|bfloat16): Data type" in page and "at least 0 and at most 1)" in page
+    assert "- **`dtype`** (float32 | bfloat16): Data type" in page and "at least 0 and at most 1)" in page
     assert "- **`truncate_tokens`** (list of str or int):" in page
     assert all(len(line) <= 110 for line in page.splitlines())
 

@@ -28,7 +28,7 @@ checkpoint/test_best_at_end.py
 checkpoint/test_compatibility.py
   test_a_refused_start_leaves_what_a_live_run_is_writing: total_episodes
 checkpoint/test_hub.py
-  test_the_policy_is_uploaded_on_request_and_at_the_end: hub_model_id push_to_hub
+  test_the_policy_is_uploaded_on_request_and_at_the_end: hub_model_id
 checkpoint/test_identity.py
   test_other_rewards_go_on_where_that_is_asked_for: ignore_changes
 checkpoint/test_manager.py
@@ -88,8 +88,6 @@ trainer/test_algorithms.py
   test_a_run_ends_with_a_checkpoint_where_the_kl_passes_its_bound: max_kl_to_ref
 trainer/test_dynamic_sampling.py
   test_prompts_whose_raw_scores_are_equal_give_their_places_to_the_next_ones: dynamic_sampling
-trainer/test_entropies.py
-  test_three_steps_log_entropies_as_often_as_asked_and_learn_the_same: entropy_logging_steps
 trainer/test_evaluation.py
   test_the_best_checkpoint_may_be_chosen_by_a_metric_of_a_named_set: eval_steps
   test_named_sets_with_several_samples_have_metrics_and_tables_of_their_own:
@@ -165,5 +163,4 @@ def test_every_option_has_a_test_which_exists():
 
 
 def test_there_are_at_most_125_options():
-    # Three more go with their features.
-    assert len(options_of(PPOConfig)) <= 128
+    assert len(options_of(PPOConfig)) <= 125

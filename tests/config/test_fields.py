@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from datetime import date
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
+from pydantic import Field
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, options_of, unless, when, when_trait
@@ -17,15 +18,17 @@ COLOURS: Registry = Registry("colour", {"red": {"warm": True}, "blue": {}}, {"wa
 
 @dataclasses.dataclass
 class Example:
-    rate: float | None = argument(0.5, "A rate.", above=0, at_most=1, group="Numbers")
-    count: int = argument(1, "A count.", at_least=1, below=10)
-    limit: float = argument(2.0, "A limit.", above=0, allow_inf=True)
-    weights: list[float] | None = argument([1.0], "Weights.", at_least=0)
+    rate: float | None = argument(0.5, "A rate.", gt=0, le=1, group="Numbers")
+    count: int = argument(1, "A count.", ge=1, lt=10)
+    limit: float = argument(2.0, "A limit.", gt=0, allow_inf_nan=True)
+    weights: list[float] | None = argument([1.0], "Weights.", min_length=1)
     mode: Literal["fast", "exact", True] | None = argument("fast", "A mode.", group="Words")
     name: str | None = argument(None, "A name.")
     on: bool = argument(False, "A switch.")
     plain: float = 0.0
-    share: float | str = argument(1.0, "A share or a word.", at_most=1)
+    share: Annotated[float, Field(le=1)] | str = 1.0
+    """A share or
+    a word."""
     colour: str = argument("red", "Colour.", registry=COLOURS)
 
     def __post_init__(self):
@@ -36,7 +39,7 @@ VALID = {
     "rate": [None, 1],
     "count": [9],
     "limit": [math.inf],
-    "weights": [[], [0, 2.5], None],
+    "weights": [[0, 2.5], None],
     "mode": [None, "exact", True],
     "name": [None, "é🦙"],
     "on": [True],
@@ -46,9 +49,9 @@ VALID = {
 }
 INVALID = {
     "rate": [0.0, math.nan, math.inf, "0.1", 1.5],
-    "count": [10, 0, None, 1.0, True, 2**63, 2**20000, np.int64(3)],
+    "count": [10, 0, None, 1.0, True, 2**20000, np.int64(3)],
     "limit": [-math.inf, math.nan, 0],
-    "weights": [[1.0, -1.0], [1.0, math.inf], 1.0, [True], (1.0,)],
+    "weights": [[], [1.0, math.inf], [math.nan], 1.0, [True], (1.0,)],
     "mode": ["slow", 3, np.array([1, 2])],
     "name": [3, date(2020, 1, 2), "a\0b", "\udcff"],
     "on": [1, "true"],
@@ -98,6 +101,21 @@ def test_a_default_list_is_copied_and_fields_belong_to_the_group_that_was_starte
     assert options_of(Example)["rate"].range == "above 0 and at most 1"
 
 
+def test_the_help_is_given_or_stands_beneath_the_field_of_the_class_or_its_base():
+    @dataclasses.dataclass
+    class Longer(Example):
+        more: int = 0
+        """More."""
+
+    helps = {name: option.help for name, option in options_of(Longer).items()}
+    assert (helps["rate"], helps["share"], helps["plain"], helps["more"]) == (
+        "A rate.",
+        "A share or a word.",
+        "",
+        "More.",
+    )
+
+
 @dataclasses.dataclass
 class Needy:
     kind: str = argument("plain", "A kind.")
@@ -107,6 +125,7 @@ class Needy:
     gap: float = argument(0.0, "A gap.", needs=unless("kind", "plain"))
     heat: float = argument(0.0, "Heat.", needs=when_trait(COLOURS, "warm"))
     depth: int = argument(0, "A depth.", needs=(when("size"), when("water near")))
+    width: int = argument(0, "A width.", needs=when("size") | when("heat"))
     dry: bool = argument(False, "Dry.", needs=unless("size"))
 
 
@@ -118,6 +137,8 @@ class Needy:
         {"heat": 1.0},
         {"weight": 1, "gap": 0},
         {"size": 3, "depth": 1},
+        {"size": 0, "depth": 1},
+        {"heat": 1.0, "width": 1},
         {"dry": True},
     ],
 )
@@ -132,6 +153,7 @@ def test_an_option_that_can_act_or_has_its_default_is_taken(settings):
         ({"gap": 1.0}, "gap is 1.0, without effect: needs kind: not plain"),
         ({"heat": 1.0, "colour": "blue"}, "heat is 1.0, without effect: needs colour: red"),
         ({"depth": 1}, "depth is 1, without effect: needs size"),
+        ({"width": 1}, "width is 1, without effect: needs size or heat"),
         ({"depth": 1, "size": 3}, "depth is 1, without effect: needs water near"),
         ({"dry": True, "size": 3}, "dry is True, without effect: needs no size"),
         ({"weight": 2.0, "gap": 1.0}, "weight is 2.0, .* heavy or huge; gap is 1.0, without"),

@@ -20,7 +20,7 @@ def parsed(tmp_path, text, *flags, cls=PPOConfig):
         ({"model_init_kwargs": {"revision": "main"}}, "'revision'.* download it .* and name the folder"),
         ({"model_init_kwargs": {"token": "secret"}}, "'token'.*set HF_TOKEN"),
         ({"model_init_kwargs": {"use_safetensors": False}}, "the run sets it itself"),
-        ({"model_init_kwargs": {"hook": print}}, "'hook', a builtin_function_or_method .*; give text, numbers"),
+        ({"model_init_kwargs": {"hook": print}}, "model_init_kwargs is {'hook': .*; it should be a valid JSON value"),
         ({"model_init_kwargs": {1: 2}}, "model_init_kwargs is {1: 2}"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs has 'tokenize'.*the run sets it"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "set processing_class.chat_template"),

@@ -36,13 +36,13 @@ def refusal(types, argv):
 
 
 def test_flags_win_over_files_and_presets_of_which_the_later_ones_win(tmp_path):
-    first, second = write(tmp_path, "lam: 0.75\ngamma: 0.5\nseed: 3\n"), write(tmp_path, "gamma: 0.25\n", "b.yaml")
+    first, second = write(tmp_path, "vf_coef: 0.75\ngamma: 0.5\nseed: 3\n"), write(tmp_path, "gamma: 0.25\n", "b.yaml")
     for order, gamma in (
         (("--config", first, "--config", second), 0.25),
         (("--config", second, "--config", first), 0.5),
     ):
         (args,) = parse_args([PPOConfig], [*order, "--seed", "4"])
-        assert (args.lam, args.gamma, args.seed, args.temperature) == (0.75, gamma, 4, 1.0)
+        assert (args.vf_coef, args.gamma, args.seed, args.temperature) == (0.75, gamma, 4, 1.0)
     # VAPO has gamma 1 and a clip range of 0.2 to 0.28.
     for order, gamma in (
         (("--preset", "vapo", "--config", first), 0.5),

@@ -21,9 +21,8 @@ ASKED = {"eval_opponent": "reference", "eval_judge": "https://h/v1", "eval_judge
     [
         ({"max_tokens_per_micro_batch": 491}, "max_tokens_per_micro_batch (491) query_len response_len 492"),
         ({"metric_for_best_model": "eval/scores", "save_steps": 4}, "eval_steps is 0"),
-        ({"metric_for_best_model": "objective/entropies"}, "entropy_logging_steps is 10; old_policy is 'auto'"),
-        ({"metric_for_best_model": "objective/ref_entropies", "entropy_coef": 0.1}, "entropy_logging_steps: 1"),
-        ({"metric_for_best_model": "ppo/policy/entropy", "entropy_logging_steps": 2}, "entropy_logging_steps is 2"),
+        ({"metric_for_best_model": "objective/ref_entropies", "entropy_coef": 0.1}, "'objective/ref_entropies' tenth"),
+        ({"metric_for_best_model": "ppo/policy/entropy"}, "'ppo/policy/entropy' tenth"),
         ({"reward_weights": []}, "reward_weights is []"),
         ({"total_epochs": 1, "total_episodes": 2}, "total_epochs (1) total_episodes (2)"),
         ({"max_steps": 3, "total_epochs": 1}, "total_epochs (1) max_steps (3)"),
@@ -72,7 +71,8 @@ SILENT = [
     {"eval_num_samples": 4},
     {"eval_judge": "m:f"},
     {"truncate_after": 3},
-    {"push_to_hub": True},
+    {"run_name": "mine", "report_to": "none"},
+    {"eval_success_by": "gold"},
     {"prompt_column": "question", "prompt_template": "{question}"},
     *({**GRPO, **one} for one in (
         {"gamma": 0.9}, {"lam": 0.5}, {"lam_policy": "adaptive"}, {"lam_critic": 1.0}, {"turn_gamma": 0.5},
@@ -81,6 +81,7 @@ SILENT = [
         {"init_value_with_reward": True}, {"whiten_rewards": True},
     )),
     {"lam_alpha": 0.1},
+    {"lam": 0.5, "lam_policy": 0.9, "lam_critic": 1.0},
     {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean", "cliprange": 0.3},
     {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean", "cliprange_high": 0.3},
     {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0},
@@ -112,10 +113,7 @@ def test_an_option_that_could_not_act_is_refused(settings):
 
 
 def test_an_entropy_that_every_step_has_may_choose_the_best_model():
-    PPOConfig(metric_for_best_model="ppo/policy/entropy", save_steps=4, entropy_coef=0.1)
-    for source in ("recompute", "correct"):
-        metric = {"metric_for_best_model": "objective/entropies", "entropy_logging_steps": 1}
-        PPOConfig(**metric, save_steps=4, old_policy=source)
+    assert PPOConfig(metric_for_best_model="ppo/policy/entropy", save_steps=4, entropy_coef=0.1).entropy_coef == 0.1
 
 
 def test_an_estimator_with_a_kink_is_allowed_in_the_reward_and_where_there_is_no_kl_loss():

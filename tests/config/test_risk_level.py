@@ -2,7 +2,7 @@
 
 import pytest
 
-from alpaca_ppo.config.risk_level import RiskLevel
+from alpaca_ppo.config.learning_options import RiskLevel
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.ppo import metrics
 from tests.environments.test_games import GAME, Partner
 from tests.tiny_runs import metric_lines, tiny_trainer, weights
 
@@ -110,10 +111,9 @@ def whitened(values, *, keep_mean=False):
     return (values - mean) / values.std() + (mean if keep_mean else 0.0)
 
 
-def test_rewards_returns_whitening_and_counts_are_of_chosen_tokens(tmp_path):
-    trainer = trained(
-        tmp_path, Recording, step_batch_size=10, gamma=0.99, kl_coef=5.0, kl_estimator="k3", entropy_logging_steps=1
-    )
+def test_rewards_returns_whitening_and_counts_are_of_chosen_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "ENTROPY_STEPS", 1)
+    trainer = trained(tmp_path, Recording, step_batch_size=10, gamma=0.99, kl_coef=5.0, kl_estimator="k3")
     # Of the second step: before the first update there is no KL.
     rollouts, line = trainer.learned[1], metric_lines(tmp_path)[1]
     mask = rollouts["response_mask"]

@@ -123,9 +123,8 @@ def test_a_step_without_entropies_or_a_pass_of_the_policy_has_no_such_metrics():
     assert not any(name.startswith("mismatch/") for name in sampled)
 
 
-def test_the_first_step_and_every_nth_log_entropies():
-    args = PPOConfig(entropy_logging_steps=3)
-    assert [step + 1 for step in range(10) if metrics.logs_entropies(step, args)] == [1, 3, 6, 9]
+def test_the_first_step_and_every_tenth_log_entropies():
+    assert [step + 1 for step in range(30) if metrics.logs_entropies(step)] == [1, 10, 20, 30]
 
 
 def test_mismatch_stats_compare_the_log_probs_of_sampler_and_trainer():

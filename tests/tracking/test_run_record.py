@@ -158,7 +158,7 @@ def test_a_python_program_s_run_names_its_objects_and_no_file_of_it_holds_a_cred
         parse_args(types, flags)
     named = ["--model_name_or_path", "m", "--dataset_name", "d", "--use_peft", "true"]
     with pytest.raises(
-        ValueError, match=r"Python program, which no file can bring back: trainer_class = .*\. To run without"
+        ValueError, match=r"Python program, which no file can bring back: trainer_class = .*\. Delete those lines"
     ):
         parse_args(types, [*flags, *named])
     del content["provenance"]["in_memory"]

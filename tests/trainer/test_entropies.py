@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from alpaca_ppo.models import policy
+from alpaca_ppo.ppo import metrics
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
 ENTROPIES = ("objective/entropies", "objective/ref_entropies", "ppo/policy/entropy")
@@ -28,10 +29,11 @@ def written(folder):
     return [tuple(name in line for name in ENTROPIES) for line in metric_lines(folder)]
 
 
-def test_three_steps_log_entropies_as_often_as_asked_and_learn_the_same(tmp_path, asked):
+def test_three_steps_log_entropies_as_often_as_asked_and_learn_the_same(tmp_path, asked, monkeypatch):
     trained, calls = [], []
     for every in (1, 2, 10):
-        trainer = tiny_trainer(tmp_path / str(every), entropy_logging_steps=every, **RUN)
+        monkeypatch.setattr(metrics, "ENTROPY_STEPS", every)
+        trainer = tiny_trainer(tmp_path / str(every), **RUN)
         trainer.check_sampler()
         asked.clear()
         trainer.train()

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from alpaca_ppo.ppo import metrics
 from alpaca_ppo.report import refresher
 from alpaca_ppo.tracking.rollout_tables import rollout_rows
 from tests.tiny_models import tiny_tokenizer
@@ -28,10 +29,12 @@ def runs(tmp_path_factory):
         "train": {"num_inspected_prompts": 2, "report": True},
         "eval": {"num_inspected_prompts": 2, "eval_steps": 1, "trainer_arguments": {"eval_dataset": prompts(5)}},
     }
-    for name, given in settings.items():
-        trainer = tiny_trainer(folder / name, total_episodes=30, entropy_logging_steps=1, **given)
-        trainer.train()
-        trained[name] = weights(trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "ENTROPY_STEPS", 1)
+        for name, given in settings.items():
+            trainer = tiny_trainer(folder / name, total_episodes=30, **given)
+            trainer.train()
+            trained[name] = weights(trainer)
     return folder, trained
 
 
@@ -150,17 +153,17 @@ def test_the_report_is_written_at_the_end_and_refreshed_when_it_is_due(runs, tmp
     monkeypatch.setattr(refresher.time, "monotonic", lambda: clock[0])
     written = []
     monkeypatch.setattr(refresher, "write_report", lambda *args, **settings: written.append(clock[0]))
-    callback = refresher.ReportRefresher(str(folder / "train"), token_mb=1, is_main=True)
+    callback = refresher.ReportRefresher(str(folder / "train"), is_main=True)
     callback.on_train_begin(None, None, None)
     for clock[0] in (110.0, 129.0, 130.0, 131.0):
         callback.on_log(None, None, None)
     # Half a minute after the start; it took no time, so it is written again at once.
     assert written == [130.0, 131.0]
-    other = refresher.ReportRefresher(str(folder / "train"), token_mb=1, is_main=False)
+    other = refresher.ReportRefresher(str(folder / "train"), is_main=False)
     other.on_train_end(None, None, None)
     assert len(written) == 2
     # When a run is interrupted; not before its first step, when there is nothing to report.
-    early = refresher.ReportRefresher(str(tmp_path), token_mb=1, is_main=True)
+    early = refresher.ReportRefresher(str(tmp_path), is_main=True)
     refresher.refresh_report([TrainerCallback(), other, early])
     assert len(written) == 2
     refresher.refresh_report([callback])
@@ -178,7 +181,7 @@ def test_writing_takes_a_fiftieth_of_the_time(runs, monkeypatch):
         clock[0] += 2.0
 
     monkeypatch.setattr(refresher, "write_report", write)
-    callback = refresher.ReportRefresher(str(folder / "train"), token_mb=1, is_main=True)
+    callback = refresher.ReportRefresher(str(folder / "train"), is_main=True)
     # Two seconds, begun at 0: the next one 2 / 0.02 = 100 seconds after it.
     callback.on_log(None, None, None)
     for clock[0] in (50.0, 99.0, 101.0):
@@ -190,6 +193,6 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "report.html").mkdir()
     said = []
-    refresher.ReportRefresher(str(tmp_path), token_mb=1, is_main=True, say=said.append).write()
+    refresher.ReportRefresher(str(tmp_path), is_main=True, say=said.append).write()
     assert said[0].startswith("report.html was not written: ")
     assert f"`alpaca-ppo report {tmp_path}` writes it later" in said[0]

@@ -44,7 +44,7 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
         arguments=named,
     )
     message = "hub_model_id is 'a/b/c', which the hub does not accept .*; write it as 'name' or 'organization/name'"
-    refused(tmp_path, message, arguments=named, push_to_hub=True, hub_model_id="a/b/c")
+    refused(tmp_path, message, arguments=named, hub_model_id="a/b/c")
     # Root may write anywhere, but nobody can create a file there.
     refused("/proc/run", "output_dir is '/proc/run', where no file can be created", arguments=named)
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
@@ -155,5 +155,5 @@ def test_a_folder_that_this_user_may_not_search_is_refused_by_name(tmp_path, mon
 
 def test_the_check_of_the_folder_leaves_nothing_there(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "check_login", lambda: None)
-    check_start(run_config(tmp_path / "new/run", push_to_hub=True, hub_model_id="someone/model-1.0"), None)
+    check_start(run_config(tmp_path / "new/run", hub_model_id="someone/model-1.0"), None)
     assert list(tmp_path.iterdir()) == []

@@ -261,7 +261,7 @@ function inspect(i, move, close, open) {
 function whyMissing(columns) {
   const names = columns.map((c) => c.label).join(", ");
   const some = columns.some((c) => c.key === "ratio" || c.key === "entropies");
-  return `Not logged for this answer: ${names}.${some ? " Ratio and entropy are those of training steps that log entropies (entropy_logging_steps); an evaluation has no advantages and rewards." : ""}`;
+  return `Not logged for this answer: ${names}.${some ? " Ratio and entropy are those of training steps that log entropies; an evaluation has no advantages and rewards." : ""}`;
 }
 
 const words = (text) => text.split(/\s+/).filter(Boolean).join(" ");

@@ -11,7 +11,6 @@ from typing import Any
 RENAMED_FIELDS: dict[str, str] = {}
 """Old name of a field of PPOConfig to its name in the working tree."""
 LIKE_EARLIER: dict[str, Any] = {
-    "entropy_logging_steps": 1,
     "padding_free": False,
     "num_inspected_prompts": 0,
     "report": False,

@@ -3,7 +3,7 @@
 import pytest
 
 from alpaca_ppo.cli.commands import main
-from alpaca_ppo.config.model_names import check_folder, check_model_name, where
+from alpaca_ppo.config.names import check_folder, check_model_name, where
 
 
 @pytest.fixture

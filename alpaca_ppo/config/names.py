@@ -1,4 +1,4 @@
-"""Names that users give to models and runs: a folder, or the id of a model on the hub.
+"""Names that users give to models, runs and servers: a folder, the id of a model on the hub, an address.
 
 Whether the hub has a model shows when it is loaded; a name that can only be a folder is refused before.
 """
@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from urllib.parse import urlsplit
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
@@ -71,3 +72,29 @@ def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
     pool = list(known)
     close = [match for word in words for match in get_close_matches(word, pool, n=1, cutoff=0.75)]
     return f" did you mean {', '.join(dict.fromkeys(close))}?" if close else ""
+
+
+def check_url(name: str, url: str) -> None:
+    """Checks that `url` is an address that requests can be sent to.
+
+    Raises:
+        ValueError: naming the option `name`, the address without its credentials, and the remedy.
+    """
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and " " not in url
+    # A port that is no number, or brackets that do not match.
+    except ValueError:
+        valid = False
+    if not valid or not url.isprintable():
+        # Without a scheme, the user and password at the front are not known as such.
+        raise ValueError(
+            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, which is no address; write one such as "
+            "http://localhost:8000/score"
+        )
+
+
+def shown_url(url: str) -> str:
+    """`url` for messages: without user, password, query and fragment, any of which may hold a credential."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
