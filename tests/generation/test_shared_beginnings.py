@@ -1,10 +1,7 @@
 """Groups of prompts that begin alike, worked out by hand and beside all divisions of a few prompts."""
 
-import random
-
 import pytest
 
-from alpaca_ppo.generation import slot_prompts
 from alpaca_ppo.generation.slot_prompts import group_prompts
 
 SYSTEM = list(range(100))
@@ -58,47 +55,3 @@ def test_prompts_that_each_begin_with_the_one_before_are_one_group() -> None:
     # (m - 1) * (2199 - m) are saved; it grows up to m = 1100, the number of all.
     prompts = [[1] * length for length in range(1100, 2200)]
     assert groups_of(prompts) == [(list(range(1100)), 1099)]
-
-
-def divisions(members: list[int]) -> list[list[list[int]]]:
-    """All ways to divide the members into groups."""
-    if not members:
-        return [[]]
-    first, *rest = members
-    ways = []
-    for division in divisions(rest):
-        ways.append([[first], *division])
-        ways += [[*division[:i], [first, *group], *division[i + 1 :]] for i, group in enumerate(division)]
-    return ways
-
-
-def saved(prompts: list[list[int]]) -> int:
-    """Tokens saved by one group: the columns in which all its prompts are equal, less the last of the shortest."""
-    common = min(len(prompt) for prompt in prompts) - 1
-    equal = [len(set(column)) == 1 for column in zip(*prompts, strict=False)]
-    common = min(common, [*equal, False].index(False))
-    return (len(prompts) - 1) * common if common >= 2 else 0
-
-
-def test_hardly_any_division_saves_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_prompts, "MIN_COMMON", 2)
-    draw, several, best_ones = random.Random(0), 0, 0
-    for _ in range(100):
-        # Up to nine tokens, an eighth of which is less than two.
-        prompts = [[draw.choice((1, 1, 1, 2)) for _ in range(draw.randint(1, 9))] for _ in range(draw.randint(1, 7))]
-        groups = group_prompts(prompts)
-        assert sorted(i for group in groups for i in group.prompts) == list(range(len(prompts)))
-        assert [group.prompts[0] for group in groups] == sorted(group.prompts[0] for group in groups)
-        for group in groups:
-            beginnings = {tuple(prompts[i][: group.common]) for i in group.prompts}
-            assert len(beginnings) == 1 and all(len(prompts[i]) > group.common for i in group.prompts)
-            assert (group.common > 0) == (len(group.prompts) > 1) and group.prompts == sorted(group.prompts)
-        best = max(
-            sum(saved([prompts[i] for i in group]) for group in division)
-            for division in divisions(list(range(len(prompts))))
-        )
-        found = sum((len(group.prompts) - 1) * group.common for group in groups)
-        assert 0.8 * best <= found <= best
-        best_ones += found == best
-        several += sum(group.common > 0 for group in groups) > 1
-    assert several > 10 and best_ones >= 98

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, slot_passes
+from alpaca_ppo.generation.slot_passes import visible_columns
 from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots, slot_problem
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models.packed_attention import is_installed
@@ -96,7 +97,7 @@ def test_no_number_of_slots_and_no_shape_of_the_steps_changes_a_token(arch: str,
     model = model_of(arch, **overrides)
     for prompts in (PROMPTS, SYSTEM):
         expected = plain(model, prompts)
-        for slots in (1, 2, 3, 7, 12, None):
+        for slots in (1, 3, 7, None):
             for shapes in (EXACT, BUCKETS):
                 assert_same(in_slots(model, prompts, slots=slots, shapes=shapes), expected, 1e-10)
         assert_same(in_slots(model, prompts, slots=12, shapes=TIGHT), expected, 1e-10)
@@ -157,16 +158,6 @@ def test_each_prompt_is_computed_once_and_no_row_after_its_end() -> None:
     _, prefills, steps = passes.of(lambda: in_slots(model, SYSTEM, slots=2, stop_token_ids=(), max_new_tokens=1))
     # One token each: nothing is decoded. The common tokens are read once.
     assert prefills[0] == len(COMMON) and sum(prefills) + sum(steps) == len(COMMON) + sum(map(len, PROMPTS))
-
-
-def test_a_beginning_is_shared_only_if_every_prompt_goes_on_after_it() -> None:
-    model = model_of("llama")
-    assert slot_problem(model) is None
-    equal = [COMMON, COMMON, COMMON + [5], COMMON + [6]]
-    _, prefills, steps = Passes(model).of(lambda: in_slots(model, equal, slots=12, max_new_tokens=1))
-    # All but the last token of the shortest prompt, and then 1 + 1 + 2 + 2 tokens.
-    assert prefills == [len(COMMON) - 1, 6] and steps == []
-    assert_same(in_slots(model, equal, slots=4), plain(model, equal), 1e-10)
 
 
 def test_prompts_of_several_beginnings_share_each_of_them_once() -> None:
@@ -241,3 +232,14 @@ def test_an_exception_between_tokens_leaves_a_model_that_samples_the_same_again(
         assert len(calls) == stop_at
         found = in_slots(model, slots=3)
         assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))
+
+
+def test_a_token_sees_the_columns_up_to_its_own_and_within_its_window() -> None:
+    def shown(window: int | None) -> list[str]:
+        mask = visible_columns(torch.tensor([[0, 3], [4, 9]]), 5, sliding_window=window)
+        return ["".join("x" if visible else "." for visible in row) for row in mask.flatten(0, 1).tolist()]
+
+    assert shown(None) == ["x....", "xxxx.", "xxxxx", "xxxxx"]
+    # Column 9 is beyond the five that are read: the slot is idle, and sees what a token in column 4 sees.
+    assert shown(2) == ["x....", "..xx.", "...xx", "...xx"]
+    assert shown(1) == ["x....", "...x.", "....x", "....x"]

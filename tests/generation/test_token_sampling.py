@@ -62,7 +62,7 @@ def test_a_vocabulary_of_128k_keeps_every_token_its_mass() -> None:
     assert_close(choice.logprobs, probabilities[wanted].log().float(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_chosen_tokens_follow_the_softmax(temperature: float) -> None:
     logits = torch.linspace(-2, 2, 301).sin()
     probabilities = (logits.double() / temperature).softmax(dim=0)

@@ -12,13 +12,11 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.functional.shaping import last_token_index
-from alpaca_ppo.generation import PENDING, Generation, SamplingParams, Turn, Turns, generate, slot_passes, slot_prompts
-from alpaca_ppo.generation.slot_passes import NewTokens
-from alpaca_ppo.generation.slots import EXACT, StepShapes, slot_problem
+from alpaca_ppo.generation import PENDING, Generation, SamplingParams, Turn, Turns, generate
+from alpaca_ppo.generation.slots import EXACT, StepShapes
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from tests.generation.test_generate import PROMPT_IDS, PROMPTS, padded
-from tests.generation.test_slots import BUCKETS, COMMON, SETTINGS, SYSTEM, in_slots, model_of
+from tests.generation.test_slots import BUCKETS, SETTINGS, in_slots, model_of
 from tests.models.test_packed_sequences import InFloat64
 from tests.tiny_models import EOS, PAD, tiny_causal_lm
 
@@ -149,44 +147,6 @@ def test_responses_of_several_turns_are_those_of_plain_passes_whenever_answers_c
     # Rows that a token ends, and rows that appended tokens fill; turns that a token ends, and those that a limit ends.
     assert kinds[True, False, True] and ends[True]
     assert (kinds[False, True, False] and not ends[False]) if not limits else ends[False]
-
-
-@pytest.mark.parametrize("prompts", [PROMPTS, SYSTEM], ids=["own", "common"])
-@torch.no_grad()
-def test_every_token_is_read_once(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]) -> None:
-    model, columns, in_steps, in_prompts = model_of("llama"), list[int](), list[tuple[int, int]](), list[int]()
-    read, extend = slot_passes.read_next, slot_prompts.extend
-
-    def count_step(*args: Any, position_ids: Tensor, **how: Any) -> Tensor:
-        # Slots whose row has ended or waits for an answer are padding, and stay at their last position.
-        lengths = args[3]
-        in_steps.append((len(lengths), int((position_ids == lengths).sum())))
-        return read(*args, position_ids=position_ids, **how)
-
-    def count_tokens(model: Any, cache: Any, new: Sequence[NewTokens]) -> Tensor:
-        in_prompts.append(sum(len(entry.tokens) for entry in new))
-        return extend(model, cache, new)
-
-    monkeypatch.setattr("alpaca_ppo.generation.slots.read_next", count_step)
-    monkeypatch.setattr(slot_prompts, "extend", count_tokens)
-    assert slot_problem(model) is None
-    model.register_forward_pre_hook(
-        lambda module, args, given: columns.append(given["input_ids"].numel()), with_kwargs=True
-    )
-    # What all prompts begin with, and a prompt of several samples, are read once for all of them.
-    common = len(COMMON) if prompts is SYSTEM else 0
-    of_prompts = common + sum(len(prompt) - common for prompt in prompts)
-    for slots, shapes, delays in [(None, EXACT, None), (4, EXACT, random.Random(4)), (5, BUCKETS, random.Random(5))]:
-        for counts in (columns, in_steps, in_prompts):
-            counts.clear()  # type: ignore[attr-defined]
-        turns = Turns(Script(delays), max_turn_tokens=4)
-        found = in_slots(model, prompts, slots=slots, shapes=shapes, turns=turns, **SEVERAL)
-        # The last token that the policy chooses is not read, nor is what is appended to a response that it fills.
-        before_last = last_token_index(found.response_mask)
-        assert int((found.response_mask.sum(dim=1) <= before_last).sum()) > 3
-        assert sum(real for _, real in in_steps) + sum(in_prompts) == of_prompts + int(before_last.sum())
-        # No pass is unknown here.
-        assert sum(columns) == sum(width for width, _ in in_steps) + sum(in_prompts)
 
 
 class Late:

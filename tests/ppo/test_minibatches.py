@@ -2,7 +2,6 @@
 
 from functools import partial
 from itertools import groupby
-from statistics import mean
 
 import pytest
 
@@ -18,7 +17,6 @@ from alpaca_ppo.ppo.minibatches import (
     plan_updates,
     step_counts,
 )
-from tests.ppo.recorded_lengths import CHAT, CHAT_FULL, REASONING, REASONING_FULL
 from tests.tiny_runs import tiny_config
 
 
@@ -133,31 +131,6 @@ def test_a_padded_plan_has_the_least_cost_that_so_many_micro_batches_allow():
     # At most 10 cells would be 6 | 6 | 2 2 2 2 2 | 2; of four runs on two ranks none need cost more than 6.
     plan = plan_padded_micro_batches(lengths, num_ranks=2, max_tokens=10)
     assert sorted(cells(lengths, batch) for part in plan for batch in part) == [6, 6, 6, 6]
-
-
-def slowest_rank(plan, cost):
-    """What the slowest rank does in each micro-batch, over all of them, relative to the mean of the ranks."""
-    steps = list(zip(*plan, strict=True))
-    return sum(max(map(cost, step)) for step in steps) / sum(mean(map(cost, step)) for step in steps)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "full", "rows", "before"), [(CHAT, CHAT_FULL, 8, 1.8), (REASONING, REASONING_FULL, 4, 1.2)]
-)
-def test_token_budgets_keep_eight_ranks_within_a_tenth_of_the_mean(lengths, full, rows, before):
-    [buckets] = plan_equal_rows(lengths, num_micro_batches=len(lengths) // rows)
-    equal_rows = [buckets[rank::8] for rank in range(8)]
-    assert slowest_rank(equal_rows, partial(cells, lengths)) > before, "what there is to gain"
-    padded = plan_padded_micro_batches(lengths, num_ranks=8, max_tokens=rows * full)
-    assert slowest_rank(padded, partial(cells, lengths)) <= 1.1
-    assert len(padded[0]) <= len(equal_rows[0])
-    for budget in (rows * full, 2 * full, full):
-        plan = plan_packed_micro_batches(lengths, num_ranks=8, max_tokens=budget)
-        assert slowest_rank(plan, partial(tokens, lengths)) <= 1.1
-        totals = [sum(tokens(lengths, batch) for batch in part) for part in plan]
-        assert max(totals) <= 1.1 * mean(totals)
-        # As few passes as the tokens allow, plus one.
-        assert len(plan[0]) <= -(-sum(lengths) // (8 * budget)) + 1
 
 
 def test_rows_are_counted_only_where_one_process_pads_them():

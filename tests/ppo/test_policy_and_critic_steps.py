@@ -3,7 +3,6 @@ and AdamW settings reach the policy.
 """
 
 import json
-import math
 
 import pytest
 import torch
@@ -49,12 +48,6 @@ def same_bits(ours, theirs):
     return all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def relative_error(ours, theirs):
-    """The difference of two updates over the norm of the second, all tensors as one vector."""
-    ours, theirs = (torch.cat([update[name].flatten() for name in theirs]) for update in (ours, theirs))
-    return float((ours - theirs).norm() / theirs.norm())
-
-
 LAYOUTS = {
     "separate": {},
     "adapter": {"critic_layout": "adapter"},
@@ -62,7 +55,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["separate", "adapter"])
 def test_vf_coef_changes_no_bit_of_the_policys_update(layout, tmp_path):
     settings = {**LAYOUTS[layout], "max_grad_norm": 0.1}
     (update, (stats,)), (heavy, (heavy_stats,)) = (
@@ -90,29 +83,6 @@ def test_the_scale_of_the_rewards_changes_no_bit_of_the_policys_update(case, tmp
         )
         updates.append(update)
     assert same_bits(updates[1], updates[0])
-
-
-@pytest.mark.parametrize("case", [*WITHOUT_CRITIC, "frozen critic"])
-def test_the_scale_of_the_rewards_changes_the_policys_update_by_rounding_and_epsilons(case, tmp_path):
-    # At scale 1 a standard deviation is at least 1 / sqrt(2), of which grpo's epsilon is 1.4e-6; whitening's 1e-8 is
-    # less. AdamW divides by the gradient's size, so noise in elements that are nearly 0 is not small there.
-    updates = []
-    for scale in (1, 1000):
-        settings = {**WITHOUT_CRITIC.get(case, FROZEN_CRITIC), "kl_coef": 0.0, "dtype": torch.float64}
-        update, _ = policy_after(tmp_path / str(scale), rewards=scale, critic_scale=scale, **settings)
-        updates.append(update)
-    assert relative_error(updates[1], updates[0]) < 1e-5
-
-
-@pytest.mark.parametrize("layout", ["separate", "adapter"])
-def test_rewards_of_a_million_do_not_freeze_the_policy(layout, tmp_path):
-    norms = []
-    for scale in (1, 1e6):
-        # The critic starts at 0, so that the first step's advantages are those of scale 1.
-        settings = {**LAYOUTS[layout], "critic_scale": 0.0, "kl_coef": 0.0, "steps": 2}
-        update, _ = policy_after(tmp_path / str(scale), rewards=scale, **settings)
-        norms.append(math.hypot(*(float(tensor.norm()) for tensor in update.values())))
-    assert norms[1] == pytest.approx(norms[0], rel=0.01)
 
 
 def norm_of(parameters):
@@ -271,25 +241,3 @@ def test_settings_of_the_critic_are_refused_beside_an_optimizer_that_has_them(na
     arguments = {"optimizers": (torch.optim.AdamW(model.parameters(), lr=1e-3), None)}
     with pytest.raises(ValueError, match=f"{name} is 0.5, but the optimizer in `optimizers` has rates of its own"):
         tiny_trainer(tmp_path, model=model, trainer_arguments=arguments, **{name: 0.5})
-
-
-@pytest.mark.parametrize(
-    ("parameters", "of_1e_5", "of_1e_8"),
-    [
-        # sqrt(v) = 1 / sqrt(N) where a gradient of N equal elements has the norm 1. 1 / sqrt(1e6) = 1e-3, and
-        # 1e-3 / (1e-3 + 1e-5) = 0.990; and so on.
-        (1e6, 0.990, 1.000),
-        (1e8, 0.909, 1.000),
-        (1e9, 0.760, 1.000),
-        (7e9, 0.544, 0.999),
-        (70e9, 0.274, 0.997),
-    ],
-)
-def test_epsilon_damps_the_steps_of_large_models_as_the_documentation_says(parameters, of_1e_5, of_1e_8):
-    for epsilon, share in ((1e-5, of_1e_5), (1e-8, of_1e_8)):
-        weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        weight.grad = torch.tensor(1 / math.sqrt(parameters), dtype=torch.float64)
-        # The first step: m / (1 - beta1) = g and sqrt(v / (1 - beta2)) = |g|, so the step is lr * g / (|g| + epsilon).
-        torch.optim.AdamW([weight], lr=1.0, eps=epsilon, weight_decay=0.0).step()
-        assert -float(weight.detach()) == pytest.approx(share, abs=5e-4)
-    assert tiny_config("unused").adam_epsilon == 1e-8

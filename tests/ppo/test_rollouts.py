@@ -1,12 +1,8 @@
 """One rank's rollout: what the reward sources see, and that chunking changes nothing."""
 
-import pytest
 import torch
-from torch.testing import assert_close
 
 from alpaca_ppo.ppo.rollouts import merge_prompt_batches
-from alpaca_ppo.tracking.rollout_tables import evaluation_rows, rollout_rows
-from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import prompts, tiny_trainer
 
 
@@ -15,36 +11,11 @@ def rollouts_of(tmp_path, name, **overrides):
     return trainer.rollout(trainer.prompt_batches(0))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"rollout_per_device_batch_size": 1},
-        {"rollout_per_device_batch_size": 3},
-        {"generation_backend": "slots"},
-    ],
-)
-def test_rollouts_do_not_depend_on_chunks_or_the_sampling_backend(overrides, tmp_path):
-    expected = rollouts_of(tmp_path, "a", rollout_per_device_batch_size=10, generation_backend="generate")
-    actual = rollouts_of(tmp_path, "b", **overrides)
-    assert expected.keys() == actual.keys()
-    for key, value in expected.items():
-        assert_close(actual[key], value, rtol=1e-5, atol=1e-5)
-
-
 def test_samples_of_a_prompt_are_neighbours_and_differ(tmp_path):
     rollouts = rollouts_of(tmp_path, "a", num_return_sequences=3)
     assert rollouts["sample_ids"].tolist() == [0, 1, 2] * 10
     assert rollouts["prompt_ids"].view(10, 3).unique(dim=1).size(1) == 1
     assert len({tuple(row.tolist()) for row in rollouts["responses"]}) > 20
-
-
-@pytest.mark.parametrize("arch", ["llama", "bloom"])
-def test_a_prompt_may_have_more_samples_than_rows_are_sampled_at_once(arch, tmp_path):
-    settings = {"model": tiny_causal_lm(arch), "num_return_sequences": 3}
-    expected = rollouts_of(tmp_path, "a", **settings)
-    actual = rollouts_of(tmp_path, "b", rollout_per_device_batch_size=2, **settings)
-    for key, value in expected.items():
-        assert_close(actual[key], value, rtol=1e-5, atol=1e-5)
 
 
 def test_everything_is_zero_outside_the_response_mask(tmp_path):
@@ -86,17 +57,3 @@ def test_batches_of_different_width_merge_on_the_right():
     assert merged["queries"].tolist() == [[0, 5, 6], [0, 7, 8]]
     assert merged["query_attn_masks"].tolist() == [[0, 1, 1], [0, 1, 1]]
     assert merged["prompt_ids"].tolist() == [0, 1]
-
-
-def test_rows_for_reading_show_no_padding(tmp_path):
-    trainer = tiny_trainer(tmp_path)
-    rollouts = trainer.rollout(trainer.prompt_batches(0))
-    rollouts.update(kl=rollouts["logprobs"], shaped_rewards=rollouts["values"])
-    rollouts.update(advantages=rollouts["values"], returns=rollouts["values"])
-    rows = rollout_rows(rollouts, trainer.processing_class, count=100)
-    assert len(rows) == 10
-    for row, keep in zip(rows, rollouts["response_mask"], strict=True):
-        assert len(row["tokens"]) == int(keep.sum())
-        assert "<pad>" not in row["prompt"]
-    evaluated = evaluation_rows(rollouts, trainer.processing_class)
-    assert [row["length"] for row in evaluated] == rollouts["response_mask"].sum(1).tolist()
