@@ -5,11 +5,9 @@ import copy
 
 import numpy as np
 import pytest
-import torch
 
 from alpaca_ppo.rewards import FunctionReward, ModelReward, RewardScorer, build_reward
 from tests.tiny_models import tiny_sequence_classifier, tiny_tokenizer
-from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
 QUESTION = [{"role": "user", "content": "hi", "parts": [{"text": "hi"}]}]
 FACTS = {"answer": ["x", "y"], "scores": {"a": [1, 2]}, "array": np.arange(3)}
@@ -85,44 +83,3 @@ def test_a_column_that_cannot_be_copied_is_named():
     model = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
     scored = RewardScorer([model, FunctionReward(lambda completions: [1.0])], [0.0, 1.0])(*given)
     assert scored.rewards.tolist() == [1.0] and bool(scored.by_source["model"].isfinite())
-
-
-def test_a_source_that_pops_the_stop_token_moves_no_number_of_a_run(tmp_path):
-    """As a reward function from a project may do that counts "content" tokens only."""
-
-    def length(completion_ids, facts, **columns):
-        return [float(len(ids) + len(fact["list"])) for ids, fact in zip(completion_ids, facts, strict=True)]
-
-    def without_stop(completion_ids, facts, **columns):
-        for ids, fact in zip(completion_ids, facts, strict=True):
-            ids.pop()
-            fact["list"].pop()
-        return [0.0] * len(completion_ids)
-
-    def harmless(completion_ids, **columns):
-        return [0.0] * len(completion_ids)
-
-    runs = {}
-    for name, first in {"whole": harmless, "popped": without_stop}.items():
-        # The tables name each source.
-        first.__name__ = "first"
-        dataset = prompts(20).add_column("facts", [{"list": [1, 2, 3]}] * 20)
-        trainer = tiny_trainer(
-            tmp_path / name,
-            num_return_sequences=2,
-            rollout_batch_size=5,
-            total_episodes=10,
-            trainer_arguments={
-                "reward_funcs": [first, length],
-                "train_dataset": dataset,
-                "eval_dataset": dataset.select(range(3)),
-            },
-        )
-        trainer.train()
-        lines = metric_lines(tmp_path / name)
-        runs[name] = [*lines]
-        tables = sorted((tmp_path / name).glob("*/step_*.jsonl"))
-        runs[name].append([path.read_text() for path in tables])
-        assert len(tables) == 4
-    assert runs["popped"] == runs["whole"]
-    assert torch.tensor([line["objective/scores/length"] for line in runs["whole"][1:3]]).gt(3).all()

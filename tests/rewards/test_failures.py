@@ -147,12 +147,6 @@ def test_a_mistake_in_the_function_is_neither_retried_nor_dropped(returned, mess
     assert len(calls) == 1 and pauses == []
 
 
-def test_a_missing_column_is_neither_retried_nor_dropped(pauses):
-    with pytest.raises(RewardError, match=r"requires the arguments \['answer'\]"):
-        score(lambda answer: [0.0], policy=FailurePolicy(retries=3, mask=True))
-    assert pauses == []
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_only_the_rows_that_fail_by_themselves_are_dropped(asynchronous, pauses):
     service, steady = Service(bad="B"), Service(scores=(10.0, 20.0, 30.0))

@@ -2,11 +2,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification, BertConfig, LlamaForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from alpaca_ppo.rewards import ModelReward, RewardBatch, RewardError, build_reward, reward_model
+from alpaca_ppo.rewards import ModelReward, RewardBatch, RewardError, build_reward
 from tests.data.tokenizers import byte_tokenizer, chat_tokenizer, framing_tokenizer
 from tests.tiny_models import (
     ARCHITECTURES,
@@ -50,13 +49,6 @@ def test_no_rows_have_no_scores(padding_free):
     model = tiny_sequence_classifier("llama")
     source = ModelReward(model, tiny_tokenizer(WORDS), name="model", batch_size=2, padding_free=padding_free)
     assert source(RewardBatch([], [], [], [])) == []
-
-
-def test_every_module_keeps_its_own_mode():
-    model = tiny_sequence_classifier("llama").train()
-    model.model.layers[0].eval()
-    score(model, tiny_tokenizer(WORDS))
-    assert model.training and model.score.training and not model.model.layers[0].mlp.training
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
@@ -148,84 +140,52 @@ def test_a_text_prompt_with_a_message_completion_is_a_conversation():
     assert_close(rewards, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MIXTURES])
-def test_rows_without_padding_are_scored_as_rows_of_their_own(arch):
-    # BLOOM's attention is its own.
-    packs = arch != "bloom"
-    # Gemma 2's attention computes in float32 anyway, and so do the experts of a mixture.
-    dtype = torch.float32 if arch in ("gemma2", *MIXTURES) else torch.float64
-    tolerance = {torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
-    sequences = [torch.arange(10, 10 + length) for length in (7, 3, 1, 3)]
-    # The pad id within a row, at its end, and alone.
-    sequences += [torch.tensor(ids) for ids in ([ONE, PAD, TWO], [ONE, TWO, PAD, PAD], [PAD])]
-    for pad_token_id in (PAD, None):
-        model = tiny_sequence_classifier(arch, pad_token_id=pad_token_id, dtype=dtype)
-        source = ModelReward(model, tiny_tokenizer(WORDS), name="model", batch_size=2)
-        assert source._packs == packs
-        with torch.no_grad():
-            # Not in float32, as `alone` is.
-            expected = [model(input_ids=ids.unsqueeze(0)).logits[0, 0] for ids in sequences]
-            found = (reward_model._score_packed if packs else reward_model._score_padded)(model, sequences)
-        assert_close(found, torch.stack(expected), atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "bloom"])
-def test_the_order_of_rows_does_not_matter(arch):
-    model, tokenizer = tiny_sequence_classifier(arch), tiny_tokenizer(WORDS)
-    scores = score(model, tokenizer)
-    backwards = score(model, tokenizer, PROMPTS[::-1], COMPLETIONS[::-1])
-    assert_close(backwards.flip(0), scores, atol=1e-6, rtol=1e-6)
-
-
-def grouped(lengths, *, packs=True, equal_passes=False, **options):
-    model = tiny_sequence_classifier("llama", **SMALLEST)
+def passes(lengths, *, equal_passes=False, packs=True, **options):
+    """The shape of the input of each forward pass over texts of so many tokens."""
+    model, shapes = tiny_sequence_classifier("llama", **SMALLEST), []
     source = ModelReward(model, tiny_tokenizer(), name="model", **options)
-    source.prepare(equal_passes=equal_passes)
-    return source._groups(lengths, packs=packs)
+    source.prepare(equal_passes=equal_passes, packs_everywhere=lambda able: able and packs)
+    model.register_forward_pre_hook(
+        lambda module, args, keywords: shapes.append(tuple(keywords["input_ids"].shape)), with_kwargs=True
+    )
+    texts = [" ".join(["w5"] * length) for length in lengths]
+    source(RewardBatch(texts, [""] * len(texts), [[1]] * len(texts), {}))
+    return shapes
 
 
 def test_a_pass_has_the_tokens_of_so_many_longest_rows():
     # One row of 5 tokens has room for 3 + 1, or for one row that is 3 wide; two have room for 10.
     lengths = [3, 1, 5, 3]
-    assert grouped(lengths, batch_size=1) == [[2], [0], [3, 1]]
-    assert grouped(lengths, batch_size=1, packs=False) == [[2], [0], [3], [1]]
-    assert grouped(lengths, batch_size=2) == [[2, 0], [3, 1]]
-    assert grouped(lengths, batch_size=2, packs=False) == [[2, 0], [3, 1]]
-    assert grouped([1] * 7 + [7], batch_size=2) == [[7, 0, 1, 2, 3, 4, 5, 6]]
-
-
-def test_a_model_that_some_rank_cannot_pack_is_padded(monkeypatch):
-    source = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
-    asked = []
-    source.prepare(equal_passes=False, packs_everywhere=lambda packs: bool(asked.append(packs)))
-    monkeypatch.setattr(reward_model, "_score_packed", None)
-    assert source(RewardBatch(["w5 w6"] * 2, ["w7", ""], [[1]] * 2, {})) and asked == [True]
+    assert passes(lengths, batch_size=1) == [(1, 5), (1, 3), (1, 4)]
+    # Also where another rank cannot lay rows end to end.
+    assert passes(lengths, batch_size=1, packs=False) == [(1, 5), (1, 3), (1, 3), (1, 1)]
+    assert passes(lengths, batch_size=2) == [(1, 8), (1, 4)]
+    assert passes(lengths, batch_size=2, packs=False) == [(2, 5), (2, 3)]
+    assert passes([1] * 7 + [7], batch_size=2) == [(1, 14)]
 
 
 def test_ranks_in_lockstep_make_as_many_passes_as_their_equal_rows_need_and_so_do_rows_with_padding():
-    for options in ({"equal_passes": True}, {"padding_free": False}):
-        assert grouped([1] * 7 + [7], batch_size=3, **options) == [[7, 0, 1], [2, 3, 4], [5, 6]]
-        assert grouped([9, 1] * 4, batch_size=3, **options) == [[0, 2, 4], [6, 1, 3], [5, 7]]
+    assert passes([1] * 7 + [7], batch_size=3, equal_passes=True) == [(1, 9), (1, 3), (1, 2)]
+    assert passes([9, 1] * 4, batch_size=3, padding_free=False) == [(3, 9), (3, 9), (2, 1)]
 
 
-def test_a_batch_costs_what_its_own_tokens_cost():
-    torch.manual_seed(0)
-    lengths = (12 + 20 * torch.randn(12).exp()).long().clamp(max=200).tolist()
-    sequences = [torch.arange(length) % 60 for length in lengths]
-    model = tiny_sequence_classifier("llama", pad_token_id=63)
-
-    def flops(sequences, **options):
-        source = ModelReward(model, tiny_tokenizer(), name="model", batch_size=4, **options)
-        source._tokenize = lambda batch: sequences
-        source.prepare(equal_passes=False)
-        rows = ["text"] * len(sequences)
-        with FlopCounterMode(display=False) as counter:
-            source(RewardBatch(rows, rows, [[1]] * len(rows), {}))
-        return counter.get_total_flops()
-
-    packed, own = flops(sequences), sum(flops([ids]) for ids in sequences)
-    assert packed <= 1.02 * own
-    assert flops(sequences, padding_free=False) > 1.3 * packed
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *MIXTURES])
+def test_rows_end_to_end_are_scored_as_rows_of_their_own(arch):
+    # The pad id within a row, at its end, and alone.
+    texts = ["w10 w11 w12 w13 w14", "w10 w11 w12", "w10", "one <pad> two", "one two <pad> <pad>", "<pad>"]
+    tokenizer = tiny_tokenizer(WORDS)
+    for pad_token_id in (PAD, None):
+        model = tiny_sequence_classifier(arch, pad_token_id=pad_token_id)
+        with torch.no_grad():
+            expected = [float(model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits) for text in texts]
+        inputs = []
+        model.register_forward_pre_hook(
+            lambda module, args, keywords, kept=inputs: kept.append(keywords["input_ids"]), with_kwargs=True
+        )
+        found = score(model, tokenizer, texts, [""] * len(texts))
+        assert_close(found, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+        # BLOOM's attention is its own, so that its rows stay side by side.
+        assert len(inputs[-1]) == (len(texts) if arch == "bloom" else 1)
 
 
 class MeanScore(LlamaForSequenceClassification):
@@ -271,8 +231,9 @@ def test_dropout_is_off_while_scoring_and_the_mode_is_restored():
     model = tiny_sequence_classifier("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
     expected = score(model, tiny_tokenizer(WORDS))
     model.train()
+    model.transformer.h[0].eval()
     assert_close(score(model, tiny_tokenizer(WORDS)), expected)
-    assert model.training
+    assert model.training and model.score.training and not model.transformer.h[0].mlp.training
 
 
 def test_half_precision_scores_come_out_in_float32():
@@ -299,12 +260,6 @@ def test_a_folder_is_loaded_in_float32_with_its_own_tokenizer(tmp_path):
     expected = alone(loaded, [[BOS, ONE, TWO]])
     assert_close(result.by_source["my-reward"], expected, atol=1e-5, rtol=1e-5)
     assert_close(result.rewards, 1.0 + 2.0 * expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_loaded_model_in_memory_finds_its_tokenizer(tmp_path):
-    folder = saved(tmp_path, tiny_sequence_classifier("llama"), tiny_tokenizer(WORDS))
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    assert_close(score(model, None), score(model, tiny_tokenizer(WORDS)))
 
 
 def test_the_scorer_moves_its_models():
