@@ -29,7 +29,7 @@ ASKED = {"eval_opponent": "reference", "eval_judge": "https://h/v1", "eval_judge
         ({"rollout_batch_size": 8, "step_batch_size": 16}, "step_batch_size (16) 8"),
         ({"rollout_batch_size": 8, "step_batch_size": 4, "critic_step_batch_size": 9}, "critic_step_batch_size (9)"),
         ({"critic_layout": "shared", "critic_epochs": 2}, "critic_epochs is 2; critic_layout 'shared'"),
-        ({"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 64}, "kl_horizon is 10; 13"),
+        ({"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 50}, "kl_horizon is 10; 11"),
         ({"stop_on": ["error", "kl_runway"]}, "stop_on 'kl_runway' constant_reward"),
         ({"dynamic_sampling": 3}, "dynamic_sampling is 3; num_return_sequences"),
         ({"overlong_buffer_len": 6, "response_len": 5}, "overlong_buffer_len (6) response_len (5)"),
@@ -208,6 +208,8 @@ def test_a_four_bit_base_is_shared():
     # A folder may be named like the choice `copy`.
     for reference in ("auto", "copy_of_my_model"):
         assert PPOConfig(load_in_4bit=True, critic_layout="adapter", reference=reference).reference == reference
+    # Without a critic nothing is copied, whatever its layout would be.
+    assert not PPOConfig(load_in_4bit=True, adv_estimator="grpo", num_return_sequences=2).uses_critic
 
 
 def test_without_a_reference_there_is_no_kl():

@@ -132,6 +132,12 @@ def test_all_tokens_tied_at_the_kth_place_are_kept() -> None:
     assert choose_tokens(logits, EDGES[1:], temperature=1.0, top_k=2).tokens.item() == 3
 
 
+def test_tokens_beyond_what_reaches_top_p_are_excluded_also_where_they_are_as_likely() -> None:
+    # Four tokens of 1/4: two of them reach 1/2 exactly.
+    choice = choose_tokens(torch.zeros(1, 4), EDGES[1:], temperature=1.0, top_p=0.5)
+    assert choice.tokens.item() == 1
+
+
 def test_a_nan_among_the_logits_makes_the_logprob_nan() -> None:
     logits = torch.zeros(2, 5)
     logits[1, 3] = float("nan")

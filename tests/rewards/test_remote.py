@@ -72,6 +72,8 @@ def test_columns_can_be_chosen_and_episodes_are_not_sent():
             match=r"a column of \['answer', 'picture'\] or a prompt cannot be sent as J",
         ):
             scored(RemoteReward(server.url), batch)
+        with pytest.raises(RewardError, match="cannot be sent as JSON"):
+            scored(RemoteReward(server.url), make_reward_batch(["p"], ["x"], [[1]], [{"answer": float("nan")}]))
         with pytest.raises(RewardError, match="the dataset has no column 'hint' to send, only .*'answer'"):
             scored(RemoteReward(server.url, columns=["hint"]), batch)
         played = replace(BATCH.row(0), episodes=[SimpleNamespace(environment=object())])
