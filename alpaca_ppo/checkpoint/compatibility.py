@@ -4,7 +4,6 @@ Models and rewards are compared by what the run started from, through their `fin
 weights are compared where they are loaded (`serialization`).
 """
 
-import hashlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from alpaca_ppo.adapters import POLICY, REWARD, VALUE
 from alpaca_ppo.adapters.adapter_set import adapter_tensors
 from alpaca_ppo.adapters.checks import belongs_to
-from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_state, tensors_fingerprint
+from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_state, short_hash, tensors_fingerprint
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed.optimizer import StepCounts
@@ -196,10 +195,11 @@ def eval_identity(eval_prompts: Mapping[str, PromptDataset]) -> dict[str, Any] |
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
     """Hashes of vocabulary and chat template, and the special tokens by name."""
+    template = processing_class.chat_template
     return {
-        "vocabulary": _hash(sorted(processing_class.get_vocab().items())),
+        "vocabulary": short_hash(json.dumps(sorted(processing_class.get_vocab().items()))),
         "special_tokens": {name: str(token) for name, token in processing_class.special_tokens_map.items()},
-        "chat_template": processing_class.chat_template and _hash(processing_class.chat_template),
+        "chat_template": template and short_hash(json.dumps(template)),
     }
 
 
@@ -209,7 +209,3 @@ def architecture(config: PreTrainedConfig) -> dict[str, Any]:
     fields |= {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
     plain: dict[str, Any] = json.loads(json.dumps(fields, default=str))
     return plain
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]

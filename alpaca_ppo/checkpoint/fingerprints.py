@@ -121,9 +121,9 @@ def _definition(defined: Any) -> str:
     place = path.parent.name if path.stem in ("__init__", "__main__") else path.stem
     name = f"{place}.{defined.__qualname__}"
     if defined.__name__ == "<lambda>":
-        return f"{name} (code {_hash(_code(defined.__code__))})"
+        return f"{name} (code {short_hash(_code(defined.__code__))})"
     try:
-        return f"{name} (source {_hash(textwrap.dedent(inspect.getsource(defined)))})"
+        return f"{name} (source {short_hash(textwrap.dedent(inspect.getsource(defined)))})"
     except (OSError, TypeError):
         # Built in, or typed into an interpreter.
         return name
@@ -140,7 +140,7 @@ def _code(code: CodeType) -> str:
 
 def _named(values: Mapping[str, Any], inside: tuple[int, ...]) -> str:
     text = ", ".join(f"{name}={_value(value, inside)}" for name, value in sorted(values.items()))
-    return text if len(text) <= _MAX_READABLE else _hash(text)
+    return text if len(text) <= _MAX_READABLE else short_hash(text)
 
 
 def _value(value: Any, inside: tuple[int, ...]) -> str:
@@ -150,9 +150,9 @@ def _value(value: Any, inside: tuple[int, ...]) -> str:
     if value is None or isinstance(value, bool | int | float | complex | Enum):
         return repr(value)
     if isinstance(value, str | bytes | Path):
-        return _hash(repr(value))
+        return short_hash(repr(value))
     if isinstance(value, np.ndarray | np.generic):
-        return _hash(pickle.dumps(value, protocol=4))
+        return short_hash(pickle.dumps(value, protocol=4))
     if isinstance(value, Tensor) and value.layout is torch.strided:
         return tensors_fingerprint({"": value})
     if isinstance(value, nn.Module):
@@ -170,6 +170,7 @@ def _value(value: Any, inside: tuple[int, ...]) -> str:
     return callable_identity(value, inside) if callable(value) else _object(value, inside)
 
 
-def _hash(content: str | bytes) -> str:
+def short_hash(content: str | bytes) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of `content`."""
     encoded = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
     return hashlib.sha256(encoded).hexdigest()[:16]

@@ -142,19 +142,17 @@ def gather_rows(
         ValueError: when no rank has rows, or a tensor is (B,) on one rank and (B, R) on another.
     """
     given = gather_list(None if rows is None else {key: value.cpu() for key, value in rows.items()}, accelerator)
-    parts = [part for part in given if part is not None]
-    if len(parts) < len(given):
+    if any(part is None for part in given):
         return None
-    world = len(parts)
-    places = []
-    for rank, part in enumerate(parts):
-        local = torch.arange(next(iter(part.values())).size(0) if part else 0)
-        prompt, sample = local // samples_per_prompt, local % samples_per_prompt
-        places.append((prompt * world + rank) * samples_per_prompt + sample)
-    order = torch.cat(places).argsort()
-    nonempty = [part for part in parts if part]
-    if not nonempty:
+    parts = {rank: part for rank, part in enumerate(given) if part}
+    if not parts:
         raise ValueError("prompt_batches is empty on every process; a rollout needs at least one prompt")
+    places = []
+    for rank, part in parts.items():
+        local = torch.arange(len(next(iter(part.values()))))
+        prompt, sample = local // samples_per_prompt, local % samples_per_prompt
+        places.append((prompt * len(given) + rank) * samples_per_prompt + sample)
+    order, nonempty = torch.cat(places).argsort(), list(parts.values())
     for key, first in nonempty[0].items():
         if any(part[key].shape[1:] != first.shape[1:] for part in nonempty):
             shapes = ", ".join(str(tuple(part[key].shape)) for part in nonempty)
