@@ -23,7 +23,7 @@ BUDGET = {
     "functional": 1317,
     "distributed": 987,
     "rewards": 945,
-    "checkpoint": 891,
+    "checkpoint": 892,
     "tracking": 806,
     "environments": 878,
     "root": 704,
