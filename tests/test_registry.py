@@ -55,11 +55,6 @@ def test_an_unknown_name_is_refused_with_the_choices(colours, ask):
         ask(colours)
 
 
-def test_an_error_names_the_option_that_holds_the_name(colours):
-    with pytest.raises(ValueError, match="^background is 'pink'; choose one of red, blue"):
-        colours.check("pink", field="background")
-
-
 @pytest.mark.parametrize("name", ["", "dark red", "red,blue", "a:b", " red"])
 def test_a_name_that_yaml_or_a_command_line_would_split_is_refused(colours, name):
     with pytest.raises(ValueError, match=f"colour cannot be named '{name}'; use a word without spaces"):
@@ -98,12 +93,6 @@ def test_what_cannot_be_called_is_refused(colours):
     assert "pink" not in colours.names
 
 
-def test_an_object_without_a_name_of_its_own_may_be_registered_again(colours):
-    pink = partial(str, "#fcc")
-    assert colours.register("pink")(pink) is colours.register("pink", warm=True)(pink) is colours.get("pink")
-    assert colours.trait("pink", "warm")
-
-
 def test_a_reloaded_module_replaces_what_it_registered(colours, tmp_path, monkeypatch):
     path = tmp_path / "reloaded_colours.py"
     path.write_text("def pink(): return 1\n")
@@ -137,20 +126,6 @@ def test_the_same_code_may_be_registered_again(colours, tmp_path, monkeypatch):
         for target in (module.pink, module.Rose):
             assert colours.register(target.__name__)(target) is target
             assert colours.get(target.__name__) is target
-
-
-def test_code_of_the_same_name_in_another_file_is_other_code(colours, tmp_path, monkeypatch):
-    for name in ("first", "second"):
-        path = tmp_path / f"{name}.py"
-        path.write_text("class Rose: pass\n")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        if name == "first":
-            colours.register("rose")(module.Rose)
-    with pytest.raises(ValueError, match="colour 'rose' exists already"):
-        colours.register("rose")(module.Rose)
 
 
 def test_what_the_configuration_knows_of_the_built_in_names():

@@ -117,10 +117,7 @@ PACKED = [name for name in _CONFIGS | _MIXTURES | _FURTHER if name not in PADDED
 # Architectures that a run refuses in some settings or in all.
 _AWKWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", _LLAMA_LIKE),
-    "rwkv": (
-        "rwkv",
-        {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    ),
+    "rwkv": ("rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}),
     # Without a soft cap on the logits, which the policy does not reproduce.
     "recurrent_gemma": (
         "recurrent_gemma",

@@ -22,8 +22,3 @@ def test_a_pad_id_inside_a_prompt_counts_as_a_token():
     batch = collate_prompts([item(EOS, 5, EOS)], [0], pad_token_id=EOS, query_len=5)
     assert_close(batch["queries"], torch.tensor([[EOS, EOS, EOS, 5, EOS]]))
     assert_close(batch["query_attn_masks"], torch.tensor([[0, 0, 1, 1, 1]]))
-
-
-def test_a_batch_without_prompts_has_zero_rows():
-    batch = collate_prompts([], [], pad_token_id=0, query_len=3)
-    assert batch["queries"].shape == (0, 3) and batch["prompt_ids"].dtype == torch.int64 and batch["rows"] == []

@@ -41,12 +41,6 @@ def test_a_slice_of_a_split_can_be_loaded(tmp_path):
     assert load_prompt_dataset(name, split="train[:1]+train[9:]").to_list() == [ROWS[0], ROWS[9]]
 
 
-def test_a_single_file_has_only_a_train_split(tmp_path):
-    name = write(tmp_path / "prompts.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"no split 'test'; use one of \['train'\]"):
-        load_prompt_dataset(name, split="test")
-
-
 def test_saved_datasets_and_folders_of_files_are_loaded_by_split(tmp_path):
     both = DatasetDict({"train": Dataset.from_list(ROWS[:8]), "test": Dataset.from_list(ROWS[8:])})
     both.save_to_disk(tmp_path / "saved")

@@ -4,9 +4,8 @@ import pytest
 from datasets import Dataset
 
 from alpaca_ppo.data import prepare_prompts
-from alpaca_ppo.generation import resolve_turn_end
 from tests.data.test_prompts import ASSISTANT, ONE, THREE, TWO, USER, WORDS, prepare
-from tests.data.tokenizers import chat_tokenizer, framing_tokenizer, turn_tokenizer
+from tests.data.tokenizers import chat_tokenizer, framing_tokenizer
 from tests.tiny_models import BOS, EOS
 
 THINKING = "{% if add_generation_prompt and not enable_thinking | default(true) %} three {% endif %}"
@@ -22,22 +21,6 @@ def test_the_chat_template_gets_its_arguments():
     # As Qwen3's template writes an empty section of thoughts.
     assert without[0]["input_ids"] == [BOS, USER, ONE, TWO, EOS, BOS, ASSISTANT, THREE]
     assert without.fingerprint != default.fingerprint
-
-
-def test_an_argument_that_the_template_refuses_is_reported_with_its_row():
-    tokenizer = chat_tokenizer(WORDS)
-    tokenizer.chat_template = "{{ raise_exception('no such style') if style == 'x' }}" + tokenizer.chat_template
-    with pytest.raises(ValueError, match="the chat template refuses the messages in row 0, .*no such style"):
-        prepare([CHAT], tokenizer, chat_template_kwargs={"style": "x"})
-
-
-def test_the_end_of_a_turn_is_that_of_the_template_with_its_arguments():
-    template = (
-        "{% for m in messages %}{{ m.role }} {{ m.content }} "
-        "{% if brief | default(false) %}<|brief|>{% else %}<|end|>{% endif %}{% endfor %}"
-    )
-    tokenizer = turn_tokenizer(template, special=["<|end|>", "<|brief|>"])
-    assert (resolve_turn_end(tokenizer), resolve_turn_end(tokenizer, {"brief": True})) == (4, 5)
 
 
 def test_a_long_text_loses_its_beginning_but_not_its_bos():

@@ -23,11 +23,6 @@ def test_the_row_of_a_text_prompt_has_every_column():
     assert prompts[0] == {"input_ids": [ONE, TWO], "row": {"prompt": "one two", "answer": "three", "id": 7}}
 
 
-def test_the_prompt_may_be_in_another_column_which_stays_in_the_row():
-    prompts = prepare([{"question": "two", "answer": "three"}], prompt_column="question")
-    assert prompts[0] == {"input_ids": [TWO], "row": {"question": "two", "answer": "three", "prompt": "two"}}
-
-
 def test_a_template_renders_the_prompt_that_rewards_see():
     prompts = prepare([{"question": "two", "prompt": "old"}], prompt_template="one {question} three")
     assert prompts[0] == {"input_ids": [ONE, TWO, THREE], "row": {"question": "two", "prompt": "one two three"}}
@@ -48,10 +43,6 @@ def test_overlong_prompts_are_dropped_and_counted_and_the_rest_keep_their_order(
     assert [(item["input_ids"], item["row"]["prompt"]) for item in prompts] == [([ONE], "one"), ([TWO], "two")]
 
 
-def test_a_prompt_of_exactly_query_len_stays():
-    assert prepare([{"prompt": "one two"}], query_len=2, overlong="error").num_dropped == 0
-
-
 def test_row_numbers_continue_across_chunks():
     rows = [{"prompt": "one", "id": i} for i in range(2100)]
     rows[3]["prompt"] = rows[1500]["prompt"] = "one two three"
@@ -64,15 +55,6 @@ def test_row_numbers_continue_across_chunks():
 
 def bytes_of(item):
     return byte_tokenizer().decode(item["input_ids"]).encode()
-
-
-@pytest.mark.parametrize(
-    "text", ["Où est l’école ? 💡", "日本語のテキスト", "x\u0301 ≠ x́\n\ttab", "£5 · €7½", "👩‍👩‍👧"]
-)
-def test_unicode_survives(text):
-    prompts = prepare([{"prompt": text}], byte_tokenizer(), query_len=99)
-    assert len(prompts[0]["input_ids"]) == len(text.encode())
-    assert bytes_of(prompts[0]) == text.encode() and prompts[0]["row"]["prompt"] == text
 
 
 @pytest.mark.parametrize(
@@ -128,15 +110,10 @@ def test_a_prompt_without_tokens_is_refused_with_its_row():
         prepare([{"prompt": "one"}, {"prompt": "~"}], tokenizer)
 
 
-@pytest.mark.parametrize("prompt", [None, []])
+@pytest.mark.parametrize("prompt", [None, [], 5])
 def test_a_missing_prompt_is_refused_with_its_row(prompt):
-    with pytest.raises(ValueError, match=r"prompt in row 0 is (None|\[\]); it must be text, or a list of messages"):
+    with pytest.raises(ValueError, match=r"prompt in row 0 is (None|\[\]|5); it must be text, or a list of messages"):
         prepare([{"prompt": prompt}])
-
-
-def test_a_number_is_refused_as_a_prompt():
-    with pytest.raises(ValueError, match="prompt in row 0 is 5"):
-        prepare([{"prompt": 5}])
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "one"}, {"role": "user", "content": 3}, "one"])
@@ -159,11 +136,6 @@ def test_a_missing_prompt_column_is_refused_with_the_columns_found():
 def test_none_in_a_template_column_is_refused_with_row_and_column():
     with pytest.raises(ValueError, match="row 1: column 'question' is None"):
         prepare([{"question": "one"}, {"question": None}], prompt_template="{question}")
-
-
-def test_an_overlong_prompt_is_an_error_if_requested():
-    with pytest.raises(ValueError, match=r"row 1 has 3 tokens, more than query_len \(2\); raise query_len, or set"):
-        prepare([{"prompt": "one"}, {"prompt": "one two three"}], query_len=2, overlong="error")
 
 
 def test_a_dataset_with_only_overlong_prompts_is_refused():

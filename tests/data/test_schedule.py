@@ -23,15 +23,6 @@ def test_a_number_of_episodes_may_end_within_an_epoch():
     assert schedule.epoch_at(5) == 1.7
 
 
-def test_fewer_episodes_than_a_step_make_one_short_step():
-    schedule = PromptSchedule(10, 8, seed=0, total_episodes=3)
-    assert (
-        [schedule.num_prompts_at(step) for step in range(schedule.num_steps)]
-        == [3]
-        == [len(schedule.prompts_of(0).indices)]
-    )
-
-
 def test_a_step_after_extra_prompts_begins_later_in_the_sequence_of_all_epochs():
     schedule = PromptSchedule(10, 4, seed=0, total_epochs=2)
     first, second = schedule.prompts_of(0).indices, schedule.prompts_of(1).indices + schedule.prompts_of(2).indices

@@ -23,20 +23,11 @@ def test_alpaca_template_omits_the_input_section_without_an_input(row):
     )
 
 
-def test_alpaca_template_needs_no_input_column():
-    assert "### Input" not in resolve_template("alpaca", ["instruction"]).render({"instruction": "Sing."})
-
-
 def test_format_string_takes_any_columns_and_keeps_doubled_braces():
     template = resolve_template("{{json}} {question} ({level}) {question}", ["question", "level", "answer"])
     assert template.columns == ("question", "level")
     # Braces in a value are plain text.
     assert template.render({"question": "{x}²?", "level": 3}) == "{json} {x}²? (3) {x}²?"
-
-
-def test_none_in_a_column_is_an_error():
-    with pytest.raises(ValueError, match="'question' is None"):
-        resolve_template("Q: {question}", ["question"]).render({"question": None})
 
 
 @pytest.mark.parametrize(

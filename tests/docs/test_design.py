@@ -4,8 +4,6 @@ that exist; and the README is short.
 
 import re
 
-import pytest
-
 from tests.docs.markdown import ROOT, blocks, table_rows
 from tests.test_layout import TIERS
 
@@ -58,14 +56,3 @@ def test_the_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 120
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
-
-
-def test_a_tree_is_read_by_its_indentation():
-    tree = "a/   notes\n  b.py  is b\n  c/\n    d.py  is d\n  e.py\n"
-    assert files_of_tree(tree) == ["a/b.py", "a/c/d.py", "a/e.py"]
-
-
-@pytest.mark.parametrize("first", ["what", "claim"])
-def test_tables_are_found_by_their_first_column(first):
-    text = "| what | n |\n|---|---|\n| x | 1 |\n\n| claim | n |\n|---|---|\n| y | 2 |\n| z | 3 |\n"
-    assert [row["n"] for row in table_rows(text, first)] == {"what": ["1"], "claim": ["2", "3"]}[first]

@@ -89,8 +89,3 @@ def test_a_name_that_does_not_exist_is_found(span, words):
 @pytest.mark.parametrize("span", ["kl_coef: 0.1", "objective/scores/my_reward", "_shape_reward", "ppo/policy/*", "b_1"])
 def test_names_that_exist_are_left_alone(span):
     assert unknown_names(f"`{span}`", "page.md", {"_shape_reward", "b_1"}, set(documented_metrics())) == []
-
-
-def test_another_projects_names_are_left_out():
-    table = "| TRL | alpaca_ppo |\n|---|---|\n| `no_such_name` | `kl_coef` |\n\n`other_name`"
-    assert [span for _, span in code_spans(without_foreign_tables(table))] == ["kl_coef", "other_name"]

@@ -2,11 +2,7 @@
 
 from examples import gpu_smoke
 
-NEEDS_A_GPU = {
-    "two processes over NCCL = one",
-    "ZeRO 2 = one process",
-    "ZeRO 3 = one process",
-}
+NEEDS_A_GPU = {"two processes over NCCL = one", "ZeRO 2 = one process", "ZeRO 3 = one process"}
 
 
 def verdicts(printed):

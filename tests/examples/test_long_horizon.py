@@ -97,10 +97,7 @@ def test_a_row_gets_the_critic_and_the_data_that_it_names(tmp_path, monkeypatch)
     monkeypatch.setattr(pipeline.AutoConfig, "from_pretrained", lambda _: SimpleNamespace(n_positions=9))
     monkeypatch.setattr(pipeline.subprocess, "run", lambda command, **_: commands.append(command))
     experiment = Experiment(HorizonArguments(root=str(tmp_path)))
-    runs = [
-        experiment.run("small critic", seed=1),
-        experiment.run("GRPO, pass or fail, uneven prompts", seed=1),
-    ]
+    runs = [experiment.run("small critic", seed=1), experiment.run("GRPO, pass or fail, uneven prompts", seed=1)]
     assert stages[runs[0].name][1] == ["data", "pretrained", "small_critic"]
     assert stages[runs[1].name][1] == ["uneven_data", "pretrained"]
     assert stages["small_critic"][1] == ["data", "small_base"]

@@ -288,7 +288,7 @@ def test_training_does_not_start_from_an_adapter(train, flags, model_folder, tmp
         (
             ["--lora_target_modules", "nosuch"],
             r"--lora_target_modules\) is \['nosuch'\], which PEFT cannot adapt on Llama",
-        ),
+        )
     ],
 )
 def test_a_reward_adapter_on_layers_that_are_not_there_is_refused(flags, message, model_folder, tmp_path):

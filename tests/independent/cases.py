@@ -115,20 +115,11 @@ CASES: dict[str, Case] = {
     "scalar, shared with an adapter": case(critic_layout="shared", lora=True, loss_agg_mode="seq-mean-token-sum-norm"),
     "scalar, two responses to a prompt": case(rollout_batch_size=3, num_return_sequences=2, holes=True, lam=0.5),
     "quantile, adapter": case(
-        critic="quantile",
-        num_atoms=4,
-        critic_layout="adapter",
-        lora=True,
-        critic_pretraining_steps=1,
-        lam=0.5,
+        critic="quantile", num_atoms=4, critic_layout="adapter", lora=True, critic_pretraining_steps=1, lam=0.5
     ),
     "c51": case(critic="c51", num_atoms=7, value_support=[-4.0, 4.0]),
     "c51, narrow support": case(
-        critic="c51",
-        num_atoms=5,
-        value_support=[-0.5, 1.0],
-        critic_layout="shared",
-        loss_agg_mode="seq-mean-token-sum",
+        critic="c51", num_atoms=5, value_support=[-0.5, 1.0], critic_layout="shared", loss_agg_mode="seq-mean-token-sum"
     ),
     "c51, tail": case(
         critic="c51",
@@ -160,12 +151,7 @@ CASES: dict[str, Case] = {
     ),
     "quantile": case(critic="quantile", num_atoms=4, gamma=0.95, family="gpt2"),
     "quantile, upper tail": case(
-        critic="quantile",
-        num_atoms=5,
-        risk_level="upper:0.1",
-        lam=0.5,
-        learning_rate=0.05,
-        ppo_epochs=3,
+        critic="quantile", num_atoms=5, risk_level="upper:0.1", lam=0.5, learning_rate=0.05, ppo_epochs=3
     ),
     "quantile, tail inside one quantile": case(
         critic="quantile", num_atoms=5, risk_level="0.1", lam=0.5, critic_layout="shared", holes=True
@@ -189,13 +175,7 @@ CASES: dict[str, Case] = {
         critic_layout="shared",
         sources=("tokens",),
     ),
-    "iqn, upper tail": case(
-        critic="iqn",
-        num_atoms=3,
-        risk_level="upper:0.5",
-        lam=0.5,
-        ppo_epochs=3,
-    ),
+    "iqn, upper tail": case(critic="iqn", num_atoms=3, risk_level="upper:0.5", lam=0.5, ppo_epochs=3),
     "iqn, adapter, warm-up": case(
         critic="iqn",
         num_atoms=3,
@@ -204,13 +184,7 @@ CASES: dict[str, Case] = {
         critic_pretraining_steps=1,
         lr_scheduler_type="linear",
     ),
-    "scalar, steps of its own": case(
-        family="qwen2",
-        lam=0.5,
-        critic_epochs=3,
-        critic_step_batch_size=5,
-        holes=True,
-    ),
+    "scalar, steps of its own": case(family="qwen2", lam=0.5, critic_epochs=3, critic_step_batch_size=5, holes=True),
     "quantile, adapter, recomputed": case(
         critic_layout="adapter",
         family="qwen2",
@@ -294,11 +268,7 @@ CASES: dict[str, Case] = {
     "cispo": case(policy_loss="cispo", cliprange=0.05, cliprange_high=0.2, ppo_epochs=3, holes=True),
     "cispo, corrected": case(policy_loss="cispo", loss_agg_mode="seq-mean-token-sum", **CORRECTED),
     "sapo": case(
-        policy_loss="sapo",
-        loss_agg_mode="seq-mean-token-mean",
-        adv_estimator="grpo",
-        **TRIPLES,
-        ppo_epochs=3,
+        policy_loss="sapo", loss_agg_mode="seq-mean-token-mean", adv_estimator="grpo", **TRIPLES, ppo_epochs=3
     ),
     "gmpo": case(
         policy_loss="gmpo",
@@ -310,12 +280,7 @@ CASES: dict[str, Case] = {
     ),
     "dppo": case(policy_loss="dppo", cliprange=0.01, cliprange_high=0.02, clip_ratio_c=1.1, ppo_epochs=3),
     "dppo, kl": case(
-        policy_loss="dppo_kl",
-        cliprange=0.0005,
-        cliprange_high=0.001,
-        ppo_epochs=3,
-        adv_estimator="rloo",
-        **PAIRS,
+        policy_loss="dppo_kl", cliprange=0.0005, cliprange_high=0.001, ppo_epochs=3, adv_estimator="rloo", **PAIRS
     ),
     "successes": case(positive_nll_coef=0.3, sources=("even", "short"), penalty_reward_value=1.0, **CORRECTED),
     "successes above a threshold": case(
@@ -452,19 +417,9 @@ CASES: dict[str, Case] = {
     "clipped gradients, adapter": case(
         critic_layout="adapter", lora=True, critic="quantile", max_grad_norm=1e6, critic_max_grad_norm=0.1, holes=True
     ),
-    "AdamW's settings": case(
-        adam_beta1=0.5,
-        adam_beta2=0.9,
-        adam_epsilon=0.02,
-        weight_decay=0.2,
-        family="gpt2",
-    ),
+    "AdamW's settings": case(adam_beta1=0.5, adam_beta2=0.9, adam_epsilon=0.02, weight_decay=0.2, family="gpt2"),
     "AdamW's epsilon, shared": case(
-        critic_layout="shared",
-        critic="iqn",
-        adam_epsilon=0.5,
-        weight_decay=0.3,
-        lr_scheduler_type="cosine",
+        critic_layout="shared", critic="iqn", adam_epsilon=0.5, weight_decay=0.3, lr_scheduler_type="cosine"
     ),
     "capped logits": case(family="gemma3", critic_layout="shared", temperature=0.8, entropy_coef=0.1, **WITH_KL_LOSS),
     "capped logits, adapter": case(family="gemma3", critic_layout="adapter", lora=True, whiten_rewards=True),

@@ -143,30 +143,6 @@ def test_padding_and_the_sizes_of_batches_change_neither_rollouts_nor_update(dat
     assert_same_update(lab.update(other, mode=mode, max_tokens=max_tokens), lab.update(expected, mode=mode))
 
 
-@examples(8, shrink=False)
-@given(data=st.data(), name=st.sampled_from(list(SETTINGS)), prompts=prompts)
-def test_other_prompts_in_the_batch_do_not_change_a_prompts_response(data, name, prompts, laboratories):
-    lab = laboratories[name]
-    kept = dict(data.draw(st.lists(st.sampled_from(sorted(prompts.items())), min_size=1, unique_by=lambda p: p[0])))
-    whole, part = lab.rollouts(prompts), lab.rollouts(kept)
-    n = lab.trainer.args.num_return_sequences
-    index = torch.tensor([list(prompts).index(i) * n + sample for i in kept for sample in range(n)])
-    for key in ("responses", "response_mask", "stopped", "scores"):
-        assert torch.equal(whole[key][index], part[key]), key
-    for key in ("rollout_logprobs", "logprobs", "ref_logprobs"):
-        assert_same("rollouts", {key: whole[key][index]}, {key: part[key]})
-
-
-@examples(10, shrink=False)
-@given(data=st.data(), name=st.sampled_from(list(SETTINGS)), prompts=prompts)
-def test_rollouts_beside_themselves_give_the_same_update(data, name, prompts, laboratories):
-    lab = laboratories[name]
-    rollouts, mode = lab.rollouts(prompts), some_mode(data, lab)
-    twice = {key: torch.cat([value, value]) for key, value in rollouts.items()}
-    max_tokens = data.draw(st.integers(9, 100))
-    assert_same_update(lab.update(twice, mode=mode, max_tokens=max_tokens), lab.update(rollouts, mode=mode))
-
-
 @examples(14, shrink=False)
 @given(data=st.data(), name=st.sampled_from(list(SETTINGS)), prompts=prompts)
 def test_what_stands_outside_the_mask_reaches_no_update(data, name, prompts, laboratories):

@@ -316,10 +316,7 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
             {"policy_loss": "cispo", "cliprange_high": 4.0, "cliprange": 0.99},
         ),
         ({"loss_type": "sapo", "sapo_temperature_neg": 1.05}, {"policy_loss": "sapo"}),
-        (
-            {"importance_sampling_level": "sequence"},
-            {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
-        ),
+        ({"importance_sampling_level": "sequence"}, {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"}),
         ({"multi_objective_aggregation": "normalize_then_sum"}, {"adv_estimator": "gdpo"}),
         ({"scale_rewards": "batch"}, {"adv_estimator": "reinforce_plus_plus_baseline"}),
         ({"num_train_epochs": 1.5, "save_strategy": "no"}, {"total_epochs": 2, "save_steps": 0}),
