@@ -60,9 +60,9 @@ def check_combinations(config: Any) -> None:
     """
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
     check_keywords("model_init_kwargs", config.model_init_kwargs)
-    _check_sizes(config)
     _check_estimator_and_loss(config)
     _check_models(config)
+    _check_sizes(config)
     _check_measured(config)
 
 
