@@ -22,20 +22,7 @@ from alpaca_ppo.adapters.files import (
 from alpaca_ppo.adapters.merging import merged_weights
 
 __all__ = [
-    "POLICY",
-    "REFERENCE",
-    "REWARD",
-    "VALUE",
-    "AdapterSet",
-    "from_peft_model",
-    "add_policy_adapter",
-    "check_adapter_shapes",
-    "check_whole_model",
-    "is_adapter",
-    "load_adapters",
-    "merged_weights",
-    "inject_adapter",
-    "read_policy_adapter",
-    "read_reward_adapter",
-    "read_value_adapter",
-]
+    "POLICY", "REFERENCE", "REWARD", "VALUE", "AdapterSet", "from_peft_model", "add_policy_adapter",
+    "check_adapter_shapes", "check_whole_model", "is_adapter", "load_adapters", "merged_weights", "inject_adapter",
+    "read_policy_adapter", "read_reward_adapter", "read_value_adapter",
+]  # fmt: skip

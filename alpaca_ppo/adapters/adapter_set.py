@@ -12,6 +12,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,7 +21,6 @@ from alpaca_ppo.adapters.checks import (
     belongs_to,
     check_active_adapter,
     check_head,
-    check_no_adapters,
     free_names,
     inject_adapter,
     mark_as_owned,
@@ -192,7 +192,12 @@ def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
             output head, or that names layers which do not exist; for a model that already has adapters.
     """
     config = lora_config(config)
-    check_no_adapters(model)
+    if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
+        # PEFT would silently initialize them again; it keeps its table of them on the base model as well.
+        raise ValueError(
+            f"{type(model).__name__} already has adapters {sorted(vars(model).get('peft_config', ()))} in its layers; "
+            "pass their PeftModel without peft_config to train them further, or remove them (base = peft.unload())"
+        )
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     adapters = AdapterSet(inject_adapter(PeftModel, model, config))
     try:
@@ -233,9 +238,7 @@ def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_train
     lora_config(peft.peft_config[POLICY], field)
     # PEFT only warns of these, and starts them at random.
     if missing := sorted(set(get_peft_model_state_dict(peft, adapter_name=POLICY)) - set(weight_shapes(field, folder))):
-        raise ValueError(
-            f"{field} lacks weights that its adapter_config.json asks for: {', '.join(missing[:3])}; save it again"
-        )
+        raise ValueError(f"{field} lacks weights of its adapter_config.json: {', '.join(missing[:3])}; save it again")
     return peft
 
 

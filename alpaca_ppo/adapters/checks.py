@@ -90,26 +90,10 @@ def free_names(names: Iterable[str], peft: PeftModel) -> None:
     for name in there:
         if owned.get(name) is not peft.peft_config[name]:
             raise ValueError(
-                f"the model already has an adapter named {name!r}, which is reserved for the run; delete it "
-                f"(model.delete_adapter({name!r})), or load it under another name"
+                f"the model already has an adapter named {name!r}, which the run needs; call delete_adapter({name!r})"
             )
     for name in there:
         peft.delete_adapter(name)
-
-
-def check_no_adapters(model: PreTrainedModel) -> None:
-    """Checks that no layer of `model` has an adapter, which PEFT would silently initialize again.
-
-    Raises:
-        ValueError: naming the adapters.
-    """
-    if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
-        # PEFT keeps its table of adapters on the base model as well.
-        names = sorted(vars(model).get("peft_config", ()))
-        raise ValueError(
-            f"{type(model).__name__} already has adapters {names} in its layers; pass their PeftModel without "
-            "peft_config to train them further, or remove them (base = peft.unload())"
-        )
 
 
 def check_active_adapter(name: str, peft: PeftModel) -> None:
@@ -119,13 +103,11 @@ def check_active_adapter(name: str, peft: PeftModel) -> None:
         ValueError: with the PEFT call that makes it so.
     """
     layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
-    if any(layer.disable_adapters for layer in layers):
-        raise ValueError("the model's adapters are switched off: call model.base_model.enable_adapter_layers() first")
-    active = sorted({other for layer in layers for other in layer.active_adapters})
-    if active != [name]:
+    active = sorted({other for layer in layers if not layer.disable_adapters for other in layer.active_adapters})
+    if active != [name] or any(layer.disable_adapters for layer in layers):
         raise ValueError(
             f"the model's adapter {name!r} must be the only active one, but the active ones are {active}: call "
-            f"model.set_adapter({name!r}) first"
+            f"model.base_model.enable_adapter_layers() and model.set_adapter({name!r}) first"
         )
     if not any(parameter.requires_grad for key, parameter in peft.named_parameters() if belongs_to(name, key)):
         raise ValueError("the model's adapter is frozen; load it with is_trainable=True")

@@ -64,10 +64,7 @@ def check_whole_model(field: str, name: str) -> None:
         ValueError: when it is an adapter.
     """
     if is_adapter(name):
-        raise ValueError(
-            f"{field} {name!r} is an adapter, which this script cannot start from; merge it into its base first "
-            "(merge_and_unload) and use that folder"
-        )
+        raise ValueError(f"{field} {name!r} is an adapter; merge it into its base first (merge_and_unload)")
 
 
 def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
@@ -78,10 +75,7 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     """
     # AdaLoRA's configuration is a subclass of LoraConfig.
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
-        raise ValueError(
-            f"{field} is a {type(config).__name__}, but only LoRA (with DoRA and rsLoRA) can share the base with other "
-            "adapters; use a peft.LoraConfig"
-        )
+        raise ValueError(f"{field} is a {type(config).__name__}; use a peft.LoraConfig (LoRA, DoRA or rsLoRA)")
     if config.init_lora_weights not in (True, "gaussian"):
         raise ValueError(
             f"{field} has init_lora_weights {config.init_lora_weights!r}, with which training would not start from "
@@ -128,9 +122,7 @@ def adapter_base(field: str, config: PeftConfig) -> str:
     """
     base = config.base_model_name_or_path
     if not base:
-        raise ValueError(
-            f"{field} is an adapter that does not name its base; write it into base_model_name_or_path of its {CONFIG}"
-        )
+        raise ValueError(f"{field} is an adapter without its base; write base_model_name_or_path into its {CONFIG}")
     return base
 
 
@@ -159,15 +151,11 @@ def read_reward_adapter(name: str) -> LoraConfig:
             or no safetensors file.
     """
     if not is_adapter(name):
-        raise ValueError(
-            f"reward_adapter is {name!r}, which is not an adapter's folder or hub id; pass a whole reward model in "
-            "reward_funcs"
-        )
+        raise ValueError(f"reward_adapter is {name!r}, no adapter; pass a whole reward model in reward_funcs")
     config = lora_config(read_adapter(f"reward_adapter {name}", name), f"reward_adapter {name}")
     if layers := sorted(set(config.modules_to_save or ()) - _HEADS):
         raise ValueError(
-            f"reward_adapter {name} has modules_to_save {layers} beside its score head, which would replace layers "
-            "of the shared base; train it without them"
+            f"reward_adapter {name} has modules_to_save {layers} beside its score head; train without them"
         )
     heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
     if [(len(shape), *shape[:1]) for shape in heads.values()] != [(2, 1)]:

@@ -241,9 +241,7 @@ def _check_rate(name: str, rate: float | Tensor, *, rows: int) -> None:
             raise ValueError(f"{name} is {rate}; it must be in [0, 1]")
         return
     if rate.shape != (rows,):
-        raise ValueError(
-            f"{name} has shape {tuple(rate.shape)}; pass a float, or one value for each of the {rows} rows"
-        )
+        raise ValueError(f"{name} has shape {tuple(rate.shape)}; pass a float, or one value for each of {rows} rows")
     outside = ~((rate >= 0) & (rate <= 1))
     if bool(outside.any()):
         row = int(outside.nonzero()[0])

@@ -296,6 +296,5 @@ def _check_temperature(temperature: float) -> None:
 def _check_labels(name: str, inputs: Tensor, labels: Tensor) -> None:
     if inputs.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels has shape {tuple(labels.shape)} but {name} has {tuple(inputs.shape)}; "
-            f"labels must have the shape of {name} without its last dimension"
+            f"labels has shape {tuple(labels.shape)} but {name} has {tuple(inputs.shape)}; drop the last dimension"
         )

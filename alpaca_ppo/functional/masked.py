@@ -47,8 +47,7 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     """
     if values.shape != mask.shape:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)} but values has {tuple(values.shape)}; "
-            "pass a mask with one entry for each value"
+            f"mask has shape {tuple(mask.shape)} but values has {tuple(values.shape)}; pass a mask of that shape"
         )
     values = at_least_float32(values)
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
@@ -62,8 +61,7 @@ def check_one_per_row(name: str, values: Tensor, response_mask: Tensor) -> None:
     """
     if response_mask.dim() != 2 or values.shape != response_mask.shape[:1]:
         raise ValueError(
-            f"{name} has shape {tuple(values.shape)} but response_mask has {tuple(response_mask.shape)}; "
-            "pass a mask (B, R) and one entry for each of its rows"
+            f"{name} has shape {tuple(values.shape)}, response_mask {tuple(response_mask.shape)}; pass (B,) and (B, R)"
         )
 
 

@@ -5,7 +5,7 @@ Which rows go together into a batch is decided elsewhere (`ppo.minibatches`), an
 sequence in `models.packed_attention`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,10 +81,8 @@ def pack_rows(
         queries, query_attn_masks, response_mask = queries.cpu(), query_attn_masks.cpu(), response_mask.cpu()
     prompt_lengths = query_attn_masks.long().sum(dim=1)
     if bool((prompt_lengths == 0).any()):
-        raise ValueError(
-            f"query_attn_masks has no real token in row {int((prompt_lengths == 0).nonzero()[0])}; a prompt needs at "
-            f"least one token"
-        )
+        row = int((prompt_lengths == 0).nonzero()[0])
+        raise ValueError(f"query_attn_masks has no real token in row {row}; a prompt needs at least one token")
     both = torch.cat([queries, responses.to(queries.device)], dim=1)
     if padding_free:
         return _one_sequence(both, prompt_lengths, queries.size(1), response_mask, share_prompts, device)
@@ -116,7 +114,10 @@ def _one_sequence(
     prompts, lengths = prompt_lengths.tolist(), response_lengths(response_mask).tolist()
     # Rows of equal length become neighbours, so that their attention is one batch.
     order = sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -prompts[row] - lengths[row])
-    groups = _rows_of_prompts(both, prompts, prompt_columns, order) if share_prompts else [[row] for row in order]
+    groups: dict[Any, list[int]] = {}
+    for row in order:
+        tokens = both[row, prompt_columns - prompts[row] : prompt_columns]
+        groups.setdefault(tokens.numpy().tobytes() if share_prompts else row, []).append(row)
     spans: list[Span] = []
     # Of each span: its first token in the flattened `both`, and that token's position.
     origins: list[tuple[int, int]] = []
@@ -132,7 +133,7 @@ def _one_sequence(
             end += length
         return span
 
-    for group in groups:
+    for group in groups.values():
         if len(group) == 1:
             row = group[0]
             whole = add(row, 0, prompts[row] + lengths[row] - 1)
@@ -155,15 +156,6 @@ def _one_sequence(
     # One upload.
     ids, position_ids, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
     return PackedRows(ids.unsqueeze(0), rows, states, actions, position_ids.unsqueeze(0), tuple(spans))
-
-
-def _rows_of_prompts(both: Tensor, prompts: list[int], prompt_columns: int, order: list[int]) -> list[list[int]]:
-    """The rows of `order`, those with the same prompt together."""
-    groups: dict[bytes, list[int]] = {}
-    for row in order:
-        prompt = both[row, prompt_columns - prompts[row] : prompt_columns].numpy()
-        groups.setdefault(prompt.tobytes(), []).append(row)
-    return list(groups.values())
 
 
 def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> Tensor:

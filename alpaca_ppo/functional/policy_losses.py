@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
-from alpaca_ppo.functional.masked import Loss, aggregate_loss, masked_mean, zero_outside
+from alpaca_ppo.functional.masked import Loss, aggregate_loss, check_one_per_row, masked_mean, zero_outside
 from alpaca_ppo.registry import POLICY_LOSSES, DppoDivergence, RolloutCorrectionLevel
 
 ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = get_args(RolloutCorrectionLevel)
@@ -411,11 +411,7 @@ def positive_nll_loss(
     Raises:
         ValueError: when the shapes do not fit.
     """
-    if positive.shape != response_mask.shape[:1]:
-        raise ValueError(
-            f"positive has shape {tuple(positive.shape)} but response_mask has {tuple(response_mask.shape)}; pass one "
-            "entry for each row"
-        )
+    check_one_per_row("positive", positive, response_mask)
     mask = response_mask & positive.unsqueeze(1)
     if denominator is not None:
         denominator = torch.as_tensor(denominator).clamp_min(1)
@@ -494,31 +490,24 @@ def _aggregated(
     denominator: Tensor | float | None,
 ) -> Loss:
     """The loss and the stats of `policy_loss`."""
-    losses, ratio = tokens.losses, tokens.ratio
+    losses, log_ratio, ratio = tokens.losses, tokens.log_ratio.detach(), tokens.ratio.detach()
     if weights is not None:
         losses = losses * zero_outside(weights, response_mask).detach()
     lower = torch.zeros_like(response_mask) if tokens.bounded is None else tokens.bounded
+    # The appended infinity keeps the reductions defined for a batch without rows.
+    infinity, anywhere = ratio.new_full((1,), torch.inf), response_mask.any()
+    smallest = torch.cat([torch.where(response_mask, ratio, infinity).flatten(), infinity]).amin()
+    largest = torch.cat([torch.where(response_mask, ratio, -infinity).flatten(), -infinity]).amax()
     stats = {
         "clipfrac": masked_mean(tokens.clipped.to(ratio.dtype), response_mask),
         "clipfrac_lower": masked_mean(lower.to(ratio.dtype), response_mask),
-        **_ratio_stats(tokens.log_ratio.detach(), ratio.detach(), response_mask),
-    }
-    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
-
-
-def _ratio_stats(log_ratio: Tensor, ratio: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    anywhere = response_mask.any()
-    one, infinity = ratio.new_ones(()), ratio.new_full((1,), torch.inf)
-    # The appended infinity keeps the reductions defined for a batch without rows.
-    smallest = torch.cat([torch.where(response_mask, ratio, infinity).flatten(), infinity]).amin()
-    largest = torch.cat([torch.where(response_mask, ratio, -infinity).flatten(), -infinity]).amax()
-    return {
         "approx_kl_k1": masked_mean(-log_ratio, response_mask),
         "approx_kl_k3": masked_mean(torch.expm1(log_ratio) - log_ratio, response_mask),
         "ratio_mean": masked_mean(ratio, response_mask),
-        "ratio_min": torch.where(anywhere, smallest, one),
-        "ratio_max": torch.where(anywhere, largest, one),
+        "ratio_min": torch.where(anywhere, smallest, 1.0),
+        "ratio_max": torch.where(anywhere, largest, 1.0),
     }
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
 def _check_clip_ranges(cliprange_low: float, cliprange_high: float, clip_ratio_c: float | None) -> None:

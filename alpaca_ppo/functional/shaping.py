@@ -63,10 +63,7 @@ def shape_rewards(
     last = last_token_index(response_mask)
     empty = (last < 0).nonzero().flatten().tolist()
     if empty:
-        raise ValueError(
-            f"response_mask has no token in rows {empty} of {len(last)}, so there is no token to put their scores on; "
-            "every response needs at least one token, such as its stop token"
-        )
+        raise ValueError(f"response_mask has no token in rows {empty} of {len(last)}; a response has one at least")
     if scores.shape not in (last.shape, response_mask.shape):
         raise ValueError(
             f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)}, one score for each response, "

@@ -415,6 +415,6 @@ def _sample_slots(model: PreTrainedModel) -> str | None:
     return None
 
 
-_slots = Trial(_sample_slots, "past_key_values")
+_slots = Trial(_sample_slots)
 _served: WeakSet[PreTrainedModel] = WeakSet()
 """Models that have been found fit."""

@@ -15,33 +15,12 @@ from alpaca_ppo.models.critic_heads import (
 from alpaca_ppo.models.factory import build_actor_critic
 from alpaca_ppo.models.loading import load_causal_lm, load_sequence_classifier
 from alpaca_ppo.models.policy import Policy, disable_dropout
-from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference, frozen_copy, frozen_initial_policy
+from alpaca_ppo.models.reference import AdapterReference, CopiedReference, Reference
 from alpaca_ppo.models.saved_critic import is_critic_folder, load_critic, write_critic
 
 __all__ = [
-    "ActorCritic",
-    "ActorCriticOutputs",
-    "AdapterReference",
-    "C51Head",
-    "CopiedReference",
-    "Critic",
-    "CriticHead",
-    "HLGaussHead",
-    "HeadLinear",
-    "HeadOutputs",
-    "IQNHead",
-    "Policy",
-    "QuantileHead",
-    "Reference",
-    "ScalarHead",
-    "build_actor_critic",
-    "disable_dropout",
-    "frozen_copy",
-    "frozen_initial_policy",
-    "is_critic_folder",
-    "load_causal_lm",
-    "load_critic",
-    "load_sequence_classifier",
-    "register_critic_head",
-    "write_critic",
-]
+    "ActorCritic", "ActorCriticOutputs", "AdapterReference", "C51Head", "CopiedReference", "Critic", "CriticHead",
+    "HLGaussHead", "HeadLinear", "HeadOutputs", "IQNHead", "Policy", "QuantileHead", "Reference", "ScalarHead",
+    "build_actor_critic", "disable_dropout", "is_critic_folder", "load_causal_lm", "load_critic",
+    "load_sequence_classifier", "register_critic_head", "write_critic",
+]  # fmt: skip

@@ -3,8 +3,7 @@
 Critic heads are in `critic_heads`; the losses are in `ppo.losses`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -185,15 +184,10 @@ class ActorCritic(nn.Module):
         critic = {id(p) for p in self.critic_parameters()}
         return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
 
-    @contextmanager
-    def critic_active(self) -> Iterator[None]:
+    def critic_active(self) -> AbstractContextManager[None]:
         """Activates the critic's adapter on the base model; does nothing if the critic has no adapter."""
-        if self.critic is None or not self.critic.has_adapter:
-            yield
-            return
-        assert self.policy.adapters is not None
-        with self.policy.adapters.active(VALUE):
-            yield
+        adapters = self.policy.adapters if self.critic is not None and self.critic.has_adapter else None
+        return nullcontext() if adapters is None else adapters.active(VALUE)
 
     def _critic_states(self, packed: PackedRows) -> Tensor:
         assert self.critic is not None
@@ -204,8 +198,7 @@ class ActorCritic(nn.Module):
         recomputes = torch.is_grad_enabled() and model.training and model.is_gradient_checkpointing
         if recomputes and adapters.peft.active_adapter != VALUE:
             raise ValueError(
-                "gradient checkpointing would recompute the critic's activations with the policy's adapter; run the "
-                "critic's forward and backward pass inside critic_active()"
+                "gradient checkpointing would recompute with the policy's adapter; run both passes in critic_active()"
             )
         with self.critic_active():
             return self.policy.states(packed)

@@ -84,6 +84,8 @@ class CriticHead(nn.Module, ABC):
 
     @risk_level.setter
     def risk_level(self, level: str | float) -> None:
+        if level != "neutral" and not self.distributional:
+            raise ValueError(f"risk_level is {level!r}, but the {self.kind!r} critic has no distribution; leave it out")
         self._risk = RiskLevel.parse(str(level))
         self._risk_level = str(level)
 
@@ -267,6 +269,11 @@ class _CategoricalCritic(CriticHead):
     probability, because one that starts much lower would take too many updates to recover.
     """
 
+    atoms: Callable[..., Tensor]
+    """`c51_atoms` or `hl_gauss_centres`."""
+    cross_entropy: Callable[..., Loss]
+    """`c51_loss` or `hl_gauss_loss`."""
+
     def __init__(self, hidden_size: int, *, num_atoms: int = 51, v_min: float = -10.0, v_max: float = 10.0) -> None:
         super().__init__(hidden_size)
         self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
@@ -284,9 +291,9 @@ class _CategoricalCritic(CriticHead):
         """The support."""
         return {"num_atoms": self.num_atoms, "v_min": self.v_min, "v_max": self.v_max}
 
-    @abstractmethod
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(num_atoms,): the returns that have the predicted probabilities, ascending."""
+        return self.atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """`predictions` (N, num_atoms) are logits."""
@@ -299,14 +306,10 @@ class _CategoricalCritic(CriticHead):
         )
         return HeadOutputs(values, means, logits)
 
-    def cross_entropy(
-        self, loss: Callable[..., Loss], predictions: Tensor, batch: Rollouts, args: PPOConfig, **options: float
-    ) -> Loss:
-        """`loss`, a function of `functional`, on the head's own support."""
-        ends = {"v_min": self.v_min, "v_max": self.v_max}
-        return loss(
-            predictions, batch["returns"], batch["response_mask"], **ends, **options, **_aggregation(batch, args)
-        )
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """The cross-entropy on the head's own support."""
+        how = {"v_min": self.v_min, "v_max": self.v_max, **_aggregation(batch, args)}
+        return self.cross_entropy(predictions, batch["returns"], batch["response_mask"], **how)
 
 
 @CRITIC_HEADS.implement("c51")
@@ -321,14 +324,7 @@ class C51Head(_CategoricalCritic):
     """
 
     kind = "c51"
-
-    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The atoms."""
-        return c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
-
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-        """`functional.c51_loss`."""
-        return self.cross_entropy(c51_loss, predictions, batch, args)
+    atoms, cross_entropy = staticmethod(c51_atoms), staticmethod(c51_loss)
 
 
 @CRITIC_HEADS.implement("hl_gauss")
@@ -345,17 +341,13 @@ class HLGaussHead(_CategoricalCritic):
     """
 
     kind = "hl_gauss"
+    atoms = staticmethod(hl_gauss_centres)
     sigma = 0.75
     """The standard deviation of the smoothing, in widths of a bin."""
 
-    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The centres of the bins."""
-        return hl_gauss_centres(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
-
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-        """`functional.hl_gauss_loss`."""
-        sigma = self.sigma * (self.v_max - self.v_min) / self.num_atoms
-        return self.cross_entropy(hl_gauss_loss, predictions, batch, args, sigma=sigma)
+    def cross_entropy(self, *rows: Tensor, **how: Any) -> Loss:
+        """`hl_gauss_loss` with the head's own smoothing."""
+        return hl_gauss_loss(*rows, sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms, **how)
 
 
 @CRITIC_HEADS.implement("quantile")

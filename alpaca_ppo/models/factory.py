@@ -3,6 +3,7 @@
 What each argument may be, and which of them exclude each other, is checked here; `loading` does the loading.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,13 +28,7 @@ from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
 from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
-from alpaca_ppo.models.reference import (
-    AdapterReference,
-    CopiedReference,
-    copy_without_adapters,
-    frozen_copy,
-    frozen_initial_policy,
-)
+from alpaca_ppo.models.reference import AdapterReference, CopiedReference, copy_without_adapters, initial_policy
 from alpaca_ppo.models.saved_critic import load_value_model, start_on_policy
 from alpaca_ppo.models.trial import padding_reason
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
@@ -63,8 +58,7 @@ def build_actor_critic(
     """
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(
-            f"a value model is given, but critic_layout is {critic_layout!r}, which uses no backbone of its own; leave "
-            "it out, or use critic_layout: separate"
+            f"a value model is given, but critic_layout is {critic_layout!r}; leave it out, or set that to separate"
         )
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     if critic_layout is None:
@@ -161,8 +155,7 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
     for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.loading_arguments}
     if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
         raise ValueError(
-            f"{given[0]} is {getattr(args, given[0])}, but model is a {type(model).__name__} in memory; give its "
-            "folder or hub id"
+            f"{given[0]} is given, but model is a {type(model).__name__} in memory; give its folder or hub id"
         )
     if isinstance(model, ActorCritic):
         has_adapters = model.policy.adapters is not None
@@ -170,25 +163,20 @@ def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
         has_adapters = peft_config is not None or isinstance(model, PeftModel)
         has_adapters = has_adapters or (isinstance(model, str) and is_adapter(model))
     if args.reward_adapter is not None and not has_adapters:
-        raise ValueError(
-            f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config (--use_peft)"
-        )
+        raise ValueError(f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config")
 
 
 def _check_actor_critic(model: ActorCritic, value_model: Any, peft_config: Any, args: PPOConfig) -> None:
     """Checks that an `ActorCritic` that the user built is what `args` describe, but for its head."""
-    if peft_config is not None:
-        raise ValueError("model is an ActorCritic, whose adapters are part of it; leave peft_config out")
-    if value_model is not None or args.init_value_with_reward:
-        raise ValueError(
-            "model is an ActorCritic, whose critic is part of it; leave value_model out and init_value_with_reward off"
-        )
+    given = {"peft_config": peft_config, "value_model": value_model}
+    given["init_value_with_reward"] = args.init_value_with_reward or None
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(names)} out")
     layout = None if model.critic is None else model.critic.layout
     wanted = args.critic_layout if args.uses_critic else None
     if layout != wanted:
         raise ValueError(
-            f"model is an ActorCritic of the critic_layout {layout!r}, but critic_layout is {wanted!r} (adv_estimator "
-            f"{args.adv_estimator!r}); build it with that layout (build_actor_critic), or change the options"
+            f"model is an ActorCritic with critic_layout {layout!r}, but critic_layout is {wanted!r}; change one"
         )
 
 
@@ -228,26 +216,25 @@ def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
     activation checkpointing.
     """
     disable_dropout(built)
-    _decide_padding(built.policy, built.policy.model, args)
-    backbones: list[Any] = [built.policy.model]
+    models: list[tuple[Policy | Critic, Any]] = [(built.policy, built.policy.model)]
     if built.critic is not None:
         built.critic.head.risk_level = args.risk_level
-        backbones.append(built.critic.backbone)
-        if isinstance(built.critic.backbone, PreTrainedModel):
-            _decide_padding(built.critic, built.critic.backbone, args)
-    for backbone in backbones:
-        if args.gradient_checkpointing and backbone is not None:
+        models += [(built.critic, built.critic.backbone)] if built.critic.backbone is not None else []
+    for model, backbone in models:
+        _decide_padding(model, backbone, args)
+        if args.gradient_checkpointing:
             # Newer transformers also have activation_checkpointing_enable; 5.17, which must work too, has only this.
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built
 
 
-def _decide_padding(model: Policy | Critic, backbone: PreTrainedModel, args: PPOConfig) -> None:
-    if isinstance(model, Policy) and type(model).states is not Policy.states:
-        # A subclass that reads the rows itself knows whether it can do without padding.
-        return
-    model.padding_reason = padding_reason(backbone, args.padding_free)
-    model.padding_free = model.padding_reason is None
+def _decide_padding(model: Policy | Critic, backbone: Any, args: PPOConfig) -> None:
+    # A subclass that reads the rows itself knows whether it can do without padding.
+    if isinstance(backbone, PreTrainedModel) and not (
+        isinstance(model, Policy) and type(model).states != Policy.states
+    ):
+        model.padding_reason = padding_reason(backbone, args.padding_free)
+        model.padding_free = model.padding_reason is None
 
 
 def make_reference(
@@ -273,16 +260,16 @@ def make_reference(
     if source is None and policy.adapters is not None and choice in ("auto", "adapter_off"):
         return AdapterReference(policy, policy.adapters.starting_point)
     if source is None:
-        reference = frozen_initial_policy(policy)
+        reference = initial_policy(policy)
     else:
         given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.loading_arguments}
         other = load_causal_lm(source, dtype=policy.model.dtype, **given)
         theirs, own = other.config.vocab_size, policy.model.config.vocab_size
         if theirs != own:
             raise ValueError(
-                f"the reference's vocabulary ({theirs}) differs from the policy's ({own}); choose a reference with the "
-                "policy's tokenizer"
+                f"the reference's vocabulary ({theirs}) differs from the policy's ({own}); choose one with the same"
             )
-        reference = Policy(other.eval()) if isinstance(source, str) else frozen_copy(other)
+        # A model in memory may be trained elsewhere.
+        reference = Policy((other if isinstance(source, str) else copy.deepcopy(other)).eval())
     _decide_padding(reference, reference.model, args)
     return CopiedReference(reference, offloaded=choice == "copy_offloaded")

@@ -102,13 +102,11 @@ def load_sequence_classifier(
         classifier = load_complete(
             AutoModelForSequenceClassification, model, trust_remote_code=trust_remote_code, **(arguments or {})
         )
-    if classifier.config.num_labels != 1:
-        name = classifier.config.name_or_path or type(classifier).__name__
-        raise ValueError(f"{name} has num_labels {classifier.config.num_labels}; a critic needs num_labels=1")
-    if not isinstance(dict(classifier.named_children()).get("score"), torch.nn.Linear):
+    labels, head = classifier.config.num_labels, dict(classifier.named_children()).get("score")
+    if labels != 1 or not isinstance(head, torch.nn.Linear):
         raise ValueError(
-            f"the head of {type(classifier).__name__} is not a linear layer named `score`; use a decoder-only "
-            "AutoModelForSequenceClassification"
+            f"{classifier.config.name_or_path or type(classifier).__name__} has num_labels {labels} and the head "
+            f"{type(head).__name__}; a critic needs a decoder-only classifier with one linear head `score` of one label"
         )
     disable_dropout(classifier)
     return classifier
@@ -133,7 +131,7 @@ def load_complete(
         remedy += f"; or it refuses an argument of model_init_kwargs ({', '.join(own)})"
     bars = transformers_bars(shown=has_screen())
     with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy), bars:
-        model, info = auto_class.from_pretrained(
+        loaded: tuple[PreTrainedModel, Any] = auto_class.from_pretrained(
             name,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
@@ -141,13 +139,13 @@ def load_complete(
             output_loading_info=True,
             **arguments,
         )
+    model, info = loaded
     if info["missing_keys"]:
         raise ValueError(
             f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])}, which would be random; use a "
             f"checkpoint that was saved as {type(model).__name__}"
         )
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def load_processing_class(
@@ -193,16 +191,11 @@ def check_positions(config: Any, args: PPOConfig, *, owner: str = "model") -> No
 
 
 def check_model_positions(actor_critic: ActorCritic, args: PPOConfig) -> None:
-    """Checks that the longest prompt and response together fit policy and critic.
-
-    Raises:
-        ValueError: see `check_positions`.
-    """
-    policy: Any = actor_critic.policy.model
+    """`check_positions` of policy and critic."""
+    policy, critic = actor_critic.policy.model, actor_critic.critic
     check_positions(policy.config, args)
-    if actor_critic.critic is not None:
-        backbone: Any = actor_critic.critic.backbone
-        check_positions((policy if backbone is None else backbone).config, args, owner="critic")
+    if critic is not None and isinstance(critic.backbone, PreTrainedModel):
+        check_positions(critic.backbone.config, args, owner="critic")
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:

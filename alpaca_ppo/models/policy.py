@@ -8,7 +8,6 @@ reference all use this one path. Sampling is in `alpaca_ppo.generation`.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,12 +79,6 @@ class Policy(nn.Module):
         """How the backbone reads rows."""
         return row_layout(self.model.base_model, padding_free=self.padding_free)
 
-    def pack(self, *rows: Tensor, device: torch.device | None = None) -> PackedRows:
-        """Returns the rows (queries, query_attn_masks, responses and response_mask of `forward`) as the backbone reads
-        them; see `pack_rows`.
-        """
-        return pack_rows(*rows, **self.layout._asdict(), device=device)
-
     def states(self, packed: PackedRows) -> Tensor:
         """Returns the hidden states (N, H) that predict the N response tokens of `packed`."""
         return response_states(self.model.base_model, packed)
@@ -141,9 +134,10 @@ class Policy(nn.Module):
             temperature: divides the logits.
             chunk_size: tokens whose logits are in memory at once.
             with_entropies: False leaves the entropies out.
-            packed: what `pack` returned for these rows, if the caller has it.
+            packed: `pack_rows` of these rows in `layout`, if the caller has it.
         """
-        packed = packed or self.pack(queries, query_attn_masks, responses, response_mask)
+        rows = (queries, query_attn_masks, responses, response_mask)
+        packed = packed or pack_rows(*rows, **self.layout._asdict())
         return self.outputs_from_states(
             self.states(packed),
             packed,
@@ -167,8 +161,7 @@ class Policy(nn.Module):
         logits = (transform(logits) if transform else logits).float() * scale
         if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
-                f"the logits of {type(self.model).__name__} (model_type {self.model.config.model_type!r}) cannot be "
-                f"reproduced from its head (difference {float((logits - expected).abs().max()):.3g}); override "
+                f"the logits of {type(self.model).__name__} cannot be reproduced from its head; override "
                 "outputs_from_states in a subclass of Policy, or use another model"
             )
 
@@ -179,32 +172,23 @@ def check_architecture(model: PreTrainedModel, role: str) -> None:
     Raises:
         ValueError: with the name of the class, and the `role` (policy, critic) that it cannot have.
     """
-    name = f"{type(model).__name__} (model_type {model.config.model_type!r}) cannot be a {role}"
-    if model.base_model is model:
-        raise ValueError(
-            f"{name}: it has no backbone under its base_model_prefix ({model.base_model_prefix!r}); use another model"
-        )
-    if fields := {"decoder_layers", "num_decoder_layers"} & model.config.to_dict().keys():
-        raise ValueError(
-            f"{name}: it is the decoder of an encoder-decoder (its configuration has {', '.join(fields)}); use a "
-            "decoder-only model"
-        )
+    fields = {"decoder_layers", "num_decoder_layers"} & model.config.to_dict().keys()
+    if model.base_model is model or fields:
+        backbone = f"no backbone under its base_model_prefix ({model.base_model_prefix!r})"
+        found = f"{', '.join(fields)}, as the decoder of an encoder-decoder" if fields else backbone
+        raise ValueError(f"{type(model).__name__} cannot be a {role}: it has {found}; use a decoder-only model")
 
 
 def logit_scaling(config: object) -> tuple[float, Callable[[Tensor], Tensor] | None]:
     """Returns what an architecture does to its head's output: a factor, and an elementwise function or None.
 
-    The function is Gemma's soft-capping. Both are read from fields of the configuration, the only place where
-    transformers declares them; `Policy` checks the result against the model's own logits.
+    The function is Gemma's soft-capping (Gemma 2, arXiv:2408.00118, section 2). Both are read from fields of the
+    configuration, the only place where transformers declares them; `Policy` checks the result against the model's own
+    logits.
     """
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return scale, partial(soft_cap, cap=float(cap)) if cap else None
-
-
-def soft_cap(logits: Tensor, *, cap: float) -> Tensor:
-    """Returns cap * tanh(logits / cap), elementwise (Gemma 2, arXiv:2408.00118, section 2)."""
-    return cap * torch.tanh(logits / cap)
+    cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+    return scale, (lambda logits: cap * torch.tanh(logits / cap)) if cap else None
 
 
 def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:

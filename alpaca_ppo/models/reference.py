@@ -65,25 +65,20 @@ class AdapterReference:
             yield self.policy
 
 
-def frozen_copy(policy: PreTrainedModel) -> Policy:
-    """Returns a frozen copy of the language model `policy`, which later updates of it do not change."""
-    return Policy(copy.deepcopy(policy).eval()).requires_grad_(False)
-
-
-def frozen_initial_policy(policy: Policy) -> Policy:
-    """Returns a frozen copy of the model that the training of `policy` starts from, with bitwise equal outputs.
+def initial_policy(policy: Policy) -> Policy:
+    """Returns a copy of the model that the training of `policy` starts from, with bitwise equal outputs.
 
     A subclass of `Policy` is called with the copied model as its only argument. An adapter that training starts from
     stays an adapter in the copy: merging would round it to the base's precision, and the KL would not be 0 at step 0.
     """
     if policy.adapters is None or policy.adapters.starting_point is None:
-        return type(policy)(copy_without_adapters(policy).eval()).requires_grad_(False)
+        return type(policy)(copy_without_adapters(policy).eval())
     peft: Any = copy.deepcopy(policy.adapters.peft).eval()
     start = policy.adapters.starting_point
     peft.set_adapter(start)
     for name in [name for name in peft.peft_config if name != start]:
         peft.delete_adapter(name)
-    return type(policy)(peft.get_base_model()).requires_grad_(False)
+    return type(policy)(peft.get_base_model())
 
 
 def copy_without_adapters(policy: Policy) -> PreTrainedModel:

@@ -62,34 +62,22 @@ def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
     (folder / HEAD_SETTINGS).write_text(json.dumps(critic.head.spec(), indent=2) + "\n", encoding="utf-8")
 
 
-def load_critic(
-    folder: str,
-    *,
-    risk_level: str | float = "neutral",
-    trust_remote_code: bool = False,
-    arguments: Mapping[str, Any] | None = None,
-) -> Critic:
-    """The critic that a run saved in `folder` (`final/value`), in float32, dropout off.
+def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None) -> Critic:
+    """The critic that a run saved in `folder` (`final/value`), in float32, dropout off. The run's risk level is not
+    stored: set `critic.head.risk_level`.
 
     `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions.
 
     Args:
         folder: of the critic.
-        risk_level: what the head reads as the value; see `CriticHead`. The run's own level is not stored.
         trust_remote_code: run code that comes with the model.
         arguments: further ones of `from_pretrained`, for the backbone.
 
     Raises:
-        ValueError: when `folder` does not hold a critic or is damaged, when its kind is not registered, when it comes
-            with code that it may not run, for a text that is no risk level, and for a risk level of a critic that has
-            none.
+        ValueError: when `folder` does not hold a critic or is damaged, when its kind is not registered, and when it
+            comes with code that it may not run.
     """
     head = _load_head(folder)
-    if risk_level != "neutral" and not head.distributional:
-        raise ValueError(
-            f"risk_level is {risk_level!r}, but the {head.kind!r} critic of {folder} has no distribution; leave it out"
-        )
-    head.risk_level = risk_level
     load: Any = partial(load_complete, trust_remote_code=trust_remote_code, **(arguments or {}))
     if is_adapter(folder):
         base = load(AutoModelForCausalLM, adapter_base(f"value_model {folder}", read_value_adapter(folder)))

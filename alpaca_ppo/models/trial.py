@@ -4,7 +4,6 @@ its own keys and values (`generation.slots`). What fails falls back to the plain
 A model cannot be packed whose attention is its own, or whose state runs from one row into the next.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +33,12 @@ class Trial:
     run has copies of a model, and a test suite many alike.
 
     Args:
-        attempt: returns the problem, or None; an error in it is one.
-        keyword: that the forward pass must have, besides further ones of any name.
+        attempt: returns the problem, or None; an error in it is one, such as that of a keyword which a forward pass
+            does not take.
     """
 
-    def __init__(self, attempt: Callable[[Any], str | None], keyword: str) -> None:
-        self.attempt, self._keyword = attempt, keyword
+    def __init__(self, attempt: Callable[[Any], str | None]) -> None:
+        self.attempt = attempt
         self.found: dict[tuple[Any, ...], str | None] = {}
 
     def __call__(self, model: PreTrainedModel) -> str | None:
@@ -59,9 +58,6 @@ class Trial:
 
     @torch.no_grad()
     def _try(self, model: PreTrainedModel) -> str | None:
-        parameters = inspect.signature(model.forward).parameters
-        if self._keyword not in parameters or all(p.kind != p.VAR_KEYWORD for p in parameters.values()):
-            return f"its forward pass takes no {self._keyword}, or no further keywords"
         try:
             with eval_mode(model), torch.autocast(model.device.type, enabled=False):
                 return self.attempt(model)
@@ -139,7 +135,7 @@ def _differs_packed(backbone: PreTrainedModel) -> str | None:
     return None
 
 
-_packing = Trial(_differs_packed, "position_ids")
+_packing = Trial(_differs_packed)
 
 
 def _rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:

@@ -169,7 +169,7 @@ def _differs_packed(model: Any) -> str | None:
     return difference(_score_packed(model, tried), torch.cat([_score_padded(model, [row]) for row in tried]), "scores")
 
 
-_packed_scores = Trial(_differs_packed, "position_ids")
+_packed_scores = Trial(_differs_packed)
 
 
 def _score_padded(model: Any, sequences: Sequence[Tensor]) -> Tensor:

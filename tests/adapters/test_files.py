@@ -122,7 +122,7 @@ def test_a_policy_does_not_start_from_a_reward_adapter_nor_from_one_without_a_ba
     with pytest.raises(ValueError, match=r"is an adapter of a sequence classifier \(task_type SEQ_CLS, .*reward_adapt"):
         read_policy_adapter(save_reward(tmp_path / "reward"))
     folder = save_policy(tmp_path / "policy", None)
-    with pytest.raises(ValueError, match="model_name_or_path .*policy is an adapter that does not name its base"):
+    with pytest.raises(ValueError, match="model_name_or_path .*policy is an adapter without its base"):
         read_policy_adapter(folder)
 
 

@@ -80,7 +80,8 @@ def test_a_folder_without_a_critic_is_refused(tmp_path):
 def test_a_distributional_critic_loads_again_with_its_support(tmp_path, head, settings):
     actor_critic = with_critic(tiny_causal_lm("llama"), head=partial(head, **settings))
     save_final(tmp_path, actor_critic, tiny_tokenizer(), RUN)
-    critic = load_critic(str(tmp_path / "value"), risk_level="upper:0.25")
+    critic = load_critic(str(tmp_path / "value"))
+    critic.head.risk_level = "upper:0.25"
     states = torch.randn(6, 32)
     actor_critic.critic.head.risk_level = "upper:0.25"
     for loaded, own in zip(critic.head(states), actor_critic.critic.head(states), strict=True):

@@ -109,7 +109,7 @@ def test_a_reference_that_is_an_adapter_counts_as_its_base(folder, tmp_path):
 
 def test_a_reference_adapter_without_a_base_is_refused_as_one(folder, tmp_path):
     LoraConfig(r=8, target_modules=["q_proj"]).save_pretrained(str(tmp_path / "adapter"))
-    with pytest.raises(ValueError, match=r".*adapter is an adapter that does not name its base"):
+    with pytest.raises(ValueError, match=r".*adapter is an adapter without its base"):
         estimated("--model_name_or_path", folder, *FLAGS, "--reference", str(tmp_path / "adapter"))
 
 

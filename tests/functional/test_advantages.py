@@ -114,7 +114,7 @@ def test_gae_of_a_lam_for_each_row_is_gae_of_each_row():
     [
         (tensor([0.5, 1.5]), r"lam is 1.5 in row 1; it must be in \[0, 1\]"),
         (tensor([nan, 0.5]), "lam is nan in row 0"),
-        (tensor([0.5]), r"lam has shape \(1,\); pass a float, or one value for each of the 2 rows"),
+        (tensor([0.5]), r"lam has shape \(1,\); pass a float"),
         (tensor(0.5), r"lam has shape \(\)"),
     ],
 )

@@ -142,7 +142,7 @@ DAMAGES = [
     ("critic", "config.json", lambda content: None, "no model can be loaded from"),
     ("critic", "model.safetensors", cut, "model.safetensors is damaged"),
     ("critic_adapter", "adapter_config.json", cut, "adapter_config.json is damaged"),
-    ("critic_adapter", "adapter_config.json", entries(base_model_name_or_path=None), "does not name its base"),
+    ("critic_adapter", "adapter_config.json", entries(base_model_name_or_path=None), "is an adapter without its base"),
     ("critic_adapter", "adapter_config.json", entries(alora_invocation_tokens=[1]), "has alora_invocation_tokens [1]"),
     ("critic_adapter", "adapter_model.safetensors", cut, "adapter_model.safetensors is damaged"),
     ("policy", "config.json", cut, "config.json is damaged"),
@@ -192,7 +192,7 @@ def test_an_adapter_is_loaded_whole_or_refused(folders):
     less = safetensors_of({name: tensor for name, tensor in stored.items() if "q_proj.lora_A" not in name})
     with Changed(weights, less):
         found = attempt(lambda: policy_adapter(folders), names=(str(folder),))
-        assert "lacks weights that its adapter_config.json asks for" in found.text and "q_proj.lora_A" in found.text
+        assert "lacks weights of its adapter_config.json" in found.text and "q_proj.lora_A" in found.text
     config = folder / "adapter_config.json"
     with Changed(config, entries(layers_to_transform="x")(config.read_bytes())):
         found = attempt(lambda: policy_adapter(folders), names=(str(folder),))

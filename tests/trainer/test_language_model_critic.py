@@ -92,7 +92,7 @@ def test_what_a_critic_cannot_read_or_be_is_refused(tmp_path):
         match=r"critic's vocabulary \(60\) is smaller than the policy's \(64\).*resize_token_embeddings\(64\)",
     ):
         tiny_trainer(tmp_path, **given(tiny_causal_lm("llama", vocab_size=60)))
-    with pytest.raises(ValueError, match=r"cannot be a critic: it is the decoder of an encoder-decoder"):
+    with pytest.raises(ValueError, match=r"cannot be a critic: it has .*decoder of an encoder-decoder"):
         tiny_trainer(tmp_path, **given(tiny_causal_lm("bart")))
     with pytest.raises(ValueError, match="no model can be loaded from"):
         tiny_trainer(tmp_path, **given(str(tmp_path / "nothing")))

@@ -52,7 +52,7 @@ def test_a_critic_has_one_label_and_a_linear_score():
         load_sequence_classifier(classifier)
     classifier = tiny_sequence_classifier("llama")
     classifier.score = torch.nn.Sequential(classifier.score)
-    with pytest.raises(ValueError, match="linear layer named `score`"):
+    with pytest.raises(ValueError, match="head Sequential; .* one linear head `score`"):
         load_sequence_classifier(classifier)
 
 
