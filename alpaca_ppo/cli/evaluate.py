@@ -18,7 +18,7 @@ from alpaca_ppo.config.script_arguments import MEASURED, LoraArguments, ScriptAr
 from alpaca_ppo.evaluation.results import results_text
 
 _GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")
-_OTHERS = "seed dtype load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
+_OTHERS = "seed dtype reference load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
 _OF_CRITICS = ("whiten_rewards",)
 _WITHOUT_TRAINING = {
     "num_return_sequences": 1,

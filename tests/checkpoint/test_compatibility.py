@@ -9,14 +9,37 @@ import pytest
 from datasets import Dataset
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.checkpoint.compatibility import _FREE_TO_CHANGE
+from alpaca_ppo.checkpoint.compatibility import _FREE_TO_CHANGE, check_identity, schedule_lengths
 from alpaca_ppo.checkpoint.directory import FILES
+from alpaca_ppo.distributed.optimizer import StepCounts
 from tests.docs.markdown import ROOT, table_rows
 from tests.leftovers import work_folder
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
-from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer, weights
 
 RUN = {"save_steps": 1, "total_episodes": 30}
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind"),
+    [("train_dataset", "data"), ("weights", "model"), ("rewards", "reward"), ("environments", "reward")],
+)
+def test_what_may_change_is_named_and_then_allowed(tmp_path, entry, kind):
+    saved, here = {entry: {"a": "then"}}, {entry: {"a": "now"}}
+    with pytest.raises(ValueError, match=rf"{entry}.a is then .* now here; .*ignore_changes: \[{kind}\]"):
+        check_identity(tmp_path, saved, here, tiny_config(tmp_path))
+    check_identity(tmp_path, saved, here, tiny_config(tmp_path, ignore_changes=[kind]))
+
+
+@pytest.mark.parametrize(
+    ("warmup", "of_critic", "depends"), [(0.5, None, True), (5, 0.5, True), (5, 0, False), (5, None, False)]
+)
+def test_a_warm_up_by_a_share_of_the_steps_depends_on_their_number(tmp_path, warmup, of_critic, depends):
+    config = tiny_config(
+        tmp_path, lr_scheduler_type="constant_with_warmup", warmup_steps=warmup, critic_lr_warmup_steps=of_critic
+    )
+    lengths = {"optimizer_steps": 3, "critic_optimizer_steps": 4} if depends else {}
+    assert schedule_lengths(config, StepCounts(total=7, policy=3, critic=4)) == lengths
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,13 @@ def test_a_finished_run_is_evaluated_with_its_own_configuration(base, tmp_path, 
     assert table[0]["columns"] == {"answer": "0"}
 
 
+def test_the_kl_is_to_the_reference_that_is_named(base, tmp_path):
+    tiny_causal_lm("llama", seed=1).save_pretrained(tmp_path / "other")
+    more = {"reward_funcs": [REWARD], "reference": str(tmp_path / "other")}
+    assert evaluate([*options(base, tmp_path / "results", **more), "--model", str(base / "model")]) == 0
+    assert json.loads((tmp_path / "results/results.json").read_text())["metrics"]["eval/kl_sum_seq"] > 1e-3
+
+
 def test_another_model_answers_first_and_without_a_reward_only_metrics_are_left(base, tmp_path):
     metric = "tests.cli.test_evaluate:mean_length"
     sets = [f"a={base / 'prompts.jsonl'}", f"b={base / 'prompts.jsonl'}@train[:2]"]

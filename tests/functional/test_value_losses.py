@@ -68,6 +68,9 @@ def test_nan_outside_the_mask_reaches_neither_loss_stats_nor_gradient(cliprange_
         results.append((loss.detach(), stats, vpreds.grad))
     assert_close(results[1], results[0], rtol=0, atol=0)
     assert results[1][2].isfinite().all()
+    targets = returns.requires_grad_()
+    value_loss(vpreds, old_values, targets, mask, **settings).loss.backward()
+    assert targets.grad is None
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

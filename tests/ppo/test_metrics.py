@@ -5,10 +5,11 @@ import time
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo import metrics
-from alpaca_ppo.ppo.metrics import StatsAccumulator
+from alpaca_ppo.ppo.metrics import BatchStats, StatsAccumulator, StepStats
 
 
 def tensors(**values: float) -> dict[str, torch.Tensor]:
@@ -29,6 +30,24 @@ def test_losses_add_up_means_are_weighted_by_tokens_and_extremes_are_kept():
     assert stats["clipfrac"] == 0.5
     assert stats["ratio_min"] == pytest.approx(0.8)
     assert stats["ratio_max"] == pytest.approx(1.3)
+
+
+def test_the_first_ratio_is_off_by_the_larger_of_both_ends_and_losses_are_means_over_what_was_counted():
+    def batch(part, taken, **values):
+        stats.add(BatchStats(tensors(**values), tokens=1, lengths=[1], padded=False))
+        stats.end_update(part, taken=taken, skipped=False)
+
+    stats = StepStats()
+    batch("critic", True, val__loss=0.0, loss__value=1.0)
+    batch("critic", True, val__loss=0.0, loss__value=2.0)
+    batch("policy", True, loss__policy=3.0, policy__ratio_max=1.1, policy__ratio_min=0.75)
+    batch("policy", False, loss__policy=6.0, policy__ratio_max=1.0, policy__ratio_min=0.25)
+    reduced = stats.reduce(Accelerator(cpu=True), with_critic=True)
+    # 1 - 0.75; later ratios are those of a policy that has moved.
+    assert reduced["policy/first_ratio_error_max"] == 0.25
+    # (1 + 2) / 2; the batch at which the KL ended the update has a loss too: (3 + 6) / 2.
+    assert (reduced["loss/value"], reduced["loss/policy"]) == (1.5, 4.5)
+    assert (reduced["policy/optimizer_steps"], reduced["val/optimizer_steps"]) == (1.0, 2.0)
 
 
 def test_the_padding_fraction_is_over_all_positions():
