@@ -24,7 +24,6 @@ adapters/test_all_linear.py
   test_every_linear_layer_but_the_head_gets_an_adapter: use_peft
 checkpoint/test_best_at_end.py
   test_the_best_checkpoint_is_what_trainer_and_final_hold: load_best_model_at_end metric_for_best_model save_steps
-  test_the_best_evaluation_is_kept_whatever_final_holds_and_may_be_the_lowest: greater_is_better
 checkpoint/test_compatibility.py
   test_a_refused_start_leaves_what_a_live_run_is_writing: total_episodes
 checkpoint/test_hub.py
@@ -32,7 +31,7 @@ checkpoint/test_hub.py
 checkpoint/test_identity.py
   test_other_rewards_go_on_where_that_is_asked_for: ignore_changes
 checkpoint/test_manager.py
-  test_the_newest_and_the_best_stay: save_total_limit
+  test_the_newest_and_the_best_stay: greater_is_better save_total_limit
 cli/test_evaluate.py
   test_a_finished_run_is_evaluated_with_its_own_configuration: eval_dataset_name reward_funcs
   test_another_model_answers_first_and_without_a_reward_only_metrics_are_left: eval_datasets metric_funcs
@@ -44,7 +43,7 @@ config/test_option_effects.py
     output_dir overwrite_output_dir run_name
   test_an_option_changes_what_a_run_does:
     eval_top_k eval_top_p generation_backend logprob_chunk_size num_logged_rollouts padding_free
-    prompt_template report response_len rollout_per_device_batch_size step_per_device_batch_size total_epochs
+    max_steps prompt_template report response_len rollout_per_device_batch_size step_per_device_batch_size total_epochs
   test_prompts_come_from_the_column_that_is_named: prompt_column
   test_the_chat_template_gets_the_arguments_of_the_run: chat_template_kwargs
   test_truncate_tokens_end_a_response_from_truncate_after_on: truncate_after truncate_tokens
@@ -59,14 +58,12 @@ config/test_parser.py
   test_imported_modules_register_names_for_the_file_and_the_flags: import_modules
 distributed/test_deepspeed_config.py
   test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu: use_cpu
-  test_a_file_of_another_shape_is_refused: deepspeed
-environments/test_calls_in_runs.py
-  test_calls_that_the_policy_writes_are_made: max_steps
+  test_a_file_beside_an_accelerator_of_one_s_own_is_refused: deepspeed
 environments/test_command.py
   test_a_run_without_a_dataset_is_repeated_and_its_policy_evaluated: environments
   test_what_names_do_not_fit_is_said: tool_call_parser tools
 environments/test_games.py
-  test_max_turns_ends_an_episode_as_truncated: max_turns
+  test_an_episode_of_too_many_turns_is_truncated: max_turns
   test_an_episode_alternates_turns_and_holes_and_its_rewards_stand_on_the_turns_last_tokens: max_turn_tokens
 environments/test_two_turn_game.py
   test_returns_discount_between_the_turns: turn_gamma turn_lam

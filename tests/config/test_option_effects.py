@@ -143,6 +143,7 @@ ANY = list(range(64))
         ("report", True, has_report, False, True, {"max_steps": 1, "total_episodes": None}),
         # 40 prompts in steps of 10: one epoch, and two.
         ("total_epochs", 2, recorded_steps, 4, 8, {"total_episodes": None}),
+        ("max_steps", 2, recorded_steps, 4, 2, {"total_episodes": None}),
         ("response_len", 7, longest_response, 5, 7, {}),
         # The fourth prompt has four words; the template adds one in front of the first, which has one.
         ("prompt_template", "w9 {prompt}", first_prompt, 1, 2, {}),

@@ -82,6 +82,12 @@ def test_an_episode_alternates_turns_and_holes_and_its_rewards_stand_on_the_turn
     assert [turn["role"] for turn in row["turns"]] == ["policy", "environment"] * 2 + ["policy"]
 
 
+def test_an_episode_of_too_many_turns_is_truncated(tmp_path):
+    trainer = play(tmp_path, max_turns=2)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    assert rollouts["num_turns"].tolist() == [2] * 10 and not rollouts["stopped"].any()
+
+
 def test_a_conversation_does_not_depend_on_slots_or_on_the_speed_of_environments(tmp_path):
     class Slow(Partner):
         def reply(self, completion):
