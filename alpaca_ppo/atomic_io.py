@@ -21,32 +21,26 @@ StrPath = str | os.PathLike[str]
 
 
 @contextlib.contextmanager
-def write_folder_atomically(path: StrPath, *, needed: int | None = None) -> Iterator[Path]:
+def write_folder_atomically(path: StrPath) -> Iterator[Path]:
     """Yields an empty temporary folder that becomes `path` at the end of the block; an exception leaves `path` as is.
 
     The temporary folder lies beside `path` in a hidden working folder; it is synced to the disk and then renamed. An
     older `path` is removed only after that. Leftovers of a killed process are removed the next time `path` is written.
 
-    Args:
-        path: of the folder.
-        needed: bytes that will be written, for the error message; None = unknown.
-
     Raises:
-        OSError: when the disk is full; names the folder, the bytes it needed and the bytes available.
+        OSError: when the disk is full; names the folder and the bytes available.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = _open_work(path) / _NEW
     try:
-        new.mkdir()
-        yield new
-        for file in [*new.rglob("*"), new]:
-            _sync_to_disk(file)
-    except BaseException as error:
-        written = sum(file.stat().st_size for file in new.rglob("*") if file.is_file())
+        with explain_disk_full(path):
+            new.mkdir()
+            yield new
+            for file in [*new.rglob("*"), new]:
+                _sync_to_disk(file)
+    except BaseException:
         _finish(path)
-        if is_full(error):
-            raise _no_room(path, f"more than {written}" if needed is None else str(needed)) from error
         raise
     if path.exists():
         os.rename(path, new.with_name(_OLD))
@@ -63,11 +57,10 @@ def write_text_atomically(path: StrPath, text: str) -> None:
     """
     path = Path(path)
     tmp_file = _hidden(path)
-    # UTF-8 cannot encode a lone surrogate; it becomes \udXXX, as in JSON.
-    content = text.encode("utf-8", errors="backslashreplace")
     try:
-        with explain_disk_full(path, needed=len(content)):
-            tmp_file.write_bytes(content)
+        with explain_disk_full(path):
+            # UTF-8 cannot encode a lone surrogate; it becomes \udXXX, as in JSON.
+            tmp_file.write_bytes(text.encode("utf-8", errors="backslashreplace"))
             _sync_to_disk(tmp_file)
             os.replace(tmp_file, path)
     except BaseException:
@@ -76,14 +69,19 @@ def write_text_atomically(path: StrPath, text: str) -> None:
 
 
 @contextlib.contextmanager
-def explain_disk_full(path: StrPath, *, needed: int | None = None) -> Iterator[None]:
-    """Turns the error of a full disk into one that names `path` and the bytes `needed`, if known."""
+def explain_disk_full(path: StrPath) -> Iterator[None]:
+    """Turns the error of a full disk into one that names `path` and the bytes that the disk has left."""
     try:
         yield
     except Exception as error:
-        if is_full(error):
-            raise _no_room(Path(path), "some" if needed is None else str(needed)) from error
-        raise
+        if not is_full(error):
+            raise
+        place = next(parent for parent in Path(path).absolute().parents if parent.exists())
+        raise OSError(
+            errno.ENOSPC,
+            f"no room for {path}: its disk has {shutil.disk_usage(place).free} bytes left (a quota may allow less). "
+            "Everything saved before is intact and no partial file remains: free some space, then resume",
+        ) from error
 
 
 def is_full(error: BaseException) -> bool:
@@ -94,15 +92,6 @@ def is_full(error: BaseException) -> bool:
     # it closes the file.
     cause = error.__context__
     return any(f"(os error {number})" in str(error) for number in _FULL) or (cause is not None and is_full(cause))
-
-
-def _no_room(path: Path, needed: str) -> OSError:
-    place = next(parent for parent in path.absolute().parents if parent.exists())
-    return OSError(
-        errno.ENOSPC,
-        f"no room for {path}: it needed {needed} bytes, and its disk has {shutil.disk_usage(place).free} left (a quota "
-        "may allow less). Everything saved before is intact and no partial file remains: free some space, then resume",
-    )
 
 
 def list_committed(parent: StrPath, pattern: str) -> list[Path]:
@@ -151,11 +140,7 @@ def _open_work(path: Path) -> Path:
     work = _hidden(path)
     with explain_disk_full(path):
         work.mkdir()
-        try:
-            (work / _MARKER).touch()
-        except BaseException:
-            work.rmdir()
-            raise
+        (work / _MARKER).touch()
     return work
 
 

@@ -10,19 +10,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_WARNINGS = (
-    # transformers 5.23 has renamed what PEFT and this package call; 5.17 does not have the new name yet.
-    (r"`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated", "transformers.modeling_utils"),
-)
-"""Beginnings of FutureWarnings, as regular expressions, and the modules that they come from."""
-
 
 def ignore_known_lines() -> None:
     """Leaves out the known warnings of libraries, and the line in which DeepSpeed names the accelerator that it found:
     transformers imports it to save any model.
     """
-    for message, module in _WARNINGS:
-        warnings.filterwarnings("ignore", message, FutureWarning, rf"{module}\Z")
+    # transformers 5.23 has renamed what PEFT and this package call; 5.17 does not have the new name yet.
+    renamed = "`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated"
+    warnings.filterwarnings("ignore", renamed, FutureWarning, r"transformers\.modeling_utils\Z")
     # A filter stays on the logger that DeepSpeed sets up when it is imported.
     logging.getLogger("DeepSpeed").addFilter(_is_no_choice_of_accelerator)
 

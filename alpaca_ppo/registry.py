@@ -9,7 +9,6 @@ Options whose values are fixed, but which both the configuration and `functional
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -93,41 +92,23 @@ class Registry(Generic[T]):
         return attach
 
     def register(self, name: str, **traits: Any) -> Callable[[T], T]:
-        """A decorator that adds `name` and attaches code to it. A definition that is reloaded, or run again in a
-        notebook, replaces its earlier version.
+        """A decorator that adds `name` and attaches code to it. A later definition, such as a notebook's cell that
+        is run again, replaces an earlier one.
 
         Raises:
-            ValueError: when the name belongs to other code, or cannot be written in YAML and on a command line.
-            TypeError: for a trait that this option does not have, and for something that cannot be called.
+            ValueError: when the name is a built-in one, or cannot be written in YAML and on a command line.
         """
         if not name or any(character.isspace() or character in ",:" for character in name):
             raise ValueError(f"{self.field} cannot be named {name!r}; use a word without spaces, commas and colons")
-        unknown = sorted(set(traits) - set(self.defaults))
-        if unknown:
-            valid = ", ".join(self.defaults) or "none"
-            raise TypeError(f"{self.field} {name!r} is registered with {', '.join(unknown)}; valid traits: {valid}")
+        if name in self.built_in:
+            raise ValueError(f"{self.field} {name!r} exists already; choose another name")
 
         def attach(target: T) -> T:
-            if not callable(target):
-                raise TypeError(f"{self.field} {name!r} is {target!r}, which cannot be called; register a function")
-            if name in self.built_in or (name in self.traits and not self._is_reloaded(name, target)):
-                raise ValueError(f"{self.field} {name!r} exists already; choose another name")
-            self.traits[name] = dict(traits)
+            self.traits[name] = traits
             self._targets[name] = target
             return target
 
         return attach
-
-    def _is_reloaded(self, name: str, new: Any) -> bool:
-        """Whether `new` is the function or class behind `name` once more: the same object, or one of the same qualified
-        name in a file that is imported under a second name or reloaded, or in a notebook's cell that is run again.
-        """
-        known: Any = self._targets[name]
-        if known is new or not hasattr(new, "__qualname__"):
-            return known is new
-        files = [getattr(sys.modules.get(each.__module__), "__file__", None) for each in (known, new)]
-        same_place = known.__module__ == new.__module__ or files[0] == files[1] is not None
-        return same_place and getattr(known, "__qualname__", None) == new.__qualname__
 
     def get(self, name: str) -> T:
         """The code behind `name`.

@@ -1,18 +1,11 @@
 """Registries of names that users may extend."""
 
-import importlib
-import importlib.util
-import sys
-from functools import partial
-from types import ModuleType
-
 import pytest
 
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     CRITIC_HEADS,
     GENERATION_BACKENDS,
-    KL_ESTIMATORS,
     POLICY_LOSSES,
     Registry,
 )
@@ -61,71 +54,12 @@ def test_a_name_that_yaml_or_a_command_line_would_split_is_refused(colours, name
         colours.register(name)
 
 
-def test_an_unknown_trait_is_refused(colours):
-    with pytest.raises(TypeError, match="colour 'pink' is registered with soft; valid traits: warm, weight"):
-        colours.register("pink", soft=True)
-    with pytest.raises(
-        TypeError, match="kl_estimator 'mine' is registered with needs_critic; valid traits: kink_at_zero"
-    ):
-        KL_ESTIMATORS.register("mine", needs_critic=True)
-
-
-def test_a_name_belongs_to_its_first_owner(colours):
-    def pink():
-        return 1
-
-    def rose():
-        return 2
-
-    colours.register("pink")(pink)
-    for name in ("pink", "blue"):
-        with pytest.raises(ValueError, match=f"colour '{name}' exists already; choose another name"):
-            colours.register(name)(rose)
-    # An object without a name of its own is nobody's second version.
-    with pytest.raises(ValueError, match="colour 'pink' exists already"):
-        colours.register("pink")(partial(pink))
-    assert colours.get("pink") is pink
-
-
-def test_what_cannot_be_called_is_refused(colours):
-    with pytest.raises(TypeError, match="^colour 'pink' is 3, which cannot be called; register a function$"):
-        colours.register("pink")(3)
-    assert "pink" not in colours.names
-
-
-def test_a_reloaded_module_replaces_what_it_registered(colours, tmp_path, monkeypatch):
-    path = tmp_path / "reloaded_colours.py"
-    path.write_text("def pink(): return 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module("reloaded_colours")
-    monkeypatch.setitem(sys.modules, "reloaded_colours", module)
-    colours.register("pink")(module.pink)
-    path.write_text("# a line more, as an edit would leave it\ndef pink(): return 22\n")
-    colours.register("pink")(importlib.reload(module).pink)
-    assert colours.get("pink")() == 22
-
-
-def test_a_cell_of_a_notebook_may_be_run_again(colours, monkeypatch):
-    notebook = ModuleType("notebook")
-    monkeypatch.setitem(sys.modules, "notebook", notebook)
+def test_a_later_definition_replaces_an_earlier_one_but_no_built_in(colours):
     for code in (1, 2):
-        exec(f"def pink(): return {code}", notebook.__dict__)
-        colours.register("pink")(notebook.pink)
-        assert colours.get("pink")() == code
-
-
-def test_the_same_code_may_be_registered_again(colours, tmp_path, monkeypatch):
-    """A file that is imported under two names, and one that is run again after an edit."""
-    path = tmp_path / "mine.py"
-    for name, text in (("first", ""), ("second", ""), ("second", "# one line more\n")):
-        path.write_text(text + "def pink(): pass\nclass Rose: pass\n")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        for target in (module.pink, module.Rose):
-            assert colours.register(target.__name__)(target) is target
-            assert colours.get(target.__name__) is target
+        colours.register("pink", warm=code == 2)(lambda code=code: code)
+        assert (colours.get("pink")(), colours.trait("pink", "warm")) == (code, code == 2)
+    with pytest.raises(ValueError, match="colour 'blue' exists already; choose another name"):
+        colours.register("blue")
 
 
 def test_what_the_configuration_knows_of_the_built_in_names():

@@ -52,9 +52,7 @@ class Checkpoint:
         """
         memory: set[int] = set()
         state = {f.name: _stored(getattr(self, f.name), f.name, memory) for f in fields(self) if f.name != "weights"}
-        of_optimizer = [value for values in self.optimizer["state"].values() for value in values.values()]
-        tensors = [value for value in [*self.weights.values(), *of_optimizer] if isinstance(value, Tensor)]
-        with write_folder_atomically(folder, needed=sum(tensor.nbytes for tensor in tensors)) as tmp_dir:
+        with write_folder_atomically(folder) as tmp_dir:
             with open(tmp_dir / _STATE, "wb") as file:
                 torch.save(state, file)
             save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, tmp_dir / _WEIGHTS)

@@ -88,8 +88,7 @@ def register_generation_backend(name: str) -> Callable[[_B], _B]:
     as the generation backend `name`.
 
     Raises:
-        ValueError: if the name is taken, or contains a space, comma or colon.
-        TypeError: if it cannot be called.
+        ValueError: if the name is a built-in one, or contains a space, comma or colon.
     """
     return GENERATION_BACKENDS.register(name)  # type: ignore[return-value]
 

@@ -131,7 +131,7 @@ class RunLog:
         """Appends a line to <name>.jsonl: metrics, skipped_updates or findings."""
         if self.is_main:
             path, line = self.output_dir / f"{name}.jsonl", _json_line(row).encode()
-            with explain_disk_full(path, needed=len(line)), open(path, "ab") as file:
+            with explain_disk_full(path), open(path, "ab") as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())

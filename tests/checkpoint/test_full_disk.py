@@ -1,4 +1,4 @@
-"""A full disk: the error names the path and the bytes needed, no partial file stays, and older files are intact.
+"""A full disk: the error names the path, no partial file stays, and older files are intact.
 
 Here the length of files is limited, which works anywhere; tests/integration fills a disk.
 """
@@ -8,7 +8,7 @@ import resource
 
 import pytest
 
-from alpaca_ppo.atomic_io import explain_disk_full, is_full, write_folder_atomically, write_text_atomically
+from alpaca_ppo.atomic_io import explain_disk_full, is_full, write_text_atomically
 from tests.tiny_runs import LargestFile, metric_lines, tiny_trainer
 from tests.tracking.test_run_log import make_log
 
@@ -40,11 +40,7 @@ def full_after(step, size, folder, **overrides):
 def test_a_checkpoint_that_does_not_fit_leaves_the_older_one_from_which_the_run_goes_on(tmp_path):
     settings = {"save_steps": 1, "total_episodes": 30}
     message = full_after(2, 40_000, tmp_path / "full", **settings)
-    needed = int(message.split("it needed ")[1].split()[0])
-    assert f"no room for {tmp_path / 'full/checkpoint-2'}: it needed " in message and " left (a quota" in message
-    written = sum(path.stat().st_size for path in (tmp_path / "full/checkpoint-1").iterdir())
-    # Beside the tensors there are the random states.
-    assert 0.8 * written < needed < written
+    assert f"no room for {tmp_path / 'full/checkpoint-2'}: its disk has " in message
     assert [path.name for path in (tmp_path / "full").glob("checkpoint-*")] == ["checkpoint-1"]
     tiny_trainer(tmp_path / "full", **settings).train(resume_from_checkpoint=True)
     tiny_trainer(tmp_path / "whole", **settings).train()
@@ -53,32 +49,24 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_older_one_from_which_the_run_
 
 def test_final_models_that_do_not_fit_are_absent(tmp_path):
     message = full_after(2, 40_000, tmp_path)
-    assert f"no room for {tmp_path / 'final/policy'}: it needed more than " in message
+    assert f"no room for {tmp_path / 'final/policy'}: " in message
     assert not list((tmp_path / "final").iterdir())
 
 
 def test_records_that_do_not_fit_end_the_run_with_their_name(tmp_path):
     message = full_after(1, 100, tmp_path / "metrics", num_logged_rollouts=0)
-    assert f"no room for {tmp_path / 'metrics/metrics.jsonl'}: it needed " in message
+    assert f"no room for {tmp_path / 'metrics/metrics.jsonl'}: " in message
     message = full_after(1, 3000, tmp_path / "rollouts")
-    assert f"no room for {tmp_path / 'rollouts/rollouts/step_000002.jsonl'}: it needed " in message
+    assert f"no room for {tmp_path / 'rollouts/rollouts/step_000002.jsonl'}: " in message
 
 
 def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, largest_file):
     path = tmp_path / "README.md"
     write_text_atomically(path, "old")
     largest_file(100)
-    with pytest.raises(OSError, match=f"no room for {path}: it needed 500 bytes, and its disk has [0-9]+ left"):
+    with pytest.raises(OSError, match=f"no room for {path}: its disk has [0-9]+ bytes left"):
         write_text_atomically(path, "x" * 500)
     assert everything(tmp_path) == {path.relative_to(tmp_path): b"old"}
-
-
-def test_a_folder_says_what_it_needed_where_that_is_known(tmp_path, largest_file):
-    largest_file(100)
-    for needed, text in ((None, "needed more than 100 bytes"), (700, "needed 700 bytes")):
-        with pytest.raises(OSError, match=text), write_folder_atomically(tmp_path / "final", needed=needed) as tmp_dir:
-            (tmp_dir / "file").write_text("x" * 500)
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_only_a_full_disk_is_told_of(tmp_path):
@@ -87,7 +75,7 @@ def test_only_a_full_disk_is_told_of(tmp_path):
     assert not is_full(RuntimeError("28"))
     with pytest.raises(ValueError, match="mine"), explain_disk_full(tmp_path):
         raise ValueError("mine")
-    with pytest.raises(OSError, match="it needed some bytes"), explain_disk_full(tmp_path / "runs"):
+    with pytest.raises(OSError, match="no room for .*runs"), explain_disk_full(tmp_path / "runs"):
         raise OSError(errno.ENOSPC, "no space")
 
 

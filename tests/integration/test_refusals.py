@@ -60,7 +60,7 @@ def test_a_full_disk_ends_both_ranks_and_the_run_goes_on_when_there_is_room(tmp_
     with small_disk(folder, 2400, "largest_file=[3,100000]") as limit:
         full = on_two(folder, *settings, *limit)
         assert full.returncode != 0
-        no_room = f"OSError: [Errno 28] no room for {folder}/checkpoint-3: it needed "
+        no_room = f"OSError: [Errno 28] no room for {folder}/checkpoint-3: its disk has "
         assert no_room in full.stderr, full.stderr
         assert f"RuntimeError: process 0 failed, so this process stops too. {no_room}" in full.stderr, full.stderr
         assert [str(path) for path in folder.rglob(".*")] == []
@@ -79,7 +79,7 @@ def test_final_models_without_room_end_both_ranks(tmp_path):
     with small_disk(folder, 1000, "largest_file=[2,100000]", "fill_disk=[2,130000]") as limit:
         full = on_two(folder, *limit)
         assert full.returncode != 0
-        assert f"OSError: [Errno 28] no room for {folder}/final/policy: it needed " in full.stderr, full.stderr
+        assert f"OSError: [Errno 28] no room for {folder}/final/policy: its disk has " in full.stderr, full.stderr
         assert list((folder / "final").iterdir()) == []
 
 
