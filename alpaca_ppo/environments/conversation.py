@@ -113,15 +113,13 @@ class Conversation:
         if not stopped_by_token:
             return self._ids(written.closing + written.suffix)
         # The sampled token stands for the template's.
-        if any(self._ends(token) for token in self._ids(written.closing)):
+        ends = self._stop | self._special
+        if ends.intersection(self._ids(written.closing)):
             ids = self._ids(written.closing + written.suffix)
-            return ids[next(i for i, token in enumerate(ids) if self._ends(token)) + 1 :]
+            return ids[next(i for i, token in enumerate(ids) if token in ends) + 1 :]
         ids = self._ids(written.suffix)
         # A turn may end with the token that begins the next message.
         return ids[1:] if not written.closing and ids and ids[0] in self._stop else ids
-
-    def _ends(self, token: int) -> bool:
-        return token in self._stop or token in self._special
 
     def _beginning(self, text: str, columns: int) -> str:
         """As much of `text` as the first `columns` tokens of a message with it come from."""
@@ -159,12 +157,9 @@ class Conversation:
             return
         if schemas and self._render([_USER], schemas) == self._render([_USER], ()):
             raise self._refused("writes nothing about tools")
-        self._check_growth(schemas, replies=replies, turns=min(max(_TURNS, max_turns or 0), _MOST_TURNS))
-
-    def _check_growth(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool, turns: int) -> None:
-        """Checks a conversation message by message: what each turn appends is what `reply_ids` appends."""
+        # A conversation message by message: what each turn appends is what `reply_ids` appends.
         messages, written = [_USER], self._render([_USER], schemas, add_generation_prompt=True)
-        for turn in range(turns):
+        for turn in range(min(max(_TURNS, max_turns or 0), _MOST_TURNS)):
             thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
             first = self._written(thought + _ANSWER, answers, calls, schemas)
             if thought and _ANSWER in first.text and _THOUGHT not in first.text:
@@ -176,10 +171,10 @@ class Conversation:
             written += first.text.replace(_ANSWER, answer)
             found = self._render(messages, schemas, add_generation_prompt=True)
             if found != written:
-                raise self._refused(f"writes a message in another way later: {_difference(messages, written, found)}")
+                raise self._refused(f"writes a message in another way later: {_difference(written, found)}")
 
     def _thought(self, turn: int) -> str:
-        """What precedes the text of a turn in `_check_growth`: every other one has a thought. Where the template's
+        """What precedes the text of a turn in `check`: every other one has a thought. Where the template's
         prompt itself ends with a thought, the policy writes none; where it begins one, the policy ends it.
         """
         if "</think>" in self.prompt_end:
@@ -200,8 +195,7 @@ class Conversation:
         start = self._render([_USER], schemas, add_generation_prompt=True)
         after = self._render([_USER, called, *replies], schemas, add_generation_prompt=True)
         if not after.startswith(start):
-            problem = _difference([_USER, called, *replies], start, after)
-            raise self._refused(f"writes a message in another way later: {problem}")
+            raise self._refused(f"writes a message in another way later: {_difference(start, after)}")
         before, earlier = (self._render([_USER, message], schemas) for message in (plain, called))
         # Some templates write an EOS at the end of the text.
         for end in ("", self.tokenizer.eos_token or ""):
@@ -268,7 +262,7 @@ def _assistant(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message
 def _replies(
     turn: int, schemas: Sequence[Mapping[str, Any]], *, replies: bool
 ) -> tuple[list[dict[str, Any]], list[Message]]:
-    """The calls of a turn in `_check_growth`, and what follows it: up to three results, or the words of a user."""
+    """The calls of a turn in `check`, and what follows it: up to three results, or the words of a user."""
     if not schemas or (replies and turn % 3 == 1):
         return [], [{"role": "user", "content": _words("reply", turn)}]
     calls, results = [], []
@@ -285,21 +279,11 @@ def _words(name: str, number: int, of_turn: int | None = None) -> str:
     return "More & 2 " * (size // 9) + f"of {name} {number:02d}"
 
 
-def _difference(messages: Sequence[Message], expected: str, found: str) -> str:
-    """Says in which message two renderings of `messages` begin to differ; the first may lack the last messages."""
+def _difference(expected: str, found: str) -> str:
+    """Says where two renderings of a conversation begin to differ."""
     at = len(commonprefix([expected, found]))
-    ends = [
-        (expected.find(text) + len(text), i)
-        for i, message in enumerate(messages)
-        if (text := message["content"].rpartition("\n")[2]) in expected
-    ]
-    last = ends[-1][1] if ends else -1
-    number = next((i for end, i in ends if end > at), min(last + 1, len(messages) - 1))
     here = slice(max(0, at - 20), at + 40)
-    return (
-        f"message {number + 1} ({messages[number]['role']}) of {len(messages)} has {found[here]!r}, not "
-        f"{expected[here]!r}"
-    )
+    return f"{found[here]!r}, not {expected[here]!r}"
 
 
 def tool_call_entry(name: str, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -222,20 +222,16 @@ class Episode:
         if not self.kind.has_reply:
             return None
         answer = yield from self._own(self.environment.reply, {"completion": message["content"]}, "reply")
-        text, reward = self._checked_reply(answer)
-        if reward is not None:
-            self.turn_rewards[len(turn.response) - 1] = reward
-        if text is None:
-            self.over = True
-            return None
-        self.messages.append({"role": "user", "content": text})
-        return self.messages[-1:], []
-
-    def _checked_reply(self, answer: Any) -> tuple[str | None, float | None]:
         text, reward = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if text is not None and not isinstance(text, str):
             raise self._failure(f"reply returned {shown(answer)}; it must return text, None, or a pair with a number")
-        return text and encodable(text), None if reward is None else self._number(reward, "reply")
+        if reward is not None:
+            self.turn_rewards[len(turn.response) - 1] = self._number(reward, "reply")
+        if text is None:
+            self.over = True
+            return None
+        self.messages.append({"role": "user", "content": encodable(text)})
+        return self.messages[-1:], []
 
     def _number(self, value: Any, method: str) -> float:
         try:

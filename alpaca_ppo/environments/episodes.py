@@ -15,7 +15,7 @@ from alpaca_ppo.async_calls import RowCall, RowCalls
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.data.prompts import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
-from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
+from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
 from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
@@ -39,7 +39,7 @@ class Environments:
     @property
     def answer(self) -> bool:
         """Whether a response can have more than one turn."""
-        return can_answer(self.kinds)
+        return any(kind.answers for kind in self.kinds.values())
 
     @property
     def reward_per_token(self) -> bool:
@@ -75,7 +75,10 @@ class Environments:
         ]
         episodes = Episodes(made, self.settings, self._calls, poll, answer=self.answer)
         try:
-            episodes.begin([seed for seed in _seeds(prompts["prompt_ids"], sampling_params) for _ in range(n)])
+            # A seed for each prompt in this step and round, the same for all its samples.
+            of_prompts = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1)
+            keys = of_prompts.random_keys(prompts["prompt_ids"])
+            episodes.begin([int(key) & 0x7FFFFFFF for key in keys for _ in range(n)])
             episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
             yield episodes
         finally:
@@ -238,12 +241,6 @@ def _source(class_name: str) -> Callable[..., list[Any]]:
 
     rewards.__name__ = class_name
     return rewards
-
-
-def _seeds(prompt_ids: Tensor, sampling_params: SamplingParams) -> list[int]:
-    """A seed for the environments of each prompt in this step and round, the same for all its samples."""
-    keys = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1).random_keys(prompt_ids)
-    return [int(key) & 0x7FFFFFFF for key in keys]
 
 
 def _with_prompts(

@@ -61,19 +61,12 @@ class EnvironmentKind:
     """Whether it gives a reward for the whole episode."""
 
     def __post_init__(self) -> None:
-        named = f" {self.name!r}" if self.name else ""
-        if not callable(self.factory):
-            raise ValueError(f"environment_factory{named} is {self.factory!r}; give a class or function")
-        if wanted := parameters_of(self.factory).required:
-            raise ValueError(
-                f"environment_factory {_name(self.factory)} requires the arguments {wanted}, but is called without; "
-                f"pass lambda: {_name(self.factory)}({wanted[0]}=...)"
-            )
         try:
             instance = self.factory()
         except Exception as error:
             raise ValueError(
-                f"environment_factory{named} ({_name(self.factory)}) raised {error_text(error)} when it was tried"
+                f"environment_factory {self.name or _name(self.factory)!r} raised {error_text(error)}; give a class or "
+                "function without required arguments"
             ) from error
         self.environment_class = type(instance)
         self.name = self.name or self.class_name
@@ -188,11 +181,6 @@ def make_kinds(
     }
 
 
-def can_answer(kinds: Mapping[str | None, EnvironmentKind]) -> bool:
-    """Whether a response can have more than one turn."""
-    return any(kind.answers for kind in kinds.values())
-
-
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
     """The names of the classes whose episodes have rewards of their own; each is a reward source."""
     return list(dict.fromkeys(kind.class_name for kind in kinds.values() if kind.rewards))
@@ -214,10 +202,9 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     except Exception as error:
         known = isinstance(error, DocstringParsingException | TypeHintParsingException)
         problem = (str(error) if known else error_text(error)).rstrip("!.")
-        answers = " If it answers turns, name its parameter completion." if _name(function) == "reply" else ""
         raise ValueError(
             f"{owner} cannot be shown to the policy as a tool: {problem}. Give it type hints and a docstring with "
-            f"Args:, or begin its name with an underscore if it is no tool.{answers}"
+            "Args:, or begin its name with an underscore if it is no tool (a partner's is reply(completion))"
         ) from error
     return schema
 

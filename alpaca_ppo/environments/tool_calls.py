@@ -45,17 +45,14 @@ def encodable(text: str) -> str:
 
 def find_json_calls(text: str) -> list[ToolCall]:
     """The calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-    return [_json_call(body, end) for body, end in _BLOCK.findall(text)]
-
-
-def _json_call(body: str, end: str) -> ToolCall:
-    if not end:
-        return ToolCall("", {}, "the tool call is not closed with </tool_call>")
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"the tool call is not valid JSON: {error}")
-    return _checked(found)
+    calls = []
+    for body, end in _BLOCK.findall(text):
+        try:
+            call = _checked(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            call = ToolCall("", {}, f"the tool call is not valid JSON: {error}")
+        calls.append(call if end else ToolCall("", {}, "the tool call is not closed with </tool_call>"))
+    return calls
 
 
 def _checked(found: Any) -> ToolCall:
@@ -98,11 +95,11 @@ def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
         TypeError: for what is no list of mappings; whatever else the parser raises.
     """
     try:
-        found = parser(text)
+        found = list(parser(text))
     # The second of text that nests too deeply.
     except (ValueError, RecursionError) as error:
         return [ToolCall("", {}, str(error))]
-    if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(c, Mapping) for c in found):
+    if not all(isinstance(call, Mapping) for call in found):
         raise TypeError(f"it returned {shown(found)}, which is no list of mappings with 'name' and 'arguments'")
     return [_checked(call) for call in found]
 

@@ -5,7 +5,6 @@ The rollouts of a step are global here, so no estimator needs a collective opera
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,26 +22,7 @@ from alpaca_ppo.functional import (
     remax,
 )
 from alpaca_ppo.functional.masked import rounding_error
-from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.registry import ADV_ESTIMATORS
-
-
-def rollout_passes(
-    args: PPOConfig,
-    *,
-    with_policy: bool,
-    with_entropies: bool,
-    may_fail: bool = False,
-) -> RolloutPasses:
-    """Which passes a rollout needs for the `adv_estimator` of `args`; the keywords are fields of the result."""
-    return RolloutPasses(
-        with_policy=with_policy,
-        with_entropies=with_entropies,
-        may_fail=may_fail,
-        with_critic=args.uses_critic,
-        greedy_baseline=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"),
-        compares_group=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_group"),
-    )
 
 
 def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo_returns: bool = False) -> Advantages:
@@ -56,7 +36,7 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
 
     Raises:
         ValueError: when the values, prompt ids, baseline scores or scores by source that the estimator needs are
-            missing, and when it returns anything other than `Advantages` of the shape of the rewards.
+            missing, and when it returns anything other than `Advantages`.
     """
     name = args.adv_estimator
     estimator = ADV_ESTIMATORS.get(name)
@@ -71,19 +51,10 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
             raise ValueError(f"adv_estimator is {name!r} but `{field}` is missing; rollout() must return them")
     if monte_carlo_returns:
         args = replace(args, lam_critic=1.0, turn_lam=None)
-    return _checked(name, estimator(inputs, args), inputs.rewards)
-
-
-def _checked(name: str, returned: Any, rewards: Tensor) -> Advantages:
-    fields = returned._asdict() if isinstance(returned, Advantages) else {"result": returned}
-    for field, value in fields.items():
-        if not isinstance(value, Tensor) or value.shape != rewards.shape or not isinstance(returned, Advantages):
-            raise ValueError(
-                f"the adv_estimator {name!r} returned {field} {value!r:.100}; return functional.Advantages(advantages, "
-                f"returns), tensors of shape {tuple(rewards.shape)}"
-            )
-    checked: Advantages = returned
-    return checked
+    returned = estimator(inputs, args)
+    if not isinstance(returned, Advantages):
+        raise ValueError(f"the adv_estimator {name!r} returned {returned!r:.100}; return functional.Advantages")
+    return returned
 
 
 @ADV_ESTIMATORS.implement("gae")

@@ -59,14 +59,11 @@ def replace_uninformative(
         rollout: returns the global rollouts of dataset indices; also called with the number of the round, from 1.
         args: of the run.
         counts: of the step; what is done here is added.
-
-    Raises:
-        ValueError: if `rollout` returns other tensors in one round than in another.
     """
     for sampling_round in range(1, args.dynamic_sampling + 1):
         differ = informative(rollouts, args)
-        uninformative = _distinct(rollouts["prompt_ids"][~differ])
-        kept = _distinct(rollouts["prompt_ids"][differ])
+        uninformative = list(_rows_by_prompt(rollouts["prompt_ids"][~differ]))
+        kept = list(_rows_by_prompt(rollouts["prompt_ids"][differ]))
         fresh = prompts.draw(len(uninformative), without=kept)
         if not fresh:
             break
@@ -78,49 +75,31 @@ def replace_uninformative(
             scored = torch.isin(new["prompt_ids"], new["prompt_ids"][new["trained_rows"]])
             new = {key: value[scored] for key, value in new.items()}  # type: ignore
         rollouts = _replace(rollouts, new, dict(zip(uninformative, fresh, strict=False)), counts)
-    counts.uninformative_prompts += len(_distinct(rollouts["prompt_ids"][~informative(rollouts, args)]))
+    counts.uninformative_prompts += len(rollouts["prompt_ids"][~informative(rollouts, args)].unique())
     counts.extra_prompts += prompts.extra_prompts
     return rollouts
 
 
-def _distinct(prompt_ids: torch.Tensor) -> list[int]:
-    """In the order in which they come first."""
-    return list(dict.fromkeys(prompt_ids.tolist()))
+def _rows_by_prompt(prompt_ids: Tensor) -> dict[int, list[int]]:
+    """The rows of each prompt, in the order in which the prompts come first."""
+    rows: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompt_ids.tolist()):
+        rows.setdefault(prompt, []).append(row)
+    return rows
 
 
 def _replace(rollouts: Rollouts, new: Rollouts, fresh: dict[int, int], counts: RolloutCounts) -> Rollouts:
     """`rollouts` with the rows of each prompt of `fresh` replaced by those of its value in `new`, if it has any."""
-    count = len(rollouts["prompt_ids"])
-    new_rows: dict[int, list[int]] = {}
-    for row, prompt in enumerate(new["prompt_ids"].tolist()):
-        new_rows.setdefault(prompt, []).append(count + row)
-    old_rows: dict[int, list[int]] = {}
-    for row, prompt in enumerate(rollouts["prompt_ids"].tolist()):
-        old_rows.setdefault(prompt, []).append(row)
+    count, new_rows = len(rollouts["prompt_ids"]), _rows_by_prompt(new["prompt_ids"])
     rows: list[int] = []
-    for prompt, own in old_rows.items():
+    for prompt, own in _rows_by_prompt(rollouts["prompt_ids"]).items():
         if fresh.get(prompt) in new_rows:
-            rows += new_rows[fresh[prompt]]
+            rows += [count + row for row in new_rows[fresh[prompt]]]
         elif prompt not in new_rows:
             # Otherwise it was drawn again, for the place of another prompt.
             rows += own
-    if not new_rows:
-        return rollouts
-    _check_same_tensors(rollouts, new)
-    every: dict[str, torch.Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
+    every: dict[str, Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
     discarded = sorted(set(range(len(every["prompt_ids"]))) - set(rows))
     counts.discarded_tokens += int(every["response_mask"][discarded].sum())
     merged: Rollouts = {key: value[rows] for key, value in every.items()}  # type: ignore[assignment]
     return merged
-
-
-def _check_same_tensors(rollouts: Rollouts, new: Rollouts) -> None:
-    shapes = [{key: tuple(value.shape[1:]) for key, value in part.items()} for part in (rollouts, new)]  # type: ignore
-    for key in sorted(shapes[0].keys() | shapes[1].keys()):
-        first, second = (part.get(key) for part in shapes)
-        if first != second:
-            raise ValueError(
-                f"rollout() returned {key} with rows of shape {first} for the prompts of one round of "
-                f"dynamic_sampling, and of shape {second} for those of the next (None = not at all); return the same "
-                "tensors for all prompts, for example per-token rewards always or never"
-            )

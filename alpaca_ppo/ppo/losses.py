@@ -115,24 +115,15 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
 def critic_terms(batch: Rollouts, outputs: ActorCriticOutputs, head: CriticHead, args: PPOConfig) -> Terms:
     """The loss of the critic's `head`, weighted by `vf_coef`, and its statistics."""
     assert outputs.predictions is not None
-    value = _checked(
-        f"loss of the critic {head.kind!r}",
-        head.loss(outputs.predictions, batch, args),
-    )
+    value = _checked(f"loss of the critic {head.kind!r}", head.loss(outputs.predictions, batch, args))
     stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
     return args.vf_coef * value.loss, {name: stat.detach() for name, stat in stats.items()}
 
 
 def _checked(what: str, returned: Any) -> Loss:
-    """What a registered loss returned, after checking that it is a `Loss` of scalars."""
-    found = {**returned.stats, "loss": returned.loss} if isinstance(returned, Loss) else {"result": returned}
-    for name, value in found.items():
-        if not isinstance(value, Tensor) or value.dim() != 0 or not isinstance(returned, Loss):
-            raise ValueError(
-                f"the {what} returned {name} {value!r:.100}; return functional.Loss(loss, stats), all scalar tensors"
-            )
-    loss: Loss = returned
-    return loss
+    if not isinstance(returned, Loss):
+        raise ValueError(f"the {what} returned {returned!r:.100}; return functional.Loss(loss, stats)")
+    return returned
 
 
 _DPPO_RATIO_BOUND = 20.0

@@ -122,8 +122,6 @@ def leave_out_failures(
     left = f", and {num_alone} because no other response to their prompt has a reward" if num_alone else ""
     shown = "\n".join(f"- {error}" for error in errors[:_MAX_SHOWN])
     text = f"{num_failed} of {len(rows)} responses give no gradient because their reward failed{left}:\n{shown}"
-    if num_failed > _MAX_SHOWN:
-        text += f"\nand {num_failed - _MAX_SHOWN} more"
     if may_fail or bool(rollouts["trained_rows"].any()):
         return text
     raise failures[0] if failures else ValueError(text)
@@ -361,17 +359,14 @@ class DeviceRows:
         for size in self._sizes:
             rows = slice(start, start + size)
             start += size
-            if not size:
-                yield self._dummy()
-                continue
-            host, device = ({key: value[rows] for key, value in of.items()} for of in (self._host, self._uploaded))
+            if size:
+                host, device = ({key: value[rows] for key, value in of.items()} for of in (self._host, self._uploaded))
+            else:
+                # Copies: a loss may change its batch in place.
+                host = {key: value[:1].clone() for key, value in self._tensors.items()}
+                host["response_mask"] = torch.zeros_like(host["response_mask"])
+                device = {key: upload(value, self._device) for key, value in host.items()}
             yield DeviceBatch(host, device)
-
-    def _dummy(self) -> DeviceBatch:
-        # Copies: a loss may change its batch in place.
-        host = {key: value[:1].clone() for key, value in self._tensors.items()}
-        host["response_mask"] = torch.zeros_like(host["response_mask"])
-        return DeviceBatch(host, {key: upload(value, self._device) for key, value in host.items()})
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -58,22 +58,6 @@ POLICY_ALONE = RolloutPasses(with_critic=False, with_reference=False)
 """A forward pass of the policy and nothing else."""
 
 
-def merge_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
-    """One batch of all prompts of `batches` (at least one), padded on the left to the longest Q."""
-
-    def joined(key: str) -> Tensor:
-        tensors: list[Tensor] = [batch[key] for batch in batches]  # type: ignore[literal-required]
-        width = max(tensor.size(1) for tensor in tensors)
-        return torch.cat([torch.nn.functional.pad(tensor, (width - tensor.size(1), 0)) for tensor in tensors])
-
-    return PromptBatch(
-        queries=joined("queries"),
-        query_attn_masks=joined("query_attn_masks"),
-        prompt_ids=torch.cat([batch["prompt_ids"] for batch in batches]),
-        rows=[row for batch in batches for row in batch["rows"]],
-    )
-
-
 def sample_responses(
     model: PreTrainedModel,
     prompts: PromptBatch,
@@ -266,7 +250,14 @@ class RolloutCollector:
         if engine.synced_forwards:
             count = sum(len(batch["rows"]) for batch in batches)
             batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
-        return merge_prompt_batches(batches) if batches else None
+        if not batches:
+            return None
+        return PromptBatch(
+            queries=torch.cat([batch["queries"] for batch in batches]),
+            query_attn_masks=torch.cat([batch["query_attn_masks"] for batch in batches]),
+            prompt_ids=torch.cat([batch["prompt_ids"] for batch in batches]),
+            rows=[row for batch in batches for row in batch["rows"]],
+        )
 
     def gather(self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int) -> Rollouts:
         """The rows of all ranks, on the CPU, in the prompts' order.

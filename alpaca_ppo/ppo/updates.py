@@ -86,16 +86,6 @@ class Updater:
         """Optimizer steps taken by this object."""
         self._ratio_warned = self._edges_warned = False
 
-    @property
-    def model(self) -> Any:
-        """Policy and critic, wrapped."""
-        return self.engine.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The engine's optimizer."""
-        return self.engine.optimizer
-
     def micro_batches(self, rollouts: Rollouts, update: UpdateStep) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an optimizer step: as many on every rank, some of them without rows, perhaps.
 
@@ -148,7 +138,16 @@ class Updater:
                     # Gradient checkpointing recomputes activations of the critic with its adapter.
                     nullcontext() if with_policy else engine.actor_critic.critic_active(),
                 ):
-                    outputs = self._forward(batch, with_policy=with_policy, with_critic=with_critic)
+                    outputs: ActorCriticOutputs = engine.model(
+                        *row_tensors(batch.rows).values(),
+                        value_taus=batch.rows.get("value_taus"),
+                        temperature=self.args.temperature,
+                        chunk_size=self.args.logprob_chunk_size,
+                        packed=batch.packed,
+                        with_policy=with_policy,
+                        with_critic=with_critic,
+                        with_entropies=self.args.entropy_coef > 0 or logs_entropies(batch.update.step),
+                    )
                     hooks = {"compute_policy_loss": policy_loss} if with_policy else {}
                     hooks |= {"compute_value_loss": value_loss} if with_critic else {}
                     own = {name: _checked(name, hook(batch.rows, outputs)) for name, hook in hooks.items()}
@@ -171,20 +170,6 @@ class Updater:
         if fault is not None:
             fault += f" on rank {self.accelerator.process_index} (prompts {batch.rows['prompt_ids'].tolist()})"
         return BatchStats(stats, batch.tokens, batch.lengths, not engine.actor_critic.padding_free, fault)
-
-    def _forward(self, batch: MicroBatch, *, with_policy: bool, with_critic: bool) -> ActorCriticOutputs:
-        args, rows = self.args, batch.rows
-        outputs: ActorCriticOutputs = self.model(
-            *row_tensors(rows).values(),
-            value_taus=rows.get("value_taus"),
-            temperature=args.temperature,
-            chunk_size=args.logprob_chunk_size,
-            packed=batch.packed,
-            with_policy=with_policy,
-            with_critic=with_critic,
-            with_entropies=args.entropy_coef > 0 or logs_entropies(batch.update.step),
-        )
-        return outputs
 
     def _untouched(self, with_policy: bool, with_critic: bool) -> list[nn.Parameter]:
         """The parameters that a pass gives no gradient to."""
@@ -214,7 +199,14 @@ class Updater:
             # Without a mean, no row of the step gives a gradient.
             if first and whole.means:
                 check(measured)
-            stopped = limit is not None and bool(whole.means) and _approx_kl(measured, limit) > limit
+            if limit is not None and whole.means:
+                # KL(old || new) of the step's rows on all ranks, in nats per token.
+                if "policy/approx_kl_k3" not in measured:
+                    raise ValueError(
+                        f"target_kl_stop is {limit}, but the policy loss measured no approx_kl_k3; add it to its "
+                        "statistics, or set target_kl_stop: null"
+                    )
+                stopped = measured["policy/approx_kl_k3"] > limit
         if fault is None and not stopped:
             fault = self._take(update.part, stats)
         stats.end_update(update.part, taken=not stopped, skipped=fault is not None)
@@ -277,16 +269,6 @@ def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
     terms = {name: float(value) for name, value in stats.items() if name.startswith("loss/") and name != "loss/total"}
     bad = [f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)]
     return " and ".join(bad or [f"the loss is {float(loss)}"])
-
-
-def _approx_kl(measured: Mapping[str, float], limit: float) -> float:
-    """KL(old || new) of one optimizer step's rows on all ranks, in nats per token (k3)."""
-    if "policy/approx_kl_k3" not in measured:
-        raise ValueError(
-            f"target_kl_stop is {limit}, but the policy loss measured no approx_kl_k3; add it to the statistics that "
-            "the loss returns, or set target_kl_stop: null"
-        )
-    return measured["policy/approx_kl_k3"]
 
 
 def make_updater(

@@ -174,7 +174,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     @property
     def model(self) -> Any:
         """What a step calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
-        return self.updater.model
+        return self.updater.engine.model
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
         """Runs all steps and saves the final models, resuming from a checkpoint if requested; returns the last metrics.
@@ -452,7 +452,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             self.args,
             model=self.actor_critic.policy.model,
             processing_class=self.processing_class,
-            optimizer=self.updater.optimizer,
+            optimizer=self.updater.engine.optimizer,
             lr_scheduler=self.updater.schedules.of_policy,
             **context,
         )

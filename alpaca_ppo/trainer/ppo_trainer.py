@@ -21,7 +21,7 @@ from alpaca_ppo.config.fields import check_needs
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
-from alpaca_ppo.environments.kinds import EnvironmentFactory, can_answer, make_kinds
+from alpaca_ppo.environments.kinds import EnvironmentFactory, make_kinds
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
@@ -156,7 +156,7 @@ class PPOTrainer(RolloutTrainer):
         self.collector = setup.make_collector(reference, scorer, metric_scorer, self.accelerator, args)
         self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
-        answered = can_answer(kinds)
+        answered = self.environments is not None and self.environments.answer
         self.sampler_fallback = agree_on_backend(self.collector.backend, self.updater.engine, answered=answered)
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)

@@ -26,7 +26,7 @@ from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
-from alpaca_ppo.environments.kinds import EnvironmentKind, can_answer, rewarding_classes
+from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
 from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.evaluation.settings import make_settings
 from alpaca_ppo.rewards.batch import OF_EPISODES
@@ -170,7 +170,7 @@ def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kind
     Raises:
         ValueError: as `make_settings`, for an entry that is no source, and for an opponent in conversations.
     """
-    if args.eval_opponent is not None and can_answer(kinds or {}):
+    if args.eval_opponent is not None and any(kind.answers for kind in (kinds or {}).values()):
         raise ValueError(
             f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "
             "conversations have several; leave it out, and compare the rewards of two evaluations"

@@ -21,12 +21,12 @@ from alpaca_ppo.environments.episodes import Environments, Episodes
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.ppo import hook_checks, metrics
-from alpaca_ppo.ppo.advantages import rollout_passes
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.minibatches import add_baseline, leave_out_failures
 from alpaca_ppo.ppo.mismatch import SamplerCheck, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
+from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.reward_function import merged
 from alpaca_ppo.rewards.scorer import Penalties, score_responses
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
@@ -86,8 +86,7 @@ class RolloutTrainer(BaseTrainer):
         """
         hooks = (self.rollout, self._generate)
         inherited = hooks == (MethodType(RolloutTrainer.rollout, self), MethodType(RolloutTrainer._generate, self))
-        inherited = inherited and not self.train_prompts.any_blank
-        if self.sampler_check.compares and inherited:
+        if self.sampler_check.compares and inherited and not self.train_prompts.any_blank:
             prompts = self.spread_prompts(self.state.global_step)
             self.sampler_check.before_training(self.collector, prompts, self.sampling_params)
 
@@ -136,10 +135,12 @@ class RolloutTrainer(BaseTrainer):
         step, args = self.state.global_step, self.args
         hook_checks.check_full_softmax(self.sampling_params)
         sampling_params = replace(self.sampling_params, seed=args.seed, step=step)
-        passes = rollout_passes(
-            args,
+        passes = RolloutPasses(
             with_policy=self.sampler_check.recomputes(step),
+            with_critic=args.uses_critic,
             with_entropies=metrics.logs_entropies(step),
+            greedy_baseline=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"),
+            compares_group=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_group"),
             may_fail=sampling_params.sampling_round > 0,
         )
         rollouts = self.sample_rollouts(prompt_batches, sampling_params, passes)
@@ -176,9 +177,8 @@ class RolloutTrainer(BaseTrainer):
         rollouts = self.collector.gather(local, samples_per_prompt=n)
         failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count * n]
         if "trained_rows" in rollouts:
-            compares = passes.compares_group and n > 1
             report = leave_out_failures(
-                rollouts, failures, self.accelerator, compares_group=compares, may_fail=passes.may_fail
+                rollouts, failures, self.accelerator, compares_group=passes.compares_group, may_fail=passes.may_fail
             )
             if report:
                 self.run_log.message(report)

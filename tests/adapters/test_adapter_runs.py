@@ -255,7 +255,7 @@ def test_half_precision_bases_train_adapters_and_heads_in_float32(tmp_path):
     assert stats["ppo/policy/grad_norm"] > 0
     moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
     assert len(moved) == sum(p.requires_grad for p in trainer.actor_critic.parameters())
-    state = trainer.updater.optimizer.state.values()
+    state = trainer.updater.engine.optimizer.state.values()
     assert {entry["exp_avg"].dtype for entry in state} == {torch.float32}
 
 

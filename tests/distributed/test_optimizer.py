@@ -30,7 +30,7 @@ def test_the_fused_kernel_is_chosen_where_it_exists(device, fused):
 
 def state_of(trainer):
     """Copies of weights, moments and numbers of steps, by the parameter's name."""
-    state = trainer.updater.optimizer.state
+    state = trainer.updater.engine.optimizer.state
     named = dict(trainer.actor_critic.named_parameters())
     assert all(set(state[p]) == {"step", "exp_avg", "exp_avg_sq"} for p in named.values())
     return {name: [p.detach().clone(), *(t.clone() for t in state[p].values())] for name, p in named.items()}
@@ -100,5 +100,5 @@ def test_an_optimizer_of_all_parameters_keeps_those_that_train(tmp_path):
     trainer = tiny_trainer(
         tmp_path, model=model, trainer_arguments={"optimizers": (optimizer, None)}, critic_layout="adapter"
     )
-    (group,) = trainer.updater.optimizer.param_groups
+    (group,) = trainer.updater.engine.optimizer.param_groups
     assert {id(p) for p in group["params"]} == {id(p) for p in model.parameters() if p.requires_grad}

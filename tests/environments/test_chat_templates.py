@@ -25,10 +25,10 @@ def chat(template, marks, keywords):
 
 
 FORGETS = r"leaves out what the policy thinks between <think> and </think>"
-EMPTY_THOUGHT = r"message 2 \(assistant\) of 3 has '.*assistant\\nEarlier answer.*, not '.*assistant\\n<think>\\n"
-TOOLS_MOVE = r"message 1 \(user\) of 3 has '<bos>\[INST\] First.*, not '<bos>\[AVAILABLE_TOOLS\]"
-FIRST_CALL = r"in another way later: message 4 \(assistant\) of 6 has .*\\n<\|call\|>add"
-FIRST_RESULT = r"in another way later: message 7 \(tool\) of 9 has .*<eos>\\n<\|output\|>.*, not .*<\|outputs_begin\|>"
+EMPTY_THOUGHT = r"'.*assistant\\nEarlier answer.*, not '.*assistant\\n<think>\\n"
+TOOLS_MOVE = r"'<bos>\[INST\] First.*, not '<bos>\[AVAILABLE_TOOLS\]"
+FIRST_CALL = r"in another way later: .*\\n<\|call\|>add"
+FIRST_RESULT = r"in another way later: .*<eos>\\n<\|output\|>.*, not .*<\|outputs_begin\|>"
 # What is wrong with the replies of a partner, with tools, and with both; None where nothing is.
 FAMILIES = {
     "qwen 2.5": (of.QWEN_2_5, of.QWEN_MARKS, {}, None, None, None),

@@ -63,18 +63,18 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
         (
             WITH_TOOLS.replace("{{ m.content }}", "{{ m.content if loop.revindex < 6 else m.content[:1000] }}"),
             [],
-            r"in another way later: message 14 \(assistant\) of 19 has .* 2 of answer",
+            r"in another way later: .* 2 of answer",
         ),
         # Only the last messages are written.
         (
             WITH_TOOLS.replace("in messages %}", "in messages[-12:] %}"),
             [],
-            r"in another way later: message 1 \(user\) of 13 has '.*answer 00.*', not '.*First question",
+            r"in another way later: '.*answer 00.*', not '.*First question",
         ),
         (
             WITH_TOOLS.replace("in messages %}", "in messages[-40:] %}"),
             [],
-            r"in another way later: message 1 \(user\) of 41 has",
+            r"in another way later: ",
         ),
         # The results of earlier turns are left out.
         (
@@ -82,18 +82,18 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
                 "{{ m.content }}", "{{ m.content if m.role != 'tool' or loop.revindex < 4 else 'omitted' }}"
             ),
             SCHEMAS,
-            r"in another way later: message 3 \(tool\) of 6 has .*omitted.*, not .*2 of result 00",
+            r"in another way later: .*omitted.*, not .*2 of result 00",
         ),
         # The text around a message depends on its position, or on its length.
         (
             NUMBERED,
             SCHEMAS,
-            r"in another way later: message 4 \(assistant\) of 6 has '.*\(4\) .*, not '.*\(2\) ",
+            r"in another way later: '.*\(4\) .*, not '.*\(2\) ",
         ),
         (
             WITH_TOOLS.replace("{{ m.content }}", "{{ '[long] ' if m.content|length > 1000 }}{{ m.content }}"),
             [],
-            r"in another way later: message 14 \(assistant\) of 15 has '.*\[long\] More",
+            r"in another way later: '.*\[long\] More",
         ),
     ],
     ids=["length", "window", "wide window", "old results", "position", "length at once"],

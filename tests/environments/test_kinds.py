@@ -170,8 +170,8 @@ class NoReset:
         ([lambda x: x], None, "the tool <lambda> cannot be shown"),
         ([add, add], Counter, "environment 'Counter' has several tools named 'add'"),
         (None, {}, "environment_factory is an empty dictionary"),
-        (None, {"a": "Counter"}, "environment_factory 'a' is 'Counter'; give a class or function"),
-        (None, {"shop": lambda: 1 / 0}, "environment_factory 'shop' .* raised ZeroDivisionError"),
+        (None, {"a": "Counter"}, "environment_factory 'a' raised TypeError: 'str' .* give a class or function"),
+        (None, {"shop": lambda: 1 / 0}, "environment_factory 'shop' raised ZeroDivisionError"),
     ],
 )
 def test_what_cannot_be_used_is_named(tools, factory, message):
@@ -184,13 +184,9 @@ def test_a_factory_that_needs_arguments_is_refused_by_their_names():
         def __init__(self, size, *rest, colour="red", **more):
             self.size = size
 
-    for factory in (Sized, {"a": Sized}):
-        with pytest.raises(ValueError, match=r"environment_factory Sized requires the arguments \['size'\].*lambda: S"):
-            make_kinds(None, factory)
+    with pytest.raises(ValueError, match="environment_factory 'Sized' raised TypeError: .*'size'"):
+        make_kinds(None, Sized)
     assert make_kinds(None, lambda: Sized(3))[None].name == "Sized"
-    # A class without a signature.
-    with pytest.raises(ValueError, match="the environment 'dict' .dict. has no method reset"):
-        make_kinds(None, dict)
 
 
 def test_a_reply_whose_parameter_has_another_name_is_told_which_one():
@@ -198,5 +194,5 @@ def test_a_reply_whose_parameter_has_another_name_is_told_which_one():
         def reply(self, text):
             return text
 
-    with pytest.raises(ValueError, match="the method reply of environment 'Named'.*name its parameter completion"):
+    with pytest.raises(ValueError, match="the method reply of environment 'Named'.*reply.completion."):
         make_kinds(None, Named)

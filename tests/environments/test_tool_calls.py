@@ -91,7 +91,7 @@ def test_names_are_text_that_a_tokenizer_reads():
 @pytest.mark.parametrize(
     ("parser", "problem"),
     [
-        (lambda text: text, "TypeError: it returned 'f', which is no list of mappings"),
+        (lambda text: text, "TypeError: it returned \\['f'\\], which is no list of mappings"),
         (lambda text: [{"name": text}, text], r"TypeError: it returned \[{'name': 'f'}, 'f'\]"),
         (lambda text: {}[text], "KeyError: 'f'"),
     ],

@@ -46,7 +46,7 @@ def state_of(trainer: PPOTrainer) -> str:
             digest.update(repr(value).encode())
 
     add({name: parameter.detach() for name, parameter in trainer.actor_critic.named_parameters()})
-    add([trainer.updater.optimizer.state_dict(), trainer.updater.schedules.state_dict()])
+    add([trainer.updater.engine.optimizer.state_dict(), trainer.updater.schedules.state_dict()])
     add([trainer.kl_controller.state_dict(), trainer.state.global_step, trainer.progress.step])
     add([hash(random.getstate()), np.random.get_state()[1].tobytes(), torch.get_rng_state()])
     return digest.hexdigest()

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 
 from alpaca_ppo import PPOConfig
@@ -136,11 +135,3 @@ def test_a_dataset_that_has_fewer_prompts_left_gives_those():
     assert counts.sampling_rounds == 1 and result["scores"].tolist() == [0.0, 1.0] * 3
     # All three of the next epoch, of which the one in the batch is passed over.
     assert counts.extra_prompts in (2, 3)
-
-
-@pytest.mark.parametrize("other", [{"rewards": torch.zeros(2, 9)}, {"extra": torch.zeros(2)}])
-def test_rounds_with_other_tensors_are_refused(other):
-    first = rows_of({3: [1.0, 1.0]}) | {"rewards": torch.zeros(2)}
-    new = rows_of({10: [1.0, 2.0]}) | {"rewards": torch.zeros(2)} | other
-    with pytest.raises(ValueError, match=f"{next(iter(other))} with rows of shape"):
-        replace_uninformative(first, Prompts(), lambda *_: new, counts=RolloutCounts(), args=ROUNDS)

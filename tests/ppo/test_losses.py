@@ -100,20 +100,12 @@ def test_a_registered_policy_loss_gets_the_batch_and_its_stats_are_named_after_i
     assert float(loss) == 2.25 and float(stats["policy/drift"]) == -2.0
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (tensor(1.0), "returned result"),
-        (Loss(torch.ones(2, 2), {}), "returned loss"),
-        (Loss(tensor(1.0), {"ratio": 1.0}), "returned ratio 1.0"),  # type: ignore[dict-item]
-    ],
-)
-def test_what_a_registered_loss_returns_is_checked(returned: Any, message: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_registered_loss_returns_is_checked(monkeypatch: pytest.MonkeyPatch):
     with temporary_choices():
-        register_policy_loss("mine")(lambda *args, **keywords: returned)
-        with pytest.raises(ValueError, match=f"the policy_loss 'mine' {message}"):
+        register_policy_loss("mine")(lambda *args, **keywords: tensor(1.0))  # type: ignore[arg-type,return-value]
+        with pytest.raises(ValueError, match="the policy_loss 'mine' returned tensor"):
             policy_terms(batch(), outputs(), PPOConfig(policy_loss="mine"))
     head = ScalarHead(4)
-    monkeypatch.setattr(head, "loss", lambda *args, **keywords: returned)
-    with pytest.raises(ValueError, match=f"the loss of the critic 'scalar' {message}"):
+    monkeypatch.setattr(head, "loss", lambda *args, **keywords: tensor(1.0))
+    with pytest.raises(ValueError, match="the loss of the critic 'scalar' returned tensor"):
         critic_terms(batch(), outputs(), head, PPOConfig())

@@ -166,7 +166,7 @@ class GradientForAll(PPOTrainer):
 
 def optimizer_state(trainer):
     """Copies of weight, moments and number of steps of each parameter, by its name."""
-    state = trainer.updater.optimizer.state
+    state = trainer.updater.engine.optimizer.state
     named = trainer.actor_critic.named_parameters()
     return {name: [p.detach().clone(), *(t.clone() for t in state[p].values())] for name, p in named}
 

@@ -2,7 +2,6 @@
 
 import torch
 
-from alpaca_ppo.ppo.rollouts import merge_prompt_batches
 from tests.tiny_runs import prompts, tiny_trainer
 
 
@@ -41,19 +40,3 @@ def test_reward_functions_get_text_without_special_tokens_and_every_column(tmp_p
     assert [len(ids) for ids in seen["completion_ids"]] == rollouts["response_mask"].sum(1).tolist()
     assert seen["prompts"] == [dataset[i]["prompt"] for i in seen["topic"]]
     assert not any("<eos>" in text for text in seen["completions"])
-
-
-def test_batches_of_different_width_merge_on_the_right():
-    def batch(ids, rows):
-        queries = torch.tensor(ids)
-        return {
-            "queries": queries,
-            "query_attn_masks": (queries > 0).long(),
-            "prompt_ids": torch.tensor(rows),
-            "rows": [{}],
-        }
-
-    merged = merge_prompt_batches([batch([[5, 6]], [0]), batch([[0, 7, 8]], [1])])
-    assert merged["queries"].tolist() == [[0, 5, 6], [0, 7, 8]]
-    assert merged["query_attn_masks"].tolist() == [[0, 1, 1], [0, 1, 1]]
-    assert merged["prompt_ids"].tolist() == [0, 1]

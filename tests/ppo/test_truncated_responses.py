@@ -81,7 +81,7 @@ def update(run, rows, *, rollouts=None, **options):
     """By how much one optimizer step on `rows` moves each weight, and its statistics."""
     trainer, given, before = run
     # Of an earlier step.
-    trainer.updater.optimizer.state.clear()
+    trainer.updater.engine.optimizer.state.clear()
     stats, applied = one_update(trainer, given if rollouts is None else rollouts, rows, **options)
     assert applied == Applied()
     moved = {name: weight - before[name] for name, weight in weights(trainer).items()}

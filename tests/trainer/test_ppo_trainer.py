@@ -38,7 +38,7 @@ def test_a_ragged_last_batch_is_trained_on_and_optimizer_steps_add_up(tmp_path):
     assert trainer.schedule.num_steps == 3
     assert trainer.optimizer_steps == 2 * (3 + 3 + 2)
     steps = []
-    trainer.updater.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    trainer.updater.engine.optimizer.register_step_post_hook(lambda *_: steps.append(1))
     trainer.train()
     assert len(steps) == trainer.optimizer_steps
     seen = [index for step in range(3) for index in trainer.schedule.prompts_of(step).indices]

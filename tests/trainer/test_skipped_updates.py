@@ -44,14 +44,14 @@ def test_a_skipped_update_leaves_no_trace_but_its_record(tmp_path, capsys):
     seen = []
 
     def watch():
-        optimizer, scheduler = trainer.updater.optimizer, trainer.updater.schedules
+        optimizer, scheduler = trainer.updater.engine.optimizer, trainer.updater.schedules
         seen.append((weights(trainer), str(optimizer.state_dict()), str(scheduler.state_dict())))
 
     before_update(trainer, 3, watch)
     stats = trainer.step(trainer.prompt_batches(0))
     before, optimizer, scheduler = seen[0]
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
-    assert optimizer == str(trainer.updater.optimizer.state_dict())
+    assert optimizer == str(trainer.updater.engine.optimizer.state_dict())
     assert scheduler == str(trainer.updater.schedules.state_dict())
     assert stats["ppo/policy/skipped_updates"] == 1 and stats["ppo/policy/optimizer_steps"] == 2
     assert stats["ppo/policy/kl_stopped"] == 0
