@@ -22,7 +22,7 @@ BUDGET = {
     "generation": 1318,
     "functional": 1251,
     "distributed": 987,
-    "rewards": 945,
+    "rewards": 864,
     "checkpoint": 890,
     "tracking": 806,
     "environments": 849,
@@ -38,7 +38,7 @@ BUDGET = {
     "supervised": 169,
     "presets": 8,
 }
-FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 166, 434, 125, 15
+FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 166, 425, 125, 15
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

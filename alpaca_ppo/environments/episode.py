@@ -135,7 +135,7 @@ class Episode:
                 raise self._failure(str(error)) from error
             self.environment = made
         # Samples of a prompt share the row.
-        columns = {name: copied(name, [value])[0] for name, value in self.row.items()}
+        columns = {name: copied(value) for name, value in self.row.items()}
         if self.kind.routed:
             del columns["environment"]
         arguments = self.kind.reset_arguments(columns, seed)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.types import EPISODE
 
 Prompt = str | list[dict[str, Any]]
 
-_MAX_SHOWN_CHARS = 300
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 """What every reward function is offered, whatever the dataset's columns."""
 OF_EPISODES = ("environments", "episodes")
@@ -45,8 +45,12 @@ class RewardBatch:
 
     def arguments(self) -> dict[str, list[Any]]:
         """Returns the arguments of a reward function by name: the lists themselves, not copies."""
-        own: list[list[Any]] = [self.prompts, self.completions, self.completion_ids]
-        return dict(zip(RESERVED_COLUMNS, own, strict=True)) | self.columns
+        own: dict[str, list[Any]] = {
+            "prompts": self.prompts,
+            "completions": self.completions,
+            "completion_ids": self.completion_ids,
+        }
+        return own | self.columns
 
     def objects(self) -> dict[str, list[Any]]:
         """Returns further arguments by name, which belong to the run and are not copied."""
@@ -61,11 +65,11 @@ class RewardError(ValueError):
     """
 
     def __init__(self, source: str, problem: str, batch: RewardBatch, row: int | None) -> None:
-        shown = row or 0
+        example = row or 0
         place = f"row {row}" if row is not None else f"a batch of {len(batch)} rows; the first row:"
         super().__init__(
             f"reward source {source!r} {problem}, on {place}\n"
-            f"  prompt: {_shortened(batch.prompts[shown])}\n  completion: {_shortened(batch.completions[shown])}"
+            f"  prompt: {shown(batch.prompts[example])}\n  completion: {shown(batch.completions[example])}"
         )
         self.source = source
         self.row = row
@@ -75,33 +79,13 @@ class RowFailure(RewardError):
     """A row that has no usable score although the source works: its call raised, or its score is not finite."""
 
 
-def copied(name: str, values: list[Any]) -> list[Any]:
-    """Returns a copy of the argument `name` of a reward source, so that a source which changes what it is given affects
-    neither other sources nor the run.
-
-    Entries that are the same object (the row of several responses to one prompt) become separate objects.
-
-    Raises:
-        ValueError: for a value that cannot be copied.
+def copied(value: Any) -> Any:
+    """Returns a copy of an entry of a source's arguments: a source that changes what it is given affects neither other
+    sources nor the run. Several responses to one prompt have the same row, of which each gets a copy.
     """
-    try:
-        return [_copied(value) for value in values]
-    except Exception as error:
-        raise ValueError(
-            f"the dataset column {name!r} ({type(values[0]).__name__}) cannot be copied for a reward source "
-            f"({type(error).__name__}: {error}); remove it, or name the arguments of functions instead of **kwargs"
-        ) from error
-
-
-def _copied(value: Any) -> Any:
-    # Several times as fast as deepcopy for what datasets hold; deepcopy does the rest, such as arrays.
-    kind = type(value)
-    if kind in _IMMUTABLE:
-        return value
-    if kind is list:
-        return value.copy() if _IMMUTABLE.issuperset(map(type, value)) else [_copied(entry) for entry in value]
-    if kind is dict:
-        return {key: _copied(entry) for key, entry in value.items()}
+    # deepcopy takes several times as long for lists of token ids.
+    if type(value) is list and _IMMUTABLE.issuperset(map(type, value)):
+        return value.copy()
     return copy.deepcopy(value)
 
 
@@ -131,12 +115,3 @@ def make_reward_batch(
     for row, episode in enumerate(episodes):
         as_messages[row] = episode.completion or as_messages[row]
     return RewardBatch(list(prompts), as_messages, [list(ids) for ids in completion_ids], columns, episodes)
-
-
-def _shortened(text: Prompt) -> str:
-    shown = repr(text)
-    if len(shown) <= _MAX_SHOWN_CHARS:
-        return shown
-    # The response continues the end of the prompt, so both ends stay.
-    half = _MAX_SHOWN_CHARS // 2
-    return f"{shown[:half]} ... ({len(shown) - 2 * half} characters) ... {shown[-half:]}"

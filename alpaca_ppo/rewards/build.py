@@ -1,6 +1,5 @@
 """From what a user names as rewards to a `RewardScorer`: functions, models, and the names of either."""
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -40,16 +39,14 @@ def build_reward(
         model_options: how models are loaded and read, as of `build_model_reward`.
 
     Raises:
-        ValueError: if the list is empty, the number of weights or tokenizers differs from the number of sources, a
-            weight is not finite, an entry is not a reward source, or a model lacks a single label, a trained head or a
+        ValueError: if the list is empty, the number of weights or tokenizers differs from the number of sources, an
+            entry is not a reward source, or a model lacks a single label, a trained head or a
             tokenizer. Whatever can be checked without a model is checked before one is loaded.
     """
     given = _resolved(reward_funcs)
     if not given:
         raise ValueError("reward_funcs is empty; give at least one reward function or model")
     weights = [1.0] * len(given) if reward_weights is None else [float(weight) for weight in reward_weights]
-    if not all(map(math.isfinite, weights)):
-        raise ValueError(f"reward_weights is {weights}; every weight must be a finite number")
     classes: Any = reward_processing_classes
     tokenizers = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(given)
     for name, values in (("reward_weights", weights), ("reward_processing_classes", tokenizers)):
@@ -87,7 +84,9 @@ def check_columns(reward_funcs: RewardFunc | Sequence[RewardFunc] | None, datase
     """
     available = [*RESERVED_COLUMNS, *(name for name in columns if name not in ("prompt", *RESERVED_COLUMNS))]
     for source in _resolved(reward_funcs):
-        if isinstance(source, FunctionReward) and (missing := source.missing([*available, *OFFERED])):
+        if not isinstance(source, FunctionReward):
+            continue
+        if missing := [name for name in source.parameters.required if name not in (*available, *OFFERED)]:
             raise ValueError(
                 f"reward source {source.name!r} requires the arguments {missing}, but only {available} are available "
                 f"from the {dataset}; rename the argument, add the column to the dataset, or give it a default"

@@ -8,10 +8,12 @@ are not followed, because they would take the data and the key elsewhere. Callin
 
 import asyncio
 import json
+import math
 import os
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -26,7 +28,6 @@ KEY_VARIABLE = "REWARD_API_KEY"
 """The environment variable whose key is sent to every server, as a bearer token."""
 _CONNECT_SECONDS = 10.0
 """To a host that does not answer at all, so that another server can be asked soon."""
-_SHOWN_CHARS = 160
 
 
 class RequestFailed(Exception):
@@ -34,9 +35,8 @@ class RequestFailed(Exception):
     is too large, no JSON or of another form. The message names the server and shows no credential.
     """
 
-    def __init__(self, url: str, problem: str, *, status: int | None = None) -> None:
+    def __init__(self, url: str, problem: str) -> None:
         super().__init__(f"{shown_url(url)} {without_credentials(problem)}")
-        self.status = status
 
 
 class RemoteServersFailed(Exception):
@@ -101,21 +101,30 @@ class RemoteReward:
         if missing := [name for name in self._columns or () if name not in columns]:
             raise ValueError(f"the dataset has no column {missing[0]!r} to send, only {list(columns)}; check its name")
         sent = columns if self._columns is None else {name: columns[name] for name in self._columns}
-        lists: dict[str, list[Any]] = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         parts = _parts(prompts, len(self.urls))
         first, self._turn = self._turn, self._turn + len(parts)
-        bodies = [
-            _as_json(
-                {name: rows[part] for name, rows in lists.items()}
-                | {"columns": {name: rows[part] for name, rows in sent.items()}}
-            )
+        requests = [
+            {
+                "prompts": prompts[part],
+                "completions": completions[part],
+                "completion_ids": completion_ids[part],
+                "columns": {name: rows[part] for name, rows in sent.items()},
+            }
             for part in parts
         ]
-        requests = [
-            self._ask(body, completion_ids[part], first + number)
-            for number, (part, body) in enumerate(zip(parts, bodies, strict=True))
-        ]
-        answers = await asyncio.gather(*requests)
+        try:
+            bodies = [json.dumps(request, allow_nan=False).encode() for request in requests]
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"a column of {list(sent)} or a prompt cannot be sent as JSON ({type(error).__name__}: {error}); name "
+                "the columns to send, RemoteReward(columns=[...])"
+            ) from error
+        answers = await asyncio.gather(
+            *(
+                self._ask(body, completion_ids[part], turn)
+                for turn, (part, body) in enumerate(zip(parts, bodies, strict=True), first)
+            )
+        )
         if log_metric is not None:
             for answer, _ in answers:
                 for name, value in (answer.get("metrics") or {}).items():
@@ -137,43 +146,21 @@ class RemoteReward:
                 answer = await post_json(
                     url, body, key_variable=KEY_VARIABLE, seconds=self.timeout, max_bytes=max_bytes
                 )
-                return _checked(url, answer, len(completion_ids)), number
+                rewards = answer.get("rewards") if isinstance(answer, dict) else None
+                if isinstance(rewards, list) and len(rewards) == len(completion_ids):
+                    return answer, number
+                form = f'{{"rewards": [...]}} with {len(completion_ids)} entries'
+                raise RequestFailed(url, f"sent {shown(answer)}; it must send {form}")
             except RequestFailed as failure:
                 failures.append(failure)
         raise RemoteServersFailed("the reward server " + ", and ".join(map(str, failures)))
 
 
-def _checked(url: str, answer: Any, count: int) -> dict[str, Any]:
-    """The answer, if it is {"rewards": [...]} with an entry for each row, and perhaps {"metrics": {...}}."""
-    rewards = answer.get("rewards") if isinstance(answer, dict) else None
-    if not isinstance(rewards, list) or len(rewards) != count:
-        raise RequestFailed(url, f'sent {shown(answer)}; it must send {{"rewards": [...]}} with {count} entries')
-    if not isinstance(answer.get("metrics") or {}, dict):
-        raise RequestFailed(url, f"sent {shown(answer['metrics'])} as metrics; it must be an object")
-    assert isinstance(answer, dict)
-    return answer
-
-
-def _as_json(request: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(request, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"a column of {list(request['columns'])} or a prompt cannot be sent as JSON ({type(error).__name__}: "
-            f"{error}); name the columns to send, RemoteReward(columns=[...])"
-        ) from error
-
-
 def _parts(prompts: Sequence[Prompt], count: int) -> list[slice]:
-    """Up to `count` parts of the rows, about equally large, none of which ends between rows of the same prompt."""
-    borders = [0]
-    for number in range(1, count):
-        border = max(round(number * len(prompts) / count), borders[-1])
-        while 0 < border < len(prompts) and prompts[border] == prompts[border - 1]:
-            border += 1
-        if borders[-1] < border < len(prompts):
-            borders.append(border)
-    return [slice(start, stop) for start, stop in zip(borders, [*borders[1:], len(prompts)], strict=True)]
+    """Up to `count` parts of the rows, with about equally many prompts, whose responses stay together."""
+    begins = [row for row, prompt in enumerate(prompts) if row == 0 or prompt != prompts[row - 1]]
+    borders = [*begins[:: math.ceil(len(begins) / count)], len(prompts)]
+    return [slice(*ends) for ends in pairwise(borders)]
 
 
 def key_from(variable: str) -> str:
@@ -201,7 +188,7 @@ async def post_json(url: str, body: bytes, *, key_variable: str, seconds: float,
     Raises:
         RequestFailed: see there.
     """
-    parts, key, status, answer = urlsplit(url), key_from(key_variable), None, bytearray()
+    parts, key, answer = urlsplit(url), key_from(key_variable), bytearray()
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {key}"} if key and not parts.username else {}
     try:
@@ -210,15 +197,14 @@ async def post_json(url: str, body: bytes, *, key_variable: str, seconds: float,
             httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS), verify=_ssl()) as client,
             client.stream("POST", url, content=body, headers=headers) as response,
         ):
-            status, place = response.status_code, response.headers.get("Location")
             async for part in response.aiter_raw():
                 answer += part
                 if len(answer) > max_bytes:
                     break
-        said = _shortened(answer.decode(errors="replace"))
-        if not 200 <= status < 300:
-            where = f", and redirects to {_shortened(shown_url(place))!r}" if place else ""
-            problem = f"answered with HTTP status {status}: {said!r}{where}; check its log, address and {key_variable}"
+        said = shown(answer.decode(errors="replace"))
+        if not response.is_success:
+            status = response.status_code
+            problem = f"answered with HTTP status {status}: {said}; check its log, address and {key_variable}"
         elif len(answer) > max_bytes:
             problem = f"sent an answer of more than {max_bytes} bytes; check its address"
         else:
@@ -226,24 +212,18 @@ async def post_json(url: str, body: bytes, *, key_variable: str, seconds: float,
                 return json.loads(answer.decode())
             # Deep nesting is a RecursionError.
             except (ValueError, RecursionError) as error:
-                problem = f"sent an answer that is no JSON ({type(error).__name__}): {said!r}; check its address"
+                problem = f"sent an answer that is no JSON ({type(error).__name__}): {said}; check its address"
     except TimeoutError:
-        status = None
         problem = f"did not answer within {seconds:g} s; allow it more time, or send less"
     # Their texts may hold the address, so that they are neither chained nor shown as they are.
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        status = None
-        problem = f"could not be asked ({type(error).__name__}: {_shortened(str(error))}); check that it runs"
+        problem = f"could not be asked ({type(error).__name__}: {shown(str(error))}); check that it runs"
     for secret in filter(None, (key, parts.password, unquote(parts.password or ""))):
         problem = problem.replace(secret, REMOVED)
-    raise RequestFailed(url, problem, status=status) from None
+    raise RequestFailed(url, problem) from None
 
 
 @cache
 def _ssl() -> ssl.SSLContext:
     """Made once: it reads the certificates of all authorities."""
     return httpx.create_ssl_context()
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

@@ -7,8 +7,7 @@ Functions are called in the main thread; async ones run together in the process'
 import inspect
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -47,34 +46,18 @@ class FunctionReward:
         self.name = name or _name_of(function)
         self.context: Mapping[str, Any] = {}
         """What the trainer offers besides the columns, by the names under which functions ask for it."""
-        self._parameters = parameters_of(function)
-
-    @property
-    def logs_metrics(self) -> bool:
-        """Whether the function asks for `log_metric`."""
-        return "log_metric" in self._parameters.names
-
-    def missing(self, available: Collection[str]) -> list[str]:
-        """The required arguments that are neither `available` nor offered by the trainer."""
-        return [name for name in self._parameters.required if name not in available and name not in self.context]
+        self.parameters = parameters_of(function)
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
-        """Returns the function's arguments for `batch`: copies, which the function may change.
-
-        Raises:
-            RewardError: if the function requires a column that the dataset does not have.
-        """
+        """Returns the function's arguments for `batch`: copies, which the function may change."""
         available, objects = batch.arguments(), batch.objects()
         context = {**self.context, **objects}
-        accepted, _, takes_any = self._parameters
+        accepted, _, takes_any = self.parameters
         offered = {name: context[name] for name in accepted if name in context and name not in available}
         if objects and takes_any:
             offered["environments"] = objects["environments"]
-        if missing := self.missing([*available, *objects]):
-            problem = f"requires the arguments {missing}, but only {list(available)} are available"
-            raise RewardError(self.name, problem, batch, None)
         names = available if takes_any else [name for name in accepted if name in available]
-        return {name: copied(name, available[name]) for name in names} | offered
+        return {name: [copied(value) for value in available[name]] for name in names} | offered
 
 
 @dataclass(frozen=True)
@@ -174,7 +157,7 @@ def score_list(name: str, result: Any, batch: RewardBatch) -> list[Any]:
     Raises:
         RewardError: if it is no list (or tuple, tensor, array), or has another length.
     """
-    result = _as_python(name, result, batch, None)
+    result = _as_python(result)
     if not isinstance(result, (list, tuple)):
         raise RewardError(
             name, f"returned a {type(result).__name__} instead of a list of {len(batch)} numbers", batch, None
@@ -195,7 +178,7 @@ def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
         raise score
     if score is None:
         return None
-    score = _as_python(name, score, batch, row)
+    score = _as_python(score)
     numbers = score if isinstance(score, (list, tuple)) else [score]
     for number in numbers:
         if not isinstance(number, Real):
@@ -211,16 +194,9 @@ def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
     return [float(number) for number in numbers]
 
 
-def _as_python(name: str, value: Any, batch: RewardBatch, row: int | None) -> Any:
+def _as_python(value: Any) -> Any:
     """`value` with tensors, arrays and NumPy's scalars as plain numbers and lists."""
-    if not isinstance(value, (Tensor, np.ndarray, np.generic)):
-        return value
-    try:
-        return value.tolist()
-    # Of a sparse tensor, or one on the meta device.
-    except (RuntimeError, NotImplementedError) as error:
-        problem = f"returned a {type(value).__name__} whose numbers cannot be read ({error}); return a dense one"
-        raise RewardError(name, problem, batch, row) from error
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
 
 
 class LoggedMetrics:
@@ -238,14 +214,9 @@ class LoggedMetrics:
         Raises:
             ValueError: if the name is no word, or the value no finite number.
         """
-        if not isinstance(name, str) or not name or any(character.isspace() for character in name):
-            raise ValueError(f"log_metric was called with the name {name!r}; give a word without spaces")
-        number = math.nan
-        with suppress(TypeError, ValueError):
-            number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"log_metric({name!r}, {value!r}): the value must be one finite number")
-        self._values.append((name, number))
+        if name.split() != [name] or not math.isfinite(value):
+            raise ValueError(f"log_metric({name!r}, {value!r}): give a word without spaces and a finite number")
+        self._values.append((name, float(value)))
 
     def pop(self) -> dict[str, list[float]]:
         """Returns [sum, number] of the values of each name, and forgets them."""

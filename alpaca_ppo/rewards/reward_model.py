@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -59,14 +58,15 @@ class ModelReward:
         batch_size: int,
         padding_free: bool = True,
     ) -> None:
-        _check_one_label(model.config, name)
-        self.model = model
+        if model.config.num_labels != 1:
+            raise ValueError(
+                f"reward model {name!r} has num_labels {model.config.num_labels}; use a sequence classifier with "
+                "num_labels=1 (2 is the default, which language models report too)"
+            )
+        self.model, self.tokenizer, self.name = model, tokenizer, name
         # A multimodal model keeps the text model's settings in a nested configuration.
         self._config: Any = model.config.get_text_config()
-        self.tokenizer = tokenizer
-        self.name = name
-        self.batch_size = batch_size
-        self.padding_free = padding_free
+        self.batch_size, self.padding_free = batch_size, padding_free
         # Whether the number of passes depends on the number of rows only.
         self._equal_passes = not padding_free
 
@@ -86,15 +86,14 @@ class ModelReward:
         """Returns the B scores, none for no rows. The model scores in eval mode, rows of similar length together.
 
         Raises:
-            RewardError: if a row is too long for the model, or consists of messages although the
-                tokenizer has no chat template.
+            RewardError: if a row is too long for the model.
+            ValueError: if a row consists of messages although the tokenizer has no chat template.
         """
         sequences = self._tokenize(batch)
         scores = torch.zeros(len(batch), dtype=torch.float32)
         with eval_mode(self.model):
-            packs = self._packs
-            for rows in self._groups([len(ids) for ids in sequences], packs=packs):
-                score = _score_packed if packs else _score_padded
+            score = _score_packed if self._packs else _score_padded
+            for rows in self._groups([len(ids) for ids in sequences]):
                 scores[rows] = score(self.model, [sequences[i] for i in rows]).float()
         return scores.tolist()
 
@@ -113,9 +112,6 @@ class ModelReward:
             if isinstance(prompt, str) and isinstance(completion, str):
                 texts[row] = prompt + completion
                 continue
-            if self.tokenizer.chat_template is None:
-                problem = "has a tokenizer without a chat template, but got messages; set tokenizer.chat_template"
-                raise RewardError(self.name, problem, batch, row)
             spoken = (("user", prompt), ("assistant", completion))
             turns = [[{"role": role, "content": said}] if isinstance(said, str) else said for role, said in spoken]
             chats[row] = [*turns[0], *turns[1]]
@@ -132,7 +128,7 @@ class ModelReward:
                 raise RewardError(self.name, problem, batch, row)
         return [torch.tensor(ids[row]) for row in range(len(batch))]
 
-    def _groups(self, lengths: Sequence[int], *, packs: bool) -> list[list[int]]:
+    def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The rows of each forward pass, longest first: as many as `batch_size` of the longest row have room for, or
         `batch_size`.
         """
@@ -142,7 +138,7 @@ class ModelReward:
         budget, groups, tokens = self.batch_size * lengths[order[0]], [[order[0]]], lengths[order[0]]
         for row in order[1:]:
             # With padding, a row is as wide as the first one.
-            more = lengths[row] if packs else lengths[groups[-1][0]]
+            more = lengths[row] if self._packs else lengths[groups[-1][0]]
             if tokens + more > budget:
                 groups.append([])
                 tokens, more = 0, lengths[row]
@@ -263,9 +259,6 @@ def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> Pre
             f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter and not a full model; "
             "pass it as reward_adapter, or merge it into its base"
         )
-    with loading(problem, origin, remedy):
-        config = AutoConfig.from_pretrained(origin, trust_remote_code=trust_remote_code)
-    _check_one_label(config, origin)
     with loading(problem, origin, remedy), transformers_bars(shown=has_screen()):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             origin, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
@@ -285,14 +278,6 @@ def model_name(source: Any) -> str:
 
 def _origin(source: Any) -> str:
     return str(source if isinstance(source, str) else source.config.name_or_path or "")
-
-
-def _check_one_label(config: Any, name: str) -> None:
-    if config.num_labels != 1:
-        raise ValueError(
-            f"reward model {name!r} has num_labels {config.num_labels}; use a sequence classifier with num_labels=1 "
-            "(2 is the default, which language models report too)"
-        )
 
 
 def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:
@@ -316,10 +301,8 @@ def _scoring_config(config: Any, pad_token_id: int) -> Iterator[None]:
     settings = {"pad_token_id": pad_token_id, "use_cache": False}
     # Encoders have no `use_cache`.
     before = {name: getattr(config, name) for name in settings if hasattr(config, name)}
-    for name in before:
-        setattr(config, name, settings[name])
+    config.update({name: settings[name] for name in before})
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+        config.update(before)

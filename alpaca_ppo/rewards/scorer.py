@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.shaping import last_token_index, overlong_penalty, sequence_scores
-from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError, RowFailure, make_reward_batch
+from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RowFailure, make_reward_batch
 from alpaca_ppo.rewards.reward_function import (
-    MAX_FLOAT32,
     OFFERED,
     FailurePolicy,
     FunctionReward,
@@ -91,11 +90,6 @@ class RewardScorer:
         return [source.name for source in self.sources]
 
     @property
-    def weight_by_name(self) -> dict[str, float]:
-        """The weight of each source, in the order of the sources."""
-        return dict(zip(self.names, self.weights, strict=True))
-
-    @property
     def functions(self) -> list[FunctionReward]:
         """The sources that are Python functions."""
         return [source for source in self.sources if isinstance(source, FunctionReward)]
@@ -103,7 +97,7 @@ class RewardScorer:
     @property
     def logs_metrics(self) -> bool:
         """Whether a function may log metrics."""
-        return any(source.logs_metrics for source in self.functions)
+        return any("log_metric" in source.parameters.names for source in self.functions)
 
     def offer(self, trainer_state: Any) -> None:
         """Offers `trainer_state`, and `log_metric` to log metrics with, to the functions that name them."""
@@ -155,51 +149,38 @@ class RewardScorer:
             name: torch.tensor([math.nan if score is None else _total(score) for score in column], dtype=torch.float32)
             for name, column in zip(self.names, scores, strict=True)
         }
-        return RewardResult(self._weighted_sum(scores, batch), by_source, failures)
+        lengths = [len(ids) for ids in batch.completion_ids]
+        return RewardResult(self._weighted_sum(scores, lengths), by_source, failures)
 
     def _check(self, scores: list[list[Any]], batch: RewardBatch) -> dict[int, RowFailure]:
         """Turns what each source returned for each row into a `RowScore`, None in every row that failed; returns the
         failures.
         """
         failures: dict[int, RowFailure] = {}
-        everyone = ", ".join(self.names)
         for row in range(len(batch)):
-            found: list[RowScore] = [None] * len(scores)
             try:
-                checked = [
+                found = [
                     check_row(name, column[row], batch, row) for name, column in zip(self.names, scores, strict=True)
                 ]
-                if not self.measures and all(score is None for score in checked):
+                if not self.measures and all(score is None for score in found):
                     problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
-                    raise RowFailure(everyone, problem, batch, row)
-                most = sum(
-                    max(abs(weight), 1.0) * sum(map(abs, score if isinstance(score, list) else [score or 0.0]))
-                    for score, weight in zip(checked, self.weights, strict=True)
-                )
-                if most > MAX_FLOAT32:
-                    problem = f"returned scores whose weighted sum, up to {most:.3g}, overflows float32"
-                    raise RowFailure(everyone, problem, batch, row)
-                found = checked
+                    raise RowFailure(", ".join(self.names), problem, batch, row)
             except RowFailure as failure:
                 if not self.policy.mask:
                     raise
-                failures[row] = failure
+                failures[row], found = failure, [None] * len(scores)
             for column, score in zip(scores, found, strict=True):
                 column[row] = score
         return failures
 
-    def _weighted_sum(self, scores: list[list[RowScore]], batch: RewardBatch) -> Tensor:
-        lengths = [len(ids) for ids in batch.completion_ids]
+    def _weighted_sum(self, scores: list[list[RowScore]], lengths: list[int]) -> Tensor:
         per_token = any(isinstance(score, list) for column in scores for score in column)
-        total = torch.zeros(len(batch), max(lengths) if per_token else 1, dtype=torch.float64)
-        for name, weight, column in zip(self.names, self.weights, scores, strict=True):
+        total = torch.zeros(len(lengths), max(lengths) if per_token else 1, dtype=torch.float64)
+        for weight, column in zip(self.weights, scores, strict=True):
             for row, score in enumerate(column):
                 if isinstance(score, list):
                     total[row, : len(score)] += weight * torch.tensor(score, dtype=torch.float64)
                 elif score is not None:
-                    if per_token and lengths[row] == 0:
-                        problem = "scored a response without tokens, while another source scores tokens; return None"
-                        raise RewardError(name, problem, batch, row)
                     total[row, lengths[row] - 1 if per_token else 0] += weight * score
         return (total if per_token else total[:, 0]).float()
 

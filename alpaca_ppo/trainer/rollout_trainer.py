@@ -75,7 +75,7 @@ class RolloutTrainer(BaseTrainer):
     @property
     def source_weights(self) -> dict[str, float]:
         """The weight of each reward source by name, in the order of the sources."""
-        return self.collector.scorer.weight_by_name
+        return dict(zip(self.collector.scorer.names, self.collector.scorer.weights, strict=True))
 
     def check_sampler(self) -> None:
         """Compares sampler and trainer on a few short responses, unless `rollout` or `_generate` is overridden: a

@@ -6,8 +6,7 @@ import copy
 import numpy as np
 import pytest
 
-from alpaca_ppo.rewards import FunctionReward, ModelReward, RewardScorer, build_reward
-from tests.tiny_models import tiny_sequence_classifier, tiny_tokenizer
+from alpaca_ppo.rewards import FunctionReward, RewardScorer, build_reward
 
 QUESTION = [{"role": "user", "content": "hi", "parts": [{"text": "hi"}]}]
 FACTS = {"answer": ["x", "y"], "scores": {"a": [1, 2]}, "array": np.arange(3)}
@@ -72,14 +71,3 @@ def test_rows_that_share_an_object_are_separate_for_a_source():
 
     build_reward(judge)(*arguments())
     assert str(seen) == str([(QUESTION, FACTS)])
-
-
-def test_a_column_that_cannot_be_copied_is_named():
-    row = {"prompt": "hi", "stream": (number for number in range(3))}
-    given = ["hi"], ["la"], [[1]], [row]
-    with pytest.raises(ValueError, match=r"column 'stream' \(generator\) cannot be copied .*name the arg"):
-        build_reward(lambda **columns: [0.0])(*given)
-    # It is no obstacle to sources that do not read it.
-    model = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
-    scored = RewardScorer([model, FunctionReward(lambda completions: [1.0])], [0.0, 1.0])(*given)
-    assert scored.rewards.tolist() == [1.0] and bool(scored.by_source["model"].isfinite())

@@ -161,7 +161,7 @@ HOSTILE = {
     ),
     "redirect": (
         response(b"", status="307 Elsewhere", headers="Location: http://u:hunter2@evil.example/x?token=abc123\r\n"),
-        r"HTTP status 307: '', and redirects to 'http://evil.example/x'",
+        "HTTP status 307: ''; check",
     ),
     "compressed": (
         response(gzip.compress(b"0" * 10**6), headers="Content-Encoding: gzip\r\n"),
@@ -192,7 +192,7 @@ def test_an_unusable_answer_is_an_error_that_names_server_and_remedy(case):
     [
         (b'{"rewards": [1, NaN, 1]}', "returned nan, which is not finite in float32, on row 1"),
         (b'{"rewards": [1, [1], 1]}', "returned 1 token scores for 2 response tokens, on row 1"),
-        (b'{"rewards": [1, 1, 1], "metrics": {"a b": 1}}', "log_metric was called with the name 'a b'"),
+        (b'{"rewards": [1, 1, 1], "metrics": {"a b": 1}}', "log_metric\\('a b', 1\\)"),
     ],
 )
 def test_scores_and_metrics_of_a_server_are_checked_as_those_of_a_function(answer, problem):

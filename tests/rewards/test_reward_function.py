@@ -41,15 +41,6 @@ def test_a_function_without_kwargs_gets_only_the_arguments_in_its_signature():
     assert score(named).rewards.tolist() == [17.0, 13.0, 16.0]
 
 
-def test_a_required_column_that_is_missing_is_named():
-    def named(completions, solution):
-        return [0.0] * len(completions)
-
-    message = r"'named' requires the arguments \['solution'\], but only .*'answer', 'level'\] are available"
-    with pytest.raises(RewardError, match=message):
-        score(named)
-
-
 def test_text_completions_of_message_prompts_become_assistant_messages():
     seen = []
 
@@ -192,10 +183,9 @@ def test_a_column_of_that_name_comes_before_what_the_trainer_offers():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("a b", 1, "log_metric was called with the name 'a b'; give a word without spaces"),
-        (3, 1, "log_metric was called with the name 3"),
-        ("a", [1.0, 2.0], r"log_metric\('a', \[1.0, 2.0\]\): the value must be one finite number"),
-        ("a", float("inf"), "must be one finite number"),
+        ("a b", 1, r"log_metric\('a b', 1\): give a word without spaces"),
+        ("", 1, r"log_metric\('', 1\)"),
+        ("a", float("inf"), r"log_metric\('a', inf\): give a word without spaces and a finite number"),
     ],
 )
 def test_what_is_no_metric_is_refused(name, value, message):
