@@ -79,10 +79,8 @@ class Conversation:
     def turn_text(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of a turn, without the token that ended it and, unless `keep_special`, without special tokens."""
         kept = list(ids[:-1]) if ids and ids[-1] in self._stop else list(ids)
-        text: str = self.tokenizer.decode(
-            kept, skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
-        )
-        return text
+        skip = not keep_special
+        return str(self.tokenizer.decode(kept, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
     def reply_ids(
         self,

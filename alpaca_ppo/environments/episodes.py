@@ -34,7 +34,7 @@ class Environments:
     """
 
     def __init__(self, kinds: Mapping[str | None, EnvironmentKind], settings: EpisodeSettings) -> None:
-        self.kinds, self.settings, self._calls = dict(kinds), settings, RowCalls()
+        self.kinds, self.settings, self.calls = dict(kinds), settings, RowCalls()
 
     @property
     def answer(self) -> bool:
@@ -73,7 +73,7 @@ class Environments:
             for row, prompt_id in zip(prompts["rows"], prompts["prompt_ids"], strict=True)
             for _ in range(n)
         ]
-        episodes = Episodes(made, self.settings, self._calls, poll, answer=self.answer)
+        episodes = Episodes(made, self, poll)
         try:
             # A seed for each prompt in this step and round, the same for all its samples.
             of_prompts = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1)
@@ -82,7 +82,7 @@ class Environments:
             episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
             yield episodes
         finally:
-            running = self._calls.abandon()
+            running = self.calls.abandon()
             for number, episode in enumerate(made):
                 if episode.environment is not None:
                     reusable = episode.reusable and number not in running
@@ -111,10 +111,8 @@ class Episodes:
 
     Args:
         episodes: one for each row.
-        settings: of the run.
-        calls: of the run.
+        environments: of the run.
         poll: see `Environments.episodes`.
-        answer: whether a response can have more than one turn.
     """
 
     prompts: PromptBatch
@@ -122,19 +120,11 @@ class Episodes:
     sampling_params: SamplingParams
     """Those of the rollout, or, with one prompt for each row, of one response each with the same random numbers."""
 
-    def __init__(
-        self,
-        episodes: Sequence[Episode],
-        settings: EpisodeSettings,
-        calls: RowCalls,
-        poll: Callable[[], Any],
-        *,
-        answer: bool,
-    ) -> None:
-        self.of_rows, self._calls, self._poll = list(episodes), calls, poll
-        self.turns = Turns(self, max_turn_tokens=settings.max_turn_tokens) if answer else None
+    def __init__(self, episodes: Sequence[Episode], environments: Environments, poll: Callable[[], Any]) -> None:
+        self.of_rows, self._calls, self._poll = list(episodes), environments.calls, poll
+        self._max_turn_tokens = environments.settings.max_turn_tokens
+        self.turns = Turns(self, max_turn_tokens=self._max_turn_tokens) if environments.answer else None
         """For the sampler; None if no response goes on after its first turn, which every sampler can do."""
-        self._max_turn_tokens = settings.max_turn_tokens
         self._steps: dict[int, Steps[Any]] = {}
         self._answers: list[tuple[int, Reply]] = []
         self._ending: set[int] = set()

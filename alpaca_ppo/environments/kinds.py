@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from alpaca_ppo.async_calls import error_text, parameters_of
 
@@ -200,11 +199,9 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(function)
     # Evaluating type hints may raise anything.
     except Exception as error:
-        known = isinstance(error, DocstringParsingException | TypeHintParsingException)
-        problem = (str(error) if known else error_text(error)).rstrip("!.")
         raise ValueError(
-            f"{owner} cannot be shown to the policy as a tool: {problem}. Give it type hints and a docstring with "
-            "Args:, or begin its name with an underscore if it is no tool (a partner's is reply(completion))"
+            f"{owner} cannot be shown to the policy as a tool: {error_text(error)}; give it type hints and a docstring "
+            "with Args:, or begin its name with an underscore if it is no tool (a partner's is reply(completion))"
         ) from error
     return schema
 

@@ -88,17 +88,14 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
             (C, R) and `scores_by_source` (C, num_sources).
     """
     rows, width = samples["responses"].shape
-    per_token = (
-        isinstance(scores, Mapping) and isinstance(scores.get("rewards"), Tensor) and scores["rewards"].dim() == 2
-    )
-    rewards = (rows, width) if per_token else (rows,)
-    shapes = {"scores": (rows,), "rewards": rewards, "scores_by_source": (rows, num_sources)}
+    rewards: Any = scores.get("rewards") if isinstance(scores, Mapping) else None
+    of_tokens = isinstance(rewards, Tensor) and rewards.dim() == 2
+    shape = (rows, width) if of_tokens else (rows,)
+    shapes = {"scores": (rows,), "rewards": shape, "scores_by_source": (rows, num_sources)}
     _check("_score", scores, shapes, (rows,))
     if taken := sorted(set(scores) & set(samples)):
         raise ValueError(f"_score() returned {', '.join(taken)}, which _generate() returned already; use other names")
-    return (
-        {**scores, "rewards": zero_outside(scores["rewards"], samples["response_mask"])} if per_token else dict(scores)
-    )
+    return {**scores, "rewards": zero_outside(rewards, samples["response_mask"])} if of_tokens else dict(scores)
 
 
 def per_token(rewards: Tensor, response_mask: Tensor) -> Tensor:

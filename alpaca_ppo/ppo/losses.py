@@ -70,18 +70,9 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
     """Policy loss, log-likelihood of successes, KL loss and entropy bonus, added up, and their statistics."""
     assert outputs.logprobs is not None
     mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
-    policy = _checked(
-        f"policy_loss {args.policy_loss!r}",
-        POLICY_LOSSES.get(args.policy_loss)(
-            outputs.logprobs,
-            batch["logprobs"],
-            batch["advantages"],
-            mask,
-            args=args,
-            weights=weights,
-            denominator=denominator,
-        ),
-    )
+    tensors = outputs.logprobs, batch["logprobs"], batch["advantages"], mask
+    returned = POLICY_LOSSES.get(args.policy_loss)(*tensors, args=args, weights=weights, denominator=denominator)
+    policy = _checked(f"policy_loss {args.policy_loss!r}", returned)
     stats = {"loss/policy": policy.loss} | {f"policy/{name}": stat for name, stat in policy.stats.items()}
     if outputs.entropies is not None:
         stats["policy/entropy"] = masked_mean(outputs.entropies, mask)

@@ -187,13 +187,10 @@ class SamplerCheck:
         measured = {**mismatch_stats(logprobs, *pair), "clipped": clipped_difference(logprobs, *pair)}
         stats = self._largest(measured)
         if self._may_spare and self._spares is None:
-            difference, self._spares = (
-                stats["mismatch/logprob_abs_mean"],
-                not exceeded_bounds(stats, half_precision=False),
-            )
-            then = "the sampler's log-probs are" if self._spares else "every step computes"
+            self._spares = not exceeded_bounds(stats, half_precision=False)
+            difference, whose = stats["mismatch/logprob_abs_mean"], "sampler" if self._spares else "trainer"
             self._report(
-                f"sampler and trainer differ by {difference:.2g} nats per token: {then} the old policy's "
+                f"sampler and trainer differ by {difference:.2g} nats per token: old log-probs are the {whose}'s "
                 "(old_policy: auto)"
             )
         many = stats["clipped"] > BOUNDS["mismatch/logprob_abs_mean"].stop
