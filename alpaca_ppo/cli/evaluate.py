@@ -26,7 +26,6 @@ _WITHOUT_TRAINING = {
     "adv_estimator": "reinforce_plus_plus",
     "kl_coef": 0.0,
 }
-PROG = "alpaca-ppo evaluate"
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,10 @@ def evaluate(argv: Sequence[str]) -> int:
     """Evaluates, prints what came out, and writes results.json and answers.jsonl; returns the exit status.
 
     Raises:
-        ValueError: as `model_folder`; for output_dir as a flag, and a `results_dir` whose files must not be lost.
+        ValueError: as `model_folder`, and for a `results_dir` whose files must not be lost.
     """
     search_current_folder()
-    script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog=PROG)
-    # In a configuration it is the run's folder, and ignored.
-    if any(word.partition("=")[0] in ("--output_dir", "--output-dir") for word in argv):
-        raise ValueError(f"output_dir is the folder of a training run, which {PROG} ignores; give --results_dir")
+    script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo evaluate")
     model, folder = model_folder(script_args.model), Path(script_args.results_dir)
     if (folder / "final").exists() or any(folder.glob("checkpoint-*")):
         raise ValueError(f"results_dir is {str(folder)!r}, the folder of a training run; choose another, or one in it")

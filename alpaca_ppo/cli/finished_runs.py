@@ -25,7 +25,7 @@ def report(argv: Sequence[str]) -> int:
     """Writes the report of runs, or checks them for faults; returns the exit status.
 
     Raises:
-        ValueError: if a folder is not that of a run, or `--token_mb` is negative.
+        ValueError: if a folder is not that of a run.
     """
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo report",
@@ -37,8 +37,6 @@ def report(argv: Sequence[str]) -> int:
     add("--token_mb", type=float, default=20.0, help="megabytes of per-token numbers at most (default: %(default)s)")
     add("--check", action="store_true", help="write nothing; print the doctor's findings; 1 if one is an error")
     args = parser.parse_args(argv)
-    if not args.token_mb >= 0:
-        raise ValueError(f"--token_mb is {args.token_mb}; it must be at least 0")
     from alpaca_ppo.report.page import write_report
     from alpaca_ppo.report.runs import read_runs
 
@@ -49,12 +47,7 @@ def report(argv: Sequence[str]) -> int:
         print(f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser")
         return 0
     for run in runs:
-        count = len(run.findings)
-        print(
-            f"{run.path}: {count} finding{'' if count == 1 else 's'} up to step {run.last_step}",
-            *run.findings,
-            sep="\n",
-        )
+        print(f"{run.path}: findings up to step {run.last_step}: {len(run.findings)}", *run.findings, sep="\n")
     return int(any(finding.severity == "error" for run in runs for finding in run.findings))
 
 

@@ -4,7 +4,6 @@
 """
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
@@ -50,8 +49,8 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     of `argv`.
 
     Raises:
-        ValueError: for a configuration that does not exist, fewer than one process, DeepSpeed that is not installed,
-            and in a process that a launcher has started already.
+        ValueError: for a configuration that does not exist, fewer than one process, and in a process that a launcher
+            has started already.
     """
     parser = argparse.ArgumentParser(prog="alpaca-ppo train", add_help=False, allow_abbrev=False)
     for name, option in options_of(LaunchArguments).items():
@@ -72,16 +71,14 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     asked = given.pop("accelerate_config", "ddp")
     if asked not in _CONFIGS and not os.path.isfile(asked):
         raise ValueError(
-            f"--accelerate_config is {asked!r}, but there is no such file (relative paths count from {Path.cwd()}) and "
-            f"no configuration of that name;{did_you_mean([asked], _CONFIGS)} there are {', '.join(_CONFIGS)}"
+            f"--accelerate_config is {asked!r}, neither a file nor one of {', '.join(_CONFIGS)};"
+            f"{did_you_mean([asked], _CONFIGS)} check the path"
         )
     config = str(_CONFIGS.get(asked, asked))
     content = read_yaml(config)
     flags = ["--config_file", config, *(word for flag, value in given.items() for word in (f"--{flag}", str(value)))]
     how = content.get("distributed_type")
     if how == "DEEPSPEED":
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ValueError("--accelerate_config needs DeepSpeed, which is not installed; pip install deepspeed")
         # The file of this package for one that is named as in a clone of the repository.
         file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
         if file and not os.path.isfile(file) and (packaged := _DEEPSPEED_CONFIGS / Path(file).name).is_file():
@@ -97,7 +94,7 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
     """Runs `alpaca-ppo train` with `words` in the processes that Accelerate starts for `flags`; returns the exit
     status.
 
-    A mistake has been reported by the process that found it. Other failures are named with their rank.
+    A mistake has been reported by the process that found it. Another failure is named with its rank.
     """
     # Seconds, which a mistake in the command line need not wait for.
     import logging
@@ -112,22 +109,16 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
     try:
         launch_command(launch_command_parser().parse_args([*flags, "--module", "alpaca_ppo.cli", "train", *words]))
     except ChildFailedError as failed:
-        first = min(failed.failures.values(), key=lambda failure: failure.timestamp)
-        for rank, failure in sorted(failed.failures.items()):
-            if failure is not first and failure.exitcode == -signal.SIGTERM:
-                # The launcher's doing, after the first.
-                continue
-            if failure.exitcode < 0:
-                print(f"error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
-            elif failure.exitcode not in (MISTAKE, ENDED_BY_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-                print(f"error: rank {rank} ended with exit status {failure.exitcode}", file=sys.stderr)
-        status = first.exitcode
+        # The launcher ends the others after it.
+        rank, failure = failed.get_first_failure()
+        status = failure.exitcode
+        if status not in (MISTAKE, ENDED_BY_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+            end = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
+            print(f"error: rank {rank} {end}", file=sys.stderr)
     except CalledProcessError as failed:
         status = failed.returncode
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     else:
         return 0
     return status if status > 0 else 128 - status

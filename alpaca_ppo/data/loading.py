@@ -4,15 +4,16 @@ Streaming is not supported, because the schedule needs the number of prompts.
 """
 
 import csv
+import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, ReadInstruction
-
-from alpaca_ppo.data.json_files import read_json_files
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
@@ -110,7 +111,7 @@ def _load_folder(path: Path, config_name: str | None) -> DatasetDict:
 def _read_files(paths: Sequence[Path]) -> Dataset:
     """The rows of all files, which have one suffix."""
     if _BUILDERS[paths[0].suffix] == "json":
-        return read_json_files(paths)
+        return _read_json(paths)
     options: dict[str, Any] = {}
     if _BUILDERS[paths[0].suffix] == "csv":
         options = {"sep": "\t" if paths[0].suffix == ".tsv" else ","}
@@ -122,13 +123,72 @@ def _read_files(paths: Sequence[Path]) -> Dataset:
     return datasets.load_dataset(_BUILDERS[paths[0].suffix], data_files={"train": names}, split="train", **options)
 
 
+def _read_json(paths: Sequence[Path]) -> Dataset:
+    """The rows of .jsonl and .json files, as they are written: `datasets` would turn text that looks like a date into
+    a timestamp. A row without a column that others have holds None there.
+    """
+    rows = [row for path in paths for row in _json_rows(path)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if not names:
+        raise ValueError(f"{', '.join(map(str, paths))} holds no rows; write one JSON object per line")
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    dataset = Dataset(pa.table({name: _arrow(values) for name, values in columns.items()}))
+    # `datasets` parses JSON with less than full precision.
+    for name in names:
+        if isinstance(dataset.data.schema.field(name).type, pa.JsonType) and not _same(dataset[name][:], columns[name]):
+            raise ValueError(f"column {name!r} has values of different types that cannot be kept; write it as text")
+    return dataset
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of one file: an array of them, one per line, or a single one over many lines."""
+    text = path.read_text("utf-8-sig")
+    lines = {f"{path} line {number}": line for number, line in enumerate(text.split("\n"), 1)}
+    if text.lstrip().startswith("["):
+        found = {f"{path} entry {number}": row for number, row in enumerate(_parsed(text, str(path)))}
+    else:
+        try:
+            found = {str(path): json.loads(text)}
+        except ValueError:
+            found = {place: _parsed(line, place) for place, line in lines.items() if line.strip()}
+    for place, row in found.items():
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} is a {type(row).__name__}; every row must be a JSON object")
+    return list(found.values())
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{place} is not valid JSON: {error}") from error
+
+
+def _arrow(values: list[Any]) -> pa.Array:
+    """`values` as an Arrow column, of JSON text if a column of one type cannot hold them unchanged: Arrow fills keys
+    that some of the entries lack, makes True a 1.0 among numbers, and refuses values that differ in type.
+    """
+    with suppress(pa.ArrowException, TypeError):
+        array = pa.array(values)
+        if _same(array.to_pylist(), values):
+            return array
+    texts = [None if value is None else json.dumps(value) for value in values]
+    return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(entry, b[key]) for key, entry in a.items())
+    return (a == b or a != a and b != b) and isinstance(a, bool) == isinstance(b, bool)
+
+
 def _check_cells(path: Path, separator: str) -> None:
     """Checks that every row has a cell for each column: pandas would shift the cells of a longer one."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=separator)
         columns = next(rows, [])
-        if repeated := [name for name in columns if columns.count(name) > 1]:
-            raise ValueError(f"two columns have the name {repeated[0]!r}; rename one")
         for cells in rows:
             if cells and len(cells) != len(columns):
                 raise ValueError(f"line {rows.line_num} has {len(cells)} cells, but there are {len(columns)} columns")

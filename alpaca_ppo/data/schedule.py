@@ -4,12 +4,7 @@ over beyond their own (`dynamic_sampling`); independent of the number of process
 
 from collections.abc import Collection, Iterator
 
-import torch
-
 from alpaca_ppo.functional.rng import seeded_permutation
-
-_PART = 4096
-"""Indices that become Python integers at once: a step needs few of a large dataset."""
 
 
 class PromptSchedule:
@@ -70,9 +65,7 @@ class PromptSchedule:
         """The permutations of all epochs, one after the other without end, from `place` on."""
         epoch, within = divmod(place, self.num_prompts)
         while True:
-            order = seeded_permutation(self.num_prompts, self.seed, epoch)[within:]
-            for part in torch.split(order, _PART):
-                yield from part.tolist()
+            yield from seeded_permutation(self.num_prompts, self.seed, epoch)[within:].tolist()
             epoch, within = epoch + 1, 0
 
     def num_prompts_at(self, step: int) -> int:

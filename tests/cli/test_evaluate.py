@@ -117,13 +117,6 @@ def test_a_model_must_be_given_and_a_checkpoint_is_none(base, tmp_path):
     assert model_folder("owner/name") == "owner/name"
 
 
-@pytest.mark.parametrize("flags", [["--output_dir", "x"], ["--output-dir=x"]])
-def test_the_folder_of_results_is_not_named_as_that_of_a_run(flags, base, tmp_path):
-    argv = options(base, tmp_path, reward_funcs=[REWARD], output_dir="run")
-    with pytest.raises(ValueError, match="output_dir .*give --results_dir"):
-        evaluate([*argv, "--model", str(base / "model"), *flags])
-
-
 def test_the_help_asks_for_a_model_alone(capsys):
     with pytest.raises(SystemExit):
         evaluate(["--help"])

@@ -9,10 +9,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from alpaca_ppo.cli import launch as module
 from alpaca_ppo.cli.commands import main
 from alpaca_ppo.cli.launch import launch, split_flags
-from alpaca_ppo.cli.train import run_training
 
 
 @pytest.fixture(autouse=True)
@@ -62,18 +60,12 @@ def test_nodes_keep_their_port_and_a_file_is_taken_as_it_is(tmp_path):
     ("flags", "message"),
     [
         (["--num_processes", "0"], "num_processes is 0; "),
-        (["--accelerate_config", "zerro2"], "is 'zerro2', but there is no such file .* did you mean zero2"),
+        (["--accelerate_config", "zerro2"], "is 'zerro2', neither a file nor one of .* did you mean zero2"),
     ],
 )
 def test_flags_about_processes_are_checked(flags, message):
     with pytest.raises(ValueError, match=message):
         split_flags(flags)
-
-
-def test_deepspeed_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs DeepSpeed, which is not installed; pip install deepspeed"):
-        split_flags(["--accelerate_config", "zero1"])
 
 
 def test_a_process_of_a_launcher_starts_no_others(monkeypatch):
@@ -131,7 +123,6 @@ def test_failures_of_processes_become_an_exit_status(codes, status, message, mon
         (subprocess.CalledProcessError(3, "train"), 3),
         (subprocess.CalledProcessError(-9, "train"), 137),
         (SignalException("stop", signal.SIGTERM), 143),
-        (KeyboardInterrupt(), 130),
     ],
 )
 def test_other_ends_of_a_launcher_become_an_exit_status(error, status, monkeypatch):
@@ -148,9 +139,3 @@ def test_every_configuration_names_a_deepspeed_file_of_the_package(tmp_path, mon
         flags, _ = split_flags(["--accelerate_config", name])
         files = [word for word in flags if word.endswith(".json")]
         assert [Path(file).name for file in files] == ([f"{name}.json"] if name.startswith("zero") else [])
-
-
-def test_a_configuration_in_the_place_of_the_runs_record_is_not_replaced(tmp_path):
-    (tmp_path / "run.yaml").write_text(f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\n")
-    with pytest.raises(ValueError, match=f"--config {tmp_path}/run.yaml .* output_dir"):
-        run_training(["--config", str(tmp_path / "run.yaml"), "--overwrite_output_dir"])

@@ -247,13 +247,11 @@ def test_the_command_writes_one_file_or_checks(whole, tmp_path, capsys, monkeypa
     assert report([str(whole), "--check"]) == 1
     out = capsys.readouterr().out
     assert "step 3: error [kl_runaway] The KL runs away" in out and "Remedy: lower learning_rate" in out
-    assert "2 findings up to step 4" in out
+    assert "findings up to step 4: 2" in out
     assert report([str(healthy), "--check"]) == 0
-    assert "0 findings up to step 4" in capsys.readouterr().out
+    assert "findings up to step 4: 0" in capsys.readouterr().out
     assert report([str(make_worse_run(tmp_path / "worse")), "--check"]) == 1
-    assert "worse: 1 finding up to step 20" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--token_mb is -1.0; it must be at least 0"):
-        report([str(whole), "--token_mb", "-1"])
+    assert "worse: findings up to step 20: 1" in capsys.readouterr().out
 
 
 def test_a_report_is_made_without_torch(whole, tmp_path):
