@@ -18,7 +18,7 @@ BUDGET = {
     "config": 1589,
     "trainer": 1711,
     "models": 1475,
-    "ppo": 1536,
+    "ppo": 1532,
     "generation": 1318,
     "functional": 1251,
     "distributed": 987,

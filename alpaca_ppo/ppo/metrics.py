@@ -83,13 +83,12 @@ class Timers:
     @contextmanager
     def measure(self, phase: str, parts: int | None = None) -> Iterator[Callable[[int], None]]:
         """Adds the seconds spent inside the block to `phase`; yields a function that counts its `parts`."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        synchronize()
         start = time.perf_counter()
         with self._during(phase, parts) as count:
             yield count
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 

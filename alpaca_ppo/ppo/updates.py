@@ -288,12 +288,9 @@ def make_updater(
             trainable parameter; or for a learning-rate schedule that does not fit.
     """
     optimizer = prepared_optimizer(optimizer, actor_critic, args, accelerator.device)
+    n, pretraining = args.num_return_sequences, args.critic_pretraining_steps
     planned = [
-        step_counts(
-            schedule.num_prompts_at(step) * args.num_return_sequences,
-            args,
-            critic_only=step < args.critic_pretraining_steps,
-        )
+        step_counts(schedule.num_prompts_at(step) * n, args, critic_only=step < pretraining)
         for step in range(schedule.num_steps)
     ]
     totals = StepCounts(*map(sum, zip(*planned, strict=True)))
