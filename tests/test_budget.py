@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 987,
     "rewards": 864,
     "checkpoint": 890,
-    "tracking": 806,
+    "tracking": 717,
     "environments": 836,
     "root": 665,
     "cli": 538,
@@ -38,7 +38,7 @@ BUDGET = {
     "supervised": 169,
     "presets": 8,
 }
-FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 165, 413, 125, 15
+FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 164, 413, 125, 15
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -1,19 +1,16 @@
 """`Console`: what a run prints while it trains, and at its end.
 
 The same lines appear on a terminal, in a notebook and in a file: a table with a row for each step, evaluations, sampled
-answers, and what has changed. The progress bar is in `progress_bar`, the record of a run in `run_log`.
+answers, and what has changed. The progress bar and the record of a run are in `run_log`.
 """
 
 import json
 import math
 import shlex
 import shutil
-import sys
-import textwrap
 import time
 import unicodedata
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +23,10 @@ from alpaca_ppo.tracking.results import Metrics, better_before_training, means_i
 from alpaca_ppo.tracking.run_log import RunLog
 
 _ROWS_PER_HEADER = 20
-_NARROWEST, _WIDEST = 80, 120
-"""Columns of the text: those of the terminal within these bounds, and the most of them where there is none."""
 _SOURCES = "objective/scores/"
 """Begins the names of the sources' mean scores."""
-_PROMPT_LINES, _ANSWER_LINES = (2, 4), (12, 8)
-"""Lines of a sampled text that are printed, at its beginning and at its end."""
+_SHOWN = 500
+"""Characters of a sampled text that are printed, at its beginning and at its end."""
 
 
 def number(value: float) -> str:
@@ -93,12 +88,8 @@ class Console(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins a new table, and, in a run that is resumed, reads what its first evaluation was."""
         self._began, self._printed_step, self._first_step = time.perf_counter(), state.global_step, state.global_step
-        self._rows, self._width = 0, _WIDEST
-        if sys.stdout.isatty():
-            self._width = max(_NARROWEST, min(self._width, shutil.get_terminal_size().columns))
-        plain = self._args.penalty_reward_value is None and self._args.overlong_buffer_len is None
-        is_score = plain and self._args.reward_weights in (None, [1.0])
-        self._table = StepTable(self._width, max_steps=self._max_steps, reward_is_score=is_score)
+        self._rows = 0
+        self._table = StepTable(shutil.get_terminal_size((120, 24)).columns, max_steps=self._max_steps)
         self._before: Metrics = next((line for line in self._history() if eval_sets(line)), {})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -107,12 +98,12 @@ class Console(TrainerCallback):
         if step % self._args.logging_steps == 0 or step == self._max_steps:
             self._print_step(kwargs["metrics"], step)
         samples, self._log.samples = self._log.samples, []
-        self._print_block(sample_lines(samples, step=step, width=self._width, has_reference=self._has_reference))
+        self._print_block(sample_lines(samples, step=step, has_reference=self._has_reference))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints each set's metrics before training and now."""
         metrics = self._known(kwargs["metrics"])
-        lines = evaluation_lines(metrics, self._before, step=state.global_step, width=self._width)
+        lines = evaluation_lines(metrics, self._before, step=state.global_step)
         self._before = self._before or metrics
         self._print_block(lines)
 
@@ -141,11 +132,9 @@ class Console(TrainerCallback):
 
     def _print_step(self, stats: Metrics, step: int) -> None:
         pace = (time.perf_counter() - self._began) / max(1, step - self._first_step)
-        lines = self._table.row(self._known(stats), step=step, seconds_left=pace * (self._max_steps - step))
-        if self._rows % _ROWS_PER_HEADER == 0:
-            lines.insert(0, self._table.header)
+        row = self._table.row(self._known(stats), step=step, seconds_left=pace * (self._max_steps - step))
+        self._log.message(row if self._rows % _ROWS_PER_HEADER else f"{self._table.header}\n{row}")
         self._rows, self._printed_step = self._rows + 1, step
-        self._log.message("\n".join(lines))
 
     def _print_block(self, lines: list[str]) -> None:
         """Prints lines that are no rows of the table; after several of them, the titles are repeated."""
@@ -183,10 +172,7 @@ class Console(TrainerCallback):
         """How many findings the doctor has printed, and where they are."""
         path = Path(self._args.output_dir) / "findings.jsonl"
         found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        counts = sorted(Counter(json.loads(line)["severity"] for line in found).items())
-        words = ", ".join(f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in counts)
-        report = ", in report.html" if self._args.report else ""
-        return f"{words} (printed above{report} and in {path})" if counts else "none"
+        return f"{len(found)} (printed above and in {path})" if found else "none"
 
     def _history(self) -> list[Metrics]:
         """The lines of metrics.jsonl on the main process. A run may be resumed from another folder's checkpoint."""
@@ -197,71 +183,64 @@ class Console(TrainerCallback):
 
 
 class StepTable:
-    """The lines of a table with a row for each step. Which columns it has is decided by the first row.
-
-    Reward sources have a column each, or, where these would be too wide, a line of their own under each row. A single
-    source has none if the reward is its score.
+    """The lines of a table with a row for each step. Which columns it has is decided by the first row; of the reward
+    sources as many as there is room for.
 
     Args:
         width: columns of the screen.
         max_steps: of the run.
-        reward_is_score: whether the reward of a response is what a single source returns for it.
     """
 
-    def __init__(self, width: int, *, max_steps: int, reward_is_score: bool) -> None:
-        self._width, self._max_steps, self._reward_is_score = width, max_steps, reward_is_score
+    def __init__(self, width: int, *, max_steps: int) -> None:
+        self._width, self._max_steps = width, max_steps
         self._columns: list[Column] = []
-        self._below: list[str] = []
 
     @property
     def header(self) -> str:
         """The line of the titles."""
         return " ".join(column.title.rjust(column.width) for column in self._columns)
 
-    def row(self, stats: Metrics, *, step: int, seconds_left: float) -> list[str]:
-        """Returns the line of `step` (from 1), and those of the sources if they have no columns; a metric that is
-        missing is shown as "-".
-        """
+    def row(self, stats: Metrics, *, step: int, seconds_left: float) -> str:
+        """Returns the line of `step` (from 1); a metric that is missing is shown as "-"."""
         if not self._columns:
-            sources = [key.removeprefix(_SOURCES) for key in stats if key.startswith(_SOURCES)]
-            sources = [] if len(sources) == 1 and self._reward_is_score else sources
             reward, *others = (column for column in COLUMNS if column.key in stats or column is COLUMNS[0])
-            others.append(Column("left", "left", 8))
-            self._columns = [Column("step", "step", max(5, 2 * len(str(self._max_steps)) + 1)), reward]
-            of_sources = [Column(_SOURCES + name, name, max(9, disp_len(name))) for name in sources]
-            if sum(column.width + 1 for column in [*self._columns, *of_sources, *others]) > self._width + 1:
-                of_sources, self._below = [], sources
-            self._columns += [*of_sources, *others]
+            first, last = Column("step", "step", max(5, 2 * len(str(self._max_steps)) + 1)), Column("left", "left", 8)
+            sources, room = source_columns(stats), self._width + 1
+            while sources and sum(each.width + 1 for each in [first, reward, *sources, *others, last]) > room:
+                sources.pop()
+            self._columns = [first, reward, *sources, *others, last]
         cells = {"step": f"{step}/{self._max_steps}", "left": tqdm.format_interval(seconds_left)}
-        texts = [(cells.get(each.key) or each.text(stats.get(each.key))).rjust(each.width) for each in self._columns]
-        below = [f"{name} {Column('', '').text(stats.get(_SOURCES + name)):>8}" for name in self._below]
-        indent = " " * (self._columns[0].width + 2)
-        return [" ".join(texts), *_filled(below, self._width, indent, indent)]
+        return " ".join(
+            (cells.get(each.key) or each.text(stats.get(each.key))).rjust(each.width) for each in self._columns
+        )
 
 
-def evaluation_lines(stats: Metrics, start: Metrics, *, step: int, width: int) -> list[str]:
-    """Returns the metrics of an evaluation, each as it was before training and is now: a paragraph for each set.
+def source_columns(names: Iterable[str]) -> list[Column]:
+    """A column for the mean score of each reward source, if there are several: that of a single one is the reward."""
+    found = [(key, key.removeprefix(_SOURCES)) for key in names if key.startswith(_SOURCES)]
+    return [Column(key, name, max(9, disp_len(name))) for key, name in found] if len(found) > 1 else []
+
+
+def evaluation_lines(stats: Metrics, start: Metrics, *, step: int) -> list[str]:
+    """Returns the metrics of an evaluation, each as it was before training and is now: a line for each set.
 
     Args:
         stats: names of an evaluation begin with `eval/`, of a named set with `eval/<set>/`.
         start: the metrics of the run's first evaluation.
         step: how many steps have ended.
-        width: columns of the screen.
     """
     lines = []
     for prefix in eval_sets(stats):
         title = f"eval {prefix.removeprefix('eval/').strip('/')}".strip()
         parts = [title + (f" at step {step}:" if step else " before training:")]
         for column in _shown(stats, prefix):
-            now, before, error = (
-                found.get(column.key + end) for found, end in ((stats, ""), (start, ""), (stats, "_se"))
-            )
+            now, before, error = stats[column.key], start.get(column.key), stats.get(f"{column.key}_se")
             text = column.text(now) + (f" ±{number(error)}" if error is not None else "")
             if step and before is not None and now is not None:
                 text = f"{column.text(before)} -> {text}"
                 text += f" ({now - before:+.3f})" if column.title == "reward" else ""
             parts.append(f"{column.title} {text}")
-        lines += _filled(parts, width, "", "    ")
+        lines.append("  ".join(parts))
     return lines
 
 
@@ -271,20 +250,15 @@ def eval_sets(stats: Metrics) -> list[str]:
 
 
 def _shown(stats: Metrics, prefix: str) -> list[Column]:
-    """The metrics of an eval set that are shown, without those of other sets and those that repeat the reward."""
+    """The metrics of an eval set that are shown: without those of other sets, spreads, and what the reward sums up."""
     nested = tuple(other for other in eval_sets(stats) if other != prefix and other.startswith(prefix))
     keys = [key for key in stats if key.startswith(prefix) and not (nested and key.startswith(nested))]
     names = [key.removeprefix(prefix) for key in keys if not key.endswith(("_se", "scores_std"))]
-    sources, reward = [name for name in names if name.startswith("scores/")], stats[f"{prefix}rewards"]
+    sources = [name for name in names if name.startswith("scores/")]
+    hidden = ["scores", "masked_rows", *(sources if len(sources) == 1 else [])]
     columns = [column._replace(key=prefix + name) for name, column in _EVALUATED.items() if name in names]
-    for name in (name for name in names if name not in _EVALUATED):
-        value = stats[prefix + name]
-        # A mean of the same numbers, taken in another order.
-        same = value is not None and reward is not None and math.isclose(value, reward, rel_tol=1e-6)
-        repeats = same and (name == "scores" or [name] == sources)
-        if not repeats and (name, value) != ("masked_rows", 0):
-            columns.append(Column(prefix + name, name.removeprefix("scores/")))
-    return columns
+    others = [name for name in names if name not in _EVALUATED and name not in hidden]
+    return columns + [Column(prefix + name, name.removeprefix("scores/")) for name in others]
 
 
 def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> list[str]:
@@ -296,8 +270,7 @@ def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> li
         metric: `metric_for_best_model`, which is one of them.
     """
     names = dict.fromkeys(key for line in history for key in line)
-    sources = [Column(key, key.removeprefix(_SOURCES)) for key in names if key.startswith(_SOURCES)]
-    columns = [_CHANGES[0], *(sources if len(sources) > 1 else []), *_CHANGES[1:]]
+    columns = [_CHANGES[0], *source_columns(names), *_CHANGES[1:]]
     evaluated = [line for line in history if eval_sets(line)]
     last = evaluated[-1] if len(evaluated) > 1 else {}
     for prefix in eval_sets(last):
@@ -314,33 +287,25 @@ def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> li
     ]
 
 
-def sample_lines(rows: Sequence[Mapping[str, Any]], *, step: int, width: int, has_reference: bool = True) -> list[str]:
-    """Returns sampled responses as text of at most `width` columns, long ones without their middle.
+def sample_lines(rows: Sequence[Mapping[str, Any]], *, step: int, has_reference: bool = True) -> list[str]:
+    """Returns sampled responses as lines of text, long ones without their middle.
 
     Args:
         rows: of `rollout_tables.sample_rows`.
         step: from 1.
-        width: columns of the screen.
         has_reference: False leaves the KL out.
     """
     lines = []
     for row in rows:
         kl = f"KL {number(row['kl'])}, " if has_reference else ""
-        ended = "stopped" if row["stopped"] else "cut off"
-        title = f"-- step {step}, {row['rank']}: score {number(row['score'])}, {kl}{row['length']} tokens, {ended} "
-        lines.append(title.ljust(width, "-"))
-        for label, text, (first, last) in (
-            ("prompt", row["prompt"], _PROMPT_LINES),
-            ("answer", row["response"], _ANSWER_LINES),
-        ):
-            wrapped = list[str]()
-            for line in printable(text).split("\n"):
-                room = width - len(label) - 3
-                wrapped += textwrap.wrap(line, room, drop_whitespace=False, break_on_hyphens=False) or [""]
-            if (left_out := len(wrapped) - first - last) > 1:
-                wrapped[first:-last] = [f"[... {left_out} lines ...]"]
-            lines += [f"{label if not i else '':{len(label)}} | {line}".rstrip() for i, line in enumerate(wrapped)]
-    return [*lines, "-" * width] if lines else []
+        length = f"{row['length']} tokens, {'stopped' if row['stopped'] else 'cut off'}"
+        lines.append(f"-- step {step}, {row['rank']}: score {number(row['score'])}, {kl}{length}")
+        for label in ("prompt", "response"):
+            text = printable(row[label])
+            if (left_out := len(text) - 2 * _SHOWN) > 0:
+                text = f"{text[:_SHOWN]} [... {left_out} characters ...] {text[-_SHOWN:]}"
+            lines += [f"{'' if i else label:8} | {line}".rstrip() for i, line in enumerate(text.split("\n"))]
+    return lines
 
 
 def printable(text: str) -> str:
@@ -351,11 +316,3 @@ def printable(text: str) -> str:
         char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else ascii(char)[1:-1]
         for char in text.replace("\r\n", "\n").expandtabs(4)
     )
-
-
-def _filled(parts: Sequence[str], width: int, first: str, others: str) -> list[str]:
-    """Joins `parts` to lines of at most `width` columns, indented by `first` and by `others`."""
-    # textwrap does not break at a no-break space.
-    text = "  ".join(part.replace(" ", "\xa0") for part in parts)
-    filler = textwrap.TextWrapper(width, first, others, break_long_words=False, break_on_hyphens=False)
-    return [line.replace("\xa0", " ") for line in filler.wrap(text)]

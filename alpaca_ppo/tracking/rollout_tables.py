@@ -1,8 +1,7 @@
 """Rollouts as JSON-ready rows for reading: text, scores, and the numbers of every token. Writing is in `run_log`."""
 
+import json
 from collections.abc import Mapping, Sequence
-from datetime import date, time
-from decimal import Decimal
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -13,16 +12,8 @@ from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.types import Rollouts
 
 TOKEN_COLUMNS = (
-    "logprobs",
-    "ref_logprobs",
-    "kl",
-    "values",
-    "shaped_rewards",
-    "advantages",
-    "returns",
-    "entropies",
-    "ratio",
-)
+    "logprobs", "ref_logprobs", "kl", "values", "shaped_rewards", "advantages", "returns", "entropies", "ratio",
+)  # fmt: skip
 
 
 def rollout_rows(
@@ -86,14 +77,13 @@ def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any
     if not len(scores):
         return []
     chosen = {"highest score": int(scores.argmax()), "lowest score": int(scores.argmin())}
-    if scores[chosen["highest score"]] == scores[chosen["lowest score"]]:
-        chosen = {"all scores equal" if len(scores) > 1 else "the only one": 0}
-    rows = []
-    for name, i in chosen.items():
-        rank = name if len(scores) == 1 else f"{name} of {len(scores)}"
-        kl = _number(rollouts["kl"][i].sum())
-        rows.append(_summary(rollouts, processing_class, i) | {"kl": kl, "rank": rank})
-    return rows
+    if scores.min() == scores.max():
+        chosen = {"all scores equal": 0}
+    return [
+        _summary(rollouts, processing_class, i)
+        | {"kl": _number(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"}
+        for name, i in chosen.items()
+    ]
 
 
 def with_columns(rows: Sequence[dict[str, Any]], prompts: Sequence[Any], args: Any) -> list[dict[str, Any]]:
@@ -107,18 +97,9 @@ def prompt_columns(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]
 
     Nothing for a dataset without further columns. Of what JSON cannot hold, such as an image, only the type is shown.
     """
-    others = {name: _plain(value) for name, value in row.items() if name not in ("prompt", prompt_column)}
-    return {"columns": others} if others else {}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, date | time | Decimal):
-        return str(value)
-    return value if isinstance(value, str | int | float | None) else f"<{type(value).__name__}>"
+    others = {name: value for name, value in row.items() if name not in ("prompt", prompt_column)}
+    plain = json.loads(json.dumps(others, default=lambda value: f"<{type(value).__name__}>"))
+    return {"columns": plain} if plain else {}
 
 
 def rounded(value: float) -> float:

@@ -5,13 +5,15 @@ Only the main process writes; on other processes every method does nothing. The 
 """
 
 import hashlib
-import html
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
 from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
-from alpaca_ppo.tracking.progress_bar import ProgressBar
+from alpaca_ppo.library_output import has_screen
 
 PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
@@ -31,18 +33,6 @@ _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio
 _TABLE_FOLDERS = ("rollouts", "eval", "inspected")
 MAX_ROWS = 16
 """Rows of a table in a tracker; the files have all of them."""
-MAX_CHARS = 600
-"""Characters of a text in a table of TensorBoard, where a cell cannot be folded."""
-OVERVIEW = {
-    "objective/scores": "0_overview/1_reward",
-    "objective/kl_sum_seq": "0_overview/2_kl_to_reference",
-    "objective/response_length": "0_overview/3_response_length",
-    "eval/scores": "0_overview/4_eval_reward",
-    "objective/truncated_fraction": "0_overview/5_truncated_fraction",
-    "ppo/val/explained_variance": "0_overview/6_explained_variance",
-}
-"""TensorBoard's names of the metrics to look at first. It sorts groups and the charts in them by name."""
-_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_{}[]#|"})
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -60,6 +50,43 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
     if unknown := [name for name in names if name not in installed]:
         raise ValueError(f"report_to names {unknown[0]!r}; choose of {', '.join(installed)} (installed), all, or none")
     return list(names)
+
+
+class ProgressBar:
+    """The bars of a run: the steps done and the time left, and below it what the trainer is doing.
+
+    Args:
+        is_main: False for all processes but the main one, which alone shows them: on a terminal or in a notebook.
+    """
+
+    def __init__(self, *, is_main: bool) -> None:
+        self._make = partial(tqdm, disable=not (is_main and has_screen()), dynamic_ncols=True)
+        self._phases: list[tuple[str, Any]] = []
+
+    def steps(self, total: int, *, initial: int) -> Any:
+        """Returns the bar of the steps of a run, of which `initial` of `total` are done; `update` counts one more."""
+        return self._make(total=total, initial=initial, desc="step")
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
+        """Shows `name` for the duration of the block, with the parts done of `total`; yields a function that adds to
+        these. In a block of the same name it goes on with that one's.
+        """
+        if self._phases and self._phases[-1][0] == name:
+            yield self._phases[-1][1].update
+            return
+        how = {"bar_format": "{desc}{postfix}"} if total is None else {}
+        with self._make(total=total, desc=name, leave=False, **how) as bar:
+            self._phases.append((name, bar))
+            try:
+                yield bar.update
+            finally:
+                self._phases.pop()
+
+    def detail(self, text: str) -> None:
+        """Shows `text` beside the name of the innermost phase, until it ends."""
+        if self._phases:
+            self._phases[-1][1].set_postfix_str(text)
 
 
 class RunLog:
@@ -122,8 +149,6 @@ class RunLog:
         if report:
             with explain_disk_full(self.output_dir / "runs"):
                 self.accelerator.log(numbers, step=step)
-                for board in self._tensorboards():
-                    board.log({shown: numbers[name] for name, shown in OVERVIEW.items() if name in numbers}, step=step)
                 self._show_table("rollouts", self._rollouts.get(step, ()), step)
         self._rollouts.clear()
 
@@ -172,7 +197,8 @@ class RunLog:
     @property
     def boards(self) -> list[str]:
         """The folders to which TensorBoard's events are written."""
-        return [str(Path(tracker.tracker.log_dir)) for tracker in self._tensorboards()] if self.is_main else []
+        boards = [each for each in self.accelerator.trackers if isinstance(each, TensorBoardTracker)]
+        return [str(Path(board.tracker.log_dir)) for board in boards] if self.is_main else []
 
     def finish(self) -> None:
         """Closes the trackers that this log started."""
@@ -197,41 +223,15 @@ class RunLog:
             if tracker is not board:
                 tracker.store_init_configuration(config)
             elif self.is_main:
-                rows = [{"option": key, "value": value} for key, value in config.items()]
-                board.tracker.add_text("run.yaml", markdown_table(rows))
+                board.tracker.add_text("run.yaml", textwrap.indent(as_yaml(config), "    "))
 
     def _show_table(self, name: str, rows: Rows, step: int) -> None:
-        """Shows score, prompt and response of the first rows in TensorBoard, and all columns but the tokens in W&B and
-        ClearML; other trackers are left alone.
-        """
-        first = [column for column in ("score", "prompt", "response") if rows and column in rows[0]]
+        """Shows all columns but the tokens of the first rows in W&B and ClearML; other trackers are left alone."""
         for tracker in self.accelerator.trackers if rows else ():
-            if isinstance(tracker, TensorBoardTracker):
-                shown = [{column: row[column] for column in first} for row in rows[:MAX_ROWS]]
-                tracker.tracker.add_text(f"{name}/table", markdown_table(shown), step)
-            elif isinstance(tracker, WandBTracker | ClearMLTracker):
-                columns = first + [column for column in rows[0] if column not in (*first, "tokens")]
+            if isinstance(tracker, WandBTracker | ClearMLTracker):
+                columns = [column for column in rows[0] if column != "tokens"]
                 data = [[row.get(column) for column in columns] for row in rows[:MAX_ROWS]]
                 tracker.log_table(f"{name}/table", columns=columns, data=data, step=step)
-
-    def _tensorboards(self) -> list[TensorBoardTracker]:
-        return [tracker for tracker in self.accelerator.trackers if isinstance(tracker, TensorBoardTracker)]
-
-
-def markdown_table(rows: Rows) -> str:
-    """Returns `rows`, which have the same keys, as a Markdown table. Markdown in a text is shown as it is, and a long
-    text is cut in the middle: the end of a prompt is what the response answers, the end of a response how it stopped.
-    """
-    lines = []
-    for cells in [list(rows[0]), *(row.values() for row in rows)]:
-        texts = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
-        for i, text in enumerate(texts):
-            if len(text) > MAX_CHARS:
-                half = MAX_CHARS // 2
-                texts[i] = f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
-        shown = [html.escape(text, quote=False).translate(_SPECIAL) for text in texts]
-        lines.append(f"| {' | '.join(shown)} |".replace("\r", "").replace("\n", "<br>"))
-    return "\n".join([lines[0], f"| {' | '.join(['---'] * len(rows[0]))} |", *lines[1:]])
 
 
 def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from alpaca_ppo.rewards import build_reward
 from alpaca_ppo.tracking.console import Console, samples_are_due
-from alpaca_ppo.tracking.progress_bar import ProgressBar
 from alpaca_ppo.tracking.rollout_tables import sample_rows
+from alpaca_ppo.tracking.run_log import ProgressBar
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_config, tiny_trainer
 
@@ -187,7 +187,15 @@ def test_the_titles_are_repeated_every_twenty_rows_and_after_a_block(tmp_path):
     # A title takes a line itself.
     assert titles == [0, 21, 42]
     log.samples = [
-        {"prompt": "", "response": "", "score": 1.0, "kl": 0.0, "length": 0, "stopped": True, "rank": "the only one"}
+        {
+            "prompt": "",
+            "response": "",
+            "score": 1.0,
+            "kl": 0.0,
+            "length": 0,
+            "stopped": True,
+            "rank": "all scores equal of 1",
+        }
     ]
     shown.on_step_end(None, SimpleNamespace(global_step=43), None, metrics=STEP)
     shown.on_step_end(None, SimpleNamespace(global_step=44), None, metrics=STEP)
@@ -240,13 +248,11 @@ def test_the_end_of_a_run_without_a_step_is_printed(tmp_path):
 
 
 def test_the_end_counts_the_findings_and_says_where_they_are_and_that_a_best_evaluation_was_not_kept(tmp_path):
-    shown, log = console(tmp_path, report=True)
-    found = ["warning", "error", "warning"]
-    (tmp_path / "findings.jsonl").write_text("".join(f'{{"step": 1, "severity": "{name}"}}\n' for name in found))
+    shown, log = console(tmp_path)
+    (tmp_path / "findings.jsonl").write_text('{"step": 1}\n' * 3)
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "eval/rewards": 1.0}\n{"step": 4, "eval/rewards": 0.5}\n')
     shown.on_train_end(None, SimpleNamespace(global_step=5, best_global_step=None, best_metric=None), None)
-    place = f"(printed above, in report.html and in {tmp_path / 'findings.jsonl'})"
-    assert f"findings:    1 error, 2 warnings {place}" in log.printed
+    assert f"findings:    3 (printed above and in {tmp_path / 'findings.jsonl'})" in log.printed
     assert "best step:   2 (eval/rewards 1.000, not kept; metric_for_best_model keeps it)" in log.printed
 
 
@@ -341,8 +347,6 @@ def test_the_samples_are_the_best_and_the_worst_answer():
     rollouts["scores"] = torch.ones(3)
     (only,) = sample_rows(rollouts, tiny_tokenizer())
     assert (only["prompt"], only["rank"]) == ("w9", "all scores equal of 3")
-    single = {key: value[:1] for key, value in rollouts.items()}
-    assert [row["rank"] for row in sample_rows(single, tiny_tokenizer())] == ["the only one"]
     assert sample_rows({key: value[:0] for key, value in rollouts.items()}, tiny_tokenizer()) == []
 
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from alpaca_ppo.tracking.progress_bar import ProgressBar
+from alpaca_ppo.tracking.run_log import ProgressBar
 
 
 class Terminal(io.StringIO):

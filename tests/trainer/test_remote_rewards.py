@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from alpaca_ppo import RemoteReward, ScriptArguments
-from alpaca_ppo.tracking.progress_bar import ProgressBar
+from alpaca_ppo.tracking.run_log import ProgressBar
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.from_arguments import reward_sources
 from tests.http_servers import RawServer, response
