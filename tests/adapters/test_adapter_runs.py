@@ -344,7 +344,7 @@ def in_memory_adapter():
             {"load_in_4bit": True, "critic_layout": "adapter"},
             "load_in_4bit is True, but needs a CUDA device",
         ),
-        ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout is 'separate'"),
+        ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout 'separate'"),
         ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', no adapter"),
         (
             {},

@@ -276,9 +276,7 @@ def test_training_does_not_start_from_an_adapter(train, flags, model_folder, tmp
     tiny_tokenizer().save_pretrained(adapter)
     row = {"prompt": "w10 w11", "completion": "w12", "chosen": " w20", "rejected": " w30"}
     names = ["--dataset_name", write(tmp_path / "data.jsonl", [row] * 4), "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(
-        ValueError, match=r"model_name_or_path '.*sft' is an adapter, .*merge it into its base first .*merge_and_unlo"
-    ):
+    with pytest.raises(ValueError, match=r"model_name_or_path '.*sft' is an adapter; .*merge_and_unlo"):
         train(["--model_name_or_path", adapter, *names, *QUICK, *flags, "--num_train_epochs", "1"])
 
 
