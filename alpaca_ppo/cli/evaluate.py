@@ -7,7 +7,6 @@ numbers. On several processes: `accelerate launch -m alpaca_ppo.cli evaluate`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from alpaca_ppo.cli.train import search_current_folder
 from alpaca_ppo.config.fields import argument, options_of
@@ -78,14 +77,12 @@ def evaluate(argv: Sequence[str]) -> int:
         if (option.group in _GROUPS and name not in _OF_CRITICS) or name in _OTHERS
     }
 
-    def config(**changes: Any) -> PPOConfig:
-        """What an evaluation reads of the options, and the defaults of a run without a critic for the rest."""
-        return PPOConfig(**{**kept, **_WITHOUT_TRAINING, "output_dir": str(folder), **changes})
-
+    # The defaults of a run without a critic for what an evaluation does not read.
+    args = PPOConfig(**{**kept, **_WITHOUT_TRAINING, "output_dir": str(folder)})
     # They import torch, for which `--help` and the errors of a configuration need not wait.
     from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments
 
-    results = evaluate_from_arguments(model, script_args, config)
+    results = evaluate_from_arguments(model, script_args, args)
     if results is not None:
         print(f"{results_text(results)}\nresults and answers are in {folder}")
     return 0

@@ -18,11 +18,6 @@ REFERENCE = "reference"
 _COLUMN = "column:"
 
 
-def is_stored(opponent: str) -> bool:
-    """Whether `opponent` names stored answers, and not the reference or another model."""
-    return opponent.startswith(_COLUMN) or opponent.endswith(".jsonl")
-
-
 def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Returns the opponent's answer to the prompt of each dataset row.
 

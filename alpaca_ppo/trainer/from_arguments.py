@@ -4,8 +4,7 @@
 The command `alpaca-ppo train` and `examples/train_ppo.py` differ in nothing that is here.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.data.loading import load_eval_datasets
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 from alpaca_ppo.environments.kinds import make_kinds
-from alpaca_ppo.evaluation.comparisons import REFERENCE, is_stored
 from alpaca_ppo.evaluation.results import write_results
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards import RemoteReward
@@ -66,95 +64,62 @@ def train_from_arguments(
     stats = trainer.train(resume_from_checkpoint=resume)
     trainer.accelerator.end_training()
     doctors = [callback for callback in trainer.callback_handler.built_in if isinstance(callback, RunDoctor)]
-    errors = [finding for doctor in doctors for finding in doctor.ended_by if finding.severity == "error"]
     # A run that a warning has ended is one that ended as it was told to.
-    if not errors:
-        return stats
-    step, named = trainer.state.global_step, ", ".join(f"{found.rule} ({found.sentence})" for found in errors)
-    if trainer.accelerator.is_main_process:
-        print(
-            f"error: stop_on ended the run at step {step} of {trainer.schedule.num_steps}, because of {named}; its "
-            f"checkpoint is {trainer.checkpoints.folder(step)}",
-            file=sys.stderr,
-            flush=True,
-        )
-    raise SystemExit(ENDED_BY_ERROR)
+    if any(finding.severity == "error" for doctor in doctors for finding in doctor.ended_by):
+        raise SystemExit(ENDED_BY_ERROR)
+    return stats
 
 
-def evaluate_from_arguments(model: str, script_args: Any, config: Callable[..., PPOConfig]) -> dict[str, Any] | None:
+def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> dict[str, Any] | None:
     """Evaluates `model` and writes results.json, answers.jsonl and the tables; returns what results.json holds, on the
     main process only.
 
-    The reference is that of the configuration, or the model that the run started from, or an adapter's base. An
-    opponent that is another model answers first, with its own tokenizer.
+    The reference is that of the configuration, or the model that the run started from, or an adapter's base.
 
     Args:
         model: folder or hub id.
         script_args: the eval sets, rewards and metrics (`ScriptArguments`), and `results_dir`.
-        config: returns the configuration with the changes that are given to it.
+        args: the configuration.
 
     Raises:
-        ValueError: without prompts, or without anything to measure.
+        ValueError: without prompts or a reward.
     """
-    folder, args = Path(script_args.results_dir), config()
-    metrics, opponent = script_args.metric_funcs, args.eval_opponent
     environments, rewards = named_environments(script_args), reward_sources(script_args)
     kinds = make_kinds(environments["tools"], environments["environment_factory"])
-    check_evaluation(args, rewards, metrics, kinds)
+    check_evaluation(args, rewards, script_args.metric_funcs, kinds)
     datasets = load_eval_datasets(script_args)
     if datasets is None:
         raise ValueError(
             "there are no prompts to evaluate on; give eval_dataset_name or eval_datasets, or dataset_name with "
             "dataset_test_split"
         )
-    from_environments = any(kind.rewards for kind in kinds.values())
-    scored = bool(rewards or args.reward_adapter or from_environments)
-    if not (scored or metrics or opponent):
-        raise ValueError(
-            "there is nothing to measure; give reward_funcs, metric_funcs, eval_opponent or an environment with rewards"
-        )
-
-    def trainer_of(model: str, rewards: Sequence[Any], args: PPOConfig, **more: Any) -> PPOTrainer:
+    trainer = PPOTrainer(
+        model,
+        rewards,
+        replace(args, reference=_reference_of(model, script_args, args)),
         # It is never trained on.
-        train_dataset = next(iter(datasets.values())) if isinstance(datasets, dict) else datasets
-        tokenizer = load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model")
-        more |= {"train_dataset": train_dataset, "eval_dataset": datasets, "processing_class": tokenizer}
-        return PPOTrainer(model, rewards, args, **more)
-
-    changes = {"reference": _reference_of(model, script_args, args)}
-    if opponent is not None and opponent != REFERENCE and not is_stored(opponent):
-        of_opponent: dict[str, Any] = {"eval_opponent": None, "eval_judge": "scores"}
-        of_opponent |= {"eval_success_above": None, "eval_success_by": "scores"}
-        of_opponent |= {"eval_num_samples": 1, "reference": "none", "output_dir": str(folder / "opponent")}
-        trainer = trainer_of(opponent, [_no_reward], config(**of_opponent))
-        trainer.evaluate()
-        if trainer.accelerator.is_main_process:
-            write_results(folder / "opponent", {"model": opponent, "metrics": {}}, trainer.evaluator.answers)
-        trainer.accelerator.wait_for_everyone()
-        trainer.run_log.finish()
-        changes["eval_opponent"] = str(folder / "opponent" / "answers.jsonl")
-    sources: list[Any] = [*rewards] or ([] if from_environments else [_no_reward])
-    trainer = trainer_of(model, sources, config(**changes), metric_funcs=metrics, **environments)
+        train_dataset=next(iter(datasets.values())) if isinstance(datasets, dict) else datasets,
+        eval_dataset=datasets,
+        processing_class=load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model"),
+        metric_funcs=script_args.metric_funcs,
+        **environments,
+    )
     stats = trainer.evaluate()
     trainer.run_log.finish()
-    answers = trainer.evaluator.answers
-    if not scored:
-        stats = {name: value for name, value in stats.items() if not _is_of_reward(name)}
-        answers = [{name: value for name, value in row.items() if not _is_of_reward(name)} for row in answers]
     if not trainer.accelerator.is_main_process:
         return None
     settings = trainer.evaluator.settings
     above = settings.success_above
     results = {
         "model": model,
-        "opponent": opponent,
+        "opponent": args.eval_opponent,
         "prompts": {name: len(prompts) for name, prompts in trainer.eval_prompts.items()},
         "samples_per_prompt": settings.num_samples,
         "temperature": args.eval_temperature,
         "success": None if above is None else f"{settings.success_by} above {above:g}",
         "metrics": stats,
     }
-    write_results(folder, results, answers)
+    write_results(Path(script_args.results_dir), results, trainer.evaluator.answers)
     return results
 
 
@@ -166,17 +131,6 @@ def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:
     if not base and is_adapter(model):
         base = PeftConfig.from_pretrained(model).base_model_name_or_path
     return base if base and base != model and args.reference != "none" else "none"
-
-
-def _no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Scores nothing: what an evaluation without a reward has in its place."""
-    return [0.0] * len(completions)
-
-
-def _is_of_reward(metric: str) -> bool:
-    """Whether a metric is about the reward, and means nothing without one."""
-    parts = metric.split("/")
-    return any(part.removesuffix("_se") in ("scores", "scores_std", "rewards") for part in parts)
 
 
 def named_environments(script_args: ScriptArguments) -> dict[str, Any]:

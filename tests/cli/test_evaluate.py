@@ -79,26 +79,25 @@ def test_the_kl_is_to_the_reference_that_is_named(base, tmp_path):
     assert json.loads((tmp_path / "results/results.json").read_text())["metrics"]["eval/kl_sum_seq"] > 1e-3
 
 
-def test_another_model_answers_first_and_without_a_reward_only_metrics_are_left(base, tmp_path):
-    metric = "tests.cli.test_evaluate:mean_length"
+def test_the_answers_of_one_evaluation_are_the_opponent_of_another_and_each_set_is_measured(base, tmp_path):
     sets = [f"a={base / 'prompts.jsonl'}", f"b={base / 'prompts.jsonl'}@train[:2]"]
-    more = {"eval_opponent": str(base / "model"), "eval_judge": "mean_length", "metric_funcs": [metric]}
-    argv = options(base, tmp_path / "r", **more, eval_dataset_name=None, eval_datasets=sets)
-    assert evaluate([*argv, "--model", str(base / "model")]) == 0
-    metrics = json.loads((tmp_path / "r/results.json").read_text())["metrics"]
+    more = {"reward_funcs": [REWARD], "metric_funcs": ["tests.cli.test_evaluate:mean_length"]}
+    more |= {"eval_dataset_name": None, "eval_datasets": sets}
+    assert evaluate([*options(base, tmp_path / "a", **more), "--model", str(base / "model")]) == 0
+    more |= {"eval_opponent": str(tmp_path / "a/answers.jsonl"), "eval_judge": "mean_length"}
+    assert evaluate([*options(base, tmp_path / "b", **more), "--model", str(base / "model")]) == 0
+    metrics = json.loads((tmp_path / "b/results.json").read_text())["metrics"]
     assert metrics["eval/a/win_rate"] == metrics["eval/b/win_rate"] == 0.5
-    assert not any("scores" in name or "rewards" in name for name in metrics)
-    answers = [json.loads(line) for line in (tmp_path / "r/opponent/answers.jsonl").read_text().splitlines()]
+    answers = [json.loads(line) for line in (tmp_path / "b/answers.jsonl").read_text().splitlines()]
     assert [answer["set"] for answer in answers] == ["a"] * 5 + ["b"] * 2
-    own = json.loads((tmp_path / "r/answers.jsonl").read_text().splitlines()[0])
-    assert own["mean_length"] == len(own["response"]) and not any("scores" in name for name in own)
+    assert answers[0]["mean_length"] == len(answers[0]["response"])
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"eval_dataset_name": None}, "there are no prompts to evaluate on"),
-        ({}, "there is nothing to measure"),
+        ({}, "there is no reward"),
         ({"eval_datasets": ["a=b"]}, "eval_datasets is .*name every eval set in eval_datasets"),
         ({"eval_dataset_name": None, "eval_datasets": ["data.jsonl"]}, "not of the form set=dataset"),
     ],
