@@ -16,7 +16,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1589,
-    "trainer": 1711,
+    "trainer": 1592,
     "models": 1475,
     "ppo": 1532,
     "generation": 1318,
@@ -34,7 +34,7 @@ BUDGET = {
     "migrate": 433,
     "report": 334,
     "doctor": 358,
-    "evaluation": 259,
+    "evaluation": 257,
     "supervised": 169,
     "presets": 8,
 }

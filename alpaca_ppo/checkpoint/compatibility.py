@@ -187,12 +187,6 @@ def data_identity(prompts: PromptDataset) -> dict[str, Any]:
     return {"prompts": len(prompts), "fingerprint": prompts.fingerprint}
 
 
-def eval_identity(eval_prompts: Mapping[str, PromptDataset]) -> dict[str, Any] | None:
-    """The `data_identity` of each eval set by its name, of a set without a name itself; None without eval sets."""
-    found = {name: data_identity(prompts) for name, prompts in eval_prompts.items()}
-    return found.get("", found) or None
-
-
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
     """Hashes of vocabulary and chat template, and the special tokens by name."""
     template = processing_class.chat_template

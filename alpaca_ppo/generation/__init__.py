@@ -8,7 +8,6 @@ from alpaca_ppo.generation.backends import Backend, generate, make_backend, regi
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
 from alpaca_ppo.generation.stopping import (
     StopStrings,
-    configured_stop_tokens,
     resolve_stop_tokens,
     resolve_truncate_tokens,
     resolve_turn_end,
@@ -25,7 +24,6 @@ __all__ = [
     "Turn",
     "TurnHandler",
     "Turns",
-    "configured_stop_tokens",
     "generate",
     "make_backend",
     "register_generation_backend",

@@ -28,26 +28,20 @@ _CHECKED_TOKENS = 64
 _ANSWER = "SentinelAnswer"
 
 
-def configured_stop_tokens(
-    processing_class: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
-) -> set[int]:
-    """Returns the eos of the tokenizer and those of the model's generation config."""
-    configured = None if generation_config is None else generation_config.eos_token_id
-    found = {configured} if isinstance(configured, int) else set(configured or ())
-    return found if processing_class.eos_token_id is None else found | {processing_class.eos_token_id}
-
-
 def resolve_stop_tokens(
     processing_class: PreTrainedTokenizerBase,
     generation_config: GenerationConfig | None,
     extra_ids: Collection[int] = (),
 ) -> tuple[int, ...]:
-    """Returns the ids that end a response, sorted: `configured_stop_tokens` and `extra_ids`.
+    """Returns the ids that end a response, sorted: the eos of the tokenizer, those of the model's generation config,
+    and `extra_ids`.
 
     Raises:
         ValueError: if there are none.
     """
-    found = configured_stop_tokens(processing_class, generation_config) | set(extra_ids)
+    configured = None if generation_config is None else generation_config.eos_token_id
+    found = {configured} if isinstance(configured, int) else set(configured or ())
+    found |= {*extra_ids, processing_class.eos_token_id} - {None}
     if not found:
         raise ValueError(
             "eos_token_id is None in both the tokenizer and the model's generation config, so no response would ever "

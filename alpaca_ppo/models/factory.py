@@ -26,7 +26,7 @@ from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
-from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm
+from alpaca_ppo.models.loading import check_positions, is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import AdapterReference, CopiedReference, copy_without_adapters, initial_policy
 from alpaca_ppo.models.saved_critic import load_value_model, start_on_policy
@@ -243,8 +243,9 @@ def make_reference(
     """The `models.Reference` that `args.reference` names, or None; with `auto`, `ref_model` if it is given.
 
     Raises:
-        ValueError: when `ref_model` and `args.reference` are both given, when the reference has another vocabulary or
-            needs padding with `padding_free: true`, and for `adapter_off` with a policy without adapters.
+        ValueError: when `ref_model` and `args.reference` are both given, when the reference has another vocabulary,
+            fewer positions than prompt and response, or needs padding with `padding_free: true`, and for `adapter_off`
+            with a policy without adapters.
     """
     policy, choice = actor_critic.policy, args.reference
     if ref_model is not None and choice != "auto":
@@ -271,5 +272,6 @@ def make_reference(
             )
         # A model in memory may be trained elsewhere.
         reference = Policy((other if isinstance(source, str) else copy.deepcopy(other)).eval())
+    check_positions(reference.model.config, args, owner="reference")
     _decide_padding(reference, reference.model, args)
     return CopiedReference(reference, offloaded=choice == "copy_offloaded")

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_over_ranks, pad_to_longest_rank
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import PreemptionHandler
@@ -200,26 +201,21 @@ class RolloutCollector:
 
     Args:
         accelerator: for the device and the precision of forward passes.
+        args: the sizes of passes.
         reference: provides the reference policy; None without one.
         scorer: the reward sources.
         metric_scorer: what only measures the responses of an evaluation.
-        chunk_size: tokens whose logits are in memory at once.
         backend: samples the responses.
         preemption: ends the sampling after a signal.
-        per_device_batch_size: responses sampled or evaluated at once.
-        row_tokens: most tokens of a row in any pass (`PPOConfig.longest_row`); without padding, as many tokens are
-            evaluated at once as `per_device_batch_size` such rows have.
     """
 
     accelerator: Accelerator
+    args: PPOConfig
     reference: Reference | None
     scorer: RewardScorer
     metric_scorer: RewardScorer
     backend: Backend
     preemption: PreemptionHandler
-    chunk_size: int
-    per_device_batch_size: int
-    row_tokens: int
 
     def prepare_frozen_models(self, engine: Engine) -> None:
         """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
@@ -314,7 +310,7 @@ class RolloutCollector:
                 prompts,
                 sampling_params,
                 backend=backend,
-                per_device_batch_size=self.per_device_batch_size,
+                per_device_batch_size=self.args.rollout_per_device_batch_size,
                 turns=None if episodes is None else episodes.turns,
                 hooks=SamplingHooks(poll_and_listen, finish),
             )
@@ -338,19 +334,20 @@ class RolloutCollector:
         out; without a reference, `ref_logprobs` is a copy of the policy's log-probs. Every rank must call it, with
         equally many rows if forward passes need every rank (`engine.synced_forwards`).
         """
-        device = self.accelerator.device
+        device, batch_size = self.accelerator.device, self.args.rollout_per_device_batch_size
         rows = EvaluatedRows(
             samples,
             device,
-            per_device_batch_size=self.per_device_batch_size,
-            max_tokens=self.per_device_batch_size * self.row_tokens,
+            per_device_batch_size=batch_size,
+            # Without padding, as many tokens at once as so many of the longest rows have.
+            max_tokens=batch_size * self.args.longest_row,
             most_passes=partial(max_int_over_ranks, accelerator=self.accelerator) if engine.synced_forwards else int,
         )
         run = partial(
             evaluate_responses,
             rows=rows,
             temperature=temperature,
-            chunk_size=self.chunk_size,
+            chunk_size=self.args.logprob_chunk_size,
             with_entropies=passes.with_entropies,
             poll=self.preemption.poll,
         )

@@ -39,19 +39,18 @@ def build_reward(
         model_options: how models are loaded and read, as of `build_model_reward`.
 
     Raises:
-        ValueError: if the list is empty, the number of weights or tokenizers differs from the number of sources, an
-            entry is not a reward source, or a model lacks a single label, a trained head or a
+        ValueError: if the number of weights or tokenizers differs from the number of sources, an entry is not a reward
+            source, or a model lacks a single label, a trained head or a
             tokenizer. Whatever can be checked without a model is checked before one is loaded.
     """
     given = _resolved(reward_funcs)
-    if not given:
-        raise ValueError("reward_funcs is empty; give at least one reward function or model")
     weights = [1.0] * len(given) if reward_weights is None else [float(weight) for weight in reward_weights]
     classes: Any = reward_processing_classes
     tokenizers = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(given)
-    for name, values in (("reward_weights", weights), ("reward_processing_classes", tokenizers)):
+    kind = "metric" if measures else "reward"
+    for name, values in (("reward_weights", weights), (f"{kind}_processing_classes", tokenizers)):
         if len(values) != len(given):
-            raise ValueError(f"{name} has {len(values)} entries for {len(given)} reward sources; give one per source")
+            raise ValueError(f"{name} has {len(values)} entries for {len(given)} {kind}_funcs; give one for each")
     sources = [
         source if isinstance(source, FunctionReward) else build_model_reward(source, tokenizer, **model_options)
         for source, tokenizer in zip(given, tokenizers, strict=True)
@@ -108,7 +107,7 @@ def _resolve_function(source: Any) -> FunctionReward | PreTrainedModel | str:
         return cast(PreTrainedModel, source)
     if isinstance(source, torch.nn.Module) or not callable(source):
         raise ValueError(
-            f"reward_funcs contains {source!r}, a {type(source).__name__}; use a function, a transformers sequence "
-            "classifier, or the name of either"
+            f"reward_funcs or metric_funcs has {source!r}, a {type(source).__name__}; use a function, a transformers "
+            "sequence classifier, or the name of either"
         )
     return FunctionReward(source)

@@ -4,7 +4,6 @@ What a step computes is not here (`ppo_trainer`); how a checkpoint is written is
 """
 
 import tempfile
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerState
 
 from alpaca_ppo.checkpoint import export
-from alpaca_ppo.checkpoint.compatibility import check_identity, eval_identity, run_identity
+from alpaca_ppo.checkpoint.compatibility import check_identity, run_identity
 from alpaca_ppo.checkpoint.directory import RESUME, RunLock
 from alpaca_ppo.checkpoint.manager import CheckpointManager, Component
 from alpaca_ppo.checkpoint.model_card import TrainedRun
@@ -35,6 +34,7 @@ from alpaca_ppo.distributed.random_states import random_states, seed_random_stat
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerCheck, SamplerMismatch
+from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
 from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAboveKL
@@ -64,6 +64,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     eval_prompts: Mapping[str, PromptDataset]
     """The eval sets by name; "" is the name of the only one if it has none. Empty without evaluation."""
     schedule: PromptSchedule
+    collector: RolloutCollector
     padding: str
     sampler_fallback: str
     """Which models' rows have padding, and why; empty if none has."""
@@ -77,11 +78,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     """What run.yaml holds beyond `args`. `train_from_arguments` replaces it before the run log is opened."""
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
-
-    @property
-    @abstractmethod
-    def source_weights(self) -> dict[str, float]:
-        """The weight of each reward source by name, in the order of the sources."""
 
     @abstractmethod
     def check_sampler(self) -> None:
@@ -162,11 +158,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         return own | added
 
     @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of the policy in the whole run, as planned at its start."""
-        return self.updater.schedules.totals.policy
-
-    @property
     def actor_critic(self) -> ActorCritic:
         """Policy and critic without the wrapper of DDP or mixed precision around them."""
         return self.updater.engine.actor_critic
@@ -223,14 +214,9 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 self._end_step(stats)
                 steps.update()
             self.poll()
-            best = self.checkpoints.best
             if self.args.load_best_model_at_end:
                 self.checkpoints.load_best(self.state.global_step)
-                if best.folder is None:
-                    self.run_log.message(
-                        f"no checkpoint has a finite {best.metric}: the models stay those of the last step"
-                    )
-            stats = best.stats if self.checkpoints.best_is_loaded else self.progress.stats
+            stats = self.checkpoints.best.stats if self.checkpoints.best_is_loaded else self.progress.stats
             with bar.phase("saving"):
                 self.save_model(stats=stats)
         self._notify("on_train_end")
@@ -291,6 +277,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             stats: metrics for the model card.
         """
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
+        scorer = self.collector.scorer
+        weights = dict(zip(scorer.names, scorer.weights, strict=True))
         config = without_credentials(asdict(self.args))
         engine, lock = self.updater.engine, nullcontext() if output_dir else self.run_lock.for_a_while()
         with lock, engine.gathered_parameters(self.actor_critic), collectives.raise_on_all_ranks(self.accelerator):
@@ -299,7 +287,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                     folder,
                     self.actor_critic,
                     self.processing_class,
-                    TrainedRun(self.weights_step, stats or {}, config, self.source_weights),
+                    TrainedRun(self.weights_step, stats or {}, config, weights),
                 )
         # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
         if self.accelerator.is_main_process and self.args.hub_model_id and output_dir is None:
@@ -341,14 +329,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         if folder is None:
             self.progress.advance(self.progress.stats, step_ended=self.progress.step_ended)
         else:
-            identity, now = self.checkpoints.load(folder).identity, eval_identity(self.eval_prompts)
-            lines = identity["metrics"]["lines"]
-            if now and (then := identity["eval_dataset"]) and now != then:
-                warnings.warn(
-                    f"eval_dataset differs from the checkpoint's ({now} now, {then} then): eval/* before and after "
-                    "cannot be compared",
-                    stacklevel=4,
-                )
+            lines = self.checkpoints.load(folder).identity["metrics"]["lines"]
             self.state.epoch = self.schedule.epoch_at(self.state.global_step)
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
         # It also waits until every rank has looked at the folder before one of them writes to it.
@@ -366,14 +347,13 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         )
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
-        padding, fallback = self.padding if self.args.padding_free == "auto" else "", self.sampler_fallback
-        said = f", with padding: {padding}" if padding else ""
-        if fallback:
-            said += ", sampled by model.generate" + (f": {fallback}" if fallback not in padding else "")
+        padding = f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else ""
+        fallback = f", sampled by model.generate: {self.sampler_fallback}" if self.sampler_fallback else ""
         self.run_log.message(
             f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
             f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + said
+            + padding
+            + fallback
         )
         self._notify("on_train_begin")
         if not self._finished:
@@ -399,12 +379,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         )
 
     def _saved_identity(self) -> dict[str, Any]:
-        """The run's identity as a checkpoint stores it, with hashes of metrics.jsonl and of the eval dataset."""
-        return {
-            **self._identity(),
-            "metrics": metrics_identity(Path(self.args.output_dir)),
-            "eval_dataset": eval_identity(self.eval_prompts),
-        }
+        """The run's identity as a checkpoint stores it, with a hash of metrics.jsonl."""
+        return self._identity() | {"metrics": metrics_identity(Path(self.args.output_dir))}
 
     def _check_saved(self, folder: Path, saved: Checkpoint) -> None:
         """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it.

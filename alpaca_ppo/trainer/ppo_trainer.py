@@ -21,9 +21,11 @@ from alpaca_ppo.config.fields import check_needs
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
+from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.kinds import EnvironmentFactory, make_kinds
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
+from alpaca_ppo.generation import make_backend
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
 from alpaca_ppo.models.loading import check_same_tokenizer, load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
@@ -34,6 +36,7 @@ from alpaca_ppo.ppo.losses import correction_weights, critic_terms, policy_terms
 from alpaca_ppo.ppo.metrics import StepStats
 from alpaca_ppo.ppo.minibatches import compared_mask, plan_updates
 from alpaca_ppo.ppo.mismatch import SamplerCheck
+from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.rewards import FunctionReward
 from alpaca_ppo.rewards.scorer import Penalties
@@ -125,7 +128,7 @@ class PPOTrainer(RolloutTrainer):
         chat = any(prompts.are_messages for prompts in (self.train_prompts, *self.eval_prompts.values()))
         device = self.accelerator.device
         scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, device, kinds)
-        metric_scorer = setup.make_metric_scorer(metric_funcs, metric_processing_classes, args, device)
+        metric_scorer = setup.build_scorer(metric_funcs, metric_processing_classes, args, device, measures=True)
         check_needs(
             args,
             eval_set=bool(self.eval_prompts),
@@ -141,9 +144,7 @@ class PPOTrainer(RolloutTrainer):
         if args.uses_critic and args.critic_layout == "separate" and isinstance(start, str):
             # Of a model in memory the tokenizer is not known.
             check_same_tokenizer(start, self.processing_class, trust_remote_code=args.trust_remote_code)
-        self.sampling_params = setup.make_sampling_params(
-            actor_critic, self.processing_class, args, chat=chat, accelerator=self.accelerator
-        )
+        self.sampling_params = setup.make_sampling_params(actor_critic, self.processing_class, args, chat=chat)
         setup.add_reward_adapter(scorer, actor_critic, args, device)
         self.environments = setup.make_environments(
             kinds, tool_call_parser, self.processing_class, self.sampling_params, args, messages=chat
@@ -153,18 +154,22 @@ class PPOTrainer(RolloutTrainer):
                 scorer.add(FunctionReward(function, name=name), 1.0)
         reference = factory.make_reference(actor_critic, ref_model, args)
         self.start_identity = start_identity(actor_critic, reference, scorer, self.environments)
-        self.collector = setup.make_collector(reference, scorer, metric_scorer, self.accelerator, args)
+        backend = make_backend(args.generation_backend, args)
+        self.preemption = PreemptionHandler(self.accelerator)
+        self.collector = RolloutCollector(
+            self.accelerator, args, reference, scorer, metric_scorer, backend, self.preemption
+        )
         self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
         answered = self.environments is not None and self.environments.answer
-        self.sampler_fallback = agree_on_backend(self.collector.backend, self.updater.engine, answered=answered)
+        self.sampler_fallback = agree_on_backend(backend, self.updater.engine, answered=answered)
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models(self.updater.engine)
         self.evaluator = Evaluator(self)
         self.sampler_check = SamplerCheck(
             self.updater.engine,
             args,
-            backend=self.collector.backend,
+            backend=backend,
             answered=answered,
             report=lambda text: self.run_log.message(text),
         )

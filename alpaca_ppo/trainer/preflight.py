@@ -9,8 +9,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,19 +175,8 @@ def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kind
             "conversations have several; leave it out, and compare the rewards of two evaluations"
         )
     sources = [*source_names(reward_funcs), *([REWARD_ADAPTER] if args.reward_adapter else [])]
-    with about_metrics():
-        metrics = source_names(metric_funcs)
+    metrics = source_names(metric_funcs)
     make_settings(args, sources=[*sources, *rewarding_classes(kinds or {})], metrics=metrics)
-
-
-@contextmanager
-def about_metrics() -> Iterator[None]:
-    """Turns an error about reward sources in the block into one about `metric_funcs`."""
-    try:
-        yield
-    except ValueError as error:
-        problem = str(error).replace("reward_processing_classes", "metric_processing_classes")
-        raise ValueError(f"metric_funcs, which takes what reward_funcs does: {problem}") from error
 
 
 def check_reward_columns(

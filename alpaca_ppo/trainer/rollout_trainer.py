@@ -3,7 +3,7 @@
 What a step learns from them is in `ppo_trainer`; the passes themselves are in `ppo.rollouts`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,27 +14,29 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from alpaca_ppo.data import PromptDataset, collate_prompts
+from alpaca_ppo.data.prompts import tokenize_prompts
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
 from alpaca_ppo.environments.episodes import Environments, Episodes
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
+from alpaca_ppo.models.loading import check_lengths
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
 from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.minibatches import add_baseline, leave_out_failures
-from alpaca_ppo.ppo.mismatch import SamplerCheck, spread_by_length
-from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses
+from alpaca_ppo.ppo.mismatch import spread_by_length
+from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.reward_function import merged
 from alpaca_ppo.rewards.scorer import Penalties, score_responses
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.evaluation import Evaluator, Measure
 from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
-from alpaca_ppo.trainer.text_generation import Prompt, generate_texts
 from alpaca_ppo.types import PromptBatch, Rollouts
 
+Prompt = str | list[dict[str, Any]]
 _SHOWN_PHASES = {"rollout": "sampling", "score": "scoring", "logprobs": "log-probs"}
 """The names of timed phases in the progress bar, where they differ from those in `time/*`."""
 
@@ -42,16 +44,13 @@ _SHOWN_PHASES = {"rollout": "sampling", "score": "scoring", "logprobs": "log-pro
 class RolloutTrainer(BaseTrainer):
     """Samples and scores the responses of a run. A subclass learns from them (`step`)."""
 
-    collector: RolloutCollector
     sampling_params: SamplingParams
-    sampler_check: SamplerCheck
     evaluator: Evaluator
     environments: Environments | None
     penalties: Penalties
 
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
         """Also sets up what a rollout records and how it is interrupted."""
-        self.preemption = self.collector.preemption
         super().set_up_run(callbacks)
         self.timers, self.counts = self.new_timers(), RolloutCounts()
         self._episodes: Episodes | None = None
@@ -71,11 +70,6 @@ class RolloutTrainer(BaseTrainer):
     def new_timers(self) -> metrics.Timers:
         """Timers at 0, whose phases the progress bar shows."""
         return metrics.Timers(lambda phase, parts: self.run_log.bar.phase(_SHOWN_PHASES.get(phase, phase), parts))
-
-    @property
-    def source_weights(self) -> dict[str, float]:
-        """The weight of each reward source by name, in the order of the sources."""
-        return dict(zip(self.collector.scorer.names, self.collector.scorer.weights, strict=True))
 
     def check_sampler(self) -> None:
         """Compares sampler and trainer on a few short responses, unless `rollout` or `_generate` is overridden: a
@@ -302,13 +296,33 @@ class RolloutTrainer(BaseTrainer):
             seed: of the random numbers.
 
         Raises:
-            ValueError: see `generate_texts`; also for a number outside its range.
+            ValueError: if there are no prompts, texts and conversations are mixed, a prompt has no tokens, prompt and
+                response are longer than the model's positions, or a number is outside its range.
         """
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
+        texts: list[Any] = [prompts] if one else list(prompts)
+        if not texts or any(type(text) is not type(texts[0]) for text in texts):
+            raise ValueError(
+                f"prompts is {texts!r:.200}; give at least one, and either texts or conversations (lists of messages)"
+            )
         lengths = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         given: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
-        of_run = replace(self.sampling_params, seed=seed, step=0, sampling_round=0)
-        params = replace(of_run, num_return_sequences=num_return_sequences, do_sample=do_sample, **given)
-        return generate_texts(self, prompts, params)
+        given |= {"num_return_sequences": num_return_sequences, "do_sample": do_sample, "seed": seed}
+        params = replace(self.sampling_params, step=0, sampling_round=0, **given)
+        ids = tokenize_prompts(texts, self.processing_class, self.args.chat_template_kwargs)
+        query_len = max(map(len, ids))
+        check_lengths(
+            self.actor_critic.policy.model.config,
+            {"the prompt": query_len, "max_new_tokens": params.max_new_tokens},
+        )
+        items = [{"input_ids": own, "row": {}} for own in ids]
+        batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)
+        samples = self.collector.sample(self.updater.engine, batch, params)
+        rows = zip(samples["responses"], samples["response_mask"], strict=True)
+        answers = self.processing_class.batch_decode(
+            [row[mask].tolist() for row, mask in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return [answers[i : i + num_return_sequences] for i in range(0, len(answers), num_return_sequences)]
 
     def _pop_counts(self) -> RolloutCounts:
         """The counts of what was sampled since the last call."""

@@ -14,7 +14,6 @@ from alpaca_ppo.adapters import read_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
-from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.conversation import Conversation
 from alpaca_ppo.environments.episode import EpisodeSettings
 from alpaca_ppo.environments.episodes import Environments, kind_of
@@ -23,18 +22,15 @@ from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.evaluation.settings import check_set_names
 from alpaca_ppo.generation import (
     StopStrings,
-    configured_stop_tokens,
-    make_backend,
     resolve_stop_tokens,
     resolve_truncate_tokens,
     resolve_turn_end,
 )
 from alpaca_ppo.generation.responses import SamplingParams
-from alpaca_ppo.models import ActorCritic, CopiedReference, Reference
-from alpaca_ppo.models.loading import check_model_positions, check_positions, check_token_ids, load_processing_class
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models.loading import check_model_positions, check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.trial import packing_problem
-from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.rewards import (
     AdapterClassifier,
     FailurePolicy,
@@ -42,7 +38,7 @@ from alpaca_ppo.rewards import (
     RewardScorer,
     build_reward,
 )
-from alpaca_ppo.trainer.preflight import REWARD_ADAPTER, Kinds, about_metrics
+from alpaca_ppo.trainer.preflight import REWARD_ADAPTER, Kinds
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds | None = None) -> PromptDataset:
@@ -125,33 +121,21 @@ def make_eval_prompts(
     return prompts
 
 
-def make_metric_scorer(metric_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device) -> RewardScorer:
-    """The functions and models that only measure, in evaluations; none for None. They fail as reward functions do.
+def build_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.device, **options: Any) -> RewardScorer:
+    """The scorer of functions and models, which are moved to `device`; `options` are those of `build_reward`.
 
     Raises:
-        ValueError: as for reward sources.
+        ValueError: see `build_reward`.
     """
-    with about_metrics():
-        scorer = _scorer(metric_funcs or [], tokenizers, args, device)
-    scorer.measures = True
-    return scorer
-
-
-def _scorer(
-    sources: Any, tokenizers: Any, args: PPOConfig, device: torch.device, weights: list[float] | None = None
-) -> RewardScorer:
-    policy = FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask")
-    if sources == [] and weights is None:
-        return RewardScorer([], [], policy=policy)
     scorer = build_reward(
         sources,
-        reward_weights=weights,
         reward_processing_classes=tokenizers,
         batch_size=args.rollout_per_device_batch_size,
         dtype=getattr(torch, args.dtype),
         trust_remote_code=args.trust_remote_code,
-        policy=policy,
+        policy=FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask"),
         padding_free=bool(args.padding_free),
+        **options,
     )
     return scorer.to(device)
 
@@ -170,7 +154,7 @@ def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
 
 
 def make_sampling_params(
-    actor_critic: ActorCritic, processing_class: Any, args: PPOConfig, *, chat: bool, accelerator: Accelerator
+    actor_critic: ActorCritic, processing_class: Any, args: PPOConfig, *, chat: bool
 ) -> SamplingParams:
     """How the policy is sampled in training.
 
@@ -179,7 +163,6 @@ def make_sampling_params(
         processing_class: the policy's tokenizer.
         args: of the run.
         chat: whether there are prompts that are messages. What ends a turn in the chat template then ends a response.
-        accelerator: of the run; its main process reports a stop token that only the chat template knows.
 
     Raises:
         ValueError: when no token stops a response, when the tokenizer does not allow `stop_strings`, when prompt and
@@ -194,13 +177,6 @@ def make_sampling_params(
     # A turn end among truncate_tokens ends a response from truncate_after on, as the user wants.
     extra = () if turn_end is None or turn_end in truncate else (turn_end,)
     stop = resolve_stop_tokens(processing_class, policy.generation_config, extra)
-    for token in set(extra) - configured_stop_tokens(processing_class, policy.generation_config):
-        name = processing_class.convert_ids_to_tokens(token)
-        accelerator.print(
-            f"the chat template ends a turn with {name!r} (id {token}), which is neither the tokenizer's eos nor in "
-            "the model's generation_config: it ends responses too. To let responses go on after it, set "
-            f"truncate_tokens: [{token}] and truncate_after: {args.response_len} (response_len)"
-        )
     pad = processing_class.pad_token_id
     return SamplingParams(
         max_new_tokens=args.response_len,
@@ -245,7 +221,7 @@ def make_scorer(
             "there is no reward: reward_funcs is empty, and no environment has get_reward or reply; pass reward_funcs, "
             "or give the environment a method get_reward"
         )
-    scorer = _scorer(given, tokenizers, args, device, weights)
+    scorer = build_scorer(given, tokenizers, args, device, reward_weights=weights)
     for source in scorer.sources:
         if isinstance(source, ModelReward):
             use_torch_activations(source.model)
@@ -280,33 +256,6 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     source = ModelReward(model, tokenizer, name=REWARD_ADAPTER, batch_size=size, padding_free=padding_free)
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
-
-
-def make_collector(
-    reference: Reference | None,
-    scorer: RewardScorer,
-    metric_scorer: RewardScorer,
-    accelerator: Accelerator,
-    args: PPOConfig,
-) -> RolloutCollector:
-    """The object that samples, evaluates and gathers the rows of a rollout.
-
-    Raises:
-        ValueError: when prompt and response may exceed the positions of a copied reference.
-    """
-    if isinstance(reference, CopiedReference):
-        check_positions(reference.policy.model.config, args, owner="reference")
-    return RolloutCollector(
-        accelerator=accelerator,
-        reference=reference,
-        scorer=scorer,
-        metric_scorer=metric_scorer,
-        backend=make_backend(args.generation_backend, args),
-        preemption=PreemptionHandler(accelerator),
-        chunk_size=args.logprob_chunk_size,
-        per_device_batch_size=args.rollout_per_device_batch_size,
-        row_tokens=args.longest_row,
-    )
 
 
 def make_environments(

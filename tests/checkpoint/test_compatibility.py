@@ -155,13 +155,6 @@ def test_the_same_rows_from_another_place_are_the_same_data(run, tmp_path):
     assert metric_lines(run)[-1]["step"] == 3
 
 
-def test_other_evaluation_data_are_warned_of(run):
-    trainer = tiny_trainer(run, **RUN, trainer_arguments={"eval_dataset": prompts(4)})
-    with pytest.warns(UserWarning, match="eval_dataset differs from .*'prompts': 4"):
-        trainer.train(resume_from_checkpoint=True)
-    assert metric_lines(run)[-1]["step"] == 3
-
-
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_true_stops_at_a_damaged_newest_checkpoint_and_names_the_older_one(run, name):
     shutil.copy(run / "checkpoint-1" / name, run / "checkpoint-2" / name)

@@ -91,7 +91,7 @@ def test_a_rank_makes_the_passes_of_the_longest_one(tmp_path):
     )
     trainer.actor_critic.policy.model.base_model.register_forward_hook(lambda *_: calls.append(1))
     out = rollouts.evaluate_responses(
-        trainer.actor_critic, rows, temperature=1.0, chunk_size=trainer.collector.chunk_size
+        trainer.actor_critic, rows, temperature=1.0, chunk_size=trainer.args.logprob_chunk_size
     )
     assert len(calls) == 2 + 2
     expected = evaluate(trainer, samples)

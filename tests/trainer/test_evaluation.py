@@ -112,14 +112,6 @@ def test_the_best_checkpoint_may_be_chosen_by_a_metric_of_a_named_set(tmp_path):
     trainer = tiny_trainer(tmp_path, metric_for_best_model="eval/a/pass_at_1", trainer_arguments=arguments, **settings)
     trainer.train()
     assert trainer.state.best_metric == max(line["eval/a/pass_at_1"] for line in metric_lines(tmp_path)[1:])
-    resumed = tiny_trainer(
-        tmp_path,
-        metric_for_best_model="eval/a/pass_at_1",
-        trainer_arguments={"eval_dataset": {"a": prompts(4)}},
-        **settings,
-    )
-    with pytest.warns(UserWarning, match="eval_dataset differs"):
-        resumed.train(resume_from_checkpoint=True)
 
 
 def scores(completions, **columns):
@@ -136,7 +128,7 @@ def two_answers(completions, **columns):
         ({}, {"eval_dataset": {"a/b": prompts(2)}}, "eval_dataset has a set named 'a/b'; use letters"),
         ({}, {"eval_dataset": {}}, "eval_dataset is an empty mapping"),
         ({}, {"eval_dataset": {"a": prompts(2).rename_column("prompt", "p")}}, "eval set 'a': the dataset has no col"),
-        ({}, {"metric_funcs": 3}, "metric_funcs, which takes what reward_funcs does: .* int"),
+        ({}, {"metric_funcs": 3}, "metric_funcs has 3, a int"),
         ({}, {"metric_funcs": scores}, "metric_funcs has a function named 'scores', as another metric"),
         ({"eval_success_above": 1.0}, {}, "eval_success_above is 1.0, without effect"),
     ],
@@ -154,7 +146,7 @@ HERE = "tests.trainer.test_evaluation:"
     [
         ({"eval_success_by": "gold"}, "scores, rewards, scores/rm, scores/scores, scores/scores_2, two_answers"),
         ({"eval_opponent": "answers.jsonl", "eval_judge": "gold"}, "scores, scores/rm, scores/scores, scores/scores_2"),
-        ({"metric_funcs": ["nothing:here"]}, "metric_funcs, which takes what reward_funcs does: .*no module 'nothing'"),
+        ({"metric_funcs": ["nothing:here"]}, "no module 'nothing'"),
     ],
 )
 def test_a_score_that_no_source_has_is_missed_before_anything_is_loaded(settings, names, tmp_path):
