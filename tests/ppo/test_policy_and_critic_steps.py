@@ -191,7 +191,7 @@ def test_neither_moves_while_the_other_steps_and_both_are_counted(tmp_path):
     # Ten rows: two batches of 5 for the critic, then 4, 4 and 2 for the policy.
     assert parts == [("critic", {"critic"})] * 2 + [("policy", {"policy"})] * 3
     assert (stats["ppo/policy/optimizer_steps"], stats["ppo/val/optimizer_steps"]) == (3, 2)
-    assert (trainer.updater.num_updates, trainer.optimizer_steps) == (10, 6)
+    assert (trainer.updater.num_updates, trainer.updater.schedules.totals.policy) == (10, 6)
     # The last of the policy's 6 steps, on the way from 1e-3 to 0; the critic's 4th and last, after 3 of warm-up.
     assert stats["objective/lr"] == pytest.approx(1e-3 / 6) and stats["objective/critic_lr"] == 1e-3
 

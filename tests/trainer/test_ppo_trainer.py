@@ -36,11 +36,11 @@ def test_a_ragged_last_batch_is_trained_on_and_optimizer_steps_add_up(tmp_path):
         tmp_path, rollout_batch_size=16, step_batch_size=6, ppo_epochs=2, total_epochs=1, total_episodes=None
     )
     assert trainer.schedule.num_steps == 3
-    assert trainer.optimizer_steps == 2 * (3 + 3 + 2)
+    assert trainer.updater.schedules.totals.policy == 2 * (3 + 3 + 2)
     steps = []
     trainer.updater.engine.optimizer.register_step_post_hook(lambda *_: steps.append(1))
     trainer.train()
-    assert len(steps) == trainer.optimizer_steps
+    assert len(steps) == trainer.updater.schedules.totals.policy
     seen = [index for step in range(3) for index in trainer.schedule.prompts_of(step).indices]
     assert sorted(seen) == list(range(40))
 
