@@ -87,6 +87,8 @@ class PPOTrainer(RolloutTrainer):
         ValueError: for arguments that cannot work together, and for those of another trainer, with what they are here.
     """
 
+    _last_rollouts: Rollouts | None = None
+
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel | ActorCritic,
@@ -118,10 +120,8 @@ class PPOTrainer(RolloutTrainer):
             preflight.check_reward_columns(train_dataset, eval_dataset, reward_funcs, metric_funcs, kinds)
         start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
         self.args, self.run_record = args, RunRecord.of_objects(type(self), given)
-        self.accelerator = make_accelerator(args, accelerator)
-        self.processing_class = processing_class or load_processing_class(
-            model, trust_remote_code=args.trust_remote_code
-        )
+        self.accelerator, trust = make_accelerator(args, accelerator), args.trust_remote_code
+        self.processing_class = processing_class or load_processing_class(model, trust_remote_code=trust)
         self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args, kinds)
         setup.report_plain_text(self.train_prompts, self.processing_class, self.accelerator)
         self.eval_prompts = setup.make_eval_prompts(eval_dataset, self.processing_class, args, kinds)
@@ -143,7 +143,7 @@ class PPOTrainer(RolloutTrainer):
         self.checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and optimizers[0] is None)
         if args.uses_critic and args.critic_layout == "separate" and isinstance(start, str):
             # Of a model in memory the tokenizer is not known.
-            check_same_tokenizer(start, self.processing_class, trust_remote_code=args.trust_remote_code)
+            check_same_tokenizer(start, self.processing_class, trust_remote_code=trust)
         self.sampling_params = setup.make_sampling_params(actor_critic, self.processing_class, args, chat=chat)
         setup.add_reward_adapter(scorer, actor_critic, args, device)
         self.environments = setup.make_environments(
@@ -177,7 +177,6 @@ class PPOTrainer(RolloutTrainer):
             args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon
         )
         self.penalties = Penalties(args.penalty_reward_value, args.overlong_buffer_len, overlong_factor=1.0)
-        self._last_rollouts: Rollouts | None = None
         self.set_up_run(callbacks or [])
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
