@@ -16,8 +16,8 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1589,
-    "trainer": 1592,
-    "models": 1475,
+    "trainer": 1590,
+    "models": 1476,
     "ppo": 1532,
     "generation": 1318,
     "functional": 1251,
@@ -27,7 +27,7 @@ BUDGET = {
     "tracking": 717,
     "environments": 836,
     "root": 665,
-    "cli": 538,
+    "cli": 536,
     "estimate_memory": 592,
     "data": 519,
     "adapters": 479,
