@@ -12,7 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -30,6 +30,8 @@ WAIT_SECONDS = 20.0
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
 RESUME = "--resume_from_checkpoint, or resume_from_checkpoint: true in YAML"
 """How the newest checkpoint of a run is continued."""
+_REMEDY = "set resume_from_checkpoint to another checkpoint, or start a new run"
+"""None is chosen automatically, because that would silently lose steps."""
 FILES = ("model.safetensors", "state.pt")
 _FOLDERS_OF_A_RUN = ("checkpoint-*", "abandoned-checkpoint-*", "final", "rollouts", "eval")
 # run.yaml and runs/ stay: the run that starts may have written to them, and TensorBoard hides what is older.
@@ -153,7 +155,7 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
         found = {key: manifest[key] for key in FORMAT}
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{folder} has no readable manifest.json of a checkpoint; {remedy(folder)}") from error
+        raise ValueError(f"{folder} has no readable manifest.json of a checkpoint; {_REMEDY}") from error
     if found != FORMAT:
         raise ValueError(
             f"{folder}/manifest.json has {shown(found)} instead of {FORMAT}; install the version that wrote it"
@@ -165,16 +167,8 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
         if actual != written:
             raise ValueError(
                 f"checkpoint file {folder / name} is damaged: it was written with {written[0]} bytes and hash "
-                f"{written[1][:12]}, and has {actual[0]} and {actual[1][:12]}; {remedy(folder)}"
+                f"{written[1][:12]}, and has {actual[0]} and {actual[1][:12]}; {_REMEDY}"
             )
-
-
-def remedy(folder: Path) -> str:
-    """Advice that lists the other checkpoints. None is chosen automatically, because that would silently lose steps."""
-    others = [path for path in _checkpoints(folder.parent) if path.name != folder.name]
-    if not others:
-        return f"{folder.parent} holds no other checkpoint to resume from: start a new run"
-    return f"set resume_from_checkpoint to another one: {', '.join(map(str, reversed(others)))}"
 
 
 def _hash(path: Path) -> str:
@@ -272,10 +266,7 @@ class RunLock:
     @contextmanager
     def for_a_while(self) -> Iterator[None]:
         """Holds the lock in the block; afterwards this trainer holds it only if it did before."""
-        if self._held:
-            yield
-            return
-        with self.until_the_end():
+        with nullcontext() if self._held else self.until_the_end():
             yield
 
 

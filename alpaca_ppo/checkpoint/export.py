@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi
 from torch import nn
 
 from alpaca_ppo.adapters import POLICY, AdapterSet, merged_weights
@@ -88,10 +88,6 @@ def check_login() -> None:
     Raises:
         ValueError: if not, if the hub cannot be reached, or is not to be (HF_HUB_OFFLINE).
     """
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError(
-            f"hub_model_id is set, but HF_HUB_OFFLINE is set, with which nothing can be uploaded; unset it, {_OFF}"
-        )
     try:
         user = HfApi().whoami()
     # What is raised depends on the version: by requests, httpx or huggingface_hub itself.

@@ -64,23 +64,13 @@ class BestCheckpoint:
 
     def improves(self, stats: Mapping[str, float]) -> bool:
         """Whether the metric in `stats` is better than that of the best checkpoint so far, if there is one."""
-        value, best = stats.get(self.metric or "", math.nan), self.value
+        value, best = stats.get(self.metric or "", math.nan), self._state.best_metric
         return math.isfinite(value) and (best is None or (value > best if self._greater_is_better else value < best))
 
     def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
         """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
         self._state.best_metric, self._state.best_global_step = stats[self.metric or ""], step
         self._state.best_model_checkpoint, self.stats = str(folder), dict(stats)
-
-    @property
-    def value(self) -> float | None:
-        """The metric of the best checkpoint so far."""
-        return self._state.best_metric
-
-    @property
-    def step(self) -> int | None:
-        """Step of the best checkpoint so far."""
-        return self._state.best_global_step
 
     @property
     def folder(self) -> Path | None:
@@ -90,7 +80,7 @@ class BestCheckpoint:
     def state_dict(self) -> dict[str, Any]:
         """Metric, step and metrics of the best checkpoint."""
         measured = {"metric": self.metric, "greater_is_better": self._greater_is_better}
-        return measured | {"step": self.step, "stats": self.stats}
+        return measured | {"step": self._state.best_global_step, "stats": self.stats}
 
     def load_state_dict(self, saved: Mapping[str, Any], output_dir: Path) -> None:
         """Restores the best checkpoint of the run in `output_dir` from `saved`.
@@ -141,7 +131,7 @@ class CheckpointManager:
     ) -> None:
         self._accelerator, self._args, self._output_dir = accelerator, args, Path(args.output_dir)
         self._engine, self._scheduler, self._components = engine, scheduler, components
-        self._identity, self._check = identity, check
+        self._identity, self._check, self._state = identity, check, state
         self.best = BestCheckpoint(state, args)
         self.best_is_loaded = False
         """Whether the models hold the weights of the best checkpoint instead of the last step's."""
@@ -200,17 +190,12 @@ class CheckpointManager:
 
         Args:
             resume_from_checkpoint: a checkpoint folder, True for the newest one, or None.
-            has_trained: whether the models have been trained here, so that the run in the folder is their own.
+            has_trained: whether the models have been trained here: the run in the folder is their own, and is kept.
 
         Raises:
             ValueError: if there is no such checkpoint, or if a new run would overwrite an older one.
         """
         overwrite = self._args.overwrite_output_dir and not has_trained
-        if self._args.overwrite_output_dir and has_trained and not resume_from_checkpoint:
-            raise ValueError(
-                f"overwrite_output_dir is True, but the run in {self._output_dir} is this trainer's own; continue it "
-                "with train(resume_from_checkpoint=True), or make a new trainer"
-            )
         folder = directory.resolve_checkpoint(resume_from_checkpoint, self._output_dir, overwrite=overwrite)
         # Clean up only after every rank has checked that the folder belongs to this run: if it belongs to another one,
         # that run may still be writing to it.
@@ -263,7 +248,7 @@ class CheckpointManager:
         Raises:
             ValueError: if the checkpoint is gone or damaged.
         """
-        if self.best.folder is not None and self.best.step != step:
+        if self.best.folder is not None and self._state.best_global_step != step:
             weights = read_weights(self.best.folder)
             check_fits(self.best.folder, weights, self._engine.weights())
             self._engine.load_weights(weights)

@@ -296,10 +296,10 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     @property
     def weights_step(self) -> WeightsStep:
         """Which step of the run the weights in the models are from."""
-        best, trained = self.checkpoints.best, self.state.global_step
-        if best.step is None or not (self.checkpoints.best_is_loaded or best.step == trained):
+        best, trained = self.state.best_global_step, self.state.global_step
+        if best is None or not (self.checkpoints.best_is_loaded or best == trained):
             return WeightsStep(trained, trained)
-        return WeightsStep(best.step, trained, best.metric, best.value)
+        return WeightsStep(best, trained, self.checkpoints.best.metric, self.state.best_metric)
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from alpaca_ppo.checkpoint import export as hub
 from alpaca_ppo.checkpoint.export import push_folder
@@ -32,7 +31,6 @@ class Api:
 @pytest.fixture
 def api(monkeypatch):
     monkeypatch.setattr(hub, "HfApi", Api)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(Api, "calls", [])
     return Api
 
@@ -44,16 +42,14 @@ def test_pushing_makes_the_repository_and_uploads_the_folder(tmp_path, api):
 
 
 @pytest.mark.parametrize(
-    ("role", "offline", "message"),
+    ("role", "message"),
     [
-        (None, False, r"the hub does not know who you are \(OSError: Token is required\); log in .*hub_model_id: null"),
-        ("read", False, "the token 'laptop' of 'me' may only read; make one that may write"),
-        ("write", True, "hub_model_id is set, but HF_HUB_OFFLINE is set"),
+        (None, r"the hub does not know who you are \(OSError: Token is required\); log in .*hub_model_id: null"),
+        ("read", "the token 'laptop' of 'me' may only read; make one that may write"),
     ],
 )
-def test_a_run_that_could_not_upload_does_not_start(tmp_path, api, monkeypatch, role, offline, message):
+def test_a_run_that_could_not_upload_does_not_start(tmp_path, api, monkeypatch, role, message):
     monkeypatch.setattr(api, "role", role)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     with pytest.raises(ValueError, match=message):
         tiny_trainer(tmp_path, hub_model_id="me/model")
 

@@ -97,7 +97,7 @@ def test_a_run_that_is_overwritten_leaves_nothing_behind_and_a_trainer_does_not_
     left, whole = ({path.name for path in (tmp_path / name).iterdir()} for name in ("twice", "once"))
     assert left == whole | {"notes.txt"}
     # Its state is at the end, so it would delete what it has trained, and train nothing.
-    with pytest.raises(ValueError, match="overwrite_output_dir is True, but the run in .*twice is this trainer's own"):
+    with pytest.raises(ValueError, match=r"output_dir \(.*twice\) holds a finished run"):
         again.train()
     assert steps(tmp_path / "twice") == [2]
     # A run that goes on in its own folder deletes nothing, and one from another folder what that folder held.
