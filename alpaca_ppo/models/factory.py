@@ -173,10 +173,10 @@ def _check_actor_critic(model: ActorCritic, value_model: Any, peft_config: Any, 
     if names := [name for name, value in given.items() if value is not None]:
         raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(names)} out")
     layout = None if model.critic is None else model.critic.layout
-    wanted = args.critic_layout if args.uses_critic else None
-    if layout != wanted:
+    if layout != (args.critic_layout if args.uses_critic else None):
         raise ValueError(
-            f"model is an ActorCritic with critic_layout {layout!r}, but critic_layout is {wanted!r}; change one"
+            f"model is an ActorCritic with critic_layout {layout!r}, but critic_layout is {args.critic_layout!r} and "
+            f"adv_estimator {args.adv_estimator!r}; change one"
         )
 
 

@@ -204,7 +204,7 @@ def test_an_actor_critic_of_the_users_own_is_trained_as_it_is(tmp_path):
             {"critic_layout": "shared", "critic": "c51"},
             "head is .'kind': 'scalar'.*, but .* is .'kind': 'c51'",
         ),
-        ({"adv_estimator": "remax"}, "critic_layout 'shared', but critic_layout is None .adv_estimator 'remax'"),
+        ({"adv_estimator": "remax"}, "critic_layout 'shared', but .* adv_estimator 'remax'"),
     ],
 )
 def test_an_actor_critic_must_be_what_the_configuration_says(settings, message, tmp_path):
