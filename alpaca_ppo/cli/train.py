@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alpaca_ppo.cli.launch import LaunchArguments, launch, split_flags
-from alpaca_ppo.config.parser import parse_options
+from alpaca_ppo.config.parser import parse_options, read_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.run_file import Provenance
+from alpaca_ppo.config.run_file import PROVENANCE, Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 
@@ -76,6 +76,14 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     search_current_folder()
     parsed = parse_options(_TYPES, argv, prog=PROG)
     script_args, lora, args = parsed.instances
+    record = Path(args.output_dir).resolve() / "run.yaml"
+    for name in parsed.config_files:
+        # A record itself may be replaced.
+        if Path(name).resolve() == record and PROVENANCE not in read_yaml(name):
+            raise ValueError(
+                f"--config {name} is where the run writes its own record, output_dir ({args.output_dir}) / run.yaml; "
+                "rename the file, or choose another output_dir"
+            )
     # They import torch, for which `--help` and the errors of a configuration need not wait.
     from alpaca_ppo.distributed.launcher import launcher_command
     from alpaca_ppo.trainer.from_arguments import train_from_arguments

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from alpaca_ppo.cli.commands import main
 from alpaca_ppo.cli.launch import launch, split_flags
+from alpaca_ppo.cli.train import run_training
 
 
 @pytest.fixture(autouse=True)
@@ -139,3 +140,9 @@ def test_every_configuration_names_a_deepspeed_file_of_the_package(tmp_path, mon
         flags, _ = split_flags(["--accelerate_config", name])
         files = [word for word in flags if word.endswith(".json")]
         assert [Path(file).name for file in files] == ([f"{name}.json"] if name.startswith("zero") else [])
+
+
+def test_a_configuration_in_the_place_of_the_runs_record_is_not_replaced(tmp_path):
+    (tmp_path / "run.yaml").write_text(f"model_name_or_path: m\ndataset_name: d\noutput_dir: {tmp_path}\n")
+    with pytest.raises(ValueError, match=f"--config {tmp_path}/run.yaml .* output_dir"):
+        run_training(["--config", str(tmp_path / "run.yaml"), "--overwrite_output_dir"])
