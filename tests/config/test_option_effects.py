@@ -244,7 +244,7 @@ def test_a_reward_function_that_has_raised_is_called_again(tmp_path):
 
 def test_the_chat_template_gets_the_arguments_of_the_run(tmp_path):
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}{% if think %}w9{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% if think %}w9 {% endif %}{% endfor %}"
     given = {
         "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "w10"}]}]),
         "processing_class": tokenizer,

@@ -129,6 +129,15 @@ def test_a_registered_estimator_gets_the_inputs_and_what_it_needs_by_its_traits(
             estimate_advantages(AdvantageInputs(REWARDS, torch.zeros(2, 2), MASK), args)
 
 
+def test_a_registered_estimator_that_discounts_says_so():
+    with temporary_choices():
+        register_adv_estimator("discounted", uses_gamma=True)(object)
+        register_adv_estimator("undiscounted")(object)
+        assert PPOConfig(adv_estimator="discounted", gamma=0.9).gamma == 0.9
+        with pytest.raises(ValueError, match="gamma is 0.9"):
+            PPOConfig(adv_estimator="undiscounted", gamma=0.9)
+
+
 def test_what_a_registered_estimator_returns_is_checked():
     with temporary_choices():
         register_adv_estimator("mine")(lambda inputs, args: inputs.rewards)

@@ -8,11 +8,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from alpaca_ppo.checkpoint.serialization import Checkpoint
+from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.models import build_actor_critic
+from alpaca_ppo.trainer import from_arguments
 from alpaca_ppo.trainer.preflight import check_room, check_room_for_policy
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import prompts, tiny_config, tiny_trainer
 
+REWARD = "tests.tiny_runs:count_even"
 LORA = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 REFUSED = r"output_dir \(.*\) has too little room: {} will have more than \d+ bytes, and the disk has {} left"
 
@@ -128,3 +131,12 @@ def test_a_finished_run_that_is_resumed_with_nothing_left_to_do_needs_no_room_fo
     tiny_trainer(tmp_path, **settings).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="has too little room: one checkpoint"):
         tiny_trainer(tmp_path, **settings | {"total_episodes": 20}).train(resume_from_checkpoint=True)
+
+
+def test_the_command_looks_at_the_disk_before_it_loads_anything(tmp_path, free, monkeypatch):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "policy")
+    monkeypatch.setattr(from_arguments, "load_prompt_dataset", None)
+    free(10)
+    flags = ["--model_name_or_path", str(tmp_path / "policy"), "--dataset_name", "prompts", "--reward_funcs", REWARD]
+    with pytest.raises(ValueError, match="has too little room"):
+        run_training([*flags, "--output_dir", str(tmp_path / "run"), "--use_cpu"])

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.generation import Backend, generate, register_generation_backend
@@ -44,6 +45,17 @@ ABS, K3, RATIO = "mismatch/logprob_abs_mean", "mismatch/k3", "mismatch/ratio_max
 )
 def test_a_mismatch_is_judged_by_what_rounding_explains_and_by_what_ruins_an_update(stats, half, expected):
     assert list(exceeded_bounds(stats, half_precision=half).items()) == expected
+
+
+def test_a_run_in_half_precision_allows_for_the_rounding_at_its_temperature(tmp_path):
+    given = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}
+    trainer = tiny_trainer(
+        tmp_path, dtype=torch.bfloat16, temperature=0.6, critic_layout="adapter", trainer_arguments=given
+    )
+    # 0.05 / 0.6 = 0.083.
+    trainer.sampler_check.check({ABS: 0.08})
+    with pytest.warns(UserWarning, match="disagree"):
+        trainer.sampler_check.check({ABS: 0.09})
 
 
 def test_prompts_of_the_check_range_from_the_shortest_to_the_longest():
