@@ -20,12 +20,12 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import ClearMLTracker, TensorBoardTracker, WandBTracker, get_available_trackers
 from tqdm.auto import tqdm
+from tqdm.notebook import tqdm_notebook
 
 from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
 from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
-from alpaca_ppo.library_output import has_screen
 
 PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
@@ -60,7 +60,9 @@ class ProgressBar:
     """
 
     def __init__(self, *, is_main: bool) -> None:
-        self._make = partial(tqdm, disable=not (is_main and has_screen()), dynamic_ncols=True)
+        # In a notebook without ipywidgets, tqdm would write lines.
+        shown = issubclass(tqdm, tqdm_notebook) or sys.stderr.isatty()
+        self._make = partial(tqdm, disable=not (is_main and shown), dynamic_ncols=True)
         self._phases: list[tuple[str, Any]] = []
 
     def steps(self, total: int, *, initial: int) -> Any:

@@ -348,7 +348,9 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
         padding = f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else ""
-        fallback = f", sampled by model.generate: {self.sampler_fallback}" if self.sampler_fallback else ""
+        fallback = ", sampled by model.generate" if self.sampler_fallback else ""
+        if self.sampler_fallback not in padding:
+            fallback += f": {self.sampler_fallback}"
         self.run_log.message(
             f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
             f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"

@@ -34,7 +34,7 @@ checkpoint/test_manager.py
   test_the_newest_and_the_best_stay: greater_is_better save_total_limit
 cli/test_evaluate.py
   test_a_finished_run_is_evaluated_with_its_own_configuration: eval_dataset_name reward_funcs
-  test_another_model_answers_first_and_without_a_reward_only_metrics_are_left: eval_datasets metric_funcs
+  test_the_answers_of_one_evaluation_are_the_opponent_of_another_and_each_set_is_measured: eval_datasets metric_funcs
 cli/test_models.py
   test_a_model_of_the_users_choice_is_the_reference: dataset_name model_name_or_path
 config/test_option_effects.py

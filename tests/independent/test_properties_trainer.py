@@ -69,7 +69,8 @@ class Laboratory:
         trainer = self.trainer
         items = [{"input_ids": ids, "row": {"prompt": ""}} for ids in prompts.values()]
         batch = collate_prompts(items, list(prompts), pad_token_id=PAD, query_len=width)
-        trainer.collector = replace(trainer.collector, per_device_batch_size=per_device)
+        args = replace(trainer.args, rollout_per_device_batch_size=per_device)
+        trainer.collector = replace(trainer.collector, args=args)
         rollouts = with_advantages(trainer, [batch])
         return {**rollouts, **correction_weights(rollouts, trainer.args)}
 

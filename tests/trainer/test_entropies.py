@@ -48,7 +48,8 @@ def test_three_steps_log_entropies_as_often_as_asked_and_learn_the_same(tmp_path
         assert all(torch.equal(other[name], value) for name, value in trained[0].items())
 
 
-def test_the_bonus_gets_entropies_in_every_step_and_the_rollouts_do_not(tmp_path, asked):
+def test_the_bonus_gets_entropies_in_every_step_and_the_rollouts_do_not(tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(metrics, "ENTROPY_STEPS", 10)
     tiny_trainer(tmp_path, entropy_coef=0.1, **RUN).train()
     assert all(with_entropy for with_entropy, in_update in asked if in_update)
     assert written(tmp_path)[1:] == [(False, False, True)] * 2
