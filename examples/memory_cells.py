@@ -3,6 +3,7 @@
 import gc
 import tempfile
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -103,8 +104,6 @@ def save_reward_adapter(column: dict[str, Any], folder: str) -> None:
 
 def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool) -> PPOConfig:
     """The configuration of a cell: two steps of one optimizer step each."""
-    # The second step is measured, and a run has its peak in those that compute entropies.
-    metrics.ENTROPY_STEPS = 1
     rows = column["rows"]
     return PPOConfig(
         query_len=column["query_len"],
@@ -180,7 +179,8 @@ def _step_peak(trainer: PPOTrainer) -> int:
 def run_cell(column: dict[str, Any], layout: str) -> Cell:
     """`estimated` and `measured` bytes; the latter is None if there is not enough memory."""
     on_gpu = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory() as folder:
+    # The second step is measured, and a run has its peak in those that compute entropies.
+    with tempfile.TemporaryDirectory() as folder, patch.object(metrics, "ENTROPY_STEPS", 1):
         runs_on_cpu = not on_gpu and count_weights(column) < LARGE
         args = settings(column, layout, folder, use_cpu=runs_on_cpu)
         if args.reward_adapter is not None:

@@ -1,7 +1,7 @@
 """One rank's part of a rollout: sample responses, evaluate log-probabilities and values, gather the rows of all ranks.
 
-This module does not read the configuration. `PPOTrainer.rollout` decides the order of the parts and how responses are
-scored.
+`RolloutTrainer.rollout` decides the order of the parts and how responses are scored; of the configuration this module
+reads the sizes of passes alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
