@@ -92,7 +92,7 @@ def model_folder(name: str) -> str:
     """Returns what to load for `name`: the final policy of a run's folder, anything else as it is.
 
     Raises:
-        ValueError: for a checkpoint, which holds more than a model.
+        ValueError: as `check_model_name`; for a folder that holds no model, such as a checkpoint.
     """
     path = Path(name)
     check_model_name("model", name)

@@ -28,8 +28,8 @@ class PromptTemplate:
         Raises:
             ValueError: if a column is None, which would be rendered as the word "None".
         """
-        text = self.text
-        if self.without_optional is not None and not str(row.get(self.optional or "") or "").strip():
+        text, optional = self.text, row.get(self.optional or "")
+        if self.without_optional is not None and (optional is None or not str(optional).strip()):
             text = self.without_optional
         values = {name: row[name] for name in _field_names(text)}
         for name, value in values.items():

@@ -35,7 +35,7 @@ class RewardResult(NamedTuple):
     rewards: Tensor
     """(B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T) instead: entry k of a row
     belongs to `completion_ids[k]`, T is the length of the longest `completion_ids`, and entries after a row's last
-    token are 0. A sequence's score is then on the row's last token."""
+    token are 0. A sequence's score is then on the row's last token; that of a row without tokens is entry 0."""
     by_source: dict[str, Tensor]
     """Each source's unweighted scores, (B,) float32: token scores summed over the row, NaN if it returned None."""
     failures: dict[int, RowFailure]
@@ -175,13 +175,13 @@ class RewardScorer:
 
     def _weighted_sum(self, scores: list[list[RowScore]], lengths: list[int]) -> Tensor:
         per_token = any(isinstance(score, list) for column in scores for score in column)
-        total = torch.zeros(len(lengths), max(lengths) if per_token else 1, dtype=torch.float64)
+        total = torch.zeros(len(lengths), max([1, *lengths]) if per_token else 1, dtype=torch.float64)
         for weight, column in zip(self.weights, scores, strict=True):
             for row, score in enumerate(column):
                 if isinstance(score, list):
                     total[row, : len(score)] += weight * torch.tensor(score, dtype=torch.float64)
                 elif score is not None:
-                    total[row, lengths[row] - 1 if per_token else 0] += weight * score
+                    total[row, max(lengths[row] - 1, 0) if per_token else 0] += weight * score
         return (total if per_token else total[:, 0]).float()
 
     def to(self, device: torch.device | str) -> "RewardScorer":

@@ -48,3 +48,9 @@ def test_format_string_takes_any_columns_and_keeps_doubled_braces():
 def test_an_invalid_template_is_refused_before_any_row_is_read(template, message):
     with pytest.raises(ValueError, match=message):
         resolve_template(template, ["question", "answer"])
+
+
+@pytest.mark.parametrize("value", [0, False])
+def test_an_input_that_counts_as_false_is_no_blank(value):
+    rendered = PROMPT_TEMPLATES["alpaca"].render({"instruction": "Negate.", "input": value})
+    assert f"### Input:\n{value}\n" in rendered

@@ -39,6 +39,12 @@ def test_none_is_left_out_of_the_sum_and_is_nan_in_its_source():
     assert_close(result.by_source["second"], torch.tensor([math.nan, 2.0, 1.0]), equal_nan=True)
 
 
+def test_the_score_of_a_row_without_tokens_beside_token_scores_is_its_first_entry():
+    build = build_reward([gives([], [0.5, 0.5], name="tokens"), gives(2.0, 3.0, name="whole")])
+    rewards = build(PROMPTS[:2], COMPLETIONS[:2], [[], [1, 2]], ROWS[:2]).rewards
+    assert_close(rewards, torch.tensor([[2.0, 0.0], [0.5, 3.5]]))
+
+
 def test_token_scores_go_to_their_tokens_and_sequence_scores_to_the_last():
     tokens = gives([0.1, 0.2, 0.3], [0.4], None, name="tokens")
     result = score(tokens, gives(1.0, 2.0, 3.0, name="whole"), reward_weights=[10.0, 1.0])
