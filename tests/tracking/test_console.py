@@ -59,7 +59,9 @@ def rows(printed):
     return found
 
 
-def test_a_run_says_what_happens_and_nothing_else(tmp_path, capsys):
+def test_a_run_says_what_happens_and_nothing_else(tmp_path, capsys, monkeypatch):
+    # The table has a column for each reward source where there is room.
+    monkeypatch.setenv("COLUMNS", "120")
     folder = tmp_path / "a run"
     trainer = run(folder, report_to=["tensorboard"])
     capsys.readouterr()
