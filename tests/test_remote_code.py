@@ -19,7 +19,7 @@ from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.models import load_critic
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards import build_reward
-from alpaca_ppo.saved_models import has_remote_code, remote_code
+from alpaca_ppo.saved_models import has_remote_code, loading, remote_code
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer
 
@@ -235,3 +235,8 @@ def test_other_errors_and_outer_blocks_stay_as_they_are():
         with remote_code("inner", trust=False):
             assert dynamic_module_utils.input("?") == "no"
         assert dynamic_module_utils.input("?") == "yes"
+
+
+def test_a_missing_package_keeps_its_error():
+    with pytest.raises(ImportError, match="sentencepiece"), loading("no tokenizer", "folder", "look at it"):
+        raise ImportError("sentencepiece is missing")
