@@ -7,7 +7,7 @@ from pathlib import Path
 from alpaca_ppo.cli.launch import LaunchArguments, launch, split_flags
 from alpaca_ppo.config.parser import parse_options, read_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.run_file import PROVENANCE, Provenance
+from alpaca_ppo.config.run_file import PROVENANCE
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 
@@ -86,17 +86,10 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
             )
     # They import torch, for which `--help` and the errors of a configuration need not wait.
     from alpaca_ppo.distributed.launcher import launcher_command
+    from alpaca_ppo.tracking.run_record import RunRecord
     from alpaca_ppo.trainer.from_arguments import train_from_arguments
 
-    provenance = Provenance(
-        command_line=tuple(sys.argv),
-        launcher=launcher_command(),
-        presets=parsed.presets,
-        config_files=parsed.config_files,
-        script=script_args,
-        lora=lora,
-    )
-    return train_from_arguments(script_args, lora, args, provenance)
+    return train_from_arguments(script_args, lora, args, RunRecord.of_command(parsed, launcher_command()))
 
 
 def search_current_folder() -> None:

@@ -75,26 +75,6 @@ def without_credential_arguments(words: tuple[str, ...] | list[str]) -> list[str
     return cleaned
 
 
-def removed_in(value: Any, name: str) -> list[str]:
-    """The dotted names of the entries of `value` in which a credential was replaced by `REMOVED`."""
-    found: list[str] = []
-    # What YAML's aliases repeat, or even contain in itself, is one object, looked at once.
-    seen: set[int] = set()
-
-    def look(entry: Any, where: str) -> None:
-        if isinstance(entry, str):
-            if REMOVED in entry:
-                found.append(where)
-        elif isinstance(entry, Mapping | list) and id(entry) not in seen:
-            seen.add(id(entry))
-            named = isinstance(entry, Mapping)
-            for key, part in entry.items() if isinstance(entry, Mapping) else enumerate(entry):
-                look(part, f"{where}.{key}" if named else where)
-
-    look(value, name)
-    return found
-
-
 def _names_a_credential(name: str) -> bool:
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").replace(".", "_").lower()
     return plain.rpartition("_")[2] in _SECRET_WORDS and not _HARMLESS_NAMES.match(plain)

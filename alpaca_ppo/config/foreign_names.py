@@ -15,29 +15,13 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
+from alpaca_ppo.config.run_file import OPTIONS_OF_ARGUMENT
+
 CONFIG_SECTIONS = ("GRPOConfig", "PPOConfig", "TrainingArguments", "ModelConfig", "ppo_trainer.yaml")
 """The sections of the table whose names may be taken for options of a configuration."""
 
 TRAINER_SECTIONS = ("GRPOTrainer", "PPOTrainer")
 """The sections whose names may be taken for arguments of a trainer's constructor."""
-
-IN_PYTHON = {
-    "model_name_or_path": "PPOTrainer(model=...)",
-    "value_model_name_or_path": "PPOTrainer(value_model=...)",
-    "reward_model_name_or_path": "PPOTrainer(reward_funcs=...)",
-    "reward_funcs": "PPOTrainer(reward_funcs=...)",
-    "dataset_name": "PPOTrainer(train_dataset=...)",
-    "dataset_config": "PPOTrainer(train_dataset=...)",
-    "dataset_train_split": "PPOTrainer(train_dataset=...)",
-    "eval_dataset_name": "PPOTrainer(eval_dataset=...)",
-    "dataset_test_split": "PPOTrainer(eval_dataset=...)",
-    "resume_from_checkpoint": "PPOTrainer.train(resume_from_checkpoint=...)",
-    "use_peft": "PPOTrainer(peft_config=LoraConfig(...))",
-    "lora_r": "PPOTrainer(peft_config=LoraConfig(r=...))",
-    "lora_alpha": "PPOTrainer(peft_config=LoraConfig(lora_alpha=...))",
-    "lora_target_modules": "PPOTrainer(peft_config=LoraConfig(target_modules=...))",
-}
-"""What the options of the command line that are no fields of `PPOConfig` are in a script."""
 
 _HINT = "`alpaca-ppo migrate FILE` translates a TRL script, or a YAML file or command line of verl, as a whole"
 
@@ -146,7 +130,8 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
         if entry is not None:
             foreign.add(entry.of)
             of_grpo = of_grpo or entry.section == "GRPOConfig"
-            script = sorted({IN_PYTHON[ours] for ours in entry.ours if ours not in valid and ours in IN_PYTHON})
+            missing = set(entry.ours) - set(valid)
+            script = [f"PPOTrainer({name}=...)" for name, ours in OPTIONS_OF_ARGUMENT.items() if missing & set(ours)]
             in_python = f" (in a script: {', '.join(script)})" if script else ""
             lines.append(f"  {name} ({_origin(name, entry)}): {entry.advice(value)}{in_python}")
         else:

@@ -5,54 +5,26 @@ only the objects that the run was given in memory are read, because a file canno
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from alpaca_ppo.config.credentials import removed_in
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
+from alpaca_ppo.config.credentials import REMOVED
 
 PROVENANCE = "provenance"
 IN_MEMORY = "in_memory"
-OPTIONS_IN_PLACE = {
+OPTIONS_OF_ARGUMENT = {
     "model": ("model_name_or_path",),
     "value_model": ("value_model_name_or_path",),
-    "peft_config": ("use_peft",),
-    "reward_funcs": ("reward_funcs", "reward_model_name_or_path", "reward_url", "reward_adapter"),
-    "train_dataset": ("dataset_name",),
-    "metric_funcs": ("metric_funcs",),
-    "eval_dataset": ("eval_dataset_name", "dataset_test_split", "eval_datasets"),
     "ref_model": ("reference",),
+    "peft_config": ("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
+    "reward_funcs": ("reward_funcs", "reward_model_name_or_path", "reward_url", "reward_adapter"),
+    "metric_funcs": ("metric_funcs",),
+    "train_dataset": ("dataset_name", "dataset_config", "dataset_train_split"),
+    "eval_dataset": ("eval_dataset_name", "dataset_test_split", "eval_datasets"),
     "tools": ("tools",),
     "environment_factory": ("environments",),
     "tool_call_parser": ("tool_call_parser",),
 }
-"""Options that name what an argument of `PPOTrainer` may be given as an object. The others have none."""
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """What a command knows of a run beyond its `PPOConfig`.
-
-    Attributes:
-        command_line: the words of the command that this process runs, the program first.
-        launcher: the command line of what started this process (torchrun, accelerate, `alpaca-ppo train` with several
-            processes); None if it was started directly.
-        presets: names of the presets that were read, in order.
-        config_files: paths of the YAML files that were read, in order, as given.
-        script: models, rewards and data.
-        lora: the options of LoRA.
-    """
-
-    command_line: tuple[str, ...]
-    launcher: tuple[str, ...] | None
-    presets: tuple[str, ...]
-    config_files: tuple[str, ...]
-    script: ScriptArguments
-    lora: LoraArguments
-
-    def options(self) -> dict[str, Any]:
-        """The options of `script` and `lora` by name, as a YAML file of a run holds them."""
-        return {**vars(self.script), **vars(self.lora)}
+"""The options that say what an argument of `PPOTrainer` is given, the one that names it first. The others have none."""
 
 
 def without_provenance(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,27 +48,25 @@ def check_run_files(
     """
     replaced = set(given)
     for source, content in reversed(list(contents.items())):
-        provenance = content.get(PROVENANCE)
-        in_memory = provenance.get(IN_MEMORY) if isinstance(provenance, Mapping) else None
         lost: list[str] = []
-        options: dict[str, None] = {}
-        for name, what in in_memory.items() if isinstance(in_memory, Mapping) else ():
+        flags: dict[str, None] = {}
+        for name, what in ((content.get(PROVENANCE) or {}).get(IN_MEMORY) or {}).items():
             # One of several reward functions is reward_funcs[1].
-            argument = str(name).partition("[")[0]
-            in_place = OPTIONS_IN_PLACE.get(argument, ())
-            if replaced.isdisjoint(in_place) and (needed is None or argument in needed):
+            argument = name.partition("[")[0]
+            options = OPTIONS_OF_ARGUMENT.get(argument, ())
+            if replaced.isdisjoint(options) and (needed is None or argument in needed):
                 lost.append(f"{name} = {what}")
-                options |= {f"--{option}": None for option in in_place[:1]}
+                flags |= {f"--{option}": None for option in options[:1]}
         if lost:
-            remedy = f"Give {', '.join(options)}" if options else f"Delete those lines of {PROVENANCE}.{IN_MEMORY}"
+            remedy = f"Give {', '.join(flags)}" if flags else f"Delete those lines of {PROVENANCE}.{IN_MEMORY}"
             raise ValueError(
                 f"--config {source} is of a run that was given objects in a Python program, which no file can bring "
                 f"back: {'; '.join(lost)}. {remedy}, or run that program again"
             )
-        given_here = without_provenance(content)
-        if removed := [found for k in given_here if k not in replaced for found in removed_in(given_here[k], str(k))]:
+        values = without_provenance(content)
+        if removed := [name for name, value in values.items() if name not in replaced and REMOVED in str(value)]:
             raise ValueError(
                 f"--config {source} lacks a credential in {', '.join(removed)}, which a run does not write down; give "
-                f"it as an option (--{removed[0].partition('.')[0]} ...), or put it into a copy of the file"
+                f"it as an option (--{removed[0]} ...), or put it into a copy of the file"
             )
-        replaced |= {name for name, value in given_here.items() if value not in (None, "")}
+        replaced |= {name for name, value in values.items() if value not in (None, "")}

@@ -23,8 +23,9 @@ from datasets import Dataset
 from alpaca_ppo.config.credentials import without_credential_arguments, without_credentials
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.git_state import git_state, package_commit
+from alpaca_ppo.config.parser import ParsedOptions
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.run_file import IN_MEMORY, Provenance
+from alpaca_ppo.config.run_file import IN_MEMORY, OPTIONS_OF_ARGUMENT
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
 _PACKAGES = (
@@ -33,12 +34,6 @@ _PACKAGES = (
 )  # fmt: skip
 # They say what this start did with the folder, and would delete or continue the run that its own file repeats.
 _OF_THIS_START = {"overwrite_output_dir": False, "resume_from_checkpoint": None}
-_OPTIONS = {
-    "model": "model_name_or_path", "value_model": "value_model_name_or_path", "ref_model": "reference",
-    "reward_funcs": "reward_funcs", "metric_funcs": "metric_funcs", "tools": "tools",
-    "tool_call_parser": "tool_call_parser", "environment_factory": "environments",
-}  # fmt: skip
-"""The option that names what an argument of `PPOTrainer` is given."""
 _LISTS = ("reward_funcs", "metric_funcs", "tools", "environments")
 
 
@@ -54,15 +49,22 @@ class RunRecord:
     """How the run was started."""
 
     @classmethod
-    def of_command(cls, provenance: Provenance) -> "RunRecord":
-        """The record of a run that a command started from options alone."""
+    def of_command(cls, parsed: ParsedOptions, launcher: Sequence[str] | None) -> "RunRecord":
+        """The record of a run that a command started from options alone.
+
+        Args:
+            parsed: the options, of which the first are `ScriptArguments` and `LoraArguments`.
+            launcher: the command line of what started this process (torchrun, accelerate, `alpaca-ppo train` with
+                several processes); None if it was started directly.
+        """
+        script, lora = parsed.instances[:2]
         command = {
-            "command_line": _shell(provenance.command_line),
-            "launcher": None if provenance.launcher is None else _shell(provenance.launcher),
-            "presets": list(provenance.presets),
-            "config_files": list(provenance.config_files),
+            "command_line": _shell(sys.argv),
+            "launcher": None if launcher is None else _shell(launcher),
+            "presets": list(parsed.presets),
+            "config_files": list(parsed.config_files),
         }
-        return cls(provenance.options(), command=command)
+        return cls({**vars(script), **vars(lora)}, command=command)
 
     @classmethod
     def of_objects(cls, trainer_class: type, given: Mapping[str, Any]) -> "RunRecord":
@@ -77,7 +79,7 @@ class RunRecord:
         if not trainer_class.__module__.startswith("alpaca_ppo."):
             in_memory["trainer_class"] = _described(trainer_class)
         for argument in [name for name in given if name not in ("self", "args")]:
-            option, named = _OPTIONS.get(argument), list[tuple[str, str]]()
+            option, named = next(iter(OPTIONS_OF_ARGUMENT.get(argument, ())), None), list[tuple[str, str]]()
             for place, value in _places(given[argument]):
                 name = value if isinstance(value, str) else import_name(value)
                 if option is not None and name is not None:

@@ -14,7 +14,6 @@ from alpaca_ppo.adapters import is_adapter
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.run_file import Provenance
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.data.loading import load_eval_datasets
@@ -30,7 +29,7 @@ from alpaca_ppo.trainer.run_doctor import RunDoctor
 
 
 def train_from_arguments(
-    script_args: ScriptArguments, lora: LoraArguments, args: PPOConfig, provenance: Provenance
+    script_args: ScriptArguments, lora: LoraArguments, args: PPOConfig, record: RunRecord
 ) -> dict[str, float]:
     """Trains and returns the last step's metrics.
 
@@ -60,7 +59,7 @@ def train_from_arguments(
         peft_config=peft_config,
         **environments,
     )
-    trainer.run_record = RunRecord.of_command(provenance)
+    trainer.run_record = record
     stats = trainer.train(resume_from_checkpoint=resume)
     trainer.accelerator.end_training()
     doctors = [callback for callback in trainer.callback_handler.built_in if isinstance(callback, RunDoctor)]

@@ -1,12 +1,7 @@
 import pytest
 
 from alpaca_ppo.config import LoraArguments, PPOConfig, ScriptArguments
-from alpaca_ppo.config.credentials import (
-    REMOVED,
-    removed_in,
-    without_credential_arguments,
-    without_credentials,
-)
+from alpaca_ppo.config.credentials import REMOVED, without_credential_arguments, without_credentials
 from alpaca_ppo.config.fields import options_of
 
 SECRET = "b1946ac92492d2347c6235b4d2611184"
@@ -94,10 +89,3 @@ def test_a_command_line_keeps_its_words_but_for_credentials():
     ]
     assert without_credential_arguments(words) == [*cleaned, "--token"]
     assert without_credential_arguments(["--token", "--seed", "1"]) == ["--token", "--seed", "1"]
-
-
-def test_what_was_removed_is_found_by_name():
-    assert removed_in({"a": {"token": REMOVED}, "b": ["x", f"https://{REMOVED}@h"], "c": 1}, "judge") == [
-        "judge.a.token",
-        "judge.b",
-    ]

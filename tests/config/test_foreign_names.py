@@ -99,7 +99,7 @@ def test_each_value_of_a_choice_has_its_own_advice(name, value, advice):
 def test_options_of_the_command_line_are_said_to_be_arguments_of_the_trainer_in_a_script():
     text = refusal(PPOConfig, sft_model_path="sft", lora_r=8)
     assert line(text, "sft_model_path").endswith("model_name_or_path: sft (in a script: PPOTrainer(model=...))")
-    assert line(text, "lora_r").endswith("(in a script: PPOTrainer(peft_config=LoraConfig(r=...)))")
+    assert line(text, "lora_r").endswith("(in a script: PPOTrainer(peft_config=...))")
     assert "dropout is off everywhere" in refusal(LoraArguments, use_peft=True, lora_dropout=0.1)
 
 

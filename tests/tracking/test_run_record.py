@@ -17,7 +17,7 @@ from alpaca_ppo.config.credentials import REMOVED
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.git_state import package_commit
 from alpaca_ppo.config.modules import load_module
-from alpaca_ppo.config.run_file import Provenance
+from alpaca_ppo.config.parser import ParsedOptions
 from alpaca_ppo.distributed.accelerator import hardware
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments
 from alpaca_ppo.tracking.run_record import RunRecord, import_name
@@ -41,11 +41,8 @@ GIVEN = {
 }
 
 
-def command(script, lora=None, words=("train.py",), launcher=None):
-    return Provenance(
-        command_line=words, launcher=launcher, presets=("vapo",), config_files=("a.yaml",), script=script,
-        lora=lora or LoraArguments(),
-    )  # fmt: skip
+def command(script, lora=None, launcher=None):
+    return RunRecord.of_command(ParsedOptions((script, lora or LoraArguments()), ("vapo",), ("a.yaml",)), launcher)
 
 
 def written(path, content):
@@ -69,14 +66,14 @@ def test_a_run_file_is_read_back_as_the_same_options(name, tmp_path):
     args = PPOConfig(output_dir=str(tmp_path), save_total_limit=None, **settings)
     script = ScriptArguments(**SCRIPT, import_modules=None, dataset_test_split="test[:3]")
     lora = LoraArguments(use_peft=True, lora_r=4, lora_target_modules=["q_proj"])
-    content = RunRecord.of_command(command(script, lora)).config(args)
+    content = command(script, lora).config(args)
     path = written(tmp_path / "run.yaml", {**content, "provenance": {"in_memory": {}}})
     assert parse_args(ALL, ["--config", str(path)]) == (script, lora, args)
 
 
 def test_a_run_file_names_the_run_and_not_what_its_start_did_with_the_folder(tmp_path):
     script = ScriptArguments(**SCRIPT, resume_from_checkpoint="true")
-    content = RunRecord.of_command(command(script)).config(PPOConfig(overwrite_output_dir=True))
+    content = command(script).config(PPOConfig(overwrite_output_dir=True))
     # Otherwise the file would delete the run that it belongs to, or look for its checkpoint in another folder.
     assert (content["resume_from_checkpoint"], content["overwrite_output_dir"]) == (None, False)
     path = written(tmp_path / "run.yaml", content)
@@ -87,9 +84,8 @@ def test_a_run_file_names_the_run_and_not_what_its_start_did_with_the_folder(tmp
 def test_provenance_says_how_where_and_with_what(tmp_path, monkeypatch):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     monkeypatch.chdir(tmp_path)
-    record = RunRecord.of_command(
-        command(ScriptArguments(**SCRIPT), words=("my train.py", "--token", SECRET), launcher=("accelerate", "launch"))
-    )
+    monkeypatch.setattr("sys.argv", ["my train.py", "--token", SECRET])
+    record = command(ScriptArguments(**SCRIPT), launcher=("accelerate", "launch"))
     machine = hardware(Accelerator(cpu=True))
     found = record.provenance(machine, resumed_step=20)
     assert found["command_line"] == f"'my train.py' --token '{REMOVED}'" and found["launcher"] == "accelerate launch"
