@@ -15,8 +15,8 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
-    "config": 1589,
-    "trainer": 1592,
+    "config": 1546,
+    "trainer": 1591,
     "models": 1476,
     "ppo": 1531,
     "generation": 1312,
@@ -24,10 +24,10 @@ BUDGET = {
     "distributed": 987,
     "rewards": 863,
     "checkpoint": 866,
-    "tracking": 718,
+    "tracking": 714,
     "environments": 836,
     "root": 665,
-    "cli": 543,
+    "cli": 536,
     "estimate_memory": 591,
     "data": 519,
     "adapters": 479,
