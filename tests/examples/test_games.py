@@ -19,6 +19,8 @@ from examples.games.guessing import Guess, GuessByTurn, optimal_turns
 from examples.games.pipeline import PRESETS, flags_of
 from examples.games.rows import BEST, ROWS, Sizes, settings_of
 
+pytestmark = pytest.mark.proof
+
 
 @pytest.fixture(scope="module")
 def calculator_parts():

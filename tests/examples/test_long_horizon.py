@@ -27,6 +27,8 @@ from examples.long_horizon.task import (
     right_steps,
 )
 
+pytestmark = pytest.mark.proof
+
 PRESET = HorizonArguments().ppo_preset
 
 

@@ -13,6 +13,8 @@ from examples.mini_farm.sampling import proxy_rewards
 from examples.mini_farm.splits import prompt_of
 from tests.examples.mini_farm_world import some_rows, write_language_model, write_reward_model
 
+pytestmark = pytest.mark.proof
+
 
 def options(**given):
     sizes = {"total_episodes": 6400, "rollout_batch_size": 128, "step_batch_size": 64, "ppo_epochs": 2}
