@@ -128,7 +128,7 @@ def packed(machine: Machine, dtype: torch.dtype) -> str:
     rows = (queries, mask, responses.responses, responses.response_mask)
     logprobs = []
     for padding_free in (False, True):
-        policy.padding_free = padding_free
+        policy.padding_reason = None if padding_free else "asked for"
         with torch.no_grad():
             logprobs.append(policy(*rows, temperature=1.0, chunk_size=1024).logprobs)
     gaps = (logprobs[0] - logprobs[1]).abs()[responses.response_mask]

@@ -17,10 +17,10 @@ PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1546,
     "trainer": 1591,
-    "models": 1476,
+    "models": 1452,
     "ppo": 1531,
     "generation": 1312,
-    "functional": 1251,
+    "functional": 1247,
     "distributed": 987,
     "rewards": 863,
     "checkpoint": 866,
@@ -38,7 +38,7 @@ BUDGET = {
     "supervised": 169,
     "presets": 8,
 }
-FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 163, 409, 125, 13
+FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 163, 408, 125, 13
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

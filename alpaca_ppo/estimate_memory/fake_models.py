@@ -35,7 +35,6 @@ from alpaca_ppo.adapters.files import adapter_base, read_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
-from alpaca_ppo.models.loading import check_model_positions
 from alpaca_ppo.saved_models import remote_code
 
 
@@ -68,7 +67,7 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> FakeRun:
         half: cast the trained models and the reference to bfloat16, as DeepSpeed does.
 
     Raises:
-        ValueError: as `make_actor_critic`, `make_reference` and `check_model_positions`.
+        ValueError: as `make_actor_critic` and `make_reference`.
     """
     policy, lora = models.policy, copy.deepcopy(models.lora)
     if lora is None and is_adapter(policy):
@@ -82,7 +81,6 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> FakeRun:
         mock.patch.object(loading, "_four_bit", dict),
     ):
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
-        check_model_positions(actor_critic, args)
         reference = make_reference(actor_critic, None, args)
         dtype = getattr(torch, args.dtype)
         trust, kind = args.trust_remote_code, AutoModelForSequenceClassification

@@ -27,6 +27,19 @@ class Span(NamedTuple):
     """0 = no prefix."""
 
 
+class RowLayout(NamedTuple):
+    """How a model reads rows."""
+
+    padding_free: bool = False
+    """Rows lie end to end. Their indices are computed on the CPU; rows on another device are copied there, which waits
+    for the device."""
+    share_prompts: bool = False
+    """One copy is kept of a prompt that several rows have; only with `padding_free`."""
+
+
+PADDED = RowLayout()
+
+
 class PackedRows(NamedTuple):
     """Rows of prompt and response that start at column 0, as wide as the longest of them; or, with `spans`, as one
     sequence without padding.
@@ -53,8 +66,7 @@ def pack_rows(
     responses: Tensor,
     response_mask: Tensor,
     *,
-    padding_free: bool = False,
-    share_prompts: bool = False,
+    layout: RowLayout = PADDED,
     device: torch.device | None = None,
 ) -> PackedRows:
     """Prompt + response of each row, left-aligned, without the columns that no row needs.
@@ -68,24 +80,22 @@ def pack_rows(
         query_attn_masks: (B, Q), 1 = real.
         responses: (B, R) int64, right-padded.
         response_mask: (B, R) bool, True = a token the policy chose.
-        padding_free: True lays the rows end to end. Indices are computed on the CPU; rows on another device are copied
-            there, which waits for the device.
-        share_prompts: True keeps one copy of a prompt that several rows have; only with `padding_free`.
+        layout: rows of their own, or end to end.
         device: of the result; None = that of `queries`.
 
     Raises:
         ValueError: when the prompt of a row is empty: no hidden state would predict its first response token.
     """
     device = device or queries.device
-    if padding_free:
+    if layout.padding_free:
         queries, query_attn_masks, response_mask = queries.cpu(), query_attn_masks.cpu(), response_mask.cpu()
     prompt_lengths = query_attn_masks.long().sum(dim=1)
     if bool((prompt_lengths == 0).any()):
         row = int((prompt_lengths == 0).nonzero()[0])
         raise ValueError(f"query_attn_masks has no real token in row {row}; a prompt needs at least one token")
     both = torch.cat([queries, responses.to(queries.device)], dim=1)
-    if padding_free:
-        return _one_sequence(both, prompt_lengths, queries.size(1), response_mask, share_prompts, device)
+    if layout.padding_free:
+        return _one_sequence(both, prompt_lengths, queries.size(1), response_mask, layout.share_prompts, device)
     lengths = response_lengths(response_mask)
     # A row without a response (a dummy, where ranks must make the same number of passes) costs one column.
     kept = torch.where(lengths > 0, prompt_lengths + lengths - 1, 1)

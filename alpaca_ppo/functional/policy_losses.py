@@ -4,6 +4,7 @@ probabilities differ slightly.
 `register_policy_loss` adds a loss that a configuration can name. The caller adds the KL and entropy terms.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, get_args
 
@@ -93,9 +94,7 @@ def policy_loss(
             differ.
     """
     _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c)
-    advantages = zero_outside(advantages, response_mask).detach()
-    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask)
-    ratio = log_ratio.exp()
+    advantages, log_ratio, ratio = _ratios(logprobs, old_logprobs, advantages, response_mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
     losses = torch.maximum(unclipped, clipped)
@@ -151,7 +150,7 @@ def gspo_policy_loss(
     Raises:
         ValueError: for a negative clip range, cliprange_low > 1, an unknown mode, and shapes that differ.
     """
-    _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c=None)
+    _check_clip_ranges(cliprange_low, cliprange_high)
     advantages = zero_outside(advantages, response_mask).detach()
     logprobs = zero_outside(logprobs, response_mask)
     token_log_ratio = (logprobs - zero_outside(old_logprobs, response_mask)).detach()
@@ -203,10 +202,8 @@ def cispo_policy_loss(
     Raises:
         ValueError: for a negative clip range, cliprange_low > 1, an unknown mode, and shapes that differ.
     """
-    _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c=None)
-    advantages = zero_outside(advantages, response_mask).detach()
-    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask).detach()
-    ratio = log_ratio.exp()
+    _check_clip_ranges(cliprange_low, cliprange_high)
+    advantages, log_ratio, ratio = _ratios(logprobs.detach(), old_logprobs, advantages, response_mask)
     clipped = ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
     losses = -clipped * advantages * zero_outside(logprobs, response_mask)
     tokens = _Tokens(losses, log_ratio, ratio, clipped != ratio)
@@ -255,9 +252,7 @@ def sapo_policy_loss(
     for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
         if not tau > 0:
             raise ValueError(f"{name} is {tau}; it must be positive, because the loss is divided by it")
-    advantages = zero_outside(advantages, response_mask).detach()
-    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask)
-    ratio = log_ratio.exp()
+    advantages, log_ratio, ratio = _ratios(logprobs, old_logprobs, advantages, response_mask)
     # Tensors, because torch.where makes float32 of two Python numbers.
     tau_of_token = torch.where(advantages > 0, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
     losses = -advantages * torch.sigmoid(tau_of_token * (ratio - 1)) * (4 / tau_of_token)
@@ -306,16 +301,15 @@ def gmpo_policy_loss(
     Raises:
         ValueError: for a negative clip range, and shapes that differ.
     """
-    _check_not_negative(cliprange_low=cliprange_low, cliprange_high=cliprange_high)
-    advantages = zero_outside(advantages, response_mask).detach()
-    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask)
+    _check_clip_ranges(cliprange_low, cliprange_high, most=math.inf)
+    advantages, log_ratio, ratio = _ratios(logprobs, old_logprobs, advantages, response_mask)
     sign = advantages.sign()
     free, clipped = sign * log_ratio, sign * log_ratio.clamp(-cliprange_low, cliprange_high)
     log_ratio_of_row = masked_mean(sign * torch.minimum(free, clipped), response_mask, dim=1)
     losses = -masked_mean(advantages, response_mask, dim=1) * log_ratio_of_row.exp()
     if weights is not None:
         losses = losses * masked_mean(weights.detach().log(), response_mask, dim=1).exp()
-    tokens = _Tokens(losses.unsqueeze(1).expand(response_mask.shape), log_ratio, log_ratio.exp(), clipped < free)
+    tokens = _Tokens(losses.unsqueeze(1).expand(response_mask.shape), log_ratio, ratio, clipped < free)
     return _aggregated(tokens, response_mask, None, "seq-mean-token-mean", denominator)
 
 
@@ -373,13 +367,9 @@ def dppo_policy_loss(
     """
     if divergence not in DIVERGENCES:
         raise ValueError(f"divergence is {divergence!r}; it must be one of {', '.join(DIVERGENCES)}")
-    if not clip_ratio_c > 1:
-        raise ValueError(f"clip_ratio_c is {clip_ratio_c}; it must be above 1, because the ratio starts there")
-    _check_not_negative(cliprange_low=cliprange_low, cliprange_high=cliprange_high)
-    advantages = zero_outside(advantages, response_mask).detach()
+    _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c, most=math.inf)
+    advantages, log_ratio, ratio = _ratios(logprobs.detach(), old_logprobs, advantages, response_mask)
     new, old = zero_outside(logprobs, response_mask), zero_outside(old_logprobs, response_mask).detach()
-    log_ratio = _token_log_ratio(logprobs, old_logprobs, response_mask).detach()
-    ratio = log_ratio.exp()
     p, q = new.detach().exp(), old.exp()
     if divergence == "tv":
         in_range = torch.where(advantages > 0, p - q <= cliprange_high, p - q >= -cliprange_low)
@@ -464,10 +454,15 @@ def rollout_correction_weights(
     return zero_outside(weights.expand(response_mask.shape), response_mask)
 
 
-def _token_log_ratio(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    """(B, R) log-ratios of new and old probabilities within +-20, 0 outside the mask."""
+def _ratios(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, R) each: advantages, log-ratios of new and old probabilities within +-20, both 0 outside the mask, and their
+    ratios.
+    """
     log_ratio = zero_outside(logprobs, response_mask) - zero_outside(old_logprobs, response_mask).detach()
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return zero_outside(advantages, response_mask).detach(), log_ratio, log_ratio.exp()
 
 
 class _Tokens(NamedTuple):
@@ -510,15 +505,11 @@ def _aggregated(
     return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
-def _check_clip_ranges(cliprange_low: float, cliprange_high: float, clip_ratio_c: float | None) -> None:
-    if not 0 <= cliprange_low <= 1:
-        raise ValueError(f"cliprange_low is {cliprange_low}; it must be in [0, 1], because a ratio is never negative")
-    _check_not_negative(cliprange_high=cliprange_high)
+def _check_clip_ranges(low: float, high: float, clip_ratio_c: float | None = None, *, most: float = 1.0) -> None:
+    """Checks the ranges of a loss; `low` is at most 1 where it bounds a ratio, which is never negative."""
+    if not 0 <= low <= most:
+        raise ValueError(f"cliprange_low is {low}; it must be in [0, {most}]")
+    if not high >= 0:
+        raise ValueError(f"cliprange_high is {high}; it must not be negative")
     if clip_ratio_c is not None and not clip_ratio_c > 1:
-        raise ValueError(f"clip_ratio_c is {clip_ratio_c}; it must be above 1, or None for no dual clip")
-
-
-def _check_not_negative(**ranges: float) -> None:
-    for name, value in ranges.items():
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; it must not be negative")
+        raise ValueError(f"clip_ratio_c is {clip_ratio_c}; it must be above 1, where the ratio starts")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from alpaca_ppo.adapters.adapter_set import VALUE
-from alpaca_ppo.functional.packing import PackedRows, pack_rows
+from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.critic_heads import CriticHead
-from alpaca_ppo.models.packed_attention import RowLayout, row_layout
+from alpaca_ppo.models.packed_attention import row_layout
 from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens, use_torch_activations
 
 
@@ -47,8 +47,7 @@ class Critic(nn.Module):
         has_adapter: True reads the hidden states of the policy's base model with the adapter `value`.
 
     Attributes:
-        padding_free: whether rows are laid end to end for the critic's own backbone.
-        padding_reason: why they are not, where that was found out.
+        padding_reason: why rows are padded for the critic's own backbone; None lays them end to end.
     """
 
     def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
@@ -59,8 +58,7 @@ class Critic(nn.Module):
         self.head = head
         self.backbone = backbone
         self.has_adapter = has_adapter
-        self.padding_free = False
-        self.padding_reason: str | None = None
+        self.padding_reason: str | None = "Critic reads padded rows"
 
     @property
     def layout(self) -> str:
@@ -93,26 +91,25 @@ class ActorCritic(nn.Module):
     @property
     def padding_free(self) -> bool:
         """Whether the passes of policy and critic have no padding."""
-        if self.critic is None or self.critic.backbone is None:
-            return self.policy.padding_free
-        return self.policy.padding_free and self.critic.padding_free
+        return all(layout.padding_free for layout in self.layouts)
 
     @property
     def layouts(self) -> tuple[RowLayout, RowLayout]:
         """How policy and critic read rows."""
         if self.critic is None or self.critic.backbone is None:
             return self.policy.layout, self.policy.layout
-        return self.policy.layout, row_layout(self.critic.backbone, padding_free=self.critic.padding_free)
+        padding_free = self.critic.padding_reason is None
+        return self.policy.layout, row_layout(self.critic.backbone, padding_free=padding_free)
 
     def pack(self, *rows: Tensor, device: torch.device | None = None) -> tuple[PackedRows, PackedRows]:
         """Returns the rows (queries, query_attn_masks, responses and response_mask of `forward`) as the policy and as
         the critic read them; see `pack_rows`.
         """
         policy_layout, critic_layout = self.layouts
-        packed = pack_rows(*rows, **policy_layout._asdict(), device=device)
+        packed = pack_rows(*rows, layout=policy_layout, device=device)
         if critic_layout == policy_layout:
             return packed, packed
-        return packed, pack_rows(*rows, **critic_layout._asdict(), device=device)
+        return packed, pack_rows(*rows, layout=critic_layout, device=device)
 
     def forward(
         self,

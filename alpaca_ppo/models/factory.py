@@ -18,7 +18,6 @@ from alpaca_ppo.adapters import (
     AdapterSet,
     add_policy_adapter,
     from_peft_model,
-    is_adapter,
     load_adapters,
     read_policy_adapter,
 )
@@ -26,10 +25,10 @@ from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
-from alpaca_ppo.models.loading import check_positions, is_causal_lm, load_causal_lm
+from alpaca_ppo.models.loading import check_lengths, is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import AdapterReference, CopiedReference, copy_without_adapters, initial_policy
-from alpaca_ppo.models.saved_critic import load_value_model, start_on_policy
+from alpaca_ppo.models.saved_critic import has_adapter, load_value_model, name_of, start_on_policy
 from alpaca_ppo.models.trial import padding_reason
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
@@ -114,12 +113,30 @@ def make_actor_critic(
         ValueError: when the critic's starting point is given twice, is given without a critic that can use it, or has
             a smaller vocabulary than the policy; when an `ActorCritic` differs from what `args` describe; for adapters
             that this package cannot handle; for options of adapters without adapters, or of loading for a model in
-            memory; and for a model that needs padding with `padding_free: true`.
+            memory; and for a model that has fewer positions than prompt and response, or needs padding with
+            `padding_free: true`.
     """
-    _check_adapters(model, peft_config, args)
+    for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.loading_arguments}
+    if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
+        raise ValueError(
+            f"{given[0]} is given, but model is a {type(model).__name__} in memory; give its folder or hub id"
+        )
+    adapted = model.policy.adapters if isinstance(model, ActorCritic) else peft_config or has_adapter(model)
+    if args.reward_adapter is not None and not adapted:
+        raise ValueError(f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config")
+    layout = args.critic_layout if args.uses_critic else None
     make_head = partial(CRITIC_HEADS.get(args.critic).from_config, args)
     if isinstance(model, ActorCritic):
-        _check_actor_critic(model, value_model, peft_config, args)
+        parts = {"peft_config": peft_config, "value_model": value_model}
+        parts["init_value_with_reward"] = args.init_value_with_reward or None
+        if given := [name for name, value in parts.items() if value is not None]:
+            raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(given)} out")
+        own = None if model.critic is None else model.critic.layout
+        if own != layout:
+            raise ValueError(
+                f"model is an ActorCritic with critic_layout {own!r}, but critic_layout is {args.critic_layout!r} and "
+                f"adv_estimator {args.adv_estimator!r}; change one"
+            )
         if model.critic is not None:
             with torch.random.fork_rng():
                 wanted = make_head(model.critic.head.hidden_size)
@@ -143,41 +160,10 @@ def make_actor_critic(
     with torch.random.fork_rng():
         # The critic's head and adapter may start from random weights, which must be the same on every rank.
         torch.manual_seed(args.seed)
-        layout = args.critic_layout if args.uses_critic else None
         built = build_actor_critic(policy, critic_layout=layout, value_model=critic, head=make_head)
         if value_model is not None and critic is None:
             start_on_policy(built, value_model, args)
     return _prepared(built, args)
-
-
-def _check_adapters(model: Any, peft_config: Any, args: PPOConfig) -> None:
-    """Checks the options of `args` that need adapters or a model to load, before anything is loaded."""
-    for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.loading_arguments}
-    if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
-        raise ValueError(
-            f"{given[0]} is given, but model is a {type(model).__name__} in memory; give its folder or hub id"
-        )
-    if isinstance(model, ActorCritic):
-        has_adapters = model.policy.adapters is not None
-    else:
-        has_adapters = peft_config is not None or isinstance(model, PeftModel)
-        has_adapters = has_adapters or (isinstance(model, str) and is_adapter(model))
-    if args.reward_adapter is not None and not has_adapters:
-        raise ValueError(f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config")
-
-
-def _check_actor_critic(model: ActorCritic, value_model: Any, peft_config: Any, args: PPOConfig) -> None:
-    """Checks that an `ActorCritic` that the user built is what `args` describe, but for its head."""
-    given = {"peft_config": peft_config, "value_model": value_model}
-    given["init_value_with_reward"] = args.init_value_with_reward or None
-    if names := [name for name, value in given.items() if value is not None]:
-        raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(names)} out")
-    layout = None if model.critic is None else model.critic.layout
-    if layout != (args.critic_layout if args.uses_critic else None):
-        raise ValueError(
-            f"model is an ActorCritic with critic_layout {layout!r}, but critic_layout is {args.critic_layout!r} and "
-            f"adv_estimator {args.adv_estimator!r}; change one"
-        )
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
@@ -188,16 +174,15 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
         load_in_4bit=args.load_in_4bit,
         arguments=args.loading_arguments,
     )
-    named = isinstance(model, str) and is_adapter(model)
-    if peft_config is not None and (named or isinstance(model, PeftModel)):
+    if peft_config is not None and has_adapter(model):
         raise ValueError(
-            f"model {model if named else type(model).__name__!r} has an adapter, and peft_config asks for another; "
+            f"model {name_of(model)!r} has an adapter, and peft_config asks for another; "
             "leave peft_config (--use_peft) out to train it further, or merge it (merge_and_unload) first"
         )
-    if named:
-        return load_adapters(load(str(read_policy_adapter(model).base_model_name_or_path)), model)
     if isinstance(model, PeftModel):
         return from_peft_model(model)
+    if has_adapter(model):
+        return load_adapters(load(str(read_policy_adapter(model).base_model_name_or_path)), model)
     language_model = load(model)
     if peft_config is not None:
         with torch.random.fork_rng():
@@ -216,25 +201,26 @@ def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
     activation checkpointing.
     """
     disable_dropout(built)
-    models: list[tuple[Policy | Critic, Any]] = [(built.policy, built.policy.model)]
+    readers: dict[str, tuple[Policy | Critic, Any]] = {"model": (built.policy, built.policy.model)}
     if built.critic is not None:
         built.critic.head.risk_level = args.risk_level
-        models += [(built.critic, built.critic.backbone)] if built.critic.backbone is not None else []
-    for model, backbone in models:
-        _decide_padding(model, backbone, args)
+        if built.critic.backbone is not None:
+            readers["critic"] = (built.critic, built.critic.backbone)
+    for owner, (reader, backbone) in readers.items():
+        _fit_rows(reader, backbone, args, owner=owner)
         if args.gradient_checkpointing:
             # Newer transformers also have activation_checkpointing_enable; 5.17, which must work too, has only this.
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return built
 
 
-def _decide_padding(model: Policy | Critic, backbone: Any, args: PPOConfig) -> None:
-    # A subclass that reads the rows itself knows whether it can do without padding.
-    if isinstance(backbone, PreTrainedModel) and not (
-        isinstance(model, Policy) and type(model).states != Policy.states
-    ):
-        model.padding_reason = padding_reason(backbone, args.padding_free)
-        model.padding_free = model.padding_reason is None
+def _fit_rows(reader: Policy | Critic, backbone: Any, args: PPOConfig, *, owner: str) -> None:
+    """Checks that the longest row has positions in `backbone`, and decides whether `reader` reads rows with padding."""
+    if isinstance(backbone, PreTrainedModel):
+        check_lengths(backbone.config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
+        # A subclass that reads the rows itself knows whether it can do without padding.
+        if isinstance(reader, Critic) or type(reader).states == Policy.states:
+            reader.padding_reason = padding_reason(backbone, args.padding_free)
 
 
 def make_reference(
@@ -272,6 +258,5 @@ def make_reference(
             )
         # A model in memory may be trained elsewhere.
         reference = Policy((other if isinstance(source, str) else copy.deepcopy(other)).eval())
-    check_positions(reference.model.config, args, owner="reference")
-    _decide_padding(reference, reference.model, args)
+    _fit_rows(reference, reference.model, args, owner="reference")
     return CopiedReference(reference, offloaded=choice == "copy_offloaded")

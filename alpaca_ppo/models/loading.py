@@ -21,7 +21,6 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.actor_critic import ActorCritic
 from alpaca_ppo.models.policy import disable_dropout
@@ -175,39 +174,17 @@ def load_processing_class(
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
-def check_positions(config: Any, args: PPOConfig, *, owner: str = "model") -> None:
-    """Checks that the longest prompt and response together fit the model of the transformers configuration `config`.
-
-    Args:
-        config: of the model.
-        args: of the run.
-        owner: what the model is, for the error.
-
-    Raises:
-        ValueError: if they can exceed its `max_position_embeddings`, or the length beyond which it rotates keys and
-            queries by other frequencies.
-    """
-    check_lengths(config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
-
-
-def check_model_positions(actor_critic: ActorCritic, args: PPOConfig) -> None:
-    """`check_positions` of policy and critic."""
-    policy, critic = actor_critic.policy.model, actor_critic.critic
-    check_positions(policy.config, args)
-    if critic is not None and isinstance(critic.backbone, PreTrainedModel):
-        check_positions(critic.backbone.config, args, owner="critic")
-
-
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
-    """Checks that a row whose parts have `lengths` tokens, by their names, fits the model of the transformers
-    configuration `config`.
+    """Checks that a row whose parts have `lengths` tokens, by their names, fits the model (called `owner` in errors) of
+    the transformers configuration `config`.
 
     With the rope types `longrope` and `dynamic` the frequencies depend on the longest row of the batch at the time of
     the pass (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so longer rows
     would cross the length at which they change.
 
     Raises:
-        ValueError: see `check_positions`.
+        ValueError: if it exceeds its `max_position_embeddings`, or the length beyond which it rotates keys and queries
+            by other frequencies.
     """
     total, text = sum(lengths.values()), config.get_text_config()
     # Configurations from outside of transformers may still call them rope_scaling.

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from alpaca_ppo.functional.packing import PackedRows, Span
+from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span
 
 DUMMY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 """The `attention_mask` that goes with `packing`: because of its four dimensions transformers builds no mask of its own,
@@ -167,13 +167,6 @@ def dense_attention(
 def _repeated(heads: Tensor, groups: int) -> Tensor:
     """(B, kv_heads, M, d) as (B, kv_heads * groups, M, d)."""
     return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
-
-
-class RowLayout(NamedTuple):
-    """How a model reads rows: the keywords of `pack_rows`."""
-
-    padding_free: bool
-    share_prompts: bool
 
 
 def row_layout(backbone: nn.Module, *, padding_free: bool) -> RowLayout:

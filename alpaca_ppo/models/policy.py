@@ -17,8 +17,8 @@ from transformers.activations import AccurateGELUActivation, GELUActivation, New
 
 from alpaca_ppo.adapters.adapter_set import AdapterSet
 from alpaca_ppo.functional import chunked_logprobs
-from alpaca_ppo.functional.packing import PackedRows, pack_rows
-from alpaca_ppo.models.packed_attention import RowLayout, row_layout, sequence_keywords
+from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
+from alpaca_ppo.models.packed_attention import row_layout, sequence_keywords
 
 KEPT_LOGITS = 2**30
 """Bytes of a micro-batch's logits that are kept for the backward pass, which recomputes the others, a quarter of the
@@ -43,8 +43,7 @@ class Policy(nn.Module):
         adapters: the adapters in the model's layers, if any.
 
     Attributes:
-        padding_free: whether rows are laid end to end; `trial` knows which models allow it.
-        padding_reason: why they are not, where that was found out.
+        padding_reason: why rows are padded; None lays them end to end. `trial` knows which models allow it.
 
     Raises:
         ValueError: if the model has no output embeddings or no backbone of its own, is the decoder of an
@@ -61,8 +60,7 @@ class Policy(nn.Module):
         self.model = model
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
-        self.padding_free = False
-        self.padding_reason: str | None = None
+        self.padding_reason: str | None = f"{type(self).__name__} reads padded rows"
         # An override may be there to compute what this class cannot.
         if type(self).outputs_from_states is Policy.outputs_from_states:
             self._check_logits()
@@ -73,6 +71,11 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
+
+    @property
+    def padding_free(self) -> bool:
+        """Whether rows are laid end to end."""
+        return self.padding_reason is None
 
     @property
     def layout(self) -> RowLayout:
@@ -136,8 +139,7 @@ class Policy(nn.Module):
             with_entropies: False leaves the entropies out.
             packed: `pack_rows` of these rows in `layout`, if the caller has it.
         """
-        rows = (queries, query_attn_masks, responses, response_mask)
-        packed = packed or pack_rows(*rows, **self.layout._asdict())
+        packed = packed or pack_rows(queries, query_attn_masks, responses, response_mask, layout=self.layout)
         return self.outputs_from_states(
             self.states(packed),
             packed,

@@ -41,6 +41,16 @@ def is_critic_folder(name: str) -> bool:
     return (Path(name) / HEAD_SETTINGS).is_file()
 
 
+def has_adapter(model: Any) -> bool:
+    """Whether `model` is a model in memory with adapters of PEFT, or the name of such an adapter."""
+    return isinstance(model, PeftModel) or (isinstance(model, str) and is_adapter(model))
+
+
+def name_of(model: Any) -> str:
+    """The name of a model for errors, or its class if it is in memory."""
+    return model if isinstance(model, str) else type(model).__name__
+
+
 def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
     """Writes the critic of `actor_critic` into `folder`: its backbone or adapter, or the policy's, and its head."""
     policy, critic = actor_critic.policy, actor_critic.critic
@@ -117,9 +127,9 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
     """
     start: Any
     given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.loading_arguments}
-    if isinstance(value_model, PeftModel) or (isinstance(value_model, str) and is_adapter(value_model)):
+    if has_adapter(value_model):
         raise ValueError(
-            f"value_model {_name(value_model)!r} is an adapter, but critic_layout is {args.critic_layout!r}; set "
+            f"value_model {name_of(value_model)!r} is an adapter, but critic_layout is {args.critic_layout!r}; set "
             "critic_layout: adapter for the final/value of such a run, or merge the adapter into its base"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
@@ -159,7 +169,7 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
         is_adapter(value_model) != (adapters is not None)
     ):
         raise ValueError(
-            f"value_model {_name(value_model)!r} is not the final/value of a run with critic_layout "
+            f"value_model {name_of(value_model)!r} is not the final/value of a run with critic_layout "
             f"{args.critic_layout!r} and {'adapters' if adapters else 'no adapters'}; use one, or leave value_model out"
         )
     head = _load_head(value_model)
@@ -176,10 +186,6 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
         settings = {} if describe(config) == adapters.describe(POLICY) else {"the adapter's configuration": None}
         here = {**adapter_tensors(adapters, POLICY), **settings}
         _check_same_states(value_model, load_file(weights_file("value_model", value_model)), here)
-
-
-def _name(value_model: ValueModel) -> str:
-    return value_model if isinstance(value_model, str) else type(value_model).__name__
 
 
 def _check_same_states(name: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor | None]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from alpaca_ppo.functional.packing import PackedRows, Span, pack_rows
+from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span, pack_rows
 from alpaca_ppo.models.packed_attention import (
     AttentionSettings,
     dense_attention,
@@ -148,7 +148,7 @@ def _rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
     mask = torch.arange(width) < torch.tensor(_LENGTHS).unsqueeze(1)
     size, device = embeddings.weight.size(0), embeddings.weight.device
     rows = [part.to(device) for part in (queries % size, torch.ones_like(queries), responses % size, mask)]
-    return pack_rows(*rows), pack_rows(*rows, padding_free=True)
+    return pack_rows(*rows), pack_rows(*rows, layout=RowLayout(padding_free=True))
 
 
 def _padded(backbone: nn.Module, rows: PackedRows) -> Tensor:
@@ -181,9 +181,14 @@ def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
     problems: list[str] = []
 
     def mask(**arguments: Any) -> Tensor:
-        if not _is_causal_window(arguments, input_ids.device):
+        window = arguments.get("local_size")
+        edges = [0, 1, 5] if window is None else [0, 1, 5, window - 1, window, window + 1, 2 * window + 1]
+        k = torch.tensor(edges, device=input_ids.device)
+        q, zero = k.unsqueeze(1), k.new_zeros(1, 1)
+        causal = k <= q if window is None else (k <= q) & (q - k < window)
+        if bool((arguments["mask_function"](zero, zero, q, k.unsqueeze(0)) != causal).any()):
             problems.append("its masks are not causal masks or sliding windows")
-        windows.append(arguments.get("local_size"))
+        windows.append(window)
         return torch.full((1, 1, 1, 1), len(windows) - 1, device=input_ids.device)
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any):  # type: ignore[no-untyped-def]
@@ -206,14 +211,3 @@ def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
     finally:
         backbone.set_attn_implementation(before)
     return problems[0] if problems else None if called else "it has no attention of transformers' interface"
-
-
-def _is_causal_window(arguments: dict[str, Any], device: torch.device) -> bool:
-    """Whether a mask function of transformers is causal, within `local_size` keys if there is one."""
-    window = arguments.get("local_size")
-    edges = {0, 1, 5} | (set() if window is None else {window - 1, window, window + 1, 2 * window + 1})
-    positions = torch.tensor(sorted(edges), device=device)
-    q, k, zero = positions.unsqueeze(1), positions.unsqueeze(0), torch.zeros(1, 1, dtype=torch.long, device=device)
-    wanted = (k <= q) if window is None else (k <= q) & (q - k < window)
-    found = arguments["mask_function"](zero, zero, q, k)
-    return bool((found == wanted).all())

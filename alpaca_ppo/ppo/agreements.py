@@ -25,18 +25,14 @@ def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, acc
         models["critic"] = actor_critic.critic
     if isinstance(reference, CopiedReference):
         models["reference"] = reference.policy
-    own = {
-        name: model.padding_reason or f"{type(model).__name__} reads padded rows"
-        for name, model in models.items()
-        if not model.padding_free
-    }
+    own = {name: model.padding_reason for name, model in models.items() if model.padding_reason is not None}
     by_reason: dict[str, list[str]] = {}
     padded: set[str] = set()
     for rank, found in enumerate(gather_list(own, accelerator)):
         for name in [name for name in models if name in found and name not in padded]:
             padded.add(name)
             by_reason.setdefault(found[name], []).append(name if name in own else f"{name} on process {rank}")
-            models[name].padding_free = False
+            models[name].padding_reason = found[name]
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 

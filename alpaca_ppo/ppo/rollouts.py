@@ -19,10 +19,9 @@ from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_ov
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.episodes import Episodes
-from alpaca_ppo.functional.packing import PackedRows, pack_rows, row_lengths
+from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows, row_lengths
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
-from alpaca_ppo.models.packed_attention import RowLayout
 from alpaca_ppo.ppo.minibatches import (
     DeviceBatch,
     DeviceRows,
@@ -149,7 +148,7 @@ class EvaluatedRows:
     def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout]) -> PackedRows:
         if key not in self._packed:
             # On the CPU: the device need not be asked for lengths.
-            self._packed[key] = pack_rows(*batch.host.values(), **key[2]._asdict(), device=self._device)
+            self._packed[key] = pack_rows(*batch.host.values(), layout=key[2], device=self._device)
         return self._packed[key]
 
 

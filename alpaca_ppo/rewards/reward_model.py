@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from alpaca_ppo.functional.packing import pack_rows
+from alpaca_ppo.functional.packing import RowLayout, pack_rows
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.packed_attention import sequence_keywords
 from alpaca_ppo.models.policy import eval_mode
@@ -190,7 +190,7 @@ def _score_packed(model: Any, sequences: Sequence[Tensor]) -> Tensor:
     # The column of zeros stands for the token that a row's last hidden state would predict.
     masks, nothing = [torch.ones_like(ids) for ids in sequences], torch.zeros(len(sequences), 1, dtype=torch.long)
     queries, mask = (pad_sequence(list(rows), batch_first=True, padding_side="left") for rows in (sequences, masks))
-    packed = pack_rows(queries, mask, nothing, nothing == 0, padding_free=True, device=device)
+    packed = pack_rows(queries, mask, nothing, nothing == 0, layout=RowLayout(padding_free=True), device=device)
     # transformers reads the score at the last token that is not `pad`, or else at the first.
     last = [int(real[-1]) if len(real := (ids != pad).nonzero()) else 0 for ids in sequences]
     after = torch.tensor([len(ids) - 1 - column for ids, column in zip(sequences, last, strict=True)])

@@ -28,7 +28,7 @@ from alpaca_ppo.generation import (
 )
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.models.loading import check_model_positions, check_token_ids, load_processing_class
+from alpaca_ppo.models.loading import check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.rewards import (
@@ -165,12 +165,10 @@ def make_sampling_params(
         chat: whether there are prompts that are messages. What ends a turn in the chat template then ends a response.
 
     Raises:
-        ValueError: when no token stops a response, when the tokenizer does not allow `stop_strings`, when prompt and
-            response may exceed the positions of policy or critic, or when the tokenizer has tokens without an embedding
-            in the model.
+        ValueError: when no token stops a response, when the tokenizer does not allow `stop_strings`, or when it has
+            tokens without an embedding in the model.
     """
     policy: Any = actor_critic.policy.model
-    check_model_positions(actor_critic, args)
     check_token_ids(policy, processing_class)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     turn_end = resolve_turn_end(processing_class, args.chat_template_kwargs) if chat else None

@@ -10,15 +10,12 @@ from torch.testing import assert_close
 
 from alpaca_ppo.functional import (
     GROUP_ESTIMATORS,
-    gae,
     gdpo_advantages,
     group_advantages,
     informative_rows,
-    masked_whiten,
     reinforce_plus_plus,
     remax,
 )
-from tests.golden_cases import golden_cases
 
 # One group of three, of lengths 1, 2 and 1.
 SCORES, GROUP = tensor([1.0, 2.0, 6.0], dtype=torch.float64), tensor([0, 0, 0])
@@ -68,16 +65,6 @@ def test_groups_may_have_any_ids_in_any_order(estimator):
     advantages = per_response(scores, ids, estimator)
     for members in ([0, 2, 4], [1, 3]):
         assert_close(advantages[members], per_response(scores[members], torch.zeros(len(members)).int(), estimator))
-
-
-def test_reinforce_plus_plus_baseline_whitens_over_the_tokens_of_all_groups():
-    # s - mean: -1, 1 (one token each) and -2, 2 (two tokens each); mean 0, unbiased variance (1 + 1 + 4 * 4) / 5
-    mask = tensor([[True, False], [True, False], [True, True], [True, True]])
-    advantages = group_advantages(
-        tensor([4.0, 6.0, 1.0, 5.0]), tensor([1, 1, 0, 0]), mask, estimator="reinforce_plus_plus_baseline"
-    )
-    expected = tensor([[-1.0, 0.0], [1.0, 0.0], [-2.0, -2.0], [2.0, 2.0]]) / math.sqrt(3.6)
-    assert_close(advantages, expected)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +131,6 @@ def test_reinforce_plus_plus_of_equal_rewards_is_zero():
     assert estimated.advantages.eq(0).all()
 
 
-def test_leave_one_out_is_the_centred_score_times_n_over_n_less_one():
-    torch.manual_seed(0)
-    scores = torch.randn(9, dtype=torch.float64)
-    ids = tensor([0] * 2 + [1] * 3 + [2] * 4)
-    n = tensor([2] * 2 + [3] * 3 + [4] * 4)
-    centred = per_response(scores, ids, "grpo_no_std")
-    assert_close(per_response(scores, ids, "rloo"), centred * n / (n - 1))
-
-
-def test_opo_of_equal_lengths_is_the_plain_mean_baseline():
-    scores, ids, _ = random_group_batch()
-    mask = torch.ones(7, 4, dtype=torch.bool)
-    plain = group_advantages(scores, ids, mask, estimator="grpo_no_std")
-    assert_close(group_advantages(scores, ids, mask, estimator="opo"), plain)
-
-
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_a_row_without_tokens_is_no_member_of_its_group(estimator):
     scores, ids, mask = random_group_batch()
@@ -217,18 +188,6 @@ def test_an_unknown_group_estimator_is_refused_with_the_known_ones():
 def test_scores_and_ids_must_be_one_a_row(inputs, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(*inputs, estimator="rloo")
-
-
-@pytest.mark.parametrize(("inputs", "expected"), golden_cases("group_advantages"))
-def test_group_advantages_match_golden(inputs, expected):
-    assert_close(group_advantages(**inputs), expected["advantages"], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["qae", "grpo_passk"])
-def test_quantile_and_passk_match_golden(name):
-    for inputs, expected in golden_cases(name):
-        actual = group_advantages(**inputs, estimator=name)
-        assert_close(actual, expected["advantages"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -332,19 +291,12 @@ def test_gdpo_refuses_shapes_that_do_not_fit():
         gdpo_advantages(BY_SOURCE, torch.ones(2), GROUP, MASK[:2])
 
 
-def test_gdpo_matches_golden():
-    for inputs, expected in golden_cases("gdpo_advantages"):
-        assert_close(gdpo_advantages(**inputs), expected["advantages"], rtol=0, atol=1e-6)
-
-
 def test_rows_are_informative_where_their_groups_scores_differ():
     scores = tensor([1.0, 0.0, 1000.7, 0.0, 1000.7, 7.0])
     # 1000.7 and the next float32 differ by rounding alone.
     scores[4] = scores[4].nextafter(tensor(2000.0))
     rows = informative_rows(scores, tensor([5, 5, -1, 0, -1, 9]))
     assert rows.tolist() == [True, True, False, False, False, False]
-    for inputs, expected in golden_cases("informative_rows"):
-        assert torch.equal(informative_rows(**inputs), expected["rows"])
 
 
 @pytest.mark.parametrize(("scores", "ids"), [(torch.ones(2), torch.ones(3)), (torch.ones(2, 2), torch.ones(2, 2))])
@@ -371,15 +323,6 @@ def test_returns_to_go_skip_holes_and_cost_no_discount_there():
     assert_close(remax(rewards, tensor([0.0]), mask).returns, tensor([[0.0, 10.0, 0.0, 0.0, 8.0]]))
 
 
-def test_reinforce_plus_plus_is_whitened_gae_of_a_critic_whose_values_are_zero():
-    torch.manual_seed(0)
-    rewards, mask = torch.randn(4, 5, dtype=torch.float64), torch.rand(4, 5) < 0.7
-    expected = gae(rewards, torch.zeros(4, 5), mask, gamma=0.9, lam=1.0).advantages
-    advantages, returns = reinforce_plus_plus(rewards, mask, gamma=0.9)
-    assert_close(returns, expected)
-    assert_close(advantages, masked_whiten(expected, mask))
-
-
 def test_remax_by_hand():
     # returns-to-go 1 + 4 = 5, 4 less a baseline of 3; 2 less -1
     advantages, returns = remax(
@@ -387,12 +330,6 @@ def test_remax_by_hand():
     )
     assert_close(returns, tensor([[5.0, 4.0], [2.0, 0.0]]))
     assert_close(advantages, tensor([[2.0, 1.0], [3.0, 0.0]]))
-
-
-def test_remax_of_the_greedy_response_itself_is_zero_at_the_first_token():
-    # 1 + 4 - 5 = 0;  4 - 5 = -1
-    advantages, _ = remax(tensor([[1.0, 4.0]]), tensor([5.0]), torch.ones(1, 2, dtype=torch.bool))
-    assert_close(advantages, tensor([[0.0, -1.0]]))
 
 
 def test_returns_ignore_nan_outside_the_mask_and_rows_without_tokens():
@@ -447,17 +384,3 @@ def test_returns_refuse_shapes_that_differ_and_a_rate_outside_zero_to_one():
         remax(rewards, torch.ones(3), mask)
     with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values has \(2, 3\)"):
         remax(rewards, torch.ones(2), mask[:, :2])
-
-
-@pytest.mark.parametrize(("inputs", "expected"), golden_cases("reinforce_plus_plus"))
-def test_reinforce_plus_plus_matches_golden(inputs, expected):
-    advantages, returns = reinforce_plus_plus(**inputs)
-    assert_close(advantages, expected["whitened_advantages_inside_mask"], rtol=0, atol=1e-6)
-    assert_close(returns, expected["returns_inside_mask"], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("inputs", "expected"), golden_cases("remax"))
-def test_remax_matches_golden(inputs, expected):
-    advantages, returns = remax(**inputs)
-    assert_close(advantages, expected["advantages"], rtol=0, atol=1e-6)
-    assert_close(returns, expected["returns_inside_mask"], rtol=0, atol=1e-6)

@@ -8,7 +8,6 @@ from torch.testing import assert_close
 
 from alpaca_ppo.functional import kl_penalty, register_kl_estimator
 from alpaca_ppo.registry import KL_ESTIMATORS
-from tests.golden_cases import golden_cases
 from tests.registered import temporary_choices
 
 SMOOTH = ("k1", "abs", "k2", "k3", "k1_clamped")
@@ -84,11 +83,6 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones():
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
     with pytest.raises(ValueError, match="'abs\\+'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "abs+")
-
-
-@pytest.mark.parametrize(("inputs", "expected"), golden_cases("kl_penalty"))
-def test_kl_penalty_matches_golden(inputs, expected):
-    assert_close(kl_penalty(**inputs), expected["kl"], rtol=0, atol=1e-6)
 
 
 def test_a_registered_estimator_gets_the_difference_in_float32_and_gives_value_and_gradient():

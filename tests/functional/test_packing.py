@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alpaca_ppo.functional.packing import Span, pack_rows, position_ids, row_lengths
+from alpaca_ppo.functional.packing import RowLayout, Span, pack_rows, position_ids, row_lengths
 
 
 def test_positions_count_real_tokens():
@@ -54,7 +54,7 @@ ROWS = (
 
 
 def test_rows_without_padding_lie_end_to_end_longest_first():
-    packed = pack_rows(*ROWS, padding_free=True)
+    packed = pack_rows(*ROWS, layout=RowLayout(padding_free=True))
     # Inputs: row 0 has 5 11 12, row 1 has 6 7 8, row 3 has 5 16 17; row 2 has no response and is left out.
     assert packed.input_ids.tolist() == [[5, 11, 12, 6, 7, 8, 5, 16, 17]]
     assert packed.position_ids.tolist() == [[0, 1, 2] * 3]
@@ -66,7 +66,7 @@ def test_rows_without_padding_lie_end_to_end_longest_first():
 
 
 def test_a_shared_prompt_lies_there_once_and_its_responses_behind_it():
-    packed = pack_rows(*ROWS, padding_free=True, share_prompts=True)
+    packed = pack_rows(*ROWS, layout=RowLayout(padding_free=True, share_prompts=True))
     assert packed.input_ids.tolist() == [[5, 11, 12, 16, 17, 6, 7, 8]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 1, 2, 0, 1, 2]]
     assert packed.spans == (Span(0, 1), Span(1, 2, 0, 1), Span(3, 2, 0, 1), Span(5, 3))
@@ -74,12 +74,12 @@ def test_a_shared_prompt_lies_there_once_and_its_responses_behind_it():
     assert packed.states.tolist() == [0, 2, 7, 0, 3, 4]
     # Responses of one token leave nothing but the prompt.
     short = pack_rows(*(part[[0, 0]] for part in ROWS[:3]), torch.eye(3, dtype=torch.bool)[[0, 0]],
-        padding_free=True, share_prompts=True)  # fmt: skip
+        layout=RowLayout(padding_free=True, share_prompts=True))  # fmt: skip
     assert short.input_ids.tolist() == [[5]] and short.states.tolist() == [0, 0]
 
 
 def test_without_any_response_one_token_stays():
-    dummy = pack_rows(*ROWS[:3], torch.zeros(4, 3, dtype=torch.bool), padding_free=True)
+    dummy = pack_rows(*ROWS[:3], torch.zeros(4, 3, dtype=torch.bool), layout=RowLayout(padding_free=True))
     assert dummy.input_ids.tolist() == [[5]] and dummy.spans == (Span(0, 1),)
     assert dummy.states.numel() == dummy.rows.numel() == 0
 

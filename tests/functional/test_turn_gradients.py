@@ -25,6 +25,8 @@ from alpaca_ppo.functional import (
     length_adaptive_lam,
 )
 
+pytestmark = pytest.mark.proof
+
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 STOP, DECISIONS, REPLY = 0, range(3), 0.3
 COLUMNS = {1: "ddd", 2: "dedd", 3: "deded"}

@@ -104,6 +104,21 @@ def fingerprints(folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
+def changed(path: Path, content: bytes | None) -> Iterator[None]:
+    """The file `path` has other content in the block; None removes it."""
+    before = path.read_bytes()
+    # The old file may be mapped into memory by a model that it was loaded into.
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        path.write_bytes(before)
+
+
+@contextlib.contextmanager
 def files_unchanged(folder: Path) -> Iterator[None]:
     """Fails if the block changes, removes or adds anything below `folder`."""
     before = fingerprints(folder)

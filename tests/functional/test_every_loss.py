@@ -1,0 +1,188 @@
+"""What every loss keeps: masks, parts that add up, finite differences, precision, batches without tokens."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nan
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from alpaca_ppo.functional import (
+    LOSS_AGG_MODES,
+    Loss,
+    c51_loss,
+    cispo_policy_loss,
+    dppo_policy_loss,
+    gmpo_policy_loss,
+    gspo_policy_loss,
+    hl_gauss_loss,
+    policy_loss,
+    quantile_huber_loss,
+    quantile_midpoints,
+    sapo_policy_loss,
+    value_loss,
+)
+
+RANGES = {"cliprange_low": 0.2, "cliprange_high": 0.3}
+SUPPORT = {"v_min": -2.0, "v_max": 2.0}
+
+
+def fixed_quantiles(quantiles, returns, mask, **how):
+    return quantile_huber_loss(quantiles, returns, quantile_midpoints(quantiles.size(-1)), mask, **how)
+
+
+class Case(NamedTuple):
+    loss_of: Callable[..., Loss]
+    inputs: str
+    modes: tuple[str | None, ...] = LOSS_AGG_MODES
+    """None: the loss has no `loss_agg_mode`, and counts rows."""
+    exact: bool = True
+    """The gradient is the derivative of the number; of gspo, where a row's advantages are equal."""
+
+    def batch(self):
+        """The tensors of the loss, of which the first is what learns, and the mask, of which one row is empty."""
+        torch.manual_seed(0)
+        shape = (5, 4)
+        if self.inputs == "logprobs":
+            parts = [*(-2 * torch.rand(shape).double() - 0.1 for _ in range(2)), torch.randn(shape).double()]
+        elif self.inputs == "values":
+            parts = [torch.randn(shape).double() for _ in range(3)]
+        else:
+            parts = [torch.randn(*shape, 6).double(), 2 * torch.randn(shape).double()]
+        mask = torch.rand(shape) < 0.7
+        mask[1] = False
+        return parts, mask
+
+
+POLICY = {
+    "ppo": Case(partial(policy_loss, **RANGES), "logprobs"),
+    "ppo, dual clip": Case(partial(policy_loss, clip_ratio_c=1.5, **RANGES), "logprobs"),
+    "gspo": Case(partial(gspo_policy_loss, **RANGES), "logprobs"),
+    "cispo": Case(partial(cispo_policy_loss, **RANGES), "logprobs", exact=False),
+    "sapo": Case(partial(sapo_policy_loss, tau_pos=1.0, tau_neg=1.5), "logprobs"),
+    "gmpo": Case(partial(gmpo_policy_loss, **RANGES), "logprobs", modes=(None,)),
+    "dppo, tv": Case(partial(dppo_policy_loss, clip_ratio_c=3.0, **RANGES), "logprobs", exact=False),
+    "dppo, kl": Case(partial(dppo_policy_loss, divergence="kl", **RANGES), "logprobs", exact=False),
+}
+CASES = {
+    **POLICY,
+    "value": Case(value_loss, "values"),
+    "value, clipped": Case(partial(value_loss, cliprange_value=0.2), "values"),
+    "c51": Case(partial(c51_loss, **SUPPORT), "distributions"),
+    "hl_gauss": Case(partial(hl_gauss_loss, sigma=0.5, **SUPPORT), "distributions"),
+    "quantile": Case(fixed_quantiles, "distributions"),
+}
+every_loss = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+every_policy_loss = pytest.mark.parametrize("case", POLICY.values(), ids=POLICY)
+MODES = [
+    pytest.param(case, {} if mode is None else {"loss_agg_mode": mode}, id=f"{name}, {mode}")
+    for name, case in CASES.items()
+    for mode in case.modes
+]
+
+
+@every_loss
+def test_nan_outside_the_mask_reaches_nothing_and_only_predictions_get_a_gradient(case):
+    inputs, mask = case.batch()
+    results = []
+    for padding in (0.0, nan):
+        padded = [x.where(mask if x.dim() == 2 else mask.unsqueeze(-1), padding).requires_grad_() for x in inputs]
+        weights = torch.full(mask.shape, 0.5).where(mask, padding).requires_grad_()
+        loss, stats = case.loss_of(*padded, mask, **({"weights": weights} if case.inputs == "logprobs" else {}))
+        loss.backward()
+        assert weights.grad is None and all(x.grad is None for x in padded[1:])
+        assert all(value.dim() == 0 and not value.requires_grad for value in stats.values())
+        results.append((loss.detach(), stats, padded[0].grad))
+    assert_close(results[1], results[0], rtol=0, atol=0)
+    grad = results[1][2]
+    assert grad.isfinite().all() and grad[~mask].eq(0).all() and grad.abs().sum() > 0
+    # Equal weights scale the loss.
+    scale = 0.5 if case.inputs == "logprobs" else 1.0
+    assert_close(results[0][0], scale * case.loss_of(*inputs, mask).loss)
+
+
+@pytest.mark.parametrize(("case", "how"), MODES)
+def test_parts_with_the_whole_batchs_denominator_add_up_to_the_whole(case, how):
+    inputs, mask = case.batch()
+    denominator = mask.sum() if how == {"loss_agg_mode": "token-mean"} else mask.any(dim=1).sum()
+    results = []
+    for parts, given in (([slice(5)], {}), ([slice(2), slice(2, 3), slice(3, 5)], {"denominator": denominator})):
+        leaf = inputs[0].detach().clone().requires_grad_()
+        losses = [
+            case.loss_of(leaf[part], *(x[part] for x in inputs[1:]), mask[part], **how, **given).loss for part in parts
+        ]
+        results.append((sum(losses), torch.autograd.grad(sum(losses), leaf)[0]))
+    assert_close(results[1], results[0], rtol=1e-13, atol=1e-16)
+
+
+@pytest.mark.parametrize(("case", "how"), [mode for mode in MODES if mode.values[0].exact])
+def test_gradients_match_finite_differences(case, how):
+    (predictions, *others), mask = case.batch()
+    if case is POLICY["gspo"]:
+        others[1] = others[1][:, :1].expand(5, 4)
+    assert gradcheck(lambda x: case.loss_of(x, *others, mask, **how).loss, predictions.requires_grad_())
+
+
+@every_loss
+@pytest.mark.parametrize("rows", [2, 0])
+def test_a_batch_without_tokens_gives_zero_with_a_graph_and_finite_stats(case, rows):
+    inputs, _ = case.batch()
+    predictions, *others = (torch.full_like(x[:rows], nan) for x in inputs)
+    mask = torch.zeros(rows, 4, dtype=torch.bool)
+    loss, stats = case.loss_of(predictions.requires_grad_(), *others, mask, denominator=7)
+    loss.backward()
+    assert loss.item() == 0 and predictions.grad.eq(0).all()
+    assert all(value.isfinite() for value in stats.values())
+    if case.inputs == "logprobs":
+        assert stats["ratio_min"] == stats["ratio_max"] == 1
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_half_precision_is_computed_in_float32_and_inputs_stay_as_they_were(case, dtype):
+    inputs, mask = case.batch()
+    given = [x.to(dtype) for x in inputs]
+    before = [x.clone() for x in given]
+    loss, stats = case.loss_of(*given, mask)
+    assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+    assert {x.dtype for x in (loss, *stats.values())} == {torch.promote_types(dtype, torch.float32)}
+    assert_close(loss, case.loss_of(*(x.double() for x in given), mask).loss.to(loss))
+
+
+@every_loss
+def test_shapes_that_differ_are_refused(case):
+    (predictions, *others), mask = case.batch()
+    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but values has \(5, 2\)"):
+        case.loss_of(predictions, *(x[:, :2] for x in others), mask)
+
+
+@every_policy_loss
+def test_at_the_old_policy_the_gradient_is_that_of_the_advantage(case):
+    # Ratio 1: d loss / d logprob = -A / tokens, or over the row's tokens and the rows.
+    (_, old_logprobs, advantages), mask = case.batch()
+    logprobs = old_logprobs.clone().requires_grad_()
+    loss, stats = case.loss_of(logprobs, old_logprobs, advantages, mask)
+    loss.backward()
+    divisor = mask.sum()
+    counts = mask.sum(dim=1, keepdim=True).clamp_min(1)
+    if case is POLICY["gmpo"]:
+        advantages = torch.where(mask, advantages, 0).sum(dim=1, keepdim=True) / counts
+    if case in (POLICY["gmpo"], POLICY["gspo"], POLICY["sapo"]):
+        divisor = counts * mask.any(dim=1).sum()
+    assert_close(logprobs.grad, torch.where(mask, -advantages / divisor, 0.0))
+    assert stats["ratio_min"] == stats["ratio_max"] == 1 and stats["clipfrac"] == 0 and stats["approx_kl_k3"] == 0
+    assert list(stats) == list(POLICY["ppo"].loss_of(old_logprobs, old_logprobs, advantages.expand(5, 4), mask).stats)
+
+
+@every_policy_loss
+def test_the_log_ratio_is_cut_at_twenty(case):
+    # Of gspo, the log-ratio of a sequence.
+    logprobs, old_logprobs = torch.tensor([[-1.0], [-101.0]]).double(), torch.tensor([[-101.0], [-1.0]]).double()
+    loss, stats = case.loss_of(logprobs.requires_grad_(), old_logprobs, torch.ones(2, 1), torch.ones(2, 1).bool())
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+    extremes = torch.stack([stats["ratio_min"], stats["ratio_max"]]).log()
+    assert_close(extremes, torch.tensor([-20.0, 20.0]).double())
