@@ -31,7 +31,7 @@ BUDGET = {
     "estimate_memory": 591,
     "data": 519,
     "adapters": 479,
-    "migrate": 433,
+    "migrate": 371,
     "report": 332,
     "doctor": 358,
     "evaluation": 257,

@@ -10,7 +10,7 @@ import yaml
 from alpaca_ppo.config.foreign_names import flattened
 from alpaca_ppo.config.names import where
 from alpaca_ppo.migrate.translation import Translation
-from alpaca_ppo.migrate.trl import Script, translate_trl
+from alpaca_ppo.migrate.trl import read_script, translate_trl
 from alpaca_ppo.migrate.verl import OVERRIDE, overrides_of_shell, read_overrides, translate_verl
 
 
@@ -26,9 +26,9 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
     Raises:
         ValueError: for a file that does not exist, or that is none of these.
     """
-    path, script = Path(file), None
+    path, unread = Path(file), dict[str, str]()
     if re.fullmatch(OVERRIDE, file):
-        return translate_verl(file, _numbers(read_overrides([file, *arguments])))
+        return translate_verl(file, read_overrides([file, *arguments]))
     if not path.is_file():
         raise ValueError(f"{file}: give a script or a YAML file;{where(file, what='file')}")
     try:
@@ -38,13 +38,12 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
         elif path.suffix == ".sh":
             content = read_overrides(overrides_of_shell(text, file))
         else:
-            script = Script(text)
-            content = script.given
+            content, unread = read_script(text)
     except (SyntaxError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
         raise ValueError(f"{file} is no TRL script, and no YAML file that maps names to values: {error}") from error
-    if script is None and any("." in name for name in content):
-        return translate_verl(file, _numbers({**content, **read_overrides(arguments)}))
-    return translate_trl(path.name, _numbers({**content, **_flags(arguments)}), script, processes)
+    if any("." in name for name in content) and path.suffix != ".py":
+        return translate_verl(file, {**content, **read_overrides(arguments)})
+    return translate_trl(path.name, {**content, **_flags(arguments)}, unread, processes)
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, Any]:
@@ -62,9 +61,3 @@ def _flags(arguments: Sequence[str]) -> dict[str, Any]:
         else:
             raise ValueError(f"{word} is no flag of TRL; write --name value")
     return {name: True if not found else found[0] if len(found) == 1 else found for name, found in values.items()}
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with numbers for the texts that spell them: YAML reads 1e-6 as text."""
-    texts = {name: value for name, value in values.items() if isinstance(value, str)}
-    return {**values, **{name: float(text) for name, text in texts.items() if re.fullmatch(r"[-+.\d]+e[-+]?\d+", text)}}

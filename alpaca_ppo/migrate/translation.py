@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-import math
+import re
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
@@ -54,17 +54,13 @@ class Translation:
     _open: list[tuple[ForeignName, str]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.given = {name: _number(value) for name, value in self.given.items()}
         self.values: dict[str, Any] = {**defaults(self.section), **self.given}
 
     def set(self, name: str, value: Any, comment: str = "") -> None:
         """Sets the option `name`; `comment` says what it was computed from."""
         assert name in OPTIONS, name
         self.options[name], self.comments[name] = value, comment
-
-    def drop(self, *names: str) -> None:
-        """Takes options away, which have no effect in this run."""
-        for name in names:
-            self.options.pop(name, None)
 
     def leave(self, name: str, reason: str) -> None:
         """Lists the foreign `name` as not taken."""
@@ -105,34 +101,39 @@ class Translation:
             if not set(entry.ours) & set(self.options) and (value not in (None, False) or not entry.ours):
                 self.leave(name, entry.advice(value))
         for name, value in self.options.items():
-            kinds = OPTIONS[name].kinds
-            if isinstance(value, float) and float not in kinds and int in kinds:
-                self.options[name] = math.ceil(value)
-            elif isinstance(value, str) and any(typing.get_origin(kind) is list for kind in kinds):
+            if isinstance(value, str) and any(typing.get_origin(kind) is list for kind in OPTIONS[name].kinds):
                 self.options[name] = [value]
         for cls in _CLASSES:
             run = object.__new__(cls)
             vars(run).update({name: self.options.get(name, option.default) for name, option in options_of(cls).items()})
-            idle = [n for n, o in options_of(cls).items() if not all(need.holds(run, {}) for need in o.needs)]
-            self.drop(*idle)
+            for name, option in options_of(cls).items():
+                if not all(need.holds(run, {}) for need in option.needs):
+                    self.options.pop(name, None)
+        for name, value in _FILL_IN.items():
+            if name not in self.options and (name != "reward_funcs" or "reward_model_name_or_path" not in self.options):
+                self.set(name, value, "not known from the source")
 
     def as_yaml(self) -> str:
         """The options as a file for `--config`, with a list of what was not taken as its comment."""
-        lines = [f"# Translated from {self.source}.", "#", "# Not taken:"][: 3 if self.not_taken else 1]
+        lines = [f"# Translated from {self.source}.", *(["#", "# Not taken:"] if self.not_taken else [])]
         for reason, names in self.not_taken.items():
             note = f"{', '.join(names)}: {reason}"
             lines += textwrap.wrap(note, 118, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False)
         lines.append("")
-        rewarded = "reward_funcs" in self.options or "reward_model_name_or_path" in self.options
-        unknown = {name: value for name, value in _FILL_IN.items() if not rewarded or name != "reward_funcs"}
         for name in OPTIONS:
-            value = self.options.get(name, unknown.get(name))
-            comment = self.comments.get(name, "") if name in self.options else "not known from the source"
-            if value is not None:
-                lines.append(f"{name}: {_text(value)}{'  # ' if comment else ''}{comment}")
+            if (value := self.options.get(name)) is not None:
+                comment = self.comments.get(name)
+                lines.append(f"{name}: {_text(value)}" + (f"  # {comment}" if comment else ""))
         return "\n".join(lines) + "\n"
 
 
 def _text(value: Any) -> str:
     """`value` in YAML, on one line. JSON is YAML, except for the forms of numbers."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("Infinity", ".inf")
+
+
+def _number(value: Any) -> Any:
+    """The number that a text such as 1e-6, which YAML reads as text, spells; anything else as it is."""
+    if not isinstance(value, str) or not re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
+        return value
+    return int(number) if (number := float(value)).is_integer() else number

@@ -1,144 +1,89 @@
 """TRL's scripts, and its GRPOConfig and PPOConfig: the batch sizes, lengths and units here that follow from several
 values there.
 
-A script is not executed: what the trainer, `load_dataset`, `from_pretrained` and `LoraConfig` get is named as TRL's own
-script arguments are, so that the table of names says what it is here. A name that is assigned once stands for what it
-is assigned, and an attribute that is set on the configuration for an argument of it.
+A script is not executed: the calls of `_CALLS` are read, as far as they get literals. A name that is assigned once
+stands for what it is assigned, and an attribute that is set on the configuration for an argument of it.
 """
 
 import ast
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, find_foreign_name
 from alpaca_ppo.migrate.translation import Translation, defaults
 
 _KINDS = ("GRPOConfig", "PPOConfig")
-_OF_PPO = {"num_ppo_epochs", "response_length", "num_mini_batches", "kl_coef", "reward_model_path"}
+_OF_PPO = set("num_ppo_epochs response_length num_mini_batches kl_coef reward_model_path value_model".split())
 _MICRO_BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_MODELS = {"model": "model_name_or_path", "ref_model": "reference", "value_model": "value_model_name_or_path"}
-_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "task_type": "lora_task_type"}
-_DATASETS = {
-    "train_dataset": ("dataset_name", "dataset_config", "dataset_train_split"),
-    "eval_dataset": ("eval_dataset_name", "", "dataset_test_split"),
+_CALLS = {
+    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset"),
+    "PPOTrainer": (),
+    "LoraConfig": (),
+    "load_dataset": ("path", "name"),
+    "GRPOConfig": ("output_dir",),
+    "PPOConfig": ("output_dir",),
 }
-_CHANGING = {"map", "filter", "select", "rename_column", "rename_columns", "train_test_split", "take"}
-_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial")
-"""Those that need no arguments."""
+"""The calls that are read, and the names of what they get by position. Of an argument that two have, the later one's
+counts.
+"""
+_COMMENTS = {
+    "dataset_name": "where the script changes its rows, save them as jsonl",
+    "reward_funcs": "copy functions of the script into rewards.py, because importing the script would run it",
+}
 
 
-class Script:
-    """A Python script of TRL.
-
-    Attributes:
-        kind: "GRPOConfig" or "PPOConfig".
-        given: the literal arguments.
-        unread: the source of those that are no literals.
-        notes: what else there is to say about an argument.
+def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
+    """What the Python script `text` gives TRL: the literal arguments, and the source of the others.
 
     Raises:
         SyntaxError: if it is no valid Python.
-        ValueError: if it names neither configuration.
+        ValueError: if it names no configuration of TRL.
     """
+    nodes = list(ast.walk(ast.parse(text)))
+    if not any(kind in text for kind in _KINDS):
+        raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
+    given: dict[str, object] = {}
+    unread: dict[str, str] = {}
+    calls = {_called(node): node for node in reversed(nodes) if isinstance(node, ast.Call)}
+    assigned = [(target, node.value) for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
+    names: dict[str, ast.expr] = {}
+    for target, value in assigned:
+        if isinstance(target, ast.Name):
+            # What is assigned again stands for itself.
+            names[target.id] = target if target.id in names else value
 
-    def __init__(self, text: str) -> None:
-        nodes = list(ast.walk(ast.parse(text)))
-        calls = {_called(node): node for node in nodes if isinstance(node, ast.Call)}
-        kinds = [kind for kind in _KINDS if kind in calls] or [kind for kind in _KINDS if kind in text]
-        if not kinds:
-            raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
-        self.kind, made = kinds[0], calls.get(kinds[0])
-        self.given: dict[str, object] = {}
-        self.unread: dict[str, str] = {}
-        self.notes: list[tuple[str, str]] = []
-        self._assigned: dict[str, list[ast.expr]] = {}
-        arguments = _arguments(made, "output_dir")
-        for assignment in [node for node in nodes if isinstance(node, ast.Assign)]:
-            for target in assignment.targets:
-                if isinstance(target, ast.Name):
-                    self._assigned.setdefault(target.id, []).append(assignment.value)
-                elif isinstance(target, ast.Attribute) and made and self._once(target.value) is made:
-                    arguments[target.attr] = assignment.value
-        imports = {
-            a.asname or a.name: f"{n.module}:{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names
-        }
-        positional = ("model", "reward_funcs", "args", "train_dataset") if self.kind == "GRPOConfig" else ()
-        for name, node in _arguments(calls.get(self.kind.replace("Config", "Trainer")), *positional).items():
-            if name in _MODELS:
-                arguments[_MODELS[name]] = next(self._sources(node, "from_pretrained"), {}).get(0, node)
-            elif name in _DATASETS:
-                self._dataset(name, node, arguments)
-            elif name in ("reward_funcs", "reward_model"):
-                self._rewards(name, self._once(node), imports)
-            elif name == "peft_config":
-                self.given["use_peft"] = True
-                adapter = _arguments(self._once(node)).items()
-                arguments |= {_LORA.get(each, each): value for each, value in adapter} if adapter else {name: node}
-            elif name not in ("args", "processing_class"):
-                entry = find_foreign_name(name, TRAINER_SECTIONS)
-                self.notes.append(
-                    (name, entry.advice(ast.unparse(node)) if entry else "pass it to PPOTrainer in a script")
-                )
-        for name, node in arguments.items():
-            try:
-                self.given[name] = ast.literal_eval(self._once(node))
-            except (ValueError, TypeError):
-                self.unread[name] = ast.unparse(node)
+    def meant(node: ast.expr) -> ast.expr:
+        return names.get(node.id, node) if isinstance(node, ast.Name) else node
 
-    def _dataset(self, name: str, node: ast.expr, arguments: dict[str, ast.expr]) -> None:
-        dataset, config, split = _DATASETS[name]
-        loaded: dict[Any, ast.expr] = next(self._sources(node, "load_dataset"), {0: node})
-        found = {dataset: loaded.get("data_files", loaded.get(0)), config: loaded.get(1, loaded.get("name"))}
-        found[split] = loaded.get("part", loaded.get("split"))
-        arguments |= {key: value for key, value in found.items() if key and value is not None}
-        if changes := [_called(call) for call in self._origins(node) if _called(call) in _CHANGING]:
-            self.notes.append((name, f"the script changes its rows ({', '.join(changes)}): save them as jsonl"))
-
-    def _rewards(self, name: str, node: ast.expr, imports: dict[str, str]) -> None:
-        functions, models = [], []
-        for source in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
-            model = next(self._sources(source, "from_pretrained"), {}).get(0, source)
-            if isinstance(model, ast.Constant):
-                models.append(model.value)
-            elif isinstance(source, ast.Name) and source.id in imports:
-                functions.append(imports[source.id])
-            elif isinstance(source, ast.Name) and source.id not in self._assigned:
-                functions.append(f"rewards.py:{source.id}")
-                self.notes.append(
-                    (name, f"copy {source.id} into rewards.py, because importing the script would run it")
-                )
-            else:
-                self.unread["reward_model_name_or_path"] = ast.unparse(source)
-        found = {"reward_funcs": functions, "reward_model_name_or_path": models}
-        self.given |= {key: value for key, value in found.items() if value}
-
-    def _once(self, node: ast.expr) -> ast.expr:
-        """What a name that is assigned once stands for; another expression as it is."""
-        assigned = self._assigned.get(node.id, []) if isinstance(node, ast.Name) else []
-        return assigned[0] if len(assigned) == 1 else node
-
-    def _origins(self, node: ast.expr) -> Iterator[ast.AST]:
-        """The expressions from which `node` comes, through all that its names are assigned."""
-        to_read, seen = [node], set[str]()
-        for expression in to_read:
-            for inner in ast.walk(expression):
-                yield inner
-                if isinstance(inner, ast.Name) and inner.id not in seen:
-                    seen.add(inner.id)
-                    to_read += self._assigned.get(inner.id, [])
-
-    def _sources(self, node: ast.expr, function: str) -> Iterator[dict[Any, ast.expr]]:
-        """The arguments of the calls of `function` from which `node` comes, by position and name, and as "part" what it
-        takes of their result.
-        """
-        part = {}
-        for inner in self._origins(node):
-            if isinstance(inner, ast.Subscript) and getattr(inner.value, "id", "") in self._assigned:
-                part = {"part": inner.slice}
-            elif isinstance(inner, ast.Call) and _called(inner) == function:
-                positional: dict[Any, ast.expr] = dict(enumerate(inner.args))
-                yield positional | _arguments(inner) | part
+    arguments: dict[str, ast.expr] = {}
+    for call, positional in _CALLS.items():
+        if found := calls.get(call):
+            by_name = [(keyword.arg or f"**{ast.unparse(keyword.value)}", keyword.value) for keyword in found.keywords]
+            for name, value in [*zip(positional, found.args, strict=False), *by_name]:
+                arguments[name] = value
+    for target, value in assigned:
+        if isinstance(target, ast.Attribute) and _called(meant(target.value)) in _KINDS:
+            arguments[target.attr] = value
+    if "LoraConfig" in calls:
+        arguments["peft_config"] = ast.Constant(True)
+    rewards = meant(arguments.pop("reward_funcs", ast.List([])))
+    sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
+    if functions := [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]:
+        given["reward_funcs"] = functions
+    if others := [source for source in sources if not isinstance(source, ast.Name)]:
+        arguments["reward_model_name_or_path"] = ast.List(others)
+    for name in ("args", "processing_class"):
+        arguments.pop(name, None)
+    for name, node in arguments.items():
+        made = meant(node)
+        if isinstance(made, ast.Call) and made.args and _called(made) == "from_pretrained":
+            made = meant(made.args[0])
+        try:
+            given[name] = ast.literal_eval(made)
+        except (ValueError, TypeError):
+            unread[name] = ast.unparse(node)
+    return given, unread
 
 
 def _called(node: ast.AST) -> str:
@@ -147,30 +92,31 @@ def _called(node: ast.AST) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _arguments(call: ast.expr | None, *positional: str) -> dict[str, ast.expr]:
-    """The arguments of a call by name, and those of `**` by their source."""
-    if not isinstance(call, ast.Call):
-        return {}
-    named = {keyword.arg or f"**{ast.unparse(keyword.value)}": keyword.value for keyword in call.keywords}
-    return {**dict(zip(positional, call.args, strict=False)), **named}
-
-
-def translate_trl(file: str, given: Mapping[str, Any], script: Script | None, processes: int) -> Translation:
-    """The options that train as TRL would with the names and values in `given`, in a run of so many `processes`.
+def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, str], processes: int) -> Translation:
+    """The options that train as TRL would with the names and values in `given`.
 
     Args:
-        file: what the user calls the source.
-        given: of a script and its flags, or of a file.
-        script: the script, for what it says beside literals.
+        source: what the user calls the file.
+        given: of the file and of flags.
+        unread: the source of the arguments of a script that are no literals.
         processes: by which TRL multiplies the batch sizes of a device.
 
     Raises:
         ValueError: for a batch size that is no positive number, or that TRL refuses too.
     """
-    kind = script.kind if script else "PPOConfig" if _OF_PPO & set(given) else "GRPOConfig"
-    result = Translation(f"TRL's {kind} in {file}", given, kind)
+    kind = "PPOConfig" if _OF_PPO & {*given, *unread} else "GRPOConfig"
+    result = Translation(f"TRL's {kind} in {source}", given, kind)
     values, options, is_grpo = result.values, result.options, kind == "GRPOConfig"
-    result.take([section for section in CONFIG_SECTIONS if section == kind or section not in _KINDS])
+    sections = ["script", *[section for section in CONFIG_SECTIONS if section == kind or section not in _KINDS]]
+    result.take(sections)
+    for name, expression in unread.items():
+        entry = find_foreign_name(name, sections)
+        # What another name has set is known, unless that was TRL's default.
+        known = entry and entry.same and entry.ours[0] in options and name not in defaults(kind)
+        if name not in given and not known:
+            in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
+            how = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
+            result.leave(name, f"`{expression}` is no literal; {how}")
     steps = (_grpo if is_grpo else _ppo)(result, processes)
     # TRL's PPOTrainer counts rollouts, and its scheduler steps once for each of them.
     per_rollout, per_scheduled = (steps, 1) if is_grpo else (1, steps)
@@ -187,29 +133,21 @@ def translate_trl(file: str, given: Mapping[str, Any], script: Script | None, pr
             result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
         else:
             result.set(name, max(1, round(every / per_rollout)), f"rollouts: {every} / {per_rollout}")
-    schedule, warmup = str(values["lr_scheduler_type"]), values.get("warmup_steps") or values.get("warmup_ratio") or 0
-    if schedule not in _SCHEDULES:
-        result.leave("lr_scheduler_type", "it needs arguments or a metric; the nearest without is taken")
-        schedule = "cosine" if "cosine" in schedule else "constant_with_warmup"
-    result.set("lr_scheduler_type", schedule)
-    if schedule != "constant" and warmup >= 1:
+    result.set("lr_scheduler_type", values["lr_scheduler_type"])
+    warmup = values.get("warmup_steps") or values.get("warmup_ratio") or 0
+    if warmup >= 1:
         result.set("warmup_steps", int(warmup * per_scheduled), f"{warmup} * {per_scheduled} optimizer steps")
-    elif schedule != "constant" and warmup:
+    elif warmup:
         result.set("warmup_steps", warmup, "a share of the run")
     if options.get("lora_target_modules") == "all-linear":
-        result.drop("lora_target_modules")
+        options.pop("lora_target_modules")
     if not values.get("push_to_hub"):
-        result.drop("hub_model_id")
+        options.pop("hub_model_id", None)
     if "query_len" not in options:
         result.set("query_len", 512, "TRL has no limit; a longer prompt is dropped")
+    if source.endswith(".py"):
+        result.comments |= _COMMENTS
     result.finish()
-    for name, source in script.unread.items() if script else ():
-        # An option that another name has set is known, unless that was TRL's default.
-        if name not in given and (name in defaults(kind) or not options.get(name)):
-            how = f"give --{name} VALUE after the file" if name.isidentifier() else "give its entries as flags after it"
-            result.leave(name, f"`{source}` is no literal; {how}")
-    for name, reason in script.notes if script else ():
-        result.leave(name, reason)
     return result
 
 
@@ -249,12 +187,7 @@ def _ppo(result: Translation, processes: int) -> int:
     """Batch sizes and rewards; returns the optimizer steps on a rollout."""
     device_batch, accumulation = map(result.count, _MICRO_BATCHES)
     values, parts, prompts = result.values, result.count("num_mini_batches"), device_batch * accumulation
-    if prompts % parts:
-        raise ValueError(
-            f"num_mini_batches is {parts}, which does not divide per_device_train_batch_size * "
-            f"gradient_accumulation_steps ({prompts}), and TRL refuses it; change one of them"
-        )
-    micro = min(device_batch, prompts // parts)
+    micro = max(1, min(device_batch, prompts // parts))
     batch, step = prompts * processes, min(prompts, micro * accumulation) * processes
     result.set("rollout_batch_size", batch, f"prompts: {device_batch} * {processes} processes * {accumulation}")
     result.set("step_batch_size", step, f"TRL steps after {accumulation} micro-batches of {micro} on each process")

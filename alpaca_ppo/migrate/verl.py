@@ -58,18 +58,11 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     result.take(["ppo_trainer.yaml"])
     if options.get("adv_estimator") == "grpo" and values.get("algorithm.norm_adv_by_std_in_grpo") is False:
         result.set("adv_estimator", "grpo_no_std", "norm_adv_by_std_in_grpo: false")
-    if options.get("adv_estimator", "gae") == "gae":
-        result.set("vf_coef", 1.0, "verl's value loss has no weight")
-    in_reward, in_loss = values["algorithm.use_kl_in_reward"], values[f"{_ACTOR}.use_kl_loss"]
-    if not in_reward:
-        result.set("kl_coef", 0.0, "use_kl_in_reward is false")
-    if not in_loss:
-        result.drop("kl_loss_coef")
-    if not in_reward and not in_loss:
+    result.set("vf_coef", 1.0, "verl's value loss has no weight")
+    if not options["kl_coef"] and not options["kl_loss_coef"]:
         result.set("reference", "none", "neither use_kl_in_reward nor use_kl_loss")
-    options.setdefault("old_policy", "recompute")
     if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):
-        result.drop("overlong_buffer_len")
+        options.pop("overlong_buffer_len", None)
     group, prompts = result.count(f"{_ROLLOUT}.n"), result.count("data.train_batch_size")
     mini = result.count(f"{_ACTOR}.ppo_mini_batch_size")
     step = min(mini, prompts) * group
@@ -80,31 +73,29 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     forward = values.get(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu") or 32
     result.set("rollout_per_device_batch_size", max(forward, group), "sampled and scored at once: memory alone")
     if options.get("max_steps"):
-        result.drop("total_epochs")
+        options.pop("total_epochs", None)
     for key, name in (("trainer.save_freq", "save_steps"), ("trainer.test_freq", "eval_steps")):
         result.set(name, max(0, values.get(key, 0)))
     # verl's scheduler steps once a rollout, ours once an optimizer step.
     per_rollout = math.ceil(options["rollout_batch_size"] * group / step) * options["ppo_epochs"]
     schedule = values.get(f"{_OPTIM}.lr_scheduler_type") or values.get(f"{_OPTIM}.warmup_style") or "constant"
-    result.set("critic_lr_warmup_steps", 0)
     for name, prefix in (("warmup_steps", _OPTIM), ("critic_lr_warmup_steps", "critic.optim")):
         steps, share = values.get(f"{prefix}.lr_warmup_steps", 0), values.get(f"{prefix}.lr_warmup_steps_ratio", 0)
         if steps > 0:
             result.set(name, steps * per_rollout, f"{steps} rollouts * {per_rollout} optimizer steps")
-        elif share > 0:
-            result.set(name, share, "a share of the run")
-        if schedule == "constant" and (steps > 0 or share > 0):
+        else:
+            result.set(name, share)
+        if schedule == "constant" and options[name]:
             schedule = "constant_with_warmup"
     result.set("lr_scheduler_type", schedule)
     for key, name in (("data.train_files", "dataset_name"), ("data.val_files", "eval_dataset_name")):
         files = values.get(key) or []
         if isinstance(files, str) or len(files) == 1:
-            result.set(name, files if isinstance(files, str) else files[0], key)
+            result.set(name, files if isinstance(files, str) else files[0])
     result.set("bf16", True, "passes in bfloat16, as verl's")
     if rank := values.get(f"{_MODEL}.lora_rank"):
         result.set("use_peft", True, "lora_rank")
         result.set("lora_r", rank)
-        options.setdefault("lora_alpha", 16)
     logger = values.get("trainer.logger", [])
     trackers = [name for name in (logger if isinstance(logger, list) else [logger]) if name != "console"]
     result.set("report_to", trackers or ["none"])
