@@ -6,29 +6,17 @@ from torch import nan, tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import (
-    c51_atoms,
-    c51_loss,
-    c51_project,
-    cvar_from_categorical,
-    cvar_from_quantiles,
-    hl_gauss_centres,
-    hl_gauss_loss,
-    hl_gauss_project,
-    hl_gauss_value,
-    quantile_huber_loss,
-    quantile_midpoints,
-)
+from alpaca_ppo import functional as F
 
 SUPPORT = {"v_min": -2.0, "v_max": 2.0}
 
 
 def categorical(logits, returns, mask, **settings):
-    return c51_loss(logits, returns, mask, **SUPPORT, **settings)
+    return F.c51_loss(logits, returns, mask, **SUPPORT, **settings)
 
 
 def fixed_quantiles(quantiles, returns, mask, **settings):
-    return quantile_huber_loss(quantiles, returns, quantile_midpoints(quantiles.size(-1)), mask, **settings)
+    return F.quantile_huber_loss(quantiles, returns, F.quantile_midpoints(quantiles.size(-1)), mask, **settings)
 
 
 def random_batch():
@@ -38,39 +26,39 @@ def random_batch():
 
 
 def test_atoms_span_the_support_evenly():
-    assert_close(c51_atoms(5, v_min=-1, v_max=3), tensor([-1.0, 0.0, 1.0, 2.0, 3.0]))
-    assert c51_atoms(2, v_min=0, v_max=1, dtype=torch.float64).dtype == torch.float64
+    assert_close(F.c51_atoms(5, v_min=-1, v_max=3), tensor([-1.0, 0.0, 1.0, 2.0, 3.0]))
+    assert F.c51_atoms(2, v_min=0, v_max=1, dtype=torch.float64).dtype == torch.float64
 
 
 def test_projection_splits_the_mass_by_distance():
     # atoms 1 apart: 0.25 is 3/4 of the way to 0 and 1/4 to 1;  -0.5 lies in the middle of -1 and 0
     expected = tensor([[0.0, 0.75, 0.25, 0.0], [0.5, 0.5, 0.0, 0.0]])
-    assert_close(c51_project(tensor([0.25, -0.5]), c51_atoms(4, v_min=-1, v_max=2)), expected)
+    assert_close(F.c51_project(tensor([0.25, -0.5]), F.c51_atoms(4, v_min=-1, v_max=2)), expected)
 
 
 def test_projection_of_unevenly_spaced_atoms_keeps_the_mean():
     # 2 lies 1/3 of the way from 1 to 4: 2/3 * 1 + 1/3 * 4 = 2
-    assert_close(c51_project(tensor(2.0), tensor([0.0, 1.0, 4.0])), tensor([0.0, 2 / 3, 1 / 3]))
+    assert_close(F.c51_project(tensor(2.0), tensor([0.0, 1.0, 4.0])), tensor([0.0, 2 / 3, 1 / 3]))
 
 
 def test_a_return_on_an_atom_keeps_its_mass_together():
-    atoms = c51_atoms(51, v_min=-10, v_max=10)
-    assert_close(c51_project(atoms, atoms), torch.eye(51), rtol=0, atol=0)
+    atoms = F.c51_atoms(51, v_min=-10, v_max=10)
+    assert_close(F.c51_project(atoms, atoms), torch.eye(51), rtol=0, atol=0)
 
 
 def test_returns_outside_the_support_count_as_its_ends():
     expected = tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
-    assert_close(c51_project(tensor([-7.0, 1.5, math.inf]), tensor([-1.0, 0.0, 1.0])), expected)
+    assert_close(F.c51_project(tensor([-7.0, 1.5, math.inf]), tensor([-1.0, 0.0, 1.0])), expected)
 
 
 def test_projections_of_any_shape_sum_to_one_and_have_the_return_as_mean():
     torch.manual_seed(0)
-    returns, atoms = 4 * torch.rand(3, 2, 5, dtype=torch.float64) - 2, c51_atoms(7, **SUPPORT, dtype=torch.float64)
-    probs = c51_project(returns.transpose(0, 2), atoms)
+    returns, atoms = 4 * torch.rand(3, 2, 5, dtype=torch.float64) - 2, F.c51_atoms(7, **SUPPORT, dtype=torch.float64)
+    probs = F.c51_project(returns.transpose(0, 2), atoms)
     assert probs.shape == (5, 2, 3, 7) and (probs >= 0).all() and ((probs > 0).sum(-1) <= 2).all()
     assert_close(probs.sum(-1), torch.ones(5, 2, 3, dtype=torch.float64))
     assert_close((probs * atoms).sum(-1), returns.transpose(0, 2))
-    assert c51_project(tensor(0.5), atoms).shape == (7,)
+    assert F.c51_project(tensor(0.5), atoms).shape == (7,)
 
 
 def test_c51_loss_by_hand():
@@ -94,17 +82,17 @@ def test_a_normal_distribution_is_split_at_the_edges_of_the_bins_and_renormalise
     # same again, of 0.954500 in all: 0.142384, 0.357616.
     settings = {"v_min": -2.0, "v_max": 2.0, "num_bins": 4, "sigma": 1.0}
     outer, inner = 0.135905 / 0.954500, 0.341345 / 0.954500
-    assert_close(hl_gauss_project(tensor(0.0), **settings), tensor([outer, inner, inner, outer]), rtol=0, atol=2e-6)
+    assert_close(F.hl_gauss_project(tensor(0.0), **settings), tensor([outer, inner, inner, outer]), rtol=0, atol=2e-6)
     # Return 1: cdf(-2) - cdf(-3) = 0.0214, cdf(-1) - cdf(-2) = 0.135905 and twice 0.341345; in all 0.839995.
     masses = [0.0214, 0.135905, 0.341345, 0.341345]
     expected = tensor([mass / 0.839995 for mass in masses])
-    assert_close(hl_gauss_project(tensor([1.0]), **settings), expected.unsqueeze(0), rtol=0, atol=2e-6)
+    assert_close(F.hl_gauss_project(tensor([1.0]), **settings), expected.unsqueeze(0), rtol=0, atol=2e-6)
 
 
 def test_smoothed_returns_outside_the_support_count_as_its_ends():
     settings = {"v_min": -2.0, "v_max": 2.0, "num_bins": 4, "sigma": 1.0}
-    ends = hl_gauss_project(tensor([-2.0, 2.0]), **settings)
-    assert_close(hl_gauss_project(tensor([-9.0, math.inf]), **settings), ends, rtol=0, atol=0)
+    ends = F.hl_gauss_project(tensor([-2.0, 2.0]), **settings)
+    assert_close(F.hl_gauss_project(tensor([-9.0, math.inf]), **settings), ends, rtol=0, atol=0)
     # Half a normal distribution of deviation 1, on bins at the distances 1/2, 3/2 (cdf(4) is 1 but for 3e-5):
     # 2 * (0.341345, 0.135905, 0.0214, 0.0013).
     assert_close(ends[0], tensor([0.68269, 0.27181, 0.0428, 0.0026]), rtol=0, atol=1e-4)
@@ -114,27 +102,27 @@ def test_a_narrow_smoothing_puts_all_mass_into_the_bin_of_the_return():
     settings = {"v_min": -2.0, "v_max": 2.0, "num_bins": 4, "sigma": 1e-6}
     # On an edge, half to each side.
     expected = tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]])
-    assert_close(hl_gauss_project(tensor([0.3, 0.0, 2.0]), **settings), expected)
+    assert_close(F.hl_gauss_project(tensor([0.3, 0.0, 2.0]), **settings), expected)
 
 
 def test_smoothed_projections_of_any_shape_sum_to_one_and_keep_a_mean_away_from_the_edges():
     torch.manual_seed(0)
     returns = 2 * torch.rand(3, 2, 5, dtype=torch.float64) - 1
     settings = {"v_min": -6.0, "v_max": 6.0}
-    probs = hl_gauss_project(returns.transpose(0, 2), num_bins=120, sigma=0.2, **settings)
+    probs = F.hl_gauss_project(returns.transpose(0, 2), num_bins=120, sigma=0.2, **settings)
     assert probs.shape == (5, 2, 3, 120) and (probs >= 0).all()
     assert_close(probs.sum(-1), torch.ones(5, 2, 3, dtype=torch.float64))
     # Bins of half a sigma: the sum over their centres is the mean up to exp(-2 (pi sigma / width)^2) = 1e-34.
-    assert_close((probs * hl_gauss_centres(120, **settings, dtype=torch.float64)).sum(-1), returns.transpose(0, 2))
+    assert_close((probs * F.hl_gauss_centres(120, **settings, dtype=torch.float64)).sum(-1), returns.transpose(0, 2))
 
 
 def test_bins_have_their_value_at_their_centres():
-    assert_close(hl_gauss_centres(4, v_min=-1, v_max=3), tensor([-0.5, 0.5, 1.5, 2.5]))
-    assert hl_gauss_centres(2, v_min=0, v_max=1, dtype=torch.float64).dtype == torch.float64
+    assert_close(F.hl_gauss_centres(4, v_min=-1, v_max=3), tensor([-0.5, 0.5, 1.5, 2.5]))
+    assert F.hl_gauss_centres(2, v_min=0, v_max=1, dtype=torch.float64).dtype == torch.float64
     # 0.1 * -0.5 + 0.2 * 0.5 + 0.3 * 1.5 + 0.4 * 2.5 = 1.5
     logits = tensor([[0.1, 0.2, 0.3, 0.4]]).log() + 7.0
-    assert_close(hl_gauss_value(logits, v_min=-1, v_max=3), tensor([1.5]))
-    assert hl_gauss_value(logits.bfloat16(), v_min=-1, v_max=3).dtype == torch.float32
+    assert_close(F.hl_gauss_value(logits, v_min=-1, v_max=3), tensor([1.5]))
+    assert F.hl_gauss_value(logits.bfloat16(), v_min=-1, v_max=3).dtype == torch.float32
 
 
 def test_hl_gauss_loss_by_hand():
@@ -142,7 +130,7 @@ def test_hl_gauss_loss_by_hand():
     # mean 1/2, error 1/4.  Token 2: p = (1/2, 1/2), return 5 -> clamped to 2: whatever the target, ln 2; mean 0,
     # error 25.  Both bins are edges.
     logits, mask = tensor([[[0.25, 0.75], [0.5, 0.5], [nan, nan]]]).log(), tensor([[True, True, False]])
-    loss, stats = hl_gauss_loss(logits, tensor([[0.0, 5.0, nan]]), mask, **SUPPORT, sigma=1.0)
+    loss, stats = F.hl_gauss_loss(logits, tensor([[0.0, 5.0, nan]]), mask, **SUPPORT, sigma=1.0)
     assert_close(loss, tensor(0.5 * (math.log(4) - 0.5 * math.log(3) + math.log(2))))
     assert {name: pytest.approx(value.item()) for name, value in stats.items()} == {
         "edge_mass": 1.0,
@@ -155,14 +143,14 @@ def test_hl_gauss_loss_by_hand():
 @pytest.mark.parametrize("sigma", [0.0, -1.0, nan, math.inf])
 def test_a_smoothing_that_is_not_positive_and_finite_is_refused(sigma):
     with pytest.raises(ValueError, match=f"sigma is {sigma}; it must be positive and finite, such as 0.75"):
-        hl_gauss_loss(*random_batch(), **SUPPORT, sigma=sigma)
+        F.hl_gauss_loss(*random_batch(), **SUPPORT, sigma=sigma)
 
 
 def test_quantile_huber_loss_by_hand():
     # kappa 1, return 2, taus (1/4, 3/4).  Quantile 1.5: d = 0.5, 0.5 * 0.25 * 1/4 = 0.03125.
     # Quantile 5: d = -3, (3 - 0.5) * |3/4 - 1| = 0.625.  Mean 0.328125; mean quantile 3.25, error 1.25^2 = 1.5625.
     quantiles, mask = tensor([[[1.5, 5.0], [nan, nan]]]), tensor([[True, False]])
-    loss, stats = quantile_huber_loss(quantiles, tensor([[2.0, nan]]), tensor([0.25, 0.75]), mask)
+    loss, stats = F.quantile_huber_loss(quantiles, tensor([[2.0, nan]]), tensor([0.25, 0.75]), mask)
     assert_close(loss, tensor(0.328125))
     assert {name: value.item() for name, value in stats.items()} == {"error": 1.5625, "vpred": 3.25}
 
@@ -172,24 +160,24 @@ def test_kappa_is_where_the_loss_turns_linear_and_no_divisor():
     # kappa 0.5: 0.5 * (3 - 0.25) / 2 = 0.6875
     for kappa, expected in ((2.0, 2.0), (4.0, 2.25), (0.5, 0.6875), (math.inf, 2.25)):
         inputs = torch.zeros(1, 1, 1), tensor([[3.0]]), tensor([0.5]), tensor([[True]])
-        assert_close(quantile_huber_loss(*inputs, kappa=kappa).loss, tensor(expected))
+        assert_close(F.quantile_huber_loss(*inputs, kappa=kappa).loss, tensor(expected))
 
 
 def test_taus_may_differ_from_token_to_token():
     predictions, returns, mask = random_batch()
     taus = torch.rand_like(predictions).requires_grad_()
-    whole = quantile_huber_loss(predictions, returns, taus, mask).loss
+    whole = F.quantile_huber_loss(predictions, returns, taus, mask).loss
     assert not whole.requires_grad
     rows = [
-        quantile_huber_loss(predictions[[i]][:, [t]], returns[[i]][:, [t]], taus[i, t], mask[[i]][:, [t]]).loss
+        F.quantile_huber_loss(predictions[[i]][:, [t]], returns[[i]][:, [t]], taus[i, t], mask[[i]][:, [t]]).loss
         for i, t in mask.nonzero().tolist()
     ]
     assert_close(whole, torch.stack(rows).mean())
 
 
 def test_midpoints_are_the_middles_of_equal_masses():
-    assert_close(quantile_midpoints(4), tensor([0.125, 0.375, 0.625, 0.875]))
-    assert_close(quantile_midpoints(1, dtype=torch.float64), tensor([0.5], dtype=torch.float64))
+    assert_close(F.quantile_midpoints(4), tensor([0.125, 0.375, 0.625, 0.875]))
+    assert_close(F.quantile_midpoints(1, dtype=torch.float64), tensor([0.5], dtype=torch.float64))
 
 
 def test_cvar_of_quantiles_takes_a_part_of_the_boundary_quantile():
@@ -197,28 +185,28 @@ def test_cvar_of_quantiles_takes_a_part_of_the_boundary_quantile():
     quantiles = tensor([10.0, 1.0, 3.0, 2.0])
     # alpha 0.6: masses 0.25, 0.25, 0.1 -> (0.25 + 0.5 + 0.3) / 0.6 = 1.75;  alpha 0.25 and less: the lowest
     for alpha, expected in ((0.6, 1.75), (0.5, 1.5), (0.25, 1.0), (0.01, 1.0), (1.0, 4.0)):
-        assert_close(cvar_from_quantiles(quantiles, alpha=alpha), tensor(expected))
+        assert_close(F.cvar_from_quantiles(quantiles, alpha=alpha), tensor(expected))
 
 
 def test_the_upper_tail_takes_the_highest_quantiles_and_atoms():
     quantiles = tensor([3.0, 1.0, 10.0, 2.0])
     # alpha 0.6: masses 0.25, 0.25, 0.1 of 10, 3, 2 -> (2.5 + 0.75 + 0.2) / 0.6 = 5.75
     for alpha, expected in ((0.6, 5.75), (0.5, 6.5), (0.25, 10.0), (0.01, 10.0), (1.0, 4.0)):
-        assert_close(cvar_from_quantiles(quantiles, alpha=alpha, tail="upper"), tensor(expected))
+        assert_close(F.cvar_from_quantiles(quantiles, alpha=alpha, tail="upper"), tensor(expected))
     probs, atoms = tensor([[0.2, 0.5, 0.3], [1.0, 0.0, 0.0]]), tensor([-1.0, 2.0, 4.0])
     # alpha 0.4: 0.3 and 0.1 -> (1.2 + 0.2) / 0.4 = 3.5;  alpha 0.9: 0.3, 0.5, 0.1 -> (1.2 + 1 - 0.1) / 0.9 = 7 / 3
     for alpha, expected in ((0.4, 3.5), (0.9, 7 / 3), (0.3, 4.0), (0.05, 4.0), (1.0, 2.0)):
-        assert_close(cvar_from_categorical(probs, atoms, alpha=alpha, tail="upper"), tensor([expected, -1.0]))
+        assert_close(F.cvar_from_categorical(probs, atoms, alpha=alpha, tail="upper"), tensor([expected, -1.0]))
 
 
 def test_both_tails_of_a_distribution_have_its_mean_between_them():
     predictions, _, _ = random_batch()
-    probs, atoms = predictions.softmax(-1), c51_atoms(6, **SUPPORT, dtype=torch.float64)
+    probs, atoms = predictions.softmax(-1), F.c51_atoms(6, **SUPPORT, dtype=torch.float64)
     for alpha in (0.1, 0.37, 0.5):
         # The mean is alpha of the upper tail and 1 - alpha of the rest, the lower tail of that probability.
         for mean, tail_mean in (
-            (predictions.mean(-1), lambda a, t: cvar_from_quantiles(predictions, alpha=a, tail=t)),
-            ((probs * atoms).sum(-1), lambda a, t: cvar_from_categorical(probs, atoms, alpha=a, tail=t)),
+            (predictions.mean(-1), lambda a, t: F.cvar_from_quantiles(predictions, alpha=a, tail=t)),
+            ((probs * atoms).sum(-1), lambda a, t: F.cvar_from_categorical(probs, atoms, alpha=a, tail=t)),
         ):
             parts = alpha * tail_mean(alpha, "upper") + (1 - alpha) * tail_mean(1 - alpha, "lower")
             assert_close(parts, mean)
@@ -228,17 +216,17 @@ def test_cvar_of_a_categorical_distribution_takes_a_part_of_the_boundary_atom():
     probs, atoms = tensor([[0.2, 0.5, 0.3], [0.0, 0.0, 1.0]]), tensor([-1.0, 2.0, 4.0])
     # alpha 0.4: masses 0.2, 0.2 -> (-0.2 + 0.4) / 0.4 = 0.5;  alpha 0.8: 0.2, 0.5, 0.1 -> (-0.2 + 1 + 0.4) / 0.8 = 1.5
     for alpha, expected in ((0.4, 0.5), (0.8, 1.5), (0.2, -1.0), (0.05, -1.0), (1.0, 2.0)):
-        assert_close(cvar_from_categorical(probs, atoms, alpha=alpha), tensor([expected, 4.0]))
+        assert_close(F.cvar_from_categorical(probs, atoms, alpha=alpha), tensor([expected, 4.0]))
 
 
 @pytest.mark.parametrize("tail", ["lower", "upper"])
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 def test_gradients_of_values_match_finite_differences(alpha, tail):
     predictions = random_batch()[0].requires_grad_()
-    atoms = c51_atoms(6, **SUPPORT, dtype=torch.float64)
-    assert gradcheck(lambda x: cvar_from_quantiles(x, alpha=alpha, tail=tail), predictions)
-    assert gradcheck(lambda x: cvar_from_categorical(x.softmax(-1), atoms, alpha=alpha, tail=tail), predictions)
-    assert gradcheck(lambda x: hl_gauss_value(x, **SUPPORT), predictions)
+    atoms = F.c51_atoms(6, **SUPPORT, dtype=torch.float64)
+    assert gradcheck(lambda x: F.cvar_from_quantiles(x, alpha=alpha, tail=tail), predictions)
+    assert gradcheck(lambda x: F.cvar_from_categorical(x.softmax(-1), atoms, alpha=alpha, tail=tail), predictions)
+    assert gradcheck(lambda x: F.hl_gauss_value(x, **SUPPORT), predictions)
 
 
 def test_nan_taus_outside_the_mask_reach_nothing():
@@ -249,7 +237,7 @@ def test_nan_taus_outside_the_mask_reach_nothing():
         inputs = predictions.clone().requires_grad_(), returns, taus.where(mask.unsqueeze(-1), padding), mask
         # Fails on a NaN anywhere in the backward pass, one that is dropped before it reaches the quantiles too.
         with torch.autograd.set_detect_anomaly(True):
-            loss = quantile_huber_loss(*inputs).loss
+            loss = F.quantile_huber_loss(*inputs).loss
             losses.append((loss.detach(), torch.autograd.grad(loss, inputs[0])[0]))
     assert_close(losses[1], losses[0], rtol=0, atol=0)
 
@@ -257,22 +245,22 @@ def test_nan_taus_outside_the_mask_reach_nothing():
 def test_values_and_projections_of_half_precision_are_float32_and_float64_is_kept():
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         probs, atoms = torch.full((4,), 0.25, dtype=dtype), tensor([1.0, 2.0, 3.0, 4.0])
-        values = cvar_from_quantiles(probs, alpha=0.3), cvar_from_categorical(probs, atoms, alpha=0.3)
-        assert {x.dtype for x in (*values, c51_project(probs, atoms))} == {wide}
+        values = F.cvar_from_quantiles(probs, alpha=0.3), F.cvar_from_categorical(probs, atoms, alpha=0.3)
+        assert {x.dtype for x in (*values, F.c51_project(probs, atoms))} == {wide}
 
 
 @pytest.mark.parametrize("alpha", [0.0, -0.1, 1.01, nan])
 def test_a_tail_without_mass_or_beyond_the_distribution_is_refused(alpha):
     message = rf"alpha is {alpha}; the tail's probability must be in \(0, 1\], where 1 gives the mean"
     with pytest.raises(ValueError, match=message):
-        cvar_from_quantiles(torch.ones(3), alpha=alpha)
+        F.cvar_from_quantiles(torch.ones(3), alpha=alpha)
     with pytest.raises(ValueError, match=message):
-        cvar_from_categorical(torch.ones(1), torch.ones(1), alpha=alpha)
+        F.cvar_from_categorical(torch.ones(1), torch.ones(1), alpha=alpha)
 
 
 def test_a_third_tail_is_refused():
     with pytest.raises(ValueError, match="tail is 'middle'; choose one of lower, upper"):
-        cvar_from_quantiles(torch.ones(3), alpha=0.5, tail="middle")
+        F.cvar_from_quantiles(torch.ones(3), alpha=0.5, tail="middle")
 
 
 @pytest.mark.parametrize("kappa", [0, -1.0, nan])
@@ -283,17 +271,17 @@ def test_a_kappa_that_is_not_positive_is_refused(kappa):
 
 def test_a_support_without_width_and_a_distribution_without_parts_are_refused():
     with pytest.raises(ValueError, match=r"v_min \(2.0\) must be below v_max \(2.0\)"):
-        c51_loss(*random_batch(), v_min=2.0, v_max=2.0)
+        F.c51_loss(*random_batch(), v_min=2.0, v_max=2.0)
     with pytest.raises(ValueError, match=r"v_min \(3.0\) must be below v_max \(2.0\)"):
-        hl_gauss_value(torch.ones(3), v_min=3.0, v_max=2.0)
+        F.hl_gauss_value(torch.ones(3), v_min=3.0, v_max=2.0)
     with pytest.raises(ValueError, match="num_bins is 1; it must be at least 2"):
-        hl_gauss_project(torch.ones(3), v_min=0, v_max=1, num_bins=1, sigma=1.0)
+        F.hl_gauss_project(torch.ones(3), v_min=0, v_max=1, num_bins=1, sigma=1.0)
     with pytest.raises(ValueError, match="num_atoms is 1; it must be at least 2"):
-        c51_atoms(1, v_min=0, v_max=1)
+        F.c51_atoms(1, v_min=0, v_max=1)
     with pytest.raises(ValueError, match=r"atoms has shape \(1,\); pass a vector of at least two"):
-        c51_project(torch.ones(3), torch.ones(1))
+        F.c51_project(torch.ones(3), torch.ones(1))
     with pytest.raises(ValueError, match="num_quantiles is 0; it must be at least 1"):
-        quantile_midpoints(0)
+        F.quantile_midpoints(0)
 
 
 def test_shapes_that_do_not_belong_together_are_refused():
@@ -303,6 +291,6 @@ def test_shapes_that_do_not_belong_together_are_refused():
     with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but quantiles has \(5, 4\)"):
         fixed_quantiles(returns, returns, mask)
     with pytest.raises(ValueError, match=r"taus has shape \(5,\) but quantiles has \(5, 4, 6\)"):
-        quantile_huber_loss(predictions, returns, torch.ones(5), mask)
+        F.quantile_huber_loss(predictions, returns, torch.ones(5), mask)
     with pytest.raises(ValueError, match=r"atoms has shape \(5,\) but probs has \(5, 4, 6\)"):
-        cvar_from_categorical(predictions, torch.ones(5), alpha=0.5)
+        F.cvar_from_categorical(predictions, torch.ones(5), alpha=0.5)

@@ -43,14 +43,6 @@ def test_policies_that_agree_have_weights_of_one(level, normalize):
     assert_close(weights_of(ROLLOUT, level=level, threshold=2.0, normalize=normalize), MASK.double())
 
 
-def test_the_levels_agree_on_rows_of_one_token():
-    torch.manual_seed(0)
-    old, rollout = torch.randn(4, 1), torch.randn(4, 1)
-    mask = torch.ones(4, 1, dtype=torch.bool)
-    by_level = [weights_of(old, rollout, mask, level=level, normalize=True) for level in ROLLOUT_CORRECTION_LEVELS]
-    assert_close(by_level[0], by_level[1])
-
-
 def test_the_log_ratio_is_cut_at_twenty():
     mask = torch.ones(2, 2, dtype=torch.bool)
     old, rollout = tensor([[-1.0, -1.0], [-101.0, -1.0]]), tensor([[-101.0, -1.0], [-1.0, -1.0]])
@@ -64,12 +56,6 @@ def test_the_log_ratio_is_cut_at_twenty():
 def test_weights_have_no_gradient(level):
     old = OLD.clone().requires_grad_()
     assert not weights_of(old, level=level, normalize=True).requires_grad
-
-
-@pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
-def test_nan_outside_the_mask_is_not_seen(level):
-    clean = weights_of(OLD.where(MASK, 3.0), ROLLOUT.where(MASK, 0.0), level=level, threshold=2.0, normalize=True)
-    assert_close(weights_of(level=level, threshold=2.0, normalize=True), clean, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rows", [2, 0])

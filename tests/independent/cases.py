@@ -95,6 +95,8 @@ def case(
 PAIRS: dict[str, Any] = {"rollout_batch_size": 3, "num_return_sequences": 2}
 TRIPLES: dict[str, Any] = {"rollout_batch_size": 2, "num_return_sequences": 3}
 WITH_KL_LOSS: dict[str, Any] = {"kl_loss_coef": 0.3}
+ADAPTER: dict[str, Any] = {"critic_layout": "adapter", "lora": True}
+GSPO: dict[str, Any] = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"}
 CORRECTED: dict[str, Any] = {"old_policy": "correct", "mismatch": 0.4}
 
 CASES: dict[str, Case] = {
@@ -103,20 +105,14 @@ CASES: dict[str, Case] = {
     "scalar, values clipped hard": case(cliprange_value=0.05, vf_coef=2.0, ppo_epochs=3, lam=0.0, holes=True),
     "scalar, shared": case(critic_layout="shared", critic_learning_rate=0.05, entropy_coef=0.1),
     "scalar, shared, warm-up": case(critic_layout="shared", critic_pretraining_steps=1, weight_decay=0.3),
-    "scalar, adapter": case(critic_layout="adapter", lora=True, temperature=0.7, weight_decay=0.2, holes=True),
+    "scalar, adapter": case(**ADAPTER, temperature=0.7, weight_decay=0.2, holes=True),
     "scalar, adapter, warm-up": case(
-        critic_layout="adapter",
-        lora=True,
-        critic_pretraining_steps=1,
-        critic_learning_rate=0.1,
-        gradient_checkpointing=True,
+        **ADAPTER, critic_pretraining_steps=1, critic_learning_rate=0.1, gradient_checkpointing=True
     ),
     "scalar beside an adapter": case(lora=True, reference="copy", kl_coef=0.4, **WITH_KL_LOSS, kl_loss_type="k2"),
     "scalar, shared with an adapter": case(critic_layout="shared", lora=True, loss_agg_mode="seq-mean-token-sum-norm"),
-    "scalar, two responses to a prompt": case(rollout_batch_size=3, num_return_sequences=2, holes=True, lam=0.5),
-    "quantile, adapter": case(
-        critic="quantile", num_atoms=4, critic_layout="adapter", lora=True, critic_pretraining_steps=1, lam=0.5
-    ),
+    "scalar, two responses to a prompt": case(**PAIRS, holes=True, lam=0.5),
+    "quantile, adapter": case(critic="quantile", num_atoms=4, **ADAPTER, critic_pretraining_steps=1, lam=0.5),
     "c51": case(critic="c51", num_atoms=7, value_support=[-4.0, 4.0]),
     "c51, narrow support": case(
         critic="c51", num_atoms=5, value_support=[-0.5, 1.0], critic_layout="shared", loss_agg_mode="seq-mean-token-sum"
@@ -126,8 +122,7 @@ CASES: dict[str, Case] = {
         num_atoms=11,
         value_support=[-3.0, 5.0],
         risk_level="0.25",
-        critic_layout="adapter",
-        lora=True,
+        **ADAPTER,
         sources=("even", "short"),
         reward_weights=[0.5, -1.0],
     ),
@@ -141,13 +136,7 @@ CASES: dict[str, Case] = {
         loss_agg_mode="seq-mean-token-sum",
     ),
     "hl_gauss, upper tail": case(
-        critic="hl_gauss",
-        num_atoms=9,
-        risk_level="upper:0.2",
-        critic_layout="adapter",
-        lora=True,
-        lam=0.6,
-        critic_pretraining_steps=1,
+        critic="hl_gauss", num_atoms=9, risk_level="upper:0.2", **ADAPTER, lam=0.6, critic_pretraining_steps=1
     ),
     "quantile": case(critic="quantile", num_atoms=4, gamma=0.95, family="gpt2"),
     "quantile, upper tail": case(
@@ -161,8 +150,7 @@ CASES: dict[str, Case] = {
         num_atoms=6,
         risk_level="0.6",
         quantile_huber_kappa=0.3,
-        critic_layout="adapter",
-        lora=True,
+        **ADAPTER,
         loss_agg_mode="seq-mean-token-mean",
     ),
     "iqn": case(critic="iqn", num_atoms=4),
@@ -177,18 +165,12 @@ CASES: dict[str, Case] = {
     ),
     "iqn, upper tail": case(critic="iqn", num_atoms=3, risk_level="upper:0.5", lam=0.5, ppo_epochs=3),
     "iqn, adapter, warm-up": case(
-        critic="iqn",
-        num_atoms=3,
-        critic_layout="adapter",
-        lora=True,
-        critic_pretraining_steps=1,
-        lr_scheduler_type="linear",
+        critic="iqn", num_atoms=3, **ADAPTER, critic_pretraining_steps=1, lr_scheduler_type="linear"
     ),
     "scalar, steps of its own": case(family="qwen2", lam=0.5, critic_epochs=3, critic_step_batch_size=5, holes=True),
     "quantile, adapter, recomputed": case(
-        critic_layout="adapter",
+        **ADAPTER,
         family="qwen2",
-        lora=True,
         critic="quantile",
         num_atoms=4,
         gradient_checkpointing=True,
@@ -219,9 +201,7 @@ CASES: dict[str, Case] = {
     "remax": case(adv_estimator="remax", kl_coef=0.2, family="gpt2", penalty_reward_value=-1.5),
     "remax of pairs": case(adv_estimator="remax", **PAIRS, sources=("tokens",), penalty_reward_value=-0.5, holes=True),
     "gae of pairs, overlong": case(
-        **PAIRS,
-        **{"lam": 0.6, "gamma": 0.9, "lora": True, "critic_layout": "adapter", "holes": True},
-        **{"overlong_buffer_len": 4, "penalty_reward_value": -1.5},
+        **PAIRS, **ADAPTER, lam=0.6, gamma=0.9, holes=True, overlong_buffer_len=4, penalty_reward_value=-1.5
     ),
     "gae of triples, overlong": case(
         **TRIPLES,
@@ -247,24 +227,9 @@ CASES: dict[str, Case] = {
     ),
     "clip-higher": case(cliprange=0.02, cliprange_high=0.3, temperature=1.5, ppo_epochs=3),
     "dual clip": case(clip_ratio_c=1.05, cliprange=0.03, learning_rate=0.1, ppo_epochs=3),
-    "gspo": case(
-        policy_loss="gspo",
-        loss_agg_mode="seq-mean-token-mean",
-        cliprange=0.02,
-        cliprange_high=0.3,
-        learning_rate=0.005,
-        ppo_epochs=3,
-    ),
-    "gspo of groups": case(
-        policy_loss="gspo",
-        loss_agg_mode="seq-mean-token-mean",
-        adv_estimator="grpo",
-        **TRIPLES,
-        holes=True,
-        entropy_coef=0.05,
-        ppo_epochs=3,
-    ),
-    "gspo, corrected": case(policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", **CORRECTED),
+    "gspo": case(**GSPO, cliprange=0.02, cliprange_high=0.3, learning_rate=0.005, ppo_epochs=3),
+    "gspo of groups": case(**GSPO, adv_estimator="grpo", **TRIPLES, holes=True, entropy_coef=0.05, ppo_epochs=3),
+    "gspo, corrected": case(**GSPO, **CORRECTED),
     "cispo": case(policy_loss="cispo", cliprange=0.05, cliprange_high=0.2, ppo_epochs=3, holes=True),
     "cispo, corrected": case(policy_loss="cispo", loss_agg_mode="seq-mean-token-sum", **CORRECTED),
     "sapo": case(
@@ -384,8 +349,7 @@ CASES: dict[str, Case] = {
     "separate steps, iqn, adapter, stopped by the kl": case(
         critic="iqn",
         num_atoms=3,
-        critic_layout="adapter",
-        lora=True,
+        **ADAPTER,
         critic_epochs=1,
         critic_pretraining_steps=1,
         target_kl_stop=0.002,
@@ -415,16 +379,14 @@ CASES: dict[str, Case] = {
         critic_layout="shared", max_grad_norm=0.2, critic_max_grad_norm=1.5, vf_coef=4.0, critic_pretraining_steps=1
     ),
     "clipped gradients, adapter": case(
-        critic_layout="adapter", lora=True, critic="quantile", max_grad_norm=1e6, critic_max_grad_norm=0.1, holes=True
+        **ADAPTER, critic="quantile", max_grad_norm=1e6, critic_max_grad_norm=0.1, holes=True
     ),
     "AdamW's settings": case(adam_beta1=0.5, adam_beta2=0.9, adam_epsilon=0.02, weight_decay=0.2, family="gpt2"),
     "AdamW's epsilon, shared": case(
         critic_layout="shared", critic="iqn", adam_epsilon=0.5, weight_decay=0.3, lr_scheduler_type="cosine"
     ),
     "capped logits": case(family="gemma3", critic_layout="shared", temperature=0.8, entropy_coef=0.1, **WITH_KL_LOSS),
-    "capped logits, adapter": case(family="gemma3", critic_layout="adapter", lora=True, whiten_rewards=True),
+    "capped logits, adapter": case(family="gemma3", **ADAPTER, whiten_rewards=True),
     "mixture": case(family="mixtral", entropy_coef=0.05),
-    "mixture, gspo of groups": case(
-        family="mixtral", policy_loss="gspo", loss_agg_mode="seq-mean-token-mean", adv_estimator="rloo", **PAIRS
-    ),
+    "mixture, gspo of groups": case(family="mixtral", **GSPO, adv_estimator="rloo", **PAIRS),
 }

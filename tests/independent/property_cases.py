@@ -15,36 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import (
-    GROUP_ESTIMATORS,
-    LOSS_AGG_MODES,
-    Loss,
-    aggregate_loss,
-    c51_loss,
-    cispo_policy_loss,
-    decoupled_gae,
-    dppo_policy_loss,
-    gae,
-    gdpo_advantages,
-    gmpo_policy_loss,
-    group_advantages,
-    gspo_policy_loss,
-    hl_gauss_loss,
-    kl_penalty,
-    length_adaptive_lam,
-    masked_whiten,
-    policy_loss,
-    positive_nll_loss,
-    quantile_huber_loss,
-    quantile_midpoints,
-    reinforce_plus_plus,
-    remax,
-    rollout_correction_weights,
-    sapo_policy_loss,
-    shape_rewards,
-    value_loss,
-    zero_outside,
-)
+from alpaca_ppo import functional as F
 from alpaca_ppo.registry import KL_ESTIMATORS
 
 Batch = dict[str, Tensor]
@@ -100,36 +71,36 @@ Estimate = Callable[[Batch], dict[str, Tensor]]
 
 def _gae(gamma: float, lam: float | None, *, whiten: bool = False) -> Estimate:
     def estimate(b: Batch) -> dict[str, Tensor]:
-        result = gae(b["rewards"], b["values"], b["mask"], gamma=gamma, lam=b["row_lam"] if lam is None else lam)
-        advantages = masked_whiten(result.advantages, b["mask"]) if whiten else result.advantages
+        result = F.gae(b["rewards"], b["values"], b["mask"], gamma=gamma, lam=b["row_lam"] if lam is None else lam)
+        advantages = F.masked_whiten(result.advantages, b["mask"]) if whiten else result.advantages
         return {"advantages": advantages, "returns": result.returns}
 
     return estimate
 
 
 def _adaptive(b: Batch) -> dict[str, Tensor]:
-    lam = length_adaptive_lam(b["mask"], alpha=0.6)
-    return decoupled_gae(b["rewards"], b["values"], b["mask"], gamma=0.9, lam_policy=lam, lam_critic=1.0)._asdict()
+    lam = F.length_adaptive_lam(b["mask"], alpha=0.6)
+    return F.decoupled_gae(b["rewards"], b["values"], b["mask"], gamma=0.9, lam_policy=lam, lam_critic=1.0)._asdict()
 
 
 def _gdpo(b: Batch) -> dict[str, Tensor]:
     sources, weights = torch.stack([b["scores"], b["baseline_scores"]], dim=1), torch.tensor([1.0, -0.5])
-    return {"advantages": gdpo_advantages(sources, weights, b["group_ids"], b["mask"], penalties=0.1 * b["scores"])}
+    return {"advantages": F.gdpo_advantages(sources, weights, b["group_ids"], b["mask"], penalties=0.1 * b["scores"])}
 
 
 def _group(estimator: str) -> Estimate:
-    return lambda b: {"advantages": group_advantages(b["scores"], b["group_ids"], b["mask"], estimator=estimator)}
+    return lambda b: {"advantages": F.group_advantages(b["scores"], b["group_ids"], b["mask"], estimator=estimator)}
 
 
 def _shaping(estimator: str, scores: str) -> Estimate:
-    return lambda b: shape_rewards(
+    return lambda b: F.shape_rewards(
         b[scores], b["logprobs"], b["ref_logprobs"], b["mask"], kl_coef=0.3, kl_estimator=estimator
     )._asdict()
 
 
 def _correction(level: str, normalize: bool) -> Estimate:
     return lambda b: {
-        "weights": rollout_correction_weights(
+        "weights": F.rollout_correction_weights(
             b["logprobs"], b["old_logprobs"], b["mask"], level=level, threshold=1.5, normalize=normalize
         )
     }
@@ -140,7 +111,7 @@ BY_ROW: dict[str, Estimate] = {
     "gae, undiscounted": _gae(1.0, 1.0),
     "gae, a lam for each row": _gae(0.97, None),
     "gae, decoupled and adaptive": _adaptive,
-    "remax": lambda b: remax(b["rewards"], b["baseline_scores"], b["mask"])._asdict(),
+    "remax": lambda b: F.remax(b["rewards"], b["baseline_scores"], b["mask"])._asdict(),
     "weights of tokens": _correction("token", normalize=False),
     "weights of sequences": _correction("sequence", normalize=False),
 }
@@ -153,17 +124,17 @@ SHAPING: dict[str, Estimate] = {
 """By row too, and every row needs a token."""
 
 BY_GROUP: dict[str, Estimate] = {
-    name: _group(name) for name in GROUP_ESTIMATORS if name != "reinforce_plus_plus_baseline"
+    name: _group(name) for name in F.GROUP_ESTIMATORS if name != "reinforce_plus_plus_baseline"
 }
 """Each row's result depends on its group."""
 
 BY_BATCH: dict[str, Estimate] = {
     "gae, whitened": _gae(0.9, 0.8, whiten=True),
-    "reinforce_plus_plus": lambda b: reinforce_plus_plus(b["rewards"], b["mask"], gamma=0.9)._asdict(),
+    "reinforce_plus_plus": lambda b: F.reinforce_plus_plus(b["rewards"], b["mask"], gamma=0.9)._asdict(),
     "reinforce_plus_plus_baseline": _group("reinforce_plus_plus_baseline"),
     "gdpo": _gdpo,
-    "whitening": lambda b: {"whitened": masked_whiten(b["rewards"], b["mask"])},
-    "whitening, mean kept": lambda b: {"whitened": masked_whiten(b["rewards"], b["mask"], keep_mean=True)},
+    "whitening": lambda b: {"whitened": F.masked_whiten(b["rewards"], b["mask"])},
+    "whitening, mean kept": lambda b: {"whitened": F.masked_whiten(b["rewards"], b["mask"], keep_mean=True)},
     "weights of tokens, normalized": _correction("token", normalize=True),
     "weights of sequences, normalized": _correction("sequence", normalize=True),
 }
@@ -171,7 +142,7 @@ BY_BATCH: dict[str, Estimate] = {
 
 ESTIMATES: dict[str, Estimate] = {**BY_ROW, **BY_GROUP, **BY_BATCH}
 
-LossOf = Callable[..., Loss]
+LossOf = Callable[..., F.Loss]
 """loss(batch, loss_agg_mode=..., denominator=None)"""
 
 
@@ -184,66 +155,66 @@ def _policy(loss: LossOf, **options: Any) -> LossOf:
 def _probable(loss: LossOf) -> LossOf:
     """`loss` of log-probs below 0, as those of the batch need not be."""
 
-    def of(b: Batch, **how: Any) -> Loss:
+    def of(b: Batch, **how: Any) -> F.Loss:
         return loss({**b, "logprobs": b["logprobs"] - 4, "old_logprobs": b["old_logprobs"] - 4}, **how)
 
     return of
 
 
-def _gmpo(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> Loss:
+def _gmpo(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> F.Loss:
     assert loss_agg_mode == "seq-mean-token-mean", "its only one"
-    return _policy(gmpo_policy_loss, cliprange_low=0.3, cliprange_high=0.4)(b, denominator=denominator)
+    return _policy(F.gmpo_policy_loss, cliprange_low=0.3, cliprange_high=0.4)(b, denominator=denominator)
 
 
-def _positive_nll(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> Loss:
+def _positive_nll(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> F.Loss:
     assert loss_agg_mode == "token-mean", "its only one"
-    return positive_nll_loss(b["logprobs"], b["scores"] > 0, b["mask"], denominator=denominator)
+    return F.positive_nll_loss(b["logprobs"], b["scores"] > 0, b["mask"], denominator=denominator)
 
 
-def _gspo(b: Batch, **how: Any) -> Loss:
+def _gspo(b: Batch, **how: Any) -> F.Loss:
     ranges = {"cliprange_low": 0.3, "cliprange_high": 0.4}
-    return gspo_policy_loss(b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], **ranges, **how)
+    return F.gspo_policy_loss(b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], **ranges, **how)
 
 
 def _value(**options: Any) -> LossOf:
-    return lambda b, **how: value_loss(b["vpreds"], b["old_values"], b["returns"], b["mask"], **options, **how)
+    return lambda b, **how: F.value_loss(b["vpreds"], b["old_values"], b["returns"], b["mask"], **options, **how)
 
 
 def _kl(estimator: str) -> LossOf:
-    def loss(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> Loss:
+    def loss(b: Batch, *, loss_agg_mode: str, denominator: Any = None) -> F.Loss:
         mask = b["mask"]
-        kl = kl_penalty(zero_outside(b["logprobs"], mask), zero_outside(b["ref_logprobs"], mask), estimator)
-        return Loss(aggregate_loss(kl, mask, loss_agg_mode, denominator=denominator), {})
+        kl = F.kl_penalty(F.zero_outside(b["logprobs"], mask), F.zero_outside(b["ref_logprobs"], mask), estimator)
+        return F.Loss(F.aggregate_loss(kl, mask, loss_agg_mode, denominator=denominator), {})
 
     return loss
 
 
 LOSSES: dict[str, tuple[LossOf, str]] = {
-    "clip": (_policy(policy_loss, cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
-    "dual clip": (_policy(policy_loss, cliprange_low=0.2, cliprange_high=0.2, clip_ratio_c=1.5), "logprobs"),
+    "clip": (_policy(F.policy_loss, cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
+    "dual clip": (_policy(F.policy_loss, cliprange_low=0.2, cliprange_high=0.2, clip_ratio_c=1.5), "logprobs"),
     "gspo": (_gspo, "logprobs"),
-    "cispo": (_policy(cispo_policy_loss, cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
-    "sapo": (_policy(sapo_policy_loss, tau_pos=0.8, tau_neg=1.2), "logprobs"),
+    "cispo": (_policy(F.cispo_policy_loss, cliprange_low=0.2, cliprange_high=0.3), "logprobs"),
+    "sapo": (_policy(F.sapo_policy_loss, tau_pos=0.8, tau_neg=1.2), "logprobs"),
     "gmpo": (_gmpo, "logprobs"),
     "dppo": (
-        _probable(_policy(dppo_policy_loss, cliprange_low=0.02, cliprange_high=0.03, clip_ratio_c=1.5)),
+        _probable(_policy(F.dppo_policy_loss, cliprange_low=0.02, cliprange_high=0.03, clip_ratio_c=1.5)),
         "logprobs",
     ),
     "dppo_kl": (
-        _probable(_policy(dppo_policy_loss, divergence="kl", cliprange_low=0.005, cliprange_high=0.01)),
+        _probable(_policy(F.dppo_policy_loss, divergence="kl", cliprange_low=0.005, cliprange_high=0.01)),
         "logprobs",
     ),
     "positive nll": (_positive_nll, "logprobs"),
     "value": (_value(), "vpreds"),
     "clipped value": (_value(cliprange_value=0.2), "vpreds"),
-    "c51": (lambda b, **how: c51_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, **how), "logits"),
+    "c51": (lambda b, **how: F.c51_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, **how), "logits"),
     "hl_gauss": (
-        lambda b, **how: hl_gauss_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, sigma=0.7, **how),
+        lambda b, **how: F.hl_gauss_loss(b["logits"], b["returns"], b["mask"], v_min=-2.0, v_max=2.0, sigma=0.7, **how),
         "logits",
     ),
     "quantile": (
-        lambda b, **how: quantile_huber_loss(
-            b["quantiles"], b["returns"], quantile_midpoints(WIDTH, dtype=torch.float64), b["mask"], **how
+        lambda b, **how: F.quantile_huber_loss(
+            b["quantiles"], b["returns"], F.quantile_midpoints(WIDTH, dtype=torch.float64), b["mask"], **how
         ),
         "quantiles",
     ),
@@ -254,7 +225,7 @@ LOSSES: dict[str, tuple[LossOf, str]] = {
 ONLY_MODE = {"gmpo": "seq-mean-token-mean", "positive nll": "token-mean"}
 """How losses average that cannot do it in another way."""
 
-modes = st.sampled_from(LOSS_AGG_MODES)
+modes = st.sampled_from(F.LOSS_AGG_MODES)
 
 
 def sequences_or_tokens(batch: Batch, mode: str) -> int:

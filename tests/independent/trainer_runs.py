@@ -222,14 +222,8 @@ def _samples(trainer: Any, case: Case) -> list[Samples]:
 
 
 def _repeated(samples: Samples, repeats: int) -> Samples:
-    places = [place for place in range(len(samples.rows)) for _ in range(repeats)]
-    return Samples(
-        [samples.rows[i] for i in places],
-        [samples.prompt_ids[i] for i in places],
-        [samples.stopped[i] for i in places],
-        [samples.rollout_logprobs[i] for i in places],
-        [samples.scores_by_source[i] for i in places],
-    )
+    given = (value for value in vars(samples).values() if value is not None)
+    return Samples(*([entry for entry in entries for _ in range(repeats)] for entries in given))
 
 
 def _sample(record: dict[str, Any], case: Case) -> Samples:
