@@ -17,10 +17,10 @@ PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1546,
     "trainer": 1591,
-    "models": 1452,
+    "models": 1448,
     "ppo": 1531,
     "generation": 1312,
-    "functional": 1247,
+    "functional": 1239,
     "distributed": 987,
     "rewards": 863,
     "checkpoint": 866,

@@ -73,43 +73,25 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     return value
 
 
-@KL_ESTIMATORS.implement("k1")
-def _k1(difference: Tensor) -> Tensor:
-    return difference
-
-
-@KL_ESTIMATORS.implement("abs")
-def _abs(difference: Tensor) -> Tensor:
-    return difference.abs()
-
-
-@KL_ESTIMATORS.implement("k2")
-def _k2(difference: Tensor) -> Tensor:
-    return difference.square() / 2
-
-
-@KL_ESTIMATORS.implement("k3")
 def _k3(difference: Tensor) -> Tensor:
     negated = (-difference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     # expm1 keeps the digits that exp(x) - 1 loses where policy and reference nearly agree.
     return (torch.expm1(negated) - negated).clamp_max(K3_LIMIT)
 
 
-@KL_ESTIMATORS.implement("k1_clamped")
-def _k1_clamped(difference: Tensor) -> Tensor:
-    return difference.clamp_min(0)
-
-
-@KL_ESTIMATORS.implement("k1+")
-def _k1_with_k2_gradient(difference: Tensor) -> Tensor:
-    return _with_k2_gradient(difference, difference)
-
-
-@KL_ESTIMATORS.implement("k3+")
-def _k3_with_k2_gradient(difference: Tensor) -> Tensor:
-    return _with_k2_gradient(_k3(difference), difference)
-
-
-def _with_k2_gradient(value: Tensor, difference: Tensor) -> Tensor:
-    k2: Tensor = _k2(difference)
+def _with_gradient_of_k2(value: Tensor, difference: Tensor) -> Tensor:
+    k2 = difference.square() / 2
     return k2 - k2.detach() + value.detach()
+
+
+_BUILT_IN: dict[str, KLEstimator] = {
+    "k1": lambda difference: difference,
+    "abs": lambda difference: difference.abs(),
+    "k2": lambda difference: difference.square() / 2,
+    "k3": _k3,
+    "k1_clamped": lambda difference: difference.clamp_min(0),
+    "k1+": lambda difference: _with_gradient_of_k2(difference, difference),
+    "k3+": lambda difference: _with_gradient_of_k2(_k3(difference), difference),
+}
+for _name, _estimator in _BUILT_IN.items():
+    KL_ESTIMATORS.implement(_name)(_estimator)

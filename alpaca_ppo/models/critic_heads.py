@@ -350,21 +350,12 @@ class HLGaussHead(_CategoricalCritic):
         return hl_gauss_loss(*rows, sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms, **how)
 
 
-@CRITIC_HEADS.implement("quantile")
-class QuantileHead(CriticHead):
-    """The quantiles of the return at the levels (i + 1/2) / K (arXiv:1710.10044), all 0 at the start.
-
-    Args:
-        hidden_size: H of the backbone.
-        num_quantiles: K.
-    """
-
-    kind = "quantile"
+class _QuantileCritic(CriticHead):
+    """What the quantile and the iqn head share: the number of quantiles, and their loss."""
 
     def __init__(self, hidden_size: int, *, num_quantiles: int = 32) -> None:
         super().__init__(hidden_size)
         self.num_quantiles = num_quantiles
-        self.linear = _zero_linear(hidden_size, num_quantiles)
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
@@ -375,6 +366,33 @@ class QuantileHead(CriticHead):
         """The number of quantiles."""
         return {"num_quantiles": self.num_quantiles}
 
+    def midpoints(self, like: Tensor) -> Tensor:
+        """(K,): the levels at which values are read."""
+        return quantile_midpoints(self.num_quantiles, dtype=like.dtype, device=like.device)
+
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """`functional.quantile_huber_loss` at the levels of `sample_taus`, or else at the midpoints."""
+        taus = batch.get("value_taus")
+        levels = self.midpoints(predictions) if taus is None else taus.to(predictions.dtype)
+        rows, kappa = (batch["returns"], levels, batch["response_mask"]), args.quantile_huber_kappa
+        return quantile_huber_loss(predictions, *rows, kappa=kappa, **_aggregation(batch, args))
+
+
+@CRITIC_HEADS.implement("quantile")
+class QuantileHead(_QuantileCritic):
+    """The quantiles of the return at the levels (i + 1/2) / K (arXiv:1710.10044), all 0 at the start.
+
+    Args:
+        hidden_size: H of the backbone.
+        num_quantiles: K.
+    """
+
+    kind = "quantile"
+
+    def __init__(self, hidden_size: int, *, num_quantiles: int = 32) -> None:
+        super().__init__(hidden_size, num_quantiles=num_quantiles)
+        self.linear = _zero_linear(hidden_size, num_quantiles)
+
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """`predictions` (N, K) are the quantiles."""
         quantiles = self.linear(states)
@@ -382,14 +400,9 @@ class QuantileHead(CriticHead):
         values = self.value_of(means, lambda alpha, tail: cvar_from_quantiles(quantiles, alpha=alpha, tail=tail))
         return HeadOutputs(values, means, quantiles)
 
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-        """`functional.quantile_huber_loss` at the midpoints."""
-        levels = quantile_midpoints(self.num_quantiles, dtype=predictions.dtype, device=predictions.device)
-        return _quantile_loss(predictions, levels, batch, args)
-
 
 @CRITIC_HEADS.implement("iqn")
-class IQNHead(CriticHead):
+class IQNHead(_QuantileCritic):
     """The quantile function of the return, Z(s, tau) = w . (h(s) * phi(tau)) + b(tau) (arXiv:1806.06923, equation 4).
 
     phi(tau) = relu(W cos(pi i tau) + c), i = 0 .. embedding_dim - 1. w and b start at 0, so every quantile starts at 0.
@@ -405,20 +418,15 @@ class IQNHead(CriticHead):
     kind = "iqn"
 
     def __init__(self, hidden_size: int, *, num_quantiles: int = 32, embedding_dim: int = 64) -> None:
-        super().__init__(hidden_size)
-        self.num_quantiles, self.embedding_dim = num_quantiles, embedding_dim
+        super().__init__(hidden_size, num_quantiles=num_quantiles)
+        self.embedding_dim = embedding_dim
         self.embedding = HeadLinear(embedding_dim, hidden_size)
         self.bias = _zero_linear(embedding_dim, 1)
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
-    @classmethod
-    def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With `num_atoms` levels."""
-        return cls(hidden_size, num_quantiles=args.num_atoms or 32)
-
     def settings(self) -> dict[str, Any]:
         """The number of levels and of cosines."""
-        return {"num_quantiles": self.num_quantiles, "embedding_dim": self.embedding_dim}
+        return {**super().settings(), "embedding_dim": self.embedding_dim}
 
     def sample_taus(self, generator: torch.Generator) -> Tensor:
         """K uniform levels, float64."""
@@ -434,7 +442,7 @@ class IQNHead(CriticHead):
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """`predictions` (N, K) are the quantiles at `taus`, or at the fixed midpoints without them."""
-        midpoints = quantile_midpoints(self.num_quantiles, dtype=states.dtype, device=states.device)
+        midpoints = self.midpoints(states)
         with torch.set_grad_enabled(torch.is_grad_enabled() and taus is None):
             fixed = self.quantiles(states, midpoints)
             means = fixed.mean(dim=-1)
@@ -447,15 +455,6 @@ class IQNHead(CriticHead):
 
             values = self.value_of(means, tail_mean)
         return HeadOutputs(values, means, fixed if taus is None else self.quantiles(states, taus))
-
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-        """`functional.quantile_huber_loss` at the levels of `sample_taus`."""
-        return _quantile_loss(predictions, batch["value_taus"].to(predictions.dtype), batch, args)
-
-
-def _quantile_loss(predictions: Tensor, levels: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-    rows, kappa = (batch["returns"], levels, batch["response_mask"]), args.quantile_huber_kappa
-    return quantile_huber_loss(predictions, *rows, kappa=kappa, **_aggregation(batch, args))
 
 
 def _initial_logits(atoms: Tensor) -> Tensor:

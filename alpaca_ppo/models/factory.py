@@ -65,7 +65,8 @@ def build_actor_critic(
     if isinstance(value_model, Critic):
         head(value_model.head.hidden_size).check_like(value_model.head)
         return ActorCritic(wrapped, value_model)
-    dtype, policy_width = wrapped.model.dtype, wrapped.head.weight.size(1)
+    dtype, width, score = wrapped.model.dtype, wrapped.head.weight.size(1), None
+    backbone: Any = None
     if critic_layout == "adapter":
         adapters = wrapped.adapters
         if adapters is None:
@@ -74,21 +75,19 @@ def build_actor_critic(
             adapters.copy(start, VALUE, trainable=True)
         else:
             adapters.add(VALUE, adapters.config_of(POLICY), trainable=True)
-    if critic_layout != "separate":
-        own_head = build_head(head, policy_width, dtype)
-        return ActorCritic(wrapped, Critic(own_head, None, has_adapter=critic_layout == "adapter"))
-    if value_model is None:
-        backbone: Any = copy_without_adapters(wrapped).base_model
-        own_head = build_head(head, policy_width, dtype)
-    elif is_causal_lm(value_model):
-        backbone = value_model.base_model
-        own_head = build_head(head, value_model.get_output_embeddings().weight.size(1), dtype)
-    else:
-        backbone, score = value_model.base_model, value_model.get_parameter("score.weight").detach()
-        own_head = build_head(head, score.size(1), dtype)
+    elif critic_layout == "separate":
+        start: Any = copy_without_adapters(wrapped) if value_model is None else value_model
+        # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
+        backbone = start.base_model.to(torch.promote_types(dtype, torch.float32))
+        if is_causal_lm(start):
+            width = start.get_output_embeddings().weight.size(1)
+        else:
+            score = start.get_parameter("score.weight").detach()
+            width = score.size(1)
+    own_head = build_head(head, width, dtype)
+    if score is not None:
         own_head.load_score_weight(score)
-    # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
-    return ActorCritic(wrapped, Critic(own_head, backbone.to(torch.promote_types(dtype, torch.float32))))
+    return ActorCritic(wrapped, Critic(own_head, backbone, has_adapter=critic_layout == "adapter"))
 
 
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
@@ -167,13 +166,6 @@ def make_actor_critic(
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
-    load = partial(
-        load_causal_lm,
-        trust_remote_code=args.trust_remote_code,
-        dtype=getattr(torch, args.dtype),
-        load_in_4bit=args.load_in_4bit,
-        arguments=args.loading_arguments,
-    )
     if peft_config is not None and has_adapter(model):
         raise ValueError(
             f"model {name_of(model)!r} has an adapter, and peft_config asks for another; "
@@ -181,9 +173,16 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
         )
     if isinstance(model, PeftModel):
         return from_peft_model(model)
-    if has_adapter(model):
-        return load_adapters(load(str(read_policy_adapter(model).base_model_name_or_path)), model)
-    language_model = load(model)
+    adapter = read_policy_adapter(model) if has_adapter(model) else None
+    language_model = load_causal_lm(
+        model if adapter is None else str(adapter.base_model_name_or_path),
+        trust_remote_code=args.trust_remote_code,
+        dtype=getattr(torch, args.dtype),
+        load_in_4bit=args.load_in_4bit,
+        arguments=args.loading_arguments,
+    )
+    if adapter is not None:
+        return load_adapters(language_model, model)
     if peft_config is not None:
         with torch.random.fork_rng():
             torch.manual_seed(args.seed)

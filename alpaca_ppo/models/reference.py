@@ -7,21 +7,12 @@ none. Which one a run uses is decided in `factory`.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from alpaca_ppo.models.policy import Policy
-
-
-class Reference(Protocol):
-    """Provides the reference policy for a pass over the rollouts."""
-
-    @contextmanager
-    def on_device(self, device: torch.device) -> Iterator[Policy]:
-        """Yields the reference policy, on `device` inside the block."""
-        ...
 
 
 class CopiedReference:
@@ -63,6 +54,10 @@ class AdapterReference:
         """Yields the policy, which acts as the reference inside the block."""
         with self.adapters.active(self.adapter):
             yield self.policy
+
+
+Reference = CopiedReference | AdapterReference
+"""Provides the reference policy for a pass over the rollouts."""
 
 
 def initial_policy(policy: Policy) -> Policy:
