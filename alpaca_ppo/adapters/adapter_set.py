@@ -143,13 +143,14 @@ class AdapterSet:
             raise
         return {key: value for key, value in tensors.items() if is_head(key)}
 
-    def describe(self, adapter: str) -> str:
-        """The settings of `adapter` that affect its output, as text."""
-        return describe(lora_config(self.peft.peft_config[adapter]))
-
     def parameters_of(self, name: str) -> list[nn.Parameter]:
         """The parameters of the adapter `name`."""
         return [parameter for key, parameter in self.peft.named_parameters() if belongs_to(name, key)]
+
+    def tensors_of(self, name: str) -> dict[str, Tensor]:
+        """The weights of the adapter `name` under the names of an adapter folder, contiguous and on the CPU."""
+        weights = get_peft_model_state_dict(self.peft, adapter_name=name)
+        return {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}
 
     def config_of(self, name: str) -> LoraConfig:
         """A copy of the configuration of the adapter `name`, to make another adapter from."""
@@ -288,9 +289,3 @@ def _start_magnitudes(peft: PeftModel, name: str) -> None:
 def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:
     for parameter, requires_grad in flags:
         parameter.requires_grad_(requires_grad)
-
-
-def adapter_tensors(adapters: AdapterSet, name: str) -> dict[str, Tensor]:
-    """The weights of the adapter `name` under the names of an adapter folder, contiguous and on the CPU."""
-    weights = get_peft_model_state_dict(adapters.peft, adapter_name=name)
-    return {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}

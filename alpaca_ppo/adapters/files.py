@@ -5,6 +5,7 @@ Reads `adapter_config.json` and the header of the safetensors file; weights in o
 """
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,11 @@ def read_reward_adapter(name: str) -> LoraConfig:
 
 
 def read_value_adapter(name: str) -> LoraConfig:
-    """The configuration of the adapter `name` of a saved critic.
+    """The configuration of the adapter in `name`, the folder or hub id of a saved critic (`final/value`), as training
+    continues it: without dropout, and not frozen.
 
     Raises:
-        ValueError: as `lora_config`.
+        ValueError: as `read_adapter` and `lora_config`.
     """
     field = f"value_model {name}"
     config = lora_config(read_adapter(field, name), field)
@@ -193,11 +195,9 @@ def weights_file(field: str, name: str) -> Path:
     """
     path = Path(name) / WEIGHTS
     if not Path(name).exists():
-        try:
+        # What is missing is reported below, as for a folder.
+        with suppress(EntryNotFoundError, HfHubHTTPError):
             path = Path(hf_hub_download(name, WEIGHTS))
-        except (EntryNotFoundError, HfHubHTTPError):
-            # Reported below, as for a folder.
-            pass
     if not path.is_file():
         raise ValueError(f"{field} {name} has no {WEIGHTS}, the only format that is read; save the adapter again")
     return path

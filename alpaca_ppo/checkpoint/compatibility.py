@@ -4,43 +4,38 @@ Models and rewards are compared by what the run started from, through their `fin
 weights are compared where they are loaded (`serialization`).
 """
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, SchedulerType
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from alpaca_ppo.adapters import POLICY, REWARD, VALUE
-from alpaca_ppo.adapters.adapter_set import adapter_tensors
+from alpaca_ppo.adapters.adapter_set import POLICY, REWARD, VALUE, describe
 from alpaca_ppo.adapters.checks import belongs_to
 from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_state, short_hash, tensors_fingerprint
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.run_options import RunOptions
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed.optimizer import StepCounts
 from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Reference
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
-_FREE_TO_CHANGE = """
-ignore_changes output_dir run_name report_to logging_steps save_steps
-overwrite_output_dir load_best_model_at_end
-save_total_limit metric_for_best_model greater_is_better eval_steps num_logged_rollouts hub_model_id
-total_epochs total_episodes max_steps
-rollout_per_device_batch_size step_per_device_batch_size gradient_checkpointing use_cpu
-logprob_chunk_size deepspeed ddp_timeout max_kl_to_ref max_skipped_updates
-eval_top_p eval_top_k eval_temperature eval_num_samples eval_success_above eval_success_by
-eval_opponent eval_judge
-tool_timeout
-trust_remote_code reward_retries failed_rewards
-mismatch_action max_tokens_per_micro_batch padding_free
-num_inspected_prompts report stop_on
-""".split()
+_FREE_TO_CHANGE = {option.name for option in dataclasses.fields(RunOptions)} - {"seed"} | set(
+    """
+    total_epochs total_episodes max_steps max_kl_to_ref max_skipped_updates
+    rollout_per_device_batch_size step_per_device_batch_size max_tokens_per_micro_batch gradient_checkpointing
+    padding_free logprob_chunk_size use_cpu deepspeed ddp_timeout
+    tool_timeout trust_remote_code reward_retries failed_rewards mismatch_action
+    """.split()
+)
+"""What a run reports, evaluates and saves; its length; memory and speed; what a fault does."""
 # They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.
-_COMPARED_BY_CONTENT = ["reference", "reward_adapter", "reward_weights"]
+_COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights"}
 # A model's location, origin and outputs. transformers changes some of these fields when it saves a model.
 _NO_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
@@ -98,7 +93,7 @@ def _source_identity(source: FunctionReward | ModelReward) -> dict[str, Any]:
     model: Any = source.model
     tensors, kind = model_state(model), type(model).__name__
     if isinstance(model, AdapterClassifier):
-        tensors, kind = tensors | adapter_tensors(model.adapters, REWARD), model.adapters.describe(REWARD)
+        tensors, kind = tensors | model.adapters.tensors_of(REWARD), describe(model.adapters.config_of(REWARD))
     identity = {"config": architecture(model.config), "tokenizer": tokenizer_identity(source.tokenizer)}
     return identity | {"model": f"{kind} with weights {tensors_fingerprint(tensors)}"}
 
@@ -130,22 +125,21 @@ def run_identity(
     if policy.adapters is not None:
         # A critic that another run saved brings an adapter of its own kind.
         roles = [POLICY, VALUE] if critic is not None and critic.has_adapter else [POLICY]
-        identity["peft_config"] = {role: policy.adapters.describe(role) for role in roles}
-    left_out = [*_FREE_TO_CHANGE, *_COMPARED_BY_CONTENT]
-    identity["args"] = {name: value for name, value in asdict(args).items() if name not in left_out}
+        identity["peft_config"] = {role: describe(policy.adapters.config_of(role)) for role in roles}
+    left_out = _FREE_TO_CHANGE | _COMPARED_BY_CONTENT
+    identity["args"] = {name: value for name, value in dataclasses.asdict(args).items() if name not in left_out}
     if optimizer_steps is not None:
         identity["lr_scheduler_type"] = schedule_lengths(args, optimizer_steps)
-    return identity | {"train_dataset": data_identity(train_prompts), **start}
+    identity["train_dataset"] = {"prompts": len(train_prompts), "fingerprint": train_prompts.fingerprint}
+    return {**identity, **start}
 
 
 def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
     """The optimizer steps of policy and critic if a learning rate is spread over them, or is warmed up in a share of
     them; else nothing.
     """
-    schedules: dict[str, Any] = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    # A schedule that the user passes in `optimizers` replaces one of this name, which then need not exist.
-    schedule = schedules.get(args.lr_scheduler_type)
-    spread = schedule is not None and "num_training_steps" in inspect.signature(schedule).parameters
+    schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]
+    spread = "num_training_steps" in inspect.signature(schedule).parameters
     shares = any(0 < warmup < 1 for warmup in (args.warmup_steps, args.critic_lr_warmup_steps or 0))
     if not spread and not shares:
         return {}
@@ -180,11 +174,6 @@ def differences(name: str, saved: Any, here: Any) -> Iterator[str]:
     elif saved != here:
         then, now = ("present" if isinstance(value, Mapping) else value for value in (saved, here))
         yield f"{name} is {then} in the checkpoint and {now} here"
-
-
-def data_identity(prompts: PromptDataset) -> dict[str, Any]:
-    """The number of prompts, and a hash of their token ids and columns in dataset order."""
-    return {"prompts": len(prompts), "fingerprint": prompts.fingerprint}
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -255,19 +255,15 @@ class RunLock:
         self._held = False
 
     @contextmanager
-    def until_the_end(self) -> Iterator[None]:
-        """Holds the lock in the block; afterwards this trainer does not hold it, even if it did before."""
+    def held(self) -> Iterator[None]:
+        """Holds the lock in the block; afterwards this trainer holds it only if it did before."""
+        held_before = self._held
         self.acquire()
         try:
             yield
         finally:
-            self.release()
-
-    @contextmanager
-    def for_a_while(self) -> Iterator[None]:
-        """Holds the lock in the block; afterwards this trainer holds it only if it did before."""
-        with nullcontext() if self._held else self.until_the_end():
-            yield
+            if not held_before:
+                self.release()
 
 
 def check_unlocked(folder: StrPath) -> None:

@@ -12,7 +12,8 @@ import torch
 from huggingface_hub import HfApi
 from torch import nn
 
-from alpaca_ppo.adapters import POLICY, AdapterSet, merged_weights
+from alpaca_ppo.adapters.adapter_set import POLICY, AdapterSet
+from alpaca_ppo.adapters.merging import merged_weights
 from alpaca_ppo.atomic_io import StrPath, write_folder_atomically
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card, write_value_card
 from alpaca_ppo.library_output import transformers_bars

@@ -57,59 +57,73 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
-def callable_identity(function: Callable[..., Any], inside: tuple[int, ...] = ()) -> str:
+def callable_identity(function: Callable[..., Any]) -> str:
     """A name for `function`, with a hash of its source if Python has it: of the definition of a function, a method
     with its class, or an object with its class.
 
     Only the last part of the module's name counts, so that the same file may be moved, started as a script, or named
     by its path. The defaults of a function, what it has in its closure, the arguments of a `functools.partial` and the
-    fields of a dataclass are included, as they are when this is called. `inside` has the ids of what it is part of.
+    fields of a dataclass are included, as they are when this is called.
     """
-    if isinstance(function, functools.partial):
-        given = {str(i): value for i, value in enumerate(function.args)} | function.keywords
-        return f"{callable_identity(function.func, inside)} with {_named(given, inside) or 'nothing'}"
-    function = inspect.unwrap(function)
-    if inspect.ismethod(function):
-        owner: Any = function.__self__
-        of = _definition(owner) if inspect.isclass(owner) else _object(owner, inside)
-        return f"{_function(function.__func__, inside)} of {of}"
-    if inspect.isroutine(function) or inspect.isclass(function):
-        return _function(function, inside)
-    method = inspect.unwrap(type(function).__call__)
-    # A class written in C has no method that Python could describe.
-    own = f"{_function(method, inside)} of " if inspect.isfunction(method) else ""
-    return own + _object(function, inside)
+    return _identity(function, ())
 
 
-def _function(function: Any, inside: tuple[int, ...]) -> str:
-    """The definition of a function, and the values that it was made with: defaults and closure, by name."""
-    if not isinstance(function, FunctionType):
-        return _definition(function)
-    if id(function) in inside:
+def _identity(value: Any, inside: tuple[int, ...]) -> str:
+    """The identity of a callable or of a value that one was given; `inside` has the ids of what it is part of.
+
+    Numbers are readable. Text is hashed, because it may be long, or secret. What is no plain data, array, model or
+    dataclass counts by its class alone.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | Enum):
+        return repr(value)
+    if isinstance(value, str | bytes | Path):
+        return short_hash(repr(value))
+    if isinstance(value, np.ndarray | np.generic):
+        return short_hash(pickle.dumps(value, protocol=4))
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return tensors_fingerprint({"": value})
+    if id(value) in inside:
         return "itself"
-    code, defaults = function.__code__, function.__defaults__ or ()
-    positional = code.co_varnames[: code.co_argcount]
-    made_with = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
-    made_with |= function.__kwdefaults__ or {}
-    # A variable may be assigned later, or never.
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    made_with |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}
-    values = _named(made_with, (*inside, id(function)))
-    return _definition(function) + (f" made with {values}" if values else "")
-
-
-def _object(value: Any, inside: tuple[int, ...]) -> str:
-    """The class of an object, and the fields of a dataclass that are part of its `==`.
-
-    Of a `PPOConfig` the class alone: its options are compared, or are free to change, by themselves.
-    """
+    within = (*inside, id(value))
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_identity(entry, within) for entry in value)}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(_identity(entry, within) for entry in value))}}}"
+    if isinstance(value, Mapping):
+        entries = sorted(f"{_identity(key, within)}: {_identity(entry, within)}" for key, entry in value.items())
+        return f"{{{', '.join(entries)}}}"
+    if isinstance(value, functools.partial):
+        given = {str(i): argument for i, argument in enumerate(value.args)} | value.keywords
+        return f"{_identity(value.func, within)} with {_named(given, within)}"
+    value = inspect.unwrap(value)
+    if inspect.ismethod(value):
+        return f"{_identity(value.__func__, within)} of {_identity(value.__self__, within)}"
+    if isinstance(value, FunctionType):
+        parameters = inspect.signature(value).parameters.values()
+        made_with = {each.name: each.default for each in parameters if each.default is not each.empty}
+        # A variable may be assigned later, or never.
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        made_with |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+        return _definition(value) + (f" made with {_named(made_with, within)}" if made_with else "")
+    if inspect.isroutine(value) or inspect.isclass(value):
+        return _definition(value)
     name = _definition(type(value))
+    if isinstance(value, nn.Module):
+        return f"{name} {tensors_fingerprint(model_state(value))}"
+    # A class written in C has no method that Python could describe.
+    if inspect.isfunction(method := inspect.unwrap(type(value).__call__)):
+        name = f"{_identity(method, within)} of {name}"
+    # The options of a `PPOConfig` are compared, or are free to change, by themselves.
     if not dataclasses.is_dataclass(value) or isinstance(value, PPOConfig):
         return name
     # A field that the constructor does not set may be missing.
     names = [field.name for field in dataclasses.fields(value) if field.compare and hasattr(value, field.name)]
-    fields = _named({field: getattr(value, field) for field in names}, (*inside, id(value)))
-    return f"{name} with {fields or 'nothing'}"
+    return f"{name} with {_named({field: getattr(value, field) for field in names}, within)}"
+
+
+def _named(values: Mapping[str, Any], inside: tuple[int, ...]) -> str:
+    text = ", ".join(f"{name}={_identity(value, inside)}" for name, value in sorted(values.items())) or "nothing"
+    return text if len(text) <= _MAX_READABLE else short_hash(text)
 
 
 def _definition(defined: Any) -> str:
@@ -136,38 +150,6 @@ def _code(code: CodeType) -> str:
         for c in code.co_consts
     ]
     return repr((code.co_code, code.co_names, constants))
-
-
-def _named(values: Mapping[str, Any], inside: tuple[int, ...]) -> str:
-    text = ", ".join(f"{name}={_value(value, inside)}" for name, value in sorted(values.items()))
-    return text if len(text) <= _MAX_READABLE else short_hash(text)
-
-
-def _value(value: Any, inside: tuple[int, ...]) -> str:
-    """A value that a function was given: that of plain data, arrays, models and dataclasses, the class of anything
-    else. Text is hashed, because it may be long, or secret; so is what is longer than a line of it.
-    """
-    if value is None or isinstance(value, bool | int | float | complex | Enum):
-        return repr(value)
-    if isinstance(value, str | bytes | Path):
-        return short_hash(repr(value))
-    if isinstance(value, np.ndarray | np.generic):
-        return short_hash(pickle.dumps(value, protocol=4))
-    if isinstance(value, Tensor) and value.layout is torch.strided:
-        return tensors_fingerprint({"": value})
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__} {tensors_fingerprint(model_state(value))}"
-    if id(value) in inside:
-        return "itself"
-    within = (*inside, id(value))
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(entry, within) for entry in value)}]"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(_value(entry, within) for entry in value))}}}"
-    if isinstance(value, Mapping):
-        entries = sorted(f"{_value(key, within)}: {_value(entry, within)}" for key, entry in value.items())
-        return f"{{{', '.join(entries)}}}"
-    return callable_identity(value, inside) if callable(value) else _object(value, inside)
 
 
 def short_hash(content: str | bytes) -> str:

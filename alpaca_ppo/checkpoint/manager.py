@@ -15,7 +15,7 @@ from transformers import TrainerState
 
 from alpaca_ppo.atomic_io import clean_leftovers
 from alpaca_ppo.checkpoint import directory
-from alpaca_ppo.checkpoint.serialization import Checkpoint, check_fits, check_optimizer, read_weights
+from alpaca_ppo.checkpoint.serialization import Checkpoint, check_fits, read_weights
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.engine import Engine
@@ -226,8 +226,7 @@ class CheckpointManager:
             # given the device or the port of its rank.
             if self._accelerator.is_main_process:
                 self._check(folder, saved)
-        check_fits(folder, saved.weights, self._engine.weights())
-        check_optimizer(folder, saved.optimizer, self._engine.optimizer_state())
+        check_fits(folder, saved, self._engine)
         saved.restore(self._engine, self._scheduler, self._accelerator.process_index)
         for name, component in components.items():
             component.load_state_dict(saved.components[name])
@@ -249,9 +248,7 @@ class CheckpointManager:
             ValueError: if the checkpoint is gone or damaged.
         """
         if self.best.folder is not None and self._state.best_global_step != step:
-            weights = read_weights(self.best.folder)
-            check_fits(self.best.folder, weights, self._engine.weights())
-            self._engine.load_weights(weights)
+            self._engine.load_weights(read_weights(self.best.folder))
             self.best_is_loaded = True
             # No rank deletes or replaces the folder while another one reads it.
             self._accelerator.wait_for_everyone()

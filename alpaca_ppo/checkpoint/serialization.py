@@ -50,8 +50,7 @@ class Checkpoint:
             ValueError: for a value that is neither plain nor a tensor.
             OSError: when the disk is full.
         """
-        memory: set[int] = set()
-        state = {f.name: _stored(getattr(self, f.name), f.name, memory) for f in fields(self) if f.name != "weights"}
+        state = {f.name: _stored(getattr(self, f.name), f.name) for f in fields(self) if f.name != "weights"}
         with write_folder_atomically(folder) as tmp_dir:
             with open(tmp_dir / _STATE, "wb") as file:
                 torch.save(state, file)
@@ -89,38 +88,23 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / _WEIGHTS)
 
 
-def check_fits(folder: Path, weights: Mapping[str, Tensor], own: Mapping[str, Tensor], *, partly: bool = False) -> None:
-    """Checks that the `weights` of a checkpoint have the names, shapes and types of a model's `own`.
-
-    Args:
-        folder: of the checkpoint.
-        weights: of the checkpoint.
-        own: of the model.
-        partly: the model may have tensors that the checkpoint lacks, and another type.
+def check_fits(folder: Path, saved: Checkpoint, engine: Engine) -> None:
+    """Checks that the checkpoint `saved`, read from `folder`, has weights of the names, shapes and types of the
+    engine's, and an optimizer state with the same number of parameters and names of settings in each group.
 
     Raises:
         ValueError: names the first difference.
     """
 
-    def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        kept = {name: tensor for name, tensor in tensors.items() if not partly or name in weights}
-        return {n: f"{'' if partly else f'{t.dtype} '}{tuple(t.shape)}".removeprefix("torch.") for n, t in kept.items()}
+    def kinds(weights: Mapping[str, Tensor]) -> dict[str, str]:
+        return {name: f"{t.dtype} {tuple(t.shape)}".removeprefix("torch.") for name, t in weights.items()}
 
-    _check_same(folder, "tensor", described(weights), described(own))
-
-
-def check_optimizer(folder: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Checks that two optimizer states have the same number of parameters and names of settings in each group.
-
-    Raises:
-        ValueError: names the first difference.
-    """
-
-    def groups(state: Mapping[str, Any]) -> dict[str, Any]:
-        found = enumerate(state["param_groups"])
+    def groups(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+        found = enumerate(optimizer["param_groups"])
         return {str(i): {"parameters": len(group["params"]), "settings": sorted(group)} for i, group in found}
 
-    _check_same(folder, "optimizer group", groups(saved), groups(own))
+    _check_same(folder, "tensor", kinds(saved.weights), kinds(engine.weights()))
+    _check_same(folder, "optimizer group", groups(saved.optimizer), groups(engine.optimizer_state()))
 
 
 @torch.no_grad()
@@ -131,7 +115,9 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
         ValueError: when the folder is not a complete checkpoint, or is one of other models.
     """
     saved, own = read_weights(folder), actor_critic.state_dict()
-    check_fits(folder, saved, own, partly=True)
+    # The model has what was frozen in the run too, and may have been loaded in another type.
+    shapes = ({name: tuple(t.shape) for name, t in tensors.items() if name in saved} for tensors in (saved, own))
+    _check_same(folder, "tensor", *shapes)
     for name, tensor in saved.items():
         own[name].copy_(tensor)
 
@@ -146,11 +132,8 @@ def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:
     return weights * (3 if adamw else 1)
 
 
-def _stored(value: Any, name: str, memory: set[int]) -> Any:
-    """`value` as it is saved: plain values, and tensors that share no memory, which torch would save and load shared.
-
-    `memory` has the addresses of the tensors before it.
-    """
+def _stored(value: Any, name: str) -> Any:
+    """`value` as it is saved: plain values and tensors. Of the memory that a tensor is a part of, only that part."""
     if value is None:
         return value
     for kind in (bool, int, float, str):
@@ -158,15 +141,12 @@ def _stored(value: Any, name: str, memory: set[int]) -> Any:
             # Numbers of NumPy are floats too, but of a type that is not read again.
             return kind(value)
     if isinstance(value, Tensor):
-        storage = value.untyped_storage()
-        shared = storage.nbytes() > value.nbytes or storage.data_ptr() in memory
-        memory.add(storage.data_ptr())
-        return value.detach().clone() if shared else value.detach()
+        return value.detach().clone() if value.untyped_storage().nbytes() > value.nbytes else value.detach()
     if isinstance(value, list | tuple):
-        entries = [_stored(entry, f"{name}/{i}", memory) for i, entry in enumerate(value)]
+        entries = [_stored(entry, f"{name}/{i}") for i, entry in enumerate(value)]
         return entries if isinstance(value, list) else tuple(entries)
     if isinstance(value, Mapping):
-        return {key: _stored(entry, f"{name}/{key}", memory) for key, entry in value.items()}
+        return {key: _stored(entry, f"{name}/{key}") for key, entry in value.items()}
     raise ValueError(
         f"a checkpoint cannot hold {name} = {value!r}, a {type(value).__name__}; use plain values or tensors"
     )

@@ -54,7 +54,7 @@ def sample(argv: Sequence[str]) -> int:
     # They import torch, for which `--help` need not wait.
     import torch
 
-    from alpaca_ppo.adapters import is_adapter, read_policy_adapter
+    from alpaca_ppo.adapters.files import is_adapter, read_policy_adapter
     from alpaca_ppo.data import prepare_prompts
     from alpaca_ppo.generation import resolve_stop_tokens, resolve_turn_end
     from alpaca_ppo.models.loading import load_causal_lm, load_processing_class

@@ -7,7 +7,7 @@ beside them is arithmetic (`engines`). It counts tensors, not what a device and 
 from dataclasses import asdict, replace
 from typing import Any
 
-from alpaca_ppo.adapters import is_adapter
+from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import RESERVE_GIB, EstimateArguments, LoraArguments
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit

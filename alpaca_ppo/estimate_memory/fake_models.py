@@ -30,8 +30,7 @@ from transformers import (
 )
 
 from alpaca_ppo import saved_models
-from alpaca_ppo.adapters import is_adapter, read_policy_adapter
-from alpaca_ppo.adapters.files import adapter_base, read_adapter
+from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, read_policy_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic, make_reference

@@ -12,15 +12,15 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from alpaca_ppo.adapters import (
+from alpaca_ppo.adapters.adapter_set import (
     POLICY,
     VALUE,
     AdapterSet,
     add_policy_adapter,
     from_peft_model,
     load_adapters,
-    read_policy_adapter,
 )
+from alpaca_ppo.adapters.files import is_adapter, read_policy_adapter
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic

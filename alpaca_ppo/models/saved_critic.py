@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from alpaca_ppo.adapters import POLICY, VALUE, is_adapter, read_value_adapter
-from alpaca_ppo.adapters.adapter_set import adapter_tensors, describe, load_peft_model, warn_of_other_base
-from alpaca_ppo.adapters.files import WEIGHTS, adapter_base, weights_file
+from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, describe, load_peft_model, warn_of_other_base
+from alpaca_ppo.adapters.files import WEIGHTS, adapter_base, is_adapter, read_value_adapter, weights_file
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, build_head
@@ -60,7 +59,7 @@ def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
         config = policy.adapters.config_of(name)
         config.inference_mode, config.base_model_name_or_path = True, policy.model.config.name_or_path
         config.save_pretrained(str(folder))
-        save_file(adapter_tensors(policy.adapters, name), folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(policy.adapters.tensors_of(name), folder / WEIGHTS, metadata={"format": "pt"})
     else:
         backbone: Any = policy.model.base_model if critic.backbone is None else critic.backbone
         if has_remote_code(backbone):
@@ -183,8 +182,10 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
     else:
         config = read_value_adapter(value_model)
         warn_of_other_base(value_model, config, adapters.model)
-        settings = {} if describe(config) == adapters.describe(POLICY) else {"the adapter's configuration": None}
-        here = {**adapter_tensors(adapters, POLICY), **settings}
+        settings = (
+            {} if describe(config) == describe(adapters.config_of(POLICY)) else {"the adapter's configuration": None}
+        )
+        here = {**adapters.tensors_of(POLICY), **settings}
         _check_same_states(value_model, load_file(weights_file("value_model", value_model)), here)
 
 

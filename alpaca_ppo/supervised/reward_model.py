@@ -24,7 +24,8 @@ from transformers import (
     set_seed,
 )
 
-from alpaca_ppo.adapters import check_whole_model, inject_adapter
+from alpaca_ppo.adapters.checks import inject_adapter
+from alpaca_ppo.adapters.files import check_whole_model
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from alpaca_ppo.adapters import check_whole_model
+from alpaca_ppo.adapters.files import check_whole_model
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.supervised_arguments import SFTArguments
 from alpaca_ppo.data import load_prompt_dataset, prepare_prompts

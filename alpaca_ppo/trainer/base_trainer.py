@@ -185,7 +185,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
                 After SIGINT in a notebook or an interactive interpreter, KeyboardInterrupt.
         """
-        with record_error(), self.run_lock.until_the_end(), self.preemption.install():
+        with record_error(), self.run_lock.held(), self.preemption.install():
             try:
                 return self._train(resume_from_checkpoint)
             except Interrupted as interrupted:
@@ -280,7 +280,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         scorer = self.collector.scorer
         weights = dict(zip(scorer.names, scorer.weights, strict=True))
         config = without_credentials(asdict(self.args))
-        engine, lock = self.updater.engine, nullcontext() if output_dir else self.run_lock.for_a_while()
+        engine, lock = self.updater.engine, nullcontext() if output_dir else self.run_lock.held()
         with lock, engine.gathered_parameters(self.actor_critic), collectives.raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
                 export.save_final(

@@ -10,7 +10,7 @@ from typing import Any
 
 from peft import PeftConfig
 
-from alpaca_ppo.adapters import is_adapter
+from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig

@@ -17,7 +17,7 @@ from datasets import Dataset
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo.adapters import is_adapter
+from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, list_committed
 from alpaca_ppo.checkpoint.directory import check_unlocked, resolve_checkpoint, verify_files
 from alpaca_ppo.checkpoint.export import check_login

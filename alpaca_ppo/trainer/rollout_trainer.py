@@ -257,7 +257,7 @@ class RolloutTrainer(BaseTrainer):
         # What a training loop of one's own has dropped so far is for the step's record.
         of_step, timers = self._pop_counts(), self.timers
         self.timers = self.new_timers()
-        with self.run_lock.for_a_while(), kept_random_states():
+        with self.run_lock.held(), kept_random_states():
             if self.environments is not None:
                 # Those that draw their tasks from the global generators have the same ones each time.
                 seed_random_states(self.args.seed, self.accelerator.process_index)

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from alpaca_ppo.adapters import read_reward_adapter
+from alpaca_ppo.adapters.files import read_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule

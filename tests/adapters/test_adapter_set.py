@@ -10,15 +10,8 @@ from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, 
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from alpaca_ppo.adapters import (
-    POLICY,
-    REFERENCE,
-    VALUE,
-    add_policy_adapter,
-    from_peft_model,
-    load_adapters,
-    merged_weights,
-)
+from alpaca_ppo.adapters.adapter_set import POLICY, REFERENCE, VALUE, add_policy_adapter, from_peft_model, load_adapters
+from alpaca_ppo.adapters.merging import merged_weights
 from alpaca_ppo.models import Policy, build_actor_critic, load_causal_lm, loading
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.rewards import AdapterClassifier

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from alpaca_ppo.adapters import POLICY, REFERENCE, VALUE, add_policy_adapter, from_peft_model
+from alpaca_ppo.adapters.adapter_set import POLICY, REFERENCE, VALUE, add_policy_adapter, from_peft_model
 from alpaca_ppo.models import build_actor_critic
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer

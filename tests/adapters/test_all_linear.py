@@ -5,7 +5,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from alpaca_ppo.adapters import add_policy_adapter
+from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.config.script_arguments import LoraArguments
 from tests.tiny_models import tiny_causal_lm
 

@@ -12,14 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo.adapters import (
-    add_policy_adapter,
-    check_adapter_shapes,
-    files,
-    is_adapter,
-    read_policy_adapter,
-    read_reward_adapter,
-)
+from alpaca_ppo.adapters import files
+from alpaca_ppo.adapters.adapter_set import add_policy_adapter
+from alpaca_ppo.adapters.files import check_adapter_shapes, is_adapter, read_policy_adapter, read_reward_adapter
 from alpaca_ppo.rewards import AdapterClassifier
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo.adapters import add_policy_adapter
+from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.models import load_causal_lm
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer

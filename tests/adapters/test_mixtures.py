@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo.adapters import POLICY, add_policy_adapter, from_peft_model, load_adapters, read_policy_adapter
+from alpaca_ppo.adapters.adapter_set import POLICY, add_policy_adapter, from_peft_model, load_adapters
+from alpaca_ppo.adapters.files import read_policy_adapter
 from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.cli.configurations import estimate_memory as main
 from alpaca_ppo.models import load_critic

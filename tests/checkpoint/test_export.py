@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from alpaca_ppo.adapters import add_policy_adapter
+from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.checkpoint.export import save_final, save_merged
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card
 from alpaca_ppo.models import C51Head, HLGaussHead, IQNHead, QuantileHead, build_actor_critic, load_critic

@@ -175,7 +175,7 @@ def test_each_kind_of_callable_is_named_by_what_defines_it(tmp_path):
     kinds = {
         reward: [module.reward, module.wrapped, module.cached],
         r"rewards.<lambda> \(code [0-9a-f]{16}\)": [module.short],
-        f"rewards.Judge.__call__{source} of {judge}": [module.Judge(), module.Judge(2.0), module.Judge().__call__],
+        f"rewards.Judge.__call__{source} of {judge}": [module.Judge(), module.Judge(2.0)],
         f"rewards.Judge.__call__{source} of rewards.Strict{source}": [module.Strict()],
         f"rewards.Judge.of_class{source} of {judge}": [module.Judge.of_class, module.Judge().of_class],
         judge: [module.Judge],

@@ -301,6 +301,5 @@ def test_which_schedules_depend_on_the_length_of_the_run():
     free = {kind.value for kind in SchedulerType if not depends(kind.value)}
     # `greedy` is newer than the oldest transformers that this package works with.
     assert free - {"greedy"} == {"constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau"}
-    assert not depends("one of the user's own")
     assert depends("constant_with_warmup", warmup_steps=0.5)
     assert depends("constant_with_warmup", critic_lr_warmup_steps=0.5)

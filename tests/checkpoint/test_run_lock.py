@@ -158,7 +158,7 @@ def test_the_refusal_reaches_the_ranks_that_do_not_lock(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"process 0 failed, .*ValueError: output_dir \(x\)"):
         RunLock(Rank(False), tmp_path).acquire()
     monkeypatch.setattr(collectives, "gather_list", lambda own, accelerator: [None, own])
-    with RunLock(Rank(False), tmp_path).until_the_end():
+    with RunLock(Rank(False), tmp_path).held():
         assert list(tmp_path.iterdir()) == []
 
 
@@ -170,11 +170,11 @@ def test_a_run_keeps_its_lock_when_the_current_folder_or_a_link_on_the_path_chan
     monkeypatch.chdir(tmp_path / "first")
     (tmp_path / "link").symlink_to("first")
     lock = RunLock(Rank(True), folder)
-    with pytest.raises(OSError, match="the real cause"), lock.until_the_end():
+    with pytest.raises(OSError, match="the real cause"), lock.held():
         os.chdir(tmp_path / "second")
         (tmp_path / "link").unlink()
         (tmp_path / "link").symlink_to("second")
-        with lock.for_a_while():
+        with lock.held():
             assert (tmp_path / "first/run" / LOCK_FILE).exists()
         assert (tmp_path / "first/run" / LOCK_FILE).exists()
         raise OSError("the real cause")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from alpaca_ppo.adapters import add_policy_adapter
+from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.distributed.optimizer import make_optimizer
 from alpaca_ppo.models import build_actor_critic
 from tests.tiny_models import tiny_causal_lm

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from alpaca_ppo.adapters import add_policy_adapter
+from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.rewards import RewardScorer, build_reward

@@ -13,13 +13,8 @@ from peft import LoraConfig, TaskType, get_peft_model
 from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from alpaca_ppo.adapters import (
-    AdapterSet,
-    check_adapter_shapes,
-    load_adapters,
-    read_policy_adapter,
-    read_reward_adapter,
-)
+from alpaca_ppo.adapters.adapter_set import AdapterSet, load_adapters
+from alpaca_ppo.adapters.files import check_adapter_shapes, read_policy_adapter, read_reward_adapter
 from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.models import build_actor_critic, load_critic, write_critic
 from alpaca_ppo.models.critic_heads import C51Head

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from alpaca_ppo.adapters import add_policy_adapter
+from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.models import ActorCritic, build_actor_critic, disable_dropout, packed_attention
 from alpaca_ppo.models.trial import packing_problem
 from tests.tiny_models import PACKED, tiny_causal_lm
