@@ -20,7 +20,7 @@ from alpaca_ppo.adapters.adapter_set import (
     from_peft_model,
     load_adapters,
 )
-from alpaca_ppo.adapters.files import is_adapter, read_policy_adapter
+from alpaca_ppo.adapters.files import read_policy_adapter
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
