@@ -16,9 +16,9 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1546,
-    "trainer": 1591,
-    "models": 1448,
-    "ppo": 1531,
+    "trainer": 1590,
+    "models": 1449,
+    "ppo": 1526,
     "generation": 1312,
     "functional": 1239,
     "distributed": 987,
@@ -28,7 +28,7 @@ BUDGET = {
     "environments": 836,
     "root": 665,
     "cli": 536,
-    "estimate_memory": 590,
+    "estimate_memory": 588,
     "data": 519,
     "adapters": 451,
     "migrate": 371,
