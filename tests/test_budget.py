@@ -16,13 +16,13 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1546,
-    "trainer": 1590,
+    "trainer": 1555,
     "models": 1449,
     "ppo": 1526,
     "generation": 1312,
     "functional": 1239,
     "distributed": 987,
-    "rewards": 863,
+    "rewards": 860,
     "checkpoint": 838,
     "tracking": 714,
     "environments": 836,

@@ -92,8 +92,8 @@ def check_no_earlier_run(output_dir: StrPath) -> None:
         return
     resume = "" if newest is None else f"continue it with {RESUME}, "
     raise ValueError(
-        f"output_dir ({output_dir}) holds {found}; {resume}choose another output_dir, or delete it with "
-        "overwrite_output_dir: true"
+        f"output_dir ({output_dir}) holds {found}; {resume}choose another output_dir, or let a new trainer delete it "
+        "with overwrite_output_dir: true"
     )
 
 

@@ -94,11 +94,6 @@ class RewardScorer:
         """The sources that are Python functions."""
         return [source for source in self.sources if isinstance(source, FunctionReward)]
 
-    @property
-    def logs_metrics(self) -> bool:
-        """Whether a function may log metrics."""
-        return any("log_metric" in source.parameters.names for source in self.functions)
-
     def offer(self, trainer_state: Any) -> None:
         """Offers `trainer_state`, and `log_metric` to log metrics with, to the functions that name them."""
         for source in self.functions:

@@ -119,7 +119,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             engine=self.updater.engine,
             scheduler=self.updater.schedules,
             components=self._components,
-            identity=self._saved_identity,
+            # A hash of metrics.jsonl is part of what is saved.
+            identity=lambda: self._identity() | {"metrics": metrics_identity(Path(self.args.output_dir))},
             check=self._check_saved,
         )
 
@@ -342,7 +343,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             self.run_record.config(self.args),
             self.run_record.provenance(hardware(self.accelerator), resumed_step=step),
             step=step,
-            last_line=self.progress.last_line,
+            last_line=step - (not self.progress.step_ended),
             lines=lines,
         )
         if folder is not None:
@@ -379,10 +380,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             start=self.start_identity,
             optimizer_steps=None if self.has_own_schedule else self.updater.schedules.totals,
         )
-
-    def _saved_identity(self) -> dict[str, Any]:
-        """The run's identity as a checkpoint stores it, with a hash of metrics.jsonl."""
-        return self._identity() | {"metrics": metrics_identity(Path(self.args.output_dir))}
 
     def _check_saved(self, folder: Path, saved: Checkpoint) -> None:
         """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it.

@@ -1,5 +1,5 @@
-"""`Evaluator`: one evaluation of a trainer: samples the prompts of each eval set, and writes tables and metrics; and
-`Contest`, in which the policy's answers are compared with those of an opponent, the same ones for the whole run.
+"""`Evaluator`: the evaluations of a trainer: samples the prompts of each eval set, compares the answers with those of
+`eval_opponent`, and writes tables and metrics.
 
 The statistics, judges and stored answers are in `evaluation`, the rollout itself is the trainer's.
 """
@@ -17,7 +17,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.evaluation.comparisons import REFERENCE, Comparison, FunctionJudge, compare, stored_answers
-from alpaca_ppo.evaluation.settings import EvaluationSettings, make_settings
+from alpaca_ppo.evaluation.settings import make_settings
 from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
@@ -40,16 +40,24 @@ class Evaluator:
     """Evaluates the policy of a `RolloutTrainer` on its eval sets.
 
     Args:
-        trainer: whose policy, rewards, metric functions and eval sets are used.
+        trainer: whose policy, reference, rewards, metric functions and eval sets are used.
+
+    Raises:
+        ValueError: as `make_settings`; also if the function that `eval_judge` names cannot be loaded.
     """
 
     def __init__(self, trainer: "RolloutTrainer") -> None:
         self.trainer, self.metric_scorer = trainer, trainer.collector.metric_scorer
         sources = trainer.collector.scorer.names
         self.settings = make_settings(trainer.args, sources=sources, metrics=self.metric_scorer.names)
-        self._contest = None if trainer.args.eval_opponent is None else Contest(trainer, self.settings)
+        self._judge: FunctionJudge | None = None
+        if self.settings.compares and self.settings.judged_by is None:
+            judge = trainer.args.eval_judge
+            self._judge = FunctionJudge(load_function(judge, what="eval_judge"), name=judge)
+        self._opponents: dict[str, list[tuple[str, float]]] = {}
+        """The opponent's answer to each prompt of an eval set, with its score: the same ones for the whole run."""
         self.answers: list[dict[str, Any]] = []
-        """Set, prompt, response and scores of the last evaluation; `stored_answers` reads the first three."""
+        """Prompt, response, set and scores of the last evaluation; `stored_answers` reads the first two."""
 
     def evaluate(self) -> dict[str, float]:
         """Returns the metrics of all eval sets: `eval/<name>` of the only one without a name, `eval/<set>/<name>` of
@@ -59,12 +67,11 @@ class Evaluator:
         self.answers.clear()
         for name, prompts in self.trainer.eval_prompts.items():
             folder = f"eval/{name}" if name else "eval"
-            stats |= {f"{folder}/{metric}": value for metric, value in self._evaluate_set(folder, prompts).items()}
-            for answer in self.answers:
-                answer.setdefault("set", name)
+            of_set = self._evaluate_set(name, folder, prompts)
+            stats |= {f"{folder}/{metric}": value for metric, value in of_set.items()}
         return stats
 
-    def _evaluate_set(self, folder: str, prompts: PromptDataset) -> dict[str, float]:
+    def _evaluate_set(self, name: str, folder: str, prompts: PromptDataset) -> dict[str, float]:
         trainer, args = self.trainer, self.trainer.args
         trainer.counts = metrics.RolloutCounts()
         rollouts = trainer.sample_rollouts(
@@ -75,29 +82,25 @@ class Evaluator:
         )
         of_rewards = metrics.evaluation_stats(rollouts) | trainer.counts.logged_means()
         rollouts = with_reward(rollouts)
-        rows = [prompts[i]["row"] for i in rollouts["prompt_ids"].tolist()]
         records = self._records(rollouts)
-        if self._contest is not None:
-            self._contest.judge(folder, prompts, records, rollouts)
+        texts = response_texts(trainer.processing_class, rollouts)[1]
+        if self.settings.compares:
+            self._compare(name, prompts, records, texts)
         table = rollout_tables.evaluation_rows(rollouts, trainer.processing_class)
-        for entry, record, row in zip(table, records, rows, strict=True):
-            entry |= self._columns(record) | rollout_tables.prompt_columns(row, args.prompt_column)
+        for entry, record, text in zip(table, records, texts, strict=True):
+            row, columns = prompts[record.prompt_id]["row"], self._columns(record)
+            entry |= columns | rollout_tables.prompt_columns(row, args.prompt_column)
+            answer = {"prompt": row["prompt"], "response": text, "set": name}
+            # Twice, so that they come first, and a metric that is called like one of them does not replace it.
+            self.answers.append(answer | {"scores": rollout_tables.rounded(record.values["scores"])} | columns | answer)
         if prompts is next(iter(trainer.eval_prompts.values())):
             add_tokens(trainer, rollouts, table)
-        texts = response_texts(trainer.processing_class, rollouts)[1]
-        for row, text, record in zip(rows, texts, records, strict=True):
-            scored = {"scores": rollout_tables.rounded(record.values["scores"])} | self._columns(record)
-            answer = {"prompt": row["prompt"], "response": text}
-            # Twice, so that they come first, and a metric that is called like one of them does not replace it.
-            self.answers.append(answer | scored | answer)
         trainer.run_log.log_table(folder, table, trainer.state.global_step)
         return summarize(records, self.settings) | of_rewards
 
     def _measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """`metrics` (B, metrics), NaN where a function returned None or failed."""
         scored = self.metric_scorer(**scorer_arguments(self.trainer.processing_class, samples, rows)).by_source
-        # Metrics that a function logs itself belong to steps, of which this is none.
-        self.metric_scorer.logged.pop()
         for failure in self.metric_scorer.pop_failures():
             self.trainer.run_log.message(f"not measured: {failure}")
         return {"metrics": torch.stack(list(scored.values()), dim=1)}
@@ -121,70 +124,63 @@ class Evaluator:
             shown["correct"] = bool(correct)
         return shown | ({"opponent": record.opponent, "win": record.win} if self.settings.compares else {})
 
-
-class Contest:
-    """Compares the policy of a trainer with its `eval_opponent`.
-
-    Args:
-        trainer: whose policy, reference, rewards and metric functions are used.
-        settings: names of the scores that may judge.
-
-    Raises:
-        ValueError: if the function that `eval_judge` names cannot be loaded.
-    """
-
-    def __init__(self, trainer: "RolloutTrainer", settings: EvaluationSettings) -> None:
-        self.trainer, self._score = trainer, settings.judged_by
-        self._judge: FunctionJudge | None = None
-        if self._score is None:
-            judge = trainer.args.eval_judge
-            self._judge = FunctionJudge(load_function(judge, what="eval_judge"), name=judge)
-        self._answers: dict[str, list[tuple[list[int], str]]] = {}
-        self._scores: dict[str, list[float]] = {}
-
-    def judge(
-        self, eval_set: str, prompts: PromptDataset, records: Sequence[ResponseRecord], rollouts: Rollouts
+    def _compare(
+        self, eval_set: str, prompts: PromptDataset, records: Sequence[ResponseRecord], texts: Sequence[str]
     ) -> None:
-        """Sets the win, the opponent's answer and the difference in length of each of the `records`.
-
-        Args:
-            eval_set: its name; the opponent's answers are made or read once for each.
-            prompts: of the set.
-            records: of the policy's responses.
-            rollouts: the responses, in the same order.
+        """Sets the win, the opponent's answer and the difference in length of each of the `records`, whose responses
+        are `texts`.
         """
-        if eval_set not in self._answers:
-            self._answers[eval_set] = self._opponent_answers(prompts)
-        others = self._answers[eval_set]
-        own = response_texts(self.trainer.processing_class, rollouts)[1]
-        for record, text in zip(records, own, strict=True):
-            record.opponent = others[record.prompt_id][1]
+        if eval_set not in self._opponents:
+            self._opponents[eval_set] = self._opponent(prompts)
+        pairs = []
+        for record, text in zip(records, texts, strict=True):
+            record.opponent, theirs = self._opponents[eval_set][record.prompt_id]
             record.length_difference = float(len(text) - len(record.opponent))
-        if self._score is not None:
-            if eval_set not in self._scores:
-                self._scores[eval_set] = self._opponent_scores(prompts, others, self._score)
-            for record in records:
-                mine, theirs = record.values[self._score], self._scores[eval_set][record.prompt_id]
-                record.win = None if math.isnan(mine + theirs) else compare(mine, theirs)
-        elif records:
-            judge, pairs = self._judge, []
-            assert judge is not None
-            for record, text in zip(records, own, strict=True):
+            if self.settings.judged_by is None:
                 columns = dict(prompts[record.prompt_id]["row"])
-                pairs.append(Comparison(columns.pop("prompt"), text, str(record.opponent), columns))
+                pairs.append(Comparison(columns.pop("prompt"), text, record.opponent, columns))
+            else:
+                mine = record.values[self.settings.judged_by]
+                record.win = None if math.isnan(mine + theirs) else compare(mine, theirs)
+        if pairs:
+            judge = self._judge
+            assert judge is not None
             wins = collectives.on_main_process(lambda: judge(pairs), self.trainer.accelerator)
             self.trainer.poll()
             for record, win in zip(records, wins, strict=True):
                 record.win = win
 
-    def _opponent_answers(self, prompts: PromptDataset) -> list[tuple[list[int], str]]:
-        """The tokens and the text of each answer; the tokens that the policy's tokenizer makes of a stored one."""
-        opponent = str(self.trainer.args.eval_opponent)
+    def _opponent(self, prompts: PromptDataset) -> list[tuple[str, float]]:
+        """The opponent's answer to each of `prompts`, with what the judging score gives it: NaN where it fails or
+        returns None, and without one.
+        """
+        trainer, name = self.trainer, self.settings.judged_by
+        opponent = str(trainer.args.eval_opponent)
         if opponent == REFERENCE:
-            return self._reference_answers(prompts)
-        texts = stored_answers(opponent, [prompts[i]["row"] for i in range(len(prompts))])
-        ids = self.trainer.processing_class(texts, add_special_tokens=False)["input_ids"]
-        return list(zip(ids, texts, strict=True))
+            answers = self._reference_answers(prompts)
+        else:
+            texts = stored_answers(opponent, [prompts[i]["row"] for i in range(len(prompts))])
+            # The tokens that the policy's tokenizer makes of them.
+            ids = trainer.processing_class(texts, add_special_tokens=False)["input_ids"]
+            answers = list(zip(ids, texts, strict=True))
+        if name is None:
+            return [(text, math.nan) for _, text in answers]
+        share = list(collectives.rank_share(range(len(prompts)), trainer.accelerator))
+        if trainer.updater.engine.synced_forwards:
+            share += [0] * (collectives.max_int_over_ranks(len(share), trainer.accelerator) - len(share))
+        rows = [prompts[i]["row"] for i in share]
+        from_rewards = name == "scores" or name.startswith("scores/")
+        scorer = trainer.collector.scorer if from_rewards else self.metric_scorer
+        result = scorer(
+            [row["prompt"] for row in rows], [answers[i][1] for i in share], [answers[i][0] for i in share], rows
+        )
+        failed = set(result.failures)
+        scorer.pop_failures()
+        # What functions log about the opponent is not about the next step.
+        scorer.logged.pop()
+        found = result.by_source[name.removeprefix("scores/")] if name != "scores" else sequence_scores(result.rewards)
+        scores = [math.nan if i in failed else value for i, value in enumerate(found.tolist())]
+        return [(text, score) for (_, text), score in zip(answers, self._in_order(scores, len(prompts)), strict=True)]
 
     def _reference_answers(self, prompts: PromptDataset) -> list[tuple[list[int], str]]:
         """One response of the reference to each prompt, with the random numbers of the policy's first."""
@@ -208,29 +204,6 @@ class Contest:
                 samples = sample_responses(model, local, params, backend=backend, per_device_batch_size=size)
             answers = list(zip(*response_texts(trainer.processing_class, samples), strict=True))
         return self._in_order(answers, len(prompts))
-
-    def _opponent_scores(
-        self, prompts: PromptDataset, answers: Sequence[tuple[list[int], str]], name: str
-    ) -> list[float]:
-        """What the judging score gives to each of the opponent's answers; NaN where it fails or returns None."""
-        trainer, own = self.trainer, collectives.rank_share(range(len(prompts)), self.trainer.accelerator)
-        share = list(own)
-        if trainer.updater.engine.synced_forwards:
-            most = collectives.max_int_over_ranks(len(share), trainer.accelerator)
-            share += [0] * (most - len(share))
-        rows = [prompts[i]["row"] for i in share]
-        from_rewards = name == "scores" or name.startswith("scores/")
-        scorer = trainer.collector.scorer if from_rewards else trainer.collector.metric_scorer
-        ids, texts = [answers[i][0] for i in share], [answers[i][1] for i in share]
-        result = scorer([row["prompt"] for row in rows], texts, ids, rows)
-        failed = set(result.failures)
-        scorer.pop_failures()
-        # What functions log about the opponent is not about the next step.
-        scorer.logged.pop()
-        total = name == "scores"
-        found = sequence_scores(result.rewards) if total else result.by_source[name.removeprefix("scores/")]
-        scores = [math.nan if i in failed else value for i, value in enumerate(found.tolist())]
-        return self._in_order(scores, len(prompts))
 
     def _in_order(self, share: list[Any], count: int) -> list[Any]:
         """What every rank has for its own prompts, in the order of all; a rank's dummies come after its own."""

@@ -18,13 +18,12 @@ from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.data.loading import load_eval_datasets
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
-from alpaca_ppo.environments.kinds import make_kinds
 from alpaca_ppo.evaluation.results import write_results
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards import RemoteReward
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
-from alpaca_ppo.trainer.preflight import check_evaluation, check_room_for_policy, check_start
+from alpaca_ppo.trainer.preflight import check_room_for_policy, check_start
 from alpaca_ppo.trainer.run_doctor import RunDoctor
 
 
@@ -41,8 +40,6 @@ def train_from_arguments(
     check_start(args, resume)
     script_args.check_names(args)
     environments, rewards = named_environments(script_args), reward_sources(script_args)
-    kinds = make_kinds(environments["tools"], environments["environment_factory"])
-    check_evaluation(args, rewards, script_args.metric_funcs, kinds)
     if not resume and peft_config is None:
         check_room_for_policy(args, script_args.model_name_or_path)
     name, config = script_args.dataset_name, script_args.dataset_config
@@ -84,8 +81,6 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
         ValueError: without prompts or a reward.
     """
     environments, rewards = named_environments(script_args), reward_sources(script_args)
-    kinds = make_kinds(environments["tools"], environments["environment_factory"])
-    check_evaluation(args, rewards, script_args.metric_funcs, kinds)
     datasets = load_eval_datasets(script_args)
     if datasets is None:
         raise ValueError(

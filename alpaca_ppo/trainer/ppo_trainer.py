@@ -304,13 +304,14 @@ class PPOTrainer(RolloutTrainer):
         """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them. `kl_controller`
         then sets `kl_coef` for the next step.
         """
+        counts, self.counts = self.counts, metrics.RolloutCounts()
         stats = {
             "objective/kl_coef": self.kl_controller.value,
             **self.updater.learning_rates.stats(),
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts, self.args),
             **self.sampler_check.stats(rollouts),
-            **self._pop_counts().stats(self.args),
+            **counts.stats(self.args),
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         timers, self.timers = self.timers, self.new_timers()

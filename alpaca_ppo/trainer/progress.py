@@ -64,13 +64,6 @@ class TrainProgress:
         """Whether nothing has been trained yet, so that a resumed run also repeats the initial evaluation."""
         return self.step == 0
 
-    @property
-    def last_line(self) -> int:
-        """The last step whose line in metrics.jsonl a resumed run keeps."""
-        if not self.is_current:
-            return self._state.global_step
-        return -1 if self.at_start else self.step - (not self.step_ended)
-
     def rewind(self) -> None:
         """Restores the random states recorded at this point."""
         set_random_states(self._random)
@@ -80,7 +73,6 @@ class TrainProgress:
         step, current = self._state.global_step, self.is_current
         return {
             "step": step,
-            "last_line": self.last_line,
             "learning_rates": list(self._updater.learning_rates),
             "stats": self.stats if current else {},
             "step_ended": self.step_ended if current else True,
@@ -93,5 +85,6 @@ class TrainProgress:
         self._state.global_step = state["step"]
         self._updater.learning_rates = LearningRates(*state["learning_rates"])
         self.skipped_updates = state["skipped_updates"]
-        self.drawn = {-1: state["extra_prompts"]}
+        # Whichever of the steps before has drawn them.
+        self.drawn = {self._state.global_step - 1: state["extra_prompts"]}
         self.advance(state["stats"], step_ended=state["step_ended"])

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from torch import Tensor
@@ -59,7 +58,6 @@ class RolloutTrainer(BaseTrainer):
         for each in (scorer, metric_scorer):
             each.offer(self.state)
             each.interruptible_call = partial(self.preemption.part, at_once=True)
-        self._logs_metrics = scorer.logs_metrics or metric_scorer.logs_metrics
         scorer.on_source = lambda name: self.run_log.bar.detail(name)
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
@@ -72,16 +70,20 @@ class RolloutTrainer(BaseTrainer):
         return metrics.Timers(lambda phase, parts: self.run_log.bar.phase(_SHOWN_PHASES.get(phase, phase), parts))
 
     def check_sampler(self) -> None:
-        """Compares sampler and trainer on a few short responses, unless `rollout` or `_generate` is overridden: a
-        subclass may sample in another way.
+        """Compares sampler and trainer on short responses to at most 4 of the next step's prompts, of lengths as
+        different as possible, unless `rollout` or `_generate` is overridden: a subclass may sample in another way.
 
         Raises:
             ValueError: if the two disagree and `mismatch_action` is stop.
         """
-        hooks = (self.rollout, self._generate)
-        inherited = hooks == (MethodType(RolloutTrainer.rollout, self), MethodType(RolloutTrainer._generate, self))
+        own, hooks = type(self), RolloutTrainer
+        inherited = own.rollout is hooks.rollout and own._generate is hooks._generate
         if self.sampler_check.compares and inherited and not self.train_prompts.any_blank:
-            prompts = self.spread_prompts(self.state.global_step)
+            # The same on every rank.
+            ids = self.step_prompts(self.state.global_step).indices[:16]
+            items = [self.train_prompts[i] for i in ids]
+            chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
+            prompts = self.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
             self.sampler_check.before_training(self.collector, prompts, self.sampling_params)
 
     def prompt_batches(self, step: int) -> list[PromptBatch]:
@@ -153,9 +155,6 @@ class RolloutTrainer(BaseTrainer):
         count = sum(len(batch["rows"]) for batch in prompt_batches)
         prompts = self.collector.local_prompts(engine, prompt_batches, self.dummy_prompts)
         local = None
-        if self._logs_metrics:
-            # What functions have logged since the last rollout belongs to none: they judged an opponent's answers.
-            self.collector.scorer.logged.pop()
         shown = self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline))
         with shown, self.preemption.rollout(can_stop=self.progress.is_current):
             rows: dict[str, Tensor] = {}
@@ -176,9 +175,8 @@ class RolloutTrainer(BaseTrainer):
             )
             if report:
                 self.run_log.message(report)
-        if self._logs_metrics:
-            of_ranks = collectives.gather_list(self.collector.scorer.logged.pop(), self.accelerator)
-            self.counts.logged = merged([self.counts.logged, *of_ranks])
+        of_ranks = collectives.gather_list(self.collector.scorer.logged.pop(), self.accelerator)
+        self.counts.logged = merged([self.counts.logged, *of_ranks])
         return rollouts
 
     def _generate_and_score(
@@ -255,7 +253,7 @@ class RolloutTrainer(BaseTrainer):
         if not self.eval_prompts:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
         # What a training loop of one's own has dropped so far is for the step's record.
-        of_step, timers = self._pop_counts(), self.timers
+        of_step, timers = self.counts, self.timers
         self.timers = self.new_timers()
         with self.run_lock.held(), kept_random_states():
             if self.environments is not None:
@@ -323,18 +321,6 @@ class RolloutTrainer(BaseTrainer):
             [row[mask].tolist() for row, mask in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return [answers[i : i + num_return_sequences] for i in range(0, len(answers), num_return_sequences)]
-
-    def _pop_counts(self) -> RolloutCounts:
-        """The counts of what was sampled since the last call."""
-        counts, self.counts = self.counts, RolloutCounts()
-        return counts
-
-    def spread_prompts(self, step: int) -> PromptBatch:
-        """At most 4 of the first prompts of `step`, of lengths as different as possible; the same on every rank."""
-        ids = self.step_prompts(step).indices[:16]
-        items = [self.train_prompts[i] for i in ids]
-        chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
-        return self.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
 
     def collate(self, prompts: PromptDataset, indices: Sequence[int]) -> list[PromptBatch]:
         """This rank's share of `prompts[indices]` as a batch; an empty list if it has none."""

@@ -67,7 +67,7 @@ def test_sizes_are_checked_before_models_are_loaded_and_contents_when_they_are_r
 UNFINISHED = "holds checkpoint-5 of an earlier run; continue it with --resume_from_checkpoint"
 FINISHED = r"holds a finished run \(its models are in final/\); "
 EXTEND = "continue it with --resume_from_checkpoint, .*"
-ANEW = "choose another output_dir, or delete it with overwrite_output_dir: true$"
+ANEW = "choose another output_dir, or let a new trainer delete it with overwrite_output_dir: true$"
 
 
 @pytest.mark.parametrize(

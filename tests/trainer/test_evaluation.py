@@ -10,10 +10,9 @@ from peft import LoraConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.cli.evaluate import evaluate
 from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.trainer.preflight import check_evaluation
-from tests.tiny_models import tiny_causal_lm
+from tests.tiny_models import tiny_causal_lm, tiny_config
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
 LORA = LoraConfig(r=4, target_modules="all-linear")
@@ -149,16 +148,17 @@ HERE = "tests.trainer.test_evaluation:"
         ({"metric_funcs": ["nothing:here"]}, "no module 'nothing'"),
     ],
 )
-def test_a_score_that_no_source_has_is_missed_before_anything_is_loaded(settings, names, tmp_path):
-    """Neither the models nor the dataset exist, so that loading any of them would be another error."""
+def test_a_score_that_no_source_has_is_missed_before_a_model_is_loaded(settings, names, tmp_path):
+    """The models have no weights, so that loading any of them would be another error."""
+    tiny_config("llama").save_pretrained(tmp_path / "model")
+    prompts(4).to_json(tmp_path / "prompts.jsonl")
     rewards = {"reward_model_name_or_path": ["org/rm"], "reward_funcs": [f"{HERE}scores"] * 2}
-    options = {"model_name_or_path": "org/none", "dataset_name": "org/none", "output_dir": str(tmp_path / "run")}
+    options = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "prompts.jsonl")}
     options |= {"metric_funcs": [f"{HERE}two_answers"], "eval_success_above": 0.5, **rewards, **settings}
+    options |= {"output_dir": str(tmp_path / "run"), "use_cpu": True}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))
     with pytest.raises(ValueError, match=names):
         run_training(["--config", str(tmp_path / "run.yaml")])
-    with pytest.raises(ValueError, match=names):
-        evaluate(["--config", str(tmp_path / "run.yaml"), "--model", "org/none"])
 
 
 def test_the_reward_adapter_is_a_score_too(tmp_path):

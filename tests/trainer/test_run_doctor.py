@@ -68,7 +68,11 @@ def test_what_a_reward_function_logs_is_in_the_metrics_of_step_and_evaluation(tm
         step_batch_size=4,
         total_episodes=8,
         num_logged_rollouts=0,
-        trainer_arguments={"reward_funcs": logging_reward, "eval_dataset": prompts(3)},
+        trainer_arguments={
+            "reward_funcs": logging_reward,
+            "eval_dataset": prompts(3),
+            "metric_funcs": lambda completions, **columns: [1.0] * len(completions),
+        },
     )
     trainer.train()
     before, first, second = metric_lines(tmp_path)

@@ -10,8 +10,9 @@ from datasets import Dataset
 import alpaca_ppo
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.optimizer import make_optimizer
+from alpaca_ppo.environments.kinds import make_kinds
 from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_sequence_classifier
-from alpaca_ppo.trainer.setup import build_scorer
+from alpaca_ppo.trainer.setup import build_scorer, make_prompts
 from tests.data.tokenizers import PHI_3, turn_tokenizer
 from tests.tiny_models import EOS, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import count_even, prompts, tiny_config, tiny_trainer
@@ -270,6 +271,21 @@ def test_a_function_that_needs_a_column_the_dataset_lacks_is_refused_before_a_mo
     refused(tmp_path, r"'exact' requires .* from the eval set; rename", arguments=given | of_metric)
     of_metric |= {"model": tiny_causal_lm("llama"), "eval_dataset": whole, "train_dataset": Dataset.from_list(rows)}
     tiny_trainer(tmp_path, trainer_arguments=of_metric)
+
+
+class Dealer:
+    def reset(self, **row):
+        return "w10"
+
+
+def test_environments_make_the_prompts_where_there_are_none_whatever_their_column_is_called():
+    args, kinds = (
+        tiny_config("unused", prompt_column="question", total_episodes=None, max_steps=1),
+        make_kinds(None, Dealer),
+    )
+    given = [None, Dataset.from_list([{"level": 1}]), Dataset.from_list([{"question": "w10"}])]
+    blank = [make_prompts(dataset, tiny_tokenizer(), args, kinds).any_blank for dataset in given]
+    assert blank == [True, True, False]
 
 
 def test_a_subclass_that_scores_in_another_way_may_give_functions_what_the_dataset_lacks(tmp_path):
