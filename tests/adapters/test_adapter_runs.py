@@ -66,17 +66,6 @@ def test_the_base_is_not_held_twice_for_a_moment_either(layout, dtype, tmp_path,
     assert live.live == pytest.approx(base + adapters, rel=0.01)
 
 
-def test_the_base_stands_still_and_every_adapter_moves(tmp_path):
-    trainer = lora_trainer(tmp_path, critic_layout="adapter")
-    before = weights(trainer)
-    for step in range(2):
-        trainer.step(trainer.prompt_batches(step))
-    trains = {name for name, p in trainer.actor_critic.named_parameters() if p.requires_grad}
-    moved = {name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])}
-    assert moved == trains
-    assert any(".value." in name for name in moved) and any(".default." in name for name in moved)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_policys_adapter_stands_still_while_the_critic_warms_up(layout, tmp_path):
     trainer = lora_trainer(tmp_path, critic_layout=layout, critic_pretraining_steps=1, critic_learning_rate=1e-2)
@@ -101,8 +90,9 @@ def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, t
             assert_close(other[name], tensor, rtol=0, atol=1e-9)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("layout", HARDEST)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_that_recomputes_its_activations_already_trains_as_another(layout, reentrant, tmp_path):
     """Checkpointing was turned on by an earlier trainer; this run's own flag is off."""
     outcomes = []
@@ -189,6 +179,7 @@ def test_final_folders_hold_adapters_that_load_on_the_base(layout, tmp_path):
             assert_close(values, trainer.actor_critic.critic.head(states).values, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.proof
 def test_a_distributional_critic_that_is_an_adapter_loads_again(tmp_path):
     tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
@@ -253,8 +244,9 @@ def test_half_precision_bases_train_adapters_and_heads_in_float32(tmp_path):
     trainer.step(trainer.prompt_batches(0))
     stats = trainer.step(trainer.prompt_batches(1))
     assert stats["ppo/policy/grad_norm"] > 0
-    moved = [name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])]
-    assert len(moved) == sum(p.requires_grad for p in trainer.actor_critic.parameters())
+    moved = {name for name, tensor in weights(trainer).items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name, p in trainer.actor_critic.named_parameters() if p.requires_grad}
+    assert any(".value." in name for name in moved) and any(".default." in name for name in moved)
     state = trainer.updater.engine.optimizer.state.values()
     assert {entry["exp_avg"].dtype for entry in state} == {torch.float32}
 
@@ -302,24 +294,16 @@ def test_the_reward_model_may_be_a_third_adapter(tmp_path):
     model = tiny_causal_lm("llama")
     peft = saved_reward_adapter(tmp_path / "reward", model)
     settings = {"critic_layout": "adapter", "learning_rate": 1e-2}
-    adapter = lora_trainer(
-        tmp_path / "a", model=model, arguments={"reward_funcs": []}, reward_adapter=str(tmp_path / "reward"), **settings
-    )
-    whole = lora_trainer(
-        tmp_path / "b",
-        arguments={"reward_funcs": peft.merge_and_unload(), "reward_processing_classes": tiny_tokenizer()},
-        **settings,
-    )
+    alone = {"reward_funcs": []}
+    reward = {"reward_adapter": str(tmp_path / "reward")}
+    adapter = lora_trainer(tmp_path / "a", model=model, arguments=alone, **reward, **settings)
+    merged = {"reward_funcs": peft.merge_and_unload(), "reward_processing_classes": tiny_tokenizer()}
+    whole = lora_trainer(tmp_path / "b", arguments=merged, **settings)
     for step in range(2):
         one, other = (trainer.step(trainer.prompt_batches(step)) for trainer in (adapter, whole))
         assert one["objective/rewards"] == pytest.approx(other["objective/rewards"], abs=1e-4)
     assert adapter.collector.scorer.names == ["reward_adapter"] and one["objective/kl_sum_seq"] != 0
-    weighted = lora_trainer(
-        tmp_path / "c",
-        model=tiny_causal_lm("llama"),
-        reward_adapter=str(tmp_path / "reward"),
-        reward_weights=[1.0, 0.5],
-    )
+    weighted = lora_trainer(tmp_path / "c", reward_weights=[1.0, 0.5], **reward)
     assert weighted.collector.scorer.weights == [1.0, 0.5]
 
 
@@ -337,20 +321,15 @@ def in_memory_adapter():
         (
             {"model": tiny_causal_lm("llama", dtype=torch.bfloat16), "peft_config": None},
             {},
-            "weights are torch.bfloat16 and all of them would be trained",
-        ),
-        (
-            {"model": "somewhere"},
-            {"load_in_4bit": True, "critic_layout": "adapter"},
-            "load_in_4bit is True, but needs a CUDA device",
+            "are torch.bfloat16 and all",
         ),
         ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout 'separate'"),
-        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', no adapter"),
         (
             {},
             {"load_in_4bit": True, "critic_layout": "adapter"},
-            "load_in_4bit is given, but model is a LlamaForCausalLM in memory; give its folder",
+            "load_in_4bit is given, but model is a LlamaForCausalLM",
         ),
+        ({}, {"reward_adapter": "no/such"}, "reward_adapter is 'no/such', no adapter"),
         ({}, {"reward_adapter": "x", "reward_weights": [1.0]}, "reward_weights has 1 numbers for 1 reward_funcs and a"),
         ({}, {"reference": "none"}, "reference is 'none', but kl_coef is 0.05"),
     ],
@@ -390,6 +369,7 @@ def test_an_adapter_is_trained_on_and_its_start_is_the_reference(tmp_path):
             lora_trainer(tmp_path / "critic", arguments={"value_model": start})
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"modules_to_save": ["layers.1.mlp.up_proj"]}])
 @pytest.mark.parametrize("reference", ["auto", "copy", "copy_offloaded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -432,18 +412,15 @@ def test_the_reference_may_be_another_adapter(in_memory, tmp_path):
     assert trainer.step(trainer.prompt_batches(0))["objective/kl_sum_seq"] != 0.0
 
 
-def test_a_resumed_run_needs_the_same_adapter_and_base(tmp_path):
+def test_a_resumed_run_needs_the_same_adapter(tmp_path):
     lora_trainer(tmp_path / "run", save_steps=1, critic_layout="adapter").train()
-    checkpoint = str(tmp_path / "run" / "checkpoint-1")
     scaled = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
     other = lora_trainer(tmp_path / "a", peft_config=scaled, critic_layout="adapter")
     with pytest.raises(ValueError, match="peft_config.*lora_alpha"):
-        other.train(resume_from_checkpoint=checkpoint)
-    other = lora_trainer(tmp_path / "b", model=tiny_causal_lm("llama", seed=5), critic_layout="adapter")
-    with pytest.raises(ValueError, match="starting_policy is"):
-        other.train(resume_from_checkpoint=checkpoint)
+        other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
+@pytest.mark.proof
 def test_a_critics_adapter_warms_up_with_recomputed_activations(tmp_path):
     after = []
     for number, checkpointing in enumerate((False, True)):

@@ -5,13 +5,12 @@ import json
 
 import pytest
 import torch
-from peft import AdaLoraConfig, ArrowConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from alpaca_ppo.adapters.adapter_set import POLICY, REFERENCE, VALUE, add_policy_adapter, from_peft_model, load_adapters
-from alpaca_ppo.adapters.merging import merged_weights
 from alpaca_ppo.models import Policy, build_actor_critic, load_causal_lm, loading
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.rewards import AdapterClassifier
@@ -80,7 +79,7 @@ def test_actor_critic_and_reference_on_one_base_are_those_on_their_own(settings)
         assert_close(Policy(adapters.model)(*BATCH, **HOW), Policy(plain)(*BATCH, **HOW), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_a_reward_adapter_scores_as_the_classifier_that_it_was_trained_in(arch, tmp_path):
     classifier = get_peft_model(tiny_sequence_classifier(arch), lora(task_type="SEQ_CLS"))
     for parameter in classifier.parameters():
@@ -172,18 +171,6 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path):
         AdapterClassifier(add_policy_adapter(base, lora()), str(tmp_path), pad_token_id=PAD)
 
 
-def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
-    base = tiny_causal_lm("llama")
-    adapters = stirred(add_policy_adapter(base, lora()), POLICY)
-    before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
-    merged = tiny_causal_lm("llama", seed=9)
-    assert merged.load_state_dict(merged_weights(adapters)).missing_keys == []
-    expected = Policy(adapters.model)(*BATCH, **HOW).logprobs
-    assert_close(Policy(merged)(*BATCH, **HOW).logprobs, expected, atol=1e-4, rtol=1e-4)
-    for name, tensor in adapters.peft.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -195,19 +182,11 @@ def test_merging_gives_the_policys_logits_and_leaves_the_base_to_the_last_bit():
         (lora(init_lora_weights=False), "init_lora_weights False"),
         (lora(lora_bias=True), "lora_bias True"),
         (lora(trainable_token_indices=[3]), "trainable_token_indices"),
-        (lora(layer_replication=[(0, 2)]), "layer_replication"),
         (lora(kasa_config=KasaConfig()), r"kasa_config KasaConfig\(.*leave it out"),
         (lora(alora_invocation_tokens=[5, 6]), r"alora_invocation_tokens \[5, 6\]"),
-        (lora(monteclora_config=MontecloraConfig()), "monteclora_config"),
-        (lora(velora_config=VeloraConfig()), "velora_config"),
-        (lora(arrow_config=ArrowConfig()), "arrow_config"),
-        (lora(use_bdlora=BdLoraConfig()), "use_bdlora"),
         (lora(target_parameters=["q_proj.weight"]), "target_parameters"),
         (lora(use_qalora=True), "use_qalora True"),
-        (
-            AdaLoraConfig(r=4, total_step=9, target_modules=["q_proj"]),
-            "peft_config is a AdaLoraConfig; use a peft.LoraConfig",
-        ),
+        (AdaLoraConfig(r=4, total_step=9, target_modules=["q_proj"]), "peft_config is a AdaLoraConfig; use a"),
     ],
 )
 def test_adapters_that_cannot_be_switched_or_joined_are_refused(config, message):
@@ -231,16 +210,9 @@ def test_every_plain_field_of_a_lora_configuration_is_taken():
             {"target_modules": ["nosuch"]},
             r"target_modules \(--lora_target_modules\) is \['nosuch'\], which PEFT .*'q_p",
         ),
-        ({"target_modules": "nosuch"}, "is nosuch, which PEFT cannot adapt .* or leave it out for every linear layer"),
         ({"target_modules": ["input_layernorm"]}, "LlamaRMSNorm.* is not supported.* or leave it out for every linear"),
-        (
-            {"target_modules": ["q_proj", "v_prj"]},
-            r"is \['q_proj', 'v_prj'\], but LlamaForCausalLM has no layers \['v_prj'\] .*'v_proj'",
-        ),
-        (
-            {"modules_to_save": ["embed_tokens", "nrom"]},
-            r"modules_to_save is \['embed_tokens', 'nrom'\], but LlamaForCausalLM has no layers \['nrom'\]; ",
-        ),
+        ({"target_modules": ["q_proj", "v_prj"]}, r"but LlamaForCausalLM has no layers \['v_prj'\] .*'v_proj'"),
+        ({"modules_to_save": ["embed_tokens", "nrom"]}, r"but LlamaForCausalLM has no layers \['nrom'\]; "),
     ],
 )
 def test_a_name_that_fits_no_layer_is_refused(settings, message):
@@ -261,16 +233,6 @@ def test_an_adapter_s_name_is_not_that_of_a_layer():
     assert any("value.lora_A.default" in key for key in found[POLICY])
 
 
-@pytest.mark.parametrize("name", ["value", "reward"])
-def test_an_adapter_may_not_have_the_name_of_a_run_s_own(name):
-    peft = get_peft_model(tiny_causal_lm("llama"), lora())
-    peft.add_adapter(name, lora())
-    with pytest.raises(ValueError, match=rf"already has an adapter named '{name}', .*delete_adapter\('{name}'\)"):
-        from_peft_model(peft)
-    peft.delete_adapter(name)
-    assert from_peft_model(peft).starting_point == REFERENCE
-
-
 @pytest.mark.parametrize(("device", "package"), [(False, "here"), (True, None)])
 def test_4_bits_need_a_device_and_a_package(device, package, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
@@ -286,14 +248,6 @@ def test_what_trains_beside_adapters_is_not_in_half_precision():
     peft = get_peft_model(tiny_causal_lm("llama", dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
     adapters = from_peft_model(peft)
     assert {p.dtype for p in adapters.parameters_of(POLICY)} == {torch.float32}
-
-
-def test_a_model_in_memory_serves_a_second_trainer():
-    peft = get_peft_model(tiny_causal_lm("llama"), lora())
-    stirred(from_peft_model(peft), POLICY)
-    again = from_peft_model(peft)
-    for one, other in zip(again.parameters_of(POLICY), again.parameters_of(REFERENCE), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_a_reward_adapter_has_no_dropout(tmp_path):

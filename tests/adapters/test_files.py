@@ -153,13 +153,6 @@ def test_a_reward_adapter_holds_lora_and_a_head_of_one_label_in_safetensors(tmp_
         read_reward_adapter(folder)
 
 
-def test_a_base_that_is_not_there_is_named_before_its_adapters(tmp_path):
-    missing, folder = str(tmp_path / "none"), save_reward(tmp_path / "reward")
-    arguments = {"model": missing, "peft_config": lora(task_type="CAUSAL_LM"), "reward_funcs": []}
-    with pytest.raises(ValueError, match="no model can be loaded from '.*none'"):
-        tiny_trainer(tmp_path / "run", trainer_arguments=arguments, reward_adapter=folder)
-
-
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_an_adapter_of_another_size_is_refused_with_both_shapes(arch, tmp_path):
     sizes = {"llama": {"hidden_size": 64}, "gpt2": {"n_embd": 64}}[arch]

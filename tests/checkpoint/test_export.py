@@ -6,12 +6,8 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM, LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    CodeGenConfig,
-)
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, CodeGenConfig
 from transformers.utils import logging
 
 from alpaca_ppo.adapters.adapter_set import add_policy_adapter
@@ -116,21 +112,13 @@ def test_a_failing_save_leaves_the_older_policy_whole_and_progress_bars_as_they_
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
-@pytest.mark.parametrize("layout", ["separate", "shared"])
-def test_the_final_folders_hold_policy_and_critic_of_either_layout(tmp_path, layout):
-    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=layout)
-    with torch.no_grad():
-        actor_critic.critic.head.weight.normal_()
-        if layout == "separate":
-            actor_critic.critic.backbone.get_input_embeddings().weight.mul_(2)
+def test_the_final_folders_hold_policy_and_cards_and_leave_other_files_alone(tmp_path):
+    actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared")
     (tmp_path / "notes.txt").write_text("mine")
     save_final(tmp_path, actor_critic, tiny_tokenizer(), RUN)
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
-    value = load_critic(str(tmp_path / "value"))
-    embedded = actor_critic.policy.model.get_input_embeddings().weight
-    assert torch.equal(policy.get_input_embeddings().weight, embedded)
-    assert torch.equal(value.backbone.get_input_embeddings().weight, embedded * (2 if layout == "separate" else 1))
-    assert torch.equal(value.head.weight, actor_critic.critic.head.weight)
+    own = actor_critic.policy.model.state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in policy.state_dict().items())
     assert "| `objective/kl` | 0.1235 |" in (tmp_path / "policy" / "README.md").read_text()
     assert "values[t]" in (tmp_path / "value" / "README.md").read_text()
     assert (tmp_path / "notes.txt").read_text() == "mine"
@@ -151,10 +139,7 @@ def test_the_card_has_front_matter_metrics_and_configuration(tmp_path):
     assert "from transformers import AutoModelForCausalLM" in text
 
 
-@pytest.mark.parametrize(
-    "base_model",
-    [None, "", "here", "/some/absolute/folder", "outputs/a/b", ".."],
-)
+@pytest.mark.parametrize("base_model", [None, "", "here", "/some/absolute/folder", "outputs/a/b", ".."])
 def test_the_card_names_no_folder_as_base_model(tmp_path, monkeypatch, base_model):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
@@ -178,12 +163,7 @@ def test_the_card_shows_the_last_part_of_local_paths_alone(tmp_path, monkeypatch
         "pair": ((path, 2.5), ["models", 2.5]),
     }
     # No paths, though they look like some.
-    others = {
-        "run_name": "mine",
-        "hub_model_id": "me/model",
-        "prompt_template": "/no_think {prompt}",
-        "tokens": ["/", "."],
-    }
+    others = {"hub_model_id": "me/model", "prompt_template": "/no_think {prompt}", "tokens": ["/", "."]}
     text, shown = card(tmp_path, **{name: given for name, (given, _) in paths.items()}, **others)
     assert shown == {name: wanted for name, (_, wanted) in paths.items()} | others
     assert str(tmp_path) not in text
@@ -212,13 +192,14 @@ EMBEDDED = {"llama": "embed_tokens", "gpt2": "wte"}
 @pytest.mark.parametrize(
     ("arch", "tied", "adapter"),
     [
-        ("gpt2", True, {}),
         ("gpt2", True, {"use_dora": True}),
         ("gpt2", True, {"modules_to_save": ["ln_f"]}),
         ("gpt2", True, {"modules_to_save": ["wte"]}),
         ("llama", True, {"use_rslora": True}),
         ("llama", True, {"modules_to_save": ["embed_tokens"]}),
         ("llama", True, {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("gpt2", True, {"target_modules": ["c_attn", "wte"]}),
+        ("mixtral", False, {"target_modules": ["q_proj", "v_proj"]}),
         ("llama", False, {"use_dora": True}),
         ("llama", False, {"modules_to_save": ["norm", "embed_tokens"]}),
         ("bloom", True, {"use_dora": True}),
@@ -264,3 +245,21 @@ def test_merging_into_half_precision_loses_nothing(tmp_path):
         torch.testing.assert_close(merged.eval()(IDS).logits, exact, atol=1e-4, rtol=0)
         with adapters.active(None):
             assert (base.float()(IDS).logits - exact).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"target_modules": ["q_proj", "embed_tokens"]}])
+def test_an_adapter_in_half_precision_is_merged_in_float32(settings, tmp_path):
+    base = tiny_causal_lm("llama")
+    adapters = add_policy_adapter(base, LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings}))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in adapters.parameters_of("default"):
+        # As under DeepSpeed with bf16.
+        parameter.data = (parameter.data + 0.1 * torch.randn(parameter.shape, generator=generator)).bfloat16()
+    kinds = {name: tensor.dtype for name, tensor in adapters.peft.state_dict().items()}
+    adapters.peft.save_pretrained(tmp_path / "policy")
+    save_merged(tmp_path / "merged", adapters, tiny_tokenizer())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    on_base = PeftModel.from_pretrained(tiny_causal_lm("llama"), tmp_path / "policy")
+    with torch.no_grad():
+        torch.testing.assert_close(merged.eval()(IDS).logits, on_base.eval()(IDS).logits, atol=1e-4, rtol=0)
+    assert {name: tensor.dtype for name, tensor in adapters.peft.state_dict().items()} == kinds

@@ -69,21 +69,7 @@ def test_a_fingerprint_hashes_names_types_shapes_and_values():
     assert tensors_fingerprint(dict(reversed(tensors.items()))) == tensors_fingerprint(tensors)
 
 
-def test_a_fingerprint_changes_with_each_of_them():
-    base = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(True)}
-    others = [
-        {"c": base["a"], "b": base["b"]},
-        {**base, "a": base["a"].half()},
-        {**base, "a": base["a"].reshape(3, 2)},
-        {**base, "a": base["a"] + torch.tensor([0.0, 0, 1e-6])},
-        {**base, "b": torch.tensor(False)},
-        {**base, "c": torch.zeros(0)},
-        {"a": base["a"]},
-    ]
-    assert len({tensors_fingerprint(tensors) for tensors in [base, *others]}) == 8
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_every_dtype_has_a_fingerprint_that_its_strides_do_not_change(dtype):
     tensor = torch.arange(12.0).reshape(3, 4).to(dtype)
     transposed = tensor.t().contiguous().t()
@@ -197,16 +183,17 @@ def test_the_arguments_of_a_partial_are_compared(tmp_path):
     module = written(tmp_path)
     arguments = [
         {"scale": 2.0},
-        {"scale": 3.0},
-        {"scale": None, "texts": ["a", b"b"]},
-        {"scale": None, "texts": ["a", b"c"]},
+        {"texts": ["a", b"b"]},
+        {"texts": ["a", b"c"]},
         {"table": {"a": (1, True)}},
         {"table": {"a": (1, False)}},
         {"table": {"b", "a"}},
         {"table": np.array([1.0, 2.0])},
+        {"table": np.array([1, "a"], dtype=object)},
         {"table": np.float32(1.5)},
         {"table": torch.tensor([1.0, 2.0])},
-        {"table": torch.tensor([1.0, 3.0])},
+        {"table": torch.zeros(2, device="meta")},
+        {"table": torch.zeros(2).to_sparse()},
         {"model": nn.Linear(2, 2)},
         {"model": nn.Linear(2, 2)},
         {"judge": module.Judge()},
@@ -216,15 +203,13 @@ def test_the_arguments_of_a_partial_are_compared(tmp_path):
     identities = [callable_identity(functools.partial(module.reward, **given)) for given in arguments]
     assert len(set(identities)) == len(identities)
     assert identities[0].endswith(" made with scale=1.0 with scale=2.0")
-    again = [
-        functools.partial(functools.partial(module.reward), scale=2.0),
-        functools.partial(module.reward, table={"a", "b"}),
-        functools.partial(module.reward, judge=Plain()),
-    ]
-    assert [callable_identity(function) for function in again] == [identities[0], identities[6], identities[14]]
-    assert callable_identity(functools.partial(module.reward, [1])) != callable_identity(
-        functools.partial(module.reward, [2])
-    )
+    same = [{"table": {"a", "b"}}, {"judge": Plain()}]
+    again = [callable_identity(functools.partial(module.reward, **given)) for given in same]
+    assert again == [identities[5], identities[15]]
+    positional = {callable_identity(functools.partial(module.reward, [number])) for number in (1, 2)}
+    assert len(positional) == 2
+    secret = callable_identity(functools.partial(module.reward, api_key="sk-secret"))
+    assert "secret" not in secret and "api_key=" in secret
 
 
 @dataclasses.dataclass
@@ -244,8 +229,6 @@ def test_a_dataclass_counts_with_the_fields_that_make_it_equal():
     assert identity(target=1).endswith(" with target=1, words=[]")
     assert identity(target=1, calls=["a"]) == identity(target=1)
     assert len({identity(target=1), identity(target=2), identity(target=1, words=("a",))}) == 3
-    as_argument = {callable_identity(functools.partial(len, Rubric(target))) for target in (1, 1, 2)}
-    assert len(as_argument) == 2
     assert callable_identity(Rubric(1).__call__) != callable_identity(Rubric(2).__call__)
     # What is not declared is not compared, and an option of the run is compared, or free, by itself.
     configs = [functools.partial(len, tiny_config("run", **change)) for change in ({}, {"save_steps": 7})]
@@ -275,16 +258,6 @@ def test_closures_and_defaults_are_compared():
     )
 
 
-def test_each_default_alone_is_compared():
-    def with_default(positional, keyword):
-        def reward(completions, scale=positional, *, offset=keyword):
-            return completions
-
-        return callable_identity(reward)
-
-    assert len({with_default(1, 1), with_default(2, 1), with_default(1, 2)}) == 3
-
-
 def test_what_refers_to_itself_has_an_identity():
     def countdown(n):
         return countdown(n - 1) if n else unset
@@ -306,30 +279,12 @@ def test_lambdas_on_one_line_differ_and_what_else_is_there_does_not_matter(tmp_p
     assert callable_identity(pairs.c()) == identity["a"].replace("<lambda>", "<lambda>.<locals>.<lambda>")
 
 
-@pytest.mark.parametrize("long", [list(range(50_000)), {str(i): i for i in range(5_000)}, np.zeros(50_000)])
+@pytest.mark.parametrize("long", [list(range(50_000)), np.zeros(50_000)])
 def test_long_arguments_have_a_short_identity(long):
-    identities = {
-        callable_identity(function)
-        for function in (functools.partial(len, long), functools.partial(len, table=[long]), make_reward(table=long))
-    }
-    assert len(identities) == 3 and max(map(len, identities)) < 300
     other = long.copy()
-    other[7 if not isinstance(long, dict) else "7"] = -1
-    assert callable_identity(functools.partial(len, other)) != callable_identity(functools.partial(len, long))
-
-
-def test_arrays_of_objects_and_weights_elsewhere_have_an_identity():
-    def identity(value):
-        return callable_identity(functools.partial(len, value))
-
-    assert identity(np.array([1, "a"], dtype=object)) != identity(np.array([1, "b"], dtype=object))
-    assert identity(torch.zeros(2, device="meta")) != identity(torch.zeros(3, device="meta"))
-    assert identity(torch.zeros(2).to_sparse()).endswith("Tensor")
-
-
-def test_a_secret_in_an_argument_is_not_readable(tmp_path):
-    identity = callable_identity(functools.partial(written(tmp_path).reward, api_key="sk-secret"))
-    assert "secret" not in identity and "api_key=" in identity
+    other[7] = -1
+    identities = {callable_identity(functools.partial(len, table=[value])) for value in (long, other)}
+    assert len(identities) == 2 and max(map(len, identities)) < 300
 
 
 def test_a_function_without_source_is_named():

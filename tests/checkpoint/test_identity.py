@@ -89,26 +89,26 @@ def test_a_trained_model_is_not_the_one_that_training_started_from(tmp_path):
     refuse(tmp_path, "weights.reference is", model=first.actor_critic.policy.model)
 
 
-@pytest.mark.parametrize("reference", ["none", "another model"])
-def test_a_starting_policy_from_which_nothing_is_built_may_change(reference, models, tmp_path):
-    settings = {"reference": "none", "kl_coef": 0.0} if reference == "none" else {}
-    settings["reference"] = "none" if reference == "none" else str(models / "reference")
-    tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, **settings).train()
-    tiny_trainer(tmp_path, **RUN, **settings, model=tiny_causal_lm("llama", seed=5)).train(resume_from_checkpoint=True)
+def test_a_starting_policy_from_which_nothing_is_built_may_change(models, tmp_path):
+    settings = {**RUN, "reference": str(models / "reference")}
+    tiny_trainer(tmp_path, **{**settings, "total_episodes": 10}).train()
+    tiny_trainer(tmp_path, **settings, model=tiny_causal_lm("llama", seed=5)).train(resume_from_checkpoint=True)
     assert steps(tmp_path) == [1, 2]
 
 
-def test_the_frozen_part_of_a_policy_is_compared(tmp_path):
+@pytest.mark.parametrize("part", ["starting_policy", "frozen_critic"])
+def test_what_is_frozen_of_a_model_is_compared_and_what_is_trained_is_not(part, tmp_path):
+    settings = {**RUN, "reference": "none", "kl_coef": 0.0} if part == "starting_policy" else RUN
+
     def made(seed, frozen_seed):
-        model = tiny_causal_lm("llama")
-        layers = model.model.layers
+        model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
+        layers = (model.policy.model.model if part == "starting_policy" else model.critic.backbone).layers
         for layer, number in ((layers[0], frozen_seed), (layers[1], seed)):
             layer.mlp.up_proj.weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
         return layers[0].mlp.requires_grad_(False) and model
 
-    settings = {**RUN, "reference": "none", "kl_coef": 0.0}
     tiny_trainer(tmp_path, **{**settings, "total_episodes": 10}, model=made(1, 1)).train()
-    refuse(tmp_path, "run: weights.starting_policy is .* in the checkpoint", **settings, model=made(1, 2))
+    refuse(tmp_path, f"run: weights.{part} is .* in the checkpoint", **settings, model=made(1, 2))
     tiny_trainer(tmp_path, **settings, model=made(2, 1)).train(resume_from_checkpoint=True)
     assert steps(tmp_path) == [1, 2]
 
@@ -130,10 +130,6 @@ CHANGES = {
     "fewer": (
         {"reward_funcs": [count_even], "reward_weights": [1.0]},
         r"rewards.1 is present in the checkpoint and absent here",
-    ),
-    "more": (
-        {"reward_funcs": [count_even, "rm", count_tokens], "reward_weights": [1.0, 0.5, 0.0]},
-        r"rewards.2 is absent in the checkpoint and present here",
     ),
     "weight": ({"reward_weights": [1.0, 2.0]}, r"run: rewards.1.weight is 0.5 in the checkpoint and 2.0 here; "),
     "tokenizer": (
@@ -234,31 +230,13 @@ def test_adapters_are_compared_by_what_is_not_trained(tmp_path):
     settings = {**RUN, "critic_layout": "adapter", "reward_adapter": adapter, **lora}
     tiny_trainer(run, **{**settings, "total_episodes": 10}).train()
     other = {**settings, "reward_adapter": str(reward_adapter(tmp_path / "other", seed=2))}
-    refuse(
-        run,
-        r"run: rewards.0.model is .* with weights .* ignore_changes: \[reward\],",
-        **other,
-    )
+    refuse(run, r"run: rewards.0.model is .* with weights .* ignore_changes: \[reward\],", **other)
     other = {**settings, "model": tiny_causal_lm("llama", seed=5)}
     refuse(run, "run: weights.starting_policy is .* ignore_changes: \\[model\\],", **other)
     refuse(run, "reference is the policy with no adapter in the checkpoint and weights", **settings, reference="copy")
     (tmp_path / "reward").rename(tmp_path / "moved")
     tiny_trainer(run, **{**settings, "reward_adapter": str(tmp_path / "moved")}).train(resume_from_checkpoint=True)
     assert steps(run) == [1, 2]
-
-
-def test_what_is_frozen_of_a_critic_is_compared_and_what_is_trained_is_not(tmp_path):
-    def made(seed, frozen_seed):
-        model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
-        layers = model.critic.backbone.layers
-        for layer, number in ((layers[0], frozen_seed), (layers[1], seed)):
-            layer.mlp.up_proj.weight.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
-        return layers[0].mlp.requires_grad_(False) and model
-
-    tiny_trainer(tmp_path, **{**RUN, "total_episodes": 10}, model=made(1, 1)).train()
-    refuse(tmp_path, "run: weights.frozen_critic is .* in the checkpoint", model=made(1, 2))
-    tiny_trainer(tmp_path, **RUN, model=made(2, 1)).train(resume_from_checkpoint=True)
-    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
@@ -268,7 +246,6 @@ def test_a_schedule_over_the_whole_run_refuses_another_length(tmp_path):
     # Ten rows a step in batches of 4, 4 and 2: three optimizer steps in each step of ten prompts.
     message = "run: lr_scheduler_type.optimizer_steps is 6 in the checkpoint and {} here"
     refuse(run, message.format(9), **{**settings, "total_episodes": 30})
-    refuse(run, message.format(12), **{**settings, "total_episodes": None, "total_epochs": 1})
     fewer = {"trainer_arguments": {"train_dataset": prompts(10)}, "ignore_changes": ["data"]}
     refuse(run, message.format(3), **{**settings, **fewer, "total_episodes": None, "total_epochs": 1})
     same = {**settings, **fewer, "total_episodes": None, "total_epochs": 2}

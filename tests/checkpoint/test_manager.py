@@ -1,21 +1,17 @@
-"""The best checkpoint stays, is told to callbacks, and is known to a resumed run."""
+"""The best checkpoint stays, and is known to a resumed run."""
 
 import math
 import shutil
 
 import pytest
-from transformers import TrainerCallback
 
 from tests.checkpoint.test_best_at_end import NAME, scripted
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
 
-def run(folder, values, *, limit=1, resume=None, total=50, callbacks=(), **overrides):
+def run(folder, values, *, limit=1, resume=None, total=50, **overrides):
     settings = {"save_steps": 1, "save_total_limit": limit, "metric_for_best_model": NAME, **overrides}
-    arguments = {"callbacks": list(callbacks)}
-    trainer = tiny_trainer(
-        folder, trainer_class=scripted(*values), total_episodes=total, trainer_arguments=arguments, **settings
-    )
+    trainer = tiny_trainer(folder, trainer_class=scripted(*values), total_episodes=total, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -58,17 +54,6 @@ def test_another_metric_or_a_best_that_is_gone_is_sought_anew(tmp_path):
     with pytest.warns(UserWarning, match=r"checkpoint-2, the best checkpoint so far \(objective/scripted = 3.*is gone"):
         gone = run(tmp_path / "gone", [1, 3, 2, 1, 0], resume=True)
     assert steps(tmp_path / "gone") == [4, 5] and gone.state.best_global_step == 4
-
-
-def test_callbacks_see_the_best_when_a_checkpoint_is_saved(tmp_path):
-    seen = []
-
-    class Watch(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            seen.append((state.best_metric, state.best_global_step))
-
-    run(tmp_path, [1, 3, 2], total=30, callbacks=[Watch()])
-    assert seen == [(1, 1), (3, 2), (3, 2)]
 
 
 def evaluated(folder, metric, **overrides):
