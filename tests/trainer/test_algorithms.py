@@ -110,24 +110,6 @@ def test_an_optimizer_of_the_users_own_has_its_own_rates(tmp_path):
         tiny_trainer(tmp_path, model=built, trainer_arguments=arguments, critic_learning_rate=0.5)
 
 
-def test_a_kl_in_the_loss_alone_leaves_the_reward_as_it_is(tmp_path):
-    trainer = tiny_trainer(tmp_path, kl_coef=0.0, kl_loss_coef=0.5)
-    trainer.step(trainer.prompt_batches(0))
-    stats = trainer.step(trainer.prompt_batches(1))
-    assert stats["objective/non_score_rewards"] == 0 and stats["objective/kl_sum_seq"] != 0
-    assert stats["objective/shaped_rewards"] == pytest.approx(stats["objective/rewards"])
-    # policy + 0.1 * value + 0.5 * kl
-    parts = stats["ppo/loss/policy"] + 0.1 * stats["ppo/loss/value"] + 0.5 * stats["ppo/loss/kl"]
-    assert stats["ppo/loss/total"] == pytest.approx(parts, rel=1e-5) and stats["ppo/loss/kl"] > 0
-
-
-def test_a_risk_level_lowers_the_values_that_gae_reads(tmp_path):
-    trainer = tiny_trainer(tmp_path, critic="quantile", risk_level=0.25, critic_learning_rate=1e-2)
-    trainer.step(trainer.prompt_batches(0))
-    stats = trainer.step(trainer.prompt_batches(1))
-    assert stats["ppo/val/mean"] < stats["ppo/val/distribution_mean"]
-
-
 @pytest.mark.parametrize("kind", ["c51", "hl_gauss"])
 def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
     trainer = tiny_trainer(tmp_path, critic=kind, value_support=[-0.1, 0.1])
@@ -143,17 +125,3 @@ def test_the_warning_does_not_need_the_probability_at_the_edges(tmp_path):
     trainer = tiny_trainer(tmp_path, critic="c51")
     with pytest.warns(UserWarning, match="^25.0% of the returns lie outside the critic's support, so the values"):
         trainer.updater.warn({"val/outside_support": 0.25})
-
-
-@pytest.mark.parametrize("kind", ["c51", "hl_gauss", "quantile", "iqn"])
-def test_a_run_starts_from_the_critic_that_another_left(kind, tmp_path):
-    settings = {"critic": kind, "total_episodes": 10, "learning_rate": 1e-2}
-    first = tiny_trainer(tmp_path / "first", **settings)
-    first.train()
-    folder = str(tmp_path / "first" / "final" / "value")
-    second = tiny_trainer(tmp_path / "second", trainer_arguments={"value_model": folder}, **settings)
-    for one, other in zip(first.actor_critic.critic.parameters(), second.actor_critic.critic.parameters(), strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="the value model's head is .*set critic and its options"):
-        changed = {"num_atoms": 5, **settings}
-        tiny_trainer(tmp_path / "third", trainer_arguments={"value_model": folder}, **changed)

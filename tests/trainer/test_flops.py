@@ -99,6 +99,7 @@ def test_a_step_executes_what_its_real_tokens_need(realistic, tmp_path, monkeypa
 SAMPLES = {"adv_estimator": "grpo", "num_return_sequences": 3, "step_batch_size": 12}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "settings, passes",
     [
@@ -144,6 +145,7 @@ def test_the_formula_is_what_plain_passes_without_padding_execute():
     assert counted == vars(needed)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["fc2", "k_proj", "dense"]])
 def test_the_formula_is_what_a_plain_pass_with_adapters_executes(targets):
     workload = workloads.realistic(4, 8, **SMALL)

@@ -104,6 +104,7 @@ def test_a_critic_that_errs_does_not_bias_the_gradient(problem, layout, tmp_path
     assert relative_error(update, objective_gradient(trainer, problem, kl_coef=-BETA)) > 0.01
 
 
+@pytest.mark.proof
 @either_problem
 def test_whitening_by_given_numbers_rescales_the_gradient(problem, tmp_path):
     # Mean and std are those of the enumeration here, the same for each response: (A - m) / s is 1 / s of the gradient,
@@ -152,6 +153,7 @@ def test_leave_one_out_is_unbiased(problem, tmp_path):
     assert relative_error(update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
 
 
+@pytest.mark.proof
 @either_problem
 def test_the_group_mean_as_baseline_gives_half_the_gradient_in_groups_of_two(problem, tmp_path):
     trainer, _, update = expected_pair_update(tmp_path, problem, "grpo_no_std", kl_coef=BETA)
@@ -170,6 +172,7 @@ def test_kl_in_the_loss_is_that_of_the_next_token_at_the_visited_states(problem,
     assert relative_error(penalty, whole) > 0.01
 
 
+@pytest.mark.proof
 @either_problem
 def test_k3_in_the_loss_has_the_gradient_of_the_reversed_kl(problem, tmp_path):
     settings = {"kl_loss_coef": COEF, "kl_loss_type": "k3"}
@@ -179,6 +182,7 @@ def test_k3_in_the_loss_has_the_gradient_of_the_reversed_kl(problem, tmp_path):
     assert relative_error(penalty, visited_states_gradient(trainer, problem, kl_of_tokens)) > 0.01
 
 
+@pytest.mark.proof
 @either_problem
 def test_k1_in_the_loss_has_no_gradient_on_average(problem, tmp_path):
     settings = {"kl_loss_coef": COEF, "kl_loss_type": "k1"}
@@ -186,6 +190,7 @@ def test_k1_in_the_loss_has_no_gradient_on_average(problem, tmp_path):
     assert relative_error(update, objective_gradient(trainer, problem)) < TOLERANCE
 
 
+@pytest.mark.proof
 @either_problem
 def test_the_entropy_bonus_is_that_of_the_next_token_at_the_visited_states(problem, tmp_path):
     trainer, update = expected_update(tmp_path, problem, entropy_coef=COEF)
@@ -194,6 +199,7 @@ def test_the_entropy_bonus_is_that_of_the_next_token_at_the_visited_states(probl
     assert COEF * bonus.norm() > 0.01 * update.norm()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "mode", "denominator"),
     [
@@ -213,6 +219,7 @@ def test_a_normalisation_that_is_the_same_for_all_responses_rescales_the_gradien
     assert relative_error(3 * update, objective_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "dppo"])
 def test_at_ratio_one_the_other_policy_losses_have_the_gradient_per_token(name, tmp_path):
     problem = PROBLEMS["three tokens"]

@@ -124,6 +124,7 @@ def test_a_row_with_turns_holds_the_environments_text():
 LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "settings",
     [

@@ -58,6 +58,7 @@ def test_a_critic_takes_the_backbone_of_a_language_model(arch, sizes, settings, 
         assert torch.equal(value, after[name])
 
 
+@pytest.mark.proof
 def test_a_critic_of_another_size_is_exported_and_starts_another_run(tmp_path):
     trainer = tiny_trainer(tmp_path / "first", **given(tiny_causal_lm("llama", seed=7, **WIDE)))
     trainer.step(trainer.prompt_batches(0))

@@ -9,9 +9,8 @@ from datasets import Dataset
 
 import alpaca_ppo
 from alpaca_ppo.distributed.accelerator import make_accelerator
-from alpaca_ppo.distributed.optimizer import make_optimizer
 from alpaca_ppo.environments.kinds import make_kinds
-from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_sequence_classifier
+from alpaca_ppo.models import load_causal_lm, load_sequence_classifier
 from alpaca_ppo.trainer.setup import build_scorer, make_prompts
 from tests.data.tokenizers import PHI_3, turn_tokenizer
 from tests.tiny_models import EOS, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -39,9 +38,7 @@ def test_the_critic_has_one_starting_point(tmp_path):
     )
 
 
-def test_critic_and_reference_read_the_policys_tokens(tmp_path):
-    other = tiny_sequence_classifier("llama", vocab_size=60)
-    refused(tmp_path, r"critic's vocabulary \(60\)", arguments={"value_model": other})
+def test_the_reference_reads_the_policys_tokens(tmp_path):
     other = tiny_causal_lm("llama", vocab_size=80)
     refused(tmp_path, r"the reference's vocabulary \(80\)", arguments={"ref_model": other})
 
@@ -118,17 +115,10 @@ def dynamic():
     return tiny_causal_lm("llama", rope_parameters=rope, max_position_embeddings=7)
 
 
-@pytest.mark.parametrize(
-    ("make", "remedy"),
-    [
-        (longrope, "to 8$"),
-        (dynamic, "to 8$"),
-    ],
-)
-def test_rows_must_not_cross_the_length_at_which_their_rotations_change(make, remedy, tmp_path):
+@pytest.mark.parametrize("make", [longrope, dynamic])
+def test_rows_must_not_cross_the_length_at_which_their_rotations_change(make, tmp_path):
     # Of four and five tokens the model reads all but the last: 8 positions.
-    message = rf"rows of 9 tokens cross 7, where .* lower query_len \+ response_len {remedy}"
-    refused(tmp_path, message, model=make())
+    refused(tmp_path, r"rows of 9 tokens cross 7, where .* lower query_len \+ response_len to 8$", model=make())
 
 
 def test_rows_up_to_the_switch_or_with_one_set_of_factors_are_sampled_as_they_are_trained(tmp_path):
@@ -174,34 +164,6 @@ def test_models_load_from_folders_in_float32_whatever_the_checkpoint_holds(tmp_p
     assert {p.dtype for p in trainer.actor_critic.parameters()} == {torch.float32}
     stats = trainer.step(trainer.prompt_batches(0))
     assert stats["objective/kl_sum_seq"] == pytest.approx(0.0, abs=1e-5)
-
-
-def test_weight_decay_acts_on_matrices_only():
-    model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout="shared")
-    optimizer = make_optimizer(model, tiny_config("unused", weight_decay=0.1), torch.device("cpu"))
-    for group in optimizer.param_groups:
-        assert {p.dim() >= 2 for p in group["params"]} == {group["weight_decay"] == 0.1}
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-
-
-@pytest.mark.parametrize("layout", ["separate", "shared"])
-def test_the_critic_has_a_learning_rate_of_its_own(layout):
-    model = build_actor_critic(load_causal_lm(tiny_causal_lm("gpt2")), critic_layout=layout)
-    optimizer = make_optimizer(model, tiny_config("unused", critic_learning_rate=0.5), torch.device("cpu"))
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert {rates[id(p)] for p in model.critic.parameters()} == {0.5}
-    assert {rates[id(p)] for p in model.policy.parameters()} == {1e-3}
-
-
-def test_gradient_checkpointing_gives_the_same_update(tmp_path):
-    after = []
-    for checkpointing in (False, True):
-        trainer = tiny_trainer(tmp_path / str(checkpointing), gradient_checkpointing=checkpointing)
-        stats = trainer.step(trainer.prompt_batches(0))
-        after.append((stats["ppo/loss/total"], stats["ppo/policy/grad_norm"]))
-        assert trainer.actor_critic.policy.model.is_gradient_checkpointing == checkpointing
-        assert trainer.actor_critic.critic.backbone.is_gradient_checkpointing == checkpointing
-    assert after[0] == pytest.approx(after[1], rel=1e-5)
 
 
 def test_an_unknown_public_name_is_an_attribute_error_that_lists_the_known():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from alpaca_ppo.ppo.updates import non_finite
-from tests.tiny_runs import Steep, before_update, metric_lines, poisoned, tiny_trainer, weights
+from tests.tiny_runs import before_update, metric_lines, poisoned, tiny_trainer, weights
 
 
 def skipped_lines(folder):
@@ -59,16 +59,6 @@ def test_a_skipped_update_leaves_no_trace_but_its_record(tmp_path, capsys):
     assert "step 1: loss/policy is nan on rank 0" in capsys.readouterr().out
 
 
-def test_an_infinite_gradient_of_a_finite_loss_is_skipped_too(tmp_path):
-    trainer = tiny_trainer(tmp_path, trainer_class=Steep, max_skipped_updates=3)
-    before = weights(trainer)
-    stats = trainer.step(trainer.prompt_batches(0))
-    assert stats["ppo/policy/skipped_updates"] == 3 and stats["ppo/policy/optimizer_steps"] == 0
-    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
-    (cause,) = {line["cause"] for line in skipped_lines(tmp_path)}
-    assert cause == "the policy's gradient norm is nan, though the losses of all ranks are finite"
-
-
 def test_a_step_that_stops_at_its_kl_does_not_take_a_nan_for_one(tmp_path):
     settings = {"ppo_epochs": 2, "target_kl_stop": 10.0, "max_skipped_updates": 1}
     trainer = tiny_trainer(tmp_path, trainer_class=poisoned((0, 1)), **settings)
@@ -77,6 +67,7 @@ def test_a_step_that_stops_at_its_kl_does_not_take_a_nan_for_one(tmp_path):
     assert stats["ppo/policy/optimizer_steps"] == 5
 
 
+@pytest.mark.proof
 def test_the_count_goes_on_in_a_resumed_run_which_is_the_uninterrupted_one_to_the_last_bit(tmp_path):
     run = {"trainer_class": poisoned((0, 1), (2, 0), (3, 3)), "save_steps": 1, "total_episodes": 50, "ppo_epochs": 2}
     whole = tiny_trainer(tmp_path / "whole", max_skipped_updates=3, **run)

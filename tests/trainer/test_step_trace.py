@@ -1,30 +1,14 @@
 """How much code a step runs through: what a reader of one step has before him."""
 
-import ast
-import io
 import sys
-import tokenize
 from pathlib import Path
 
 import alpaca_ppo
+from tests.test_budget import lines_of_code
 from tests.tiny_runs import tiny_trainer
 
 PACKAGE = Path(alpaca_ppo.__file__).parent
 MOST_MODULES, MOST_LINES = 45, 6000
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-
-
-def lines_of_code(text):
-    """Without blank lines, comments and docstrings."""
-    docstrings, lines = set(), set()
-    for node in ast.walk(ast.parse(text)):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and ast.get_docstring(node) is not None:
-            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
 
 
 def test_a_default_step_executes_few_modules_of_few_lines(tmp_path):
