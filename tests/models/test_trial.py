@@ -7,13 +7,10 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from alpaca_ppo.generation import slots
 from alpaca_ppo.models import trial
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
 from alpaca_ppo.models.trial import packing_problem, padding_reason
-from alpaca_ppo.rewards import reward_model
-from alpaca_ppo.rewards.reward_model import ModelReward
-from tests.tiny_models import PADDED, tiny_causal_lm, tiny_config, tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_models import PADDED, tiny_causal_lm, tiny_config
 
 
 @pytest.mark.parametrize("arch", PADDED)
@@ -43,26 +40,13 @@ def test_a_trial_without_memory_is_no_finding(error, monkeypatch):
     def run_out(*arguments, **keywords):
         raise error("out of memory")
 
-    for of_kind in (trial._packing, slots._slots, reward_model._packed_scores):
-        monkeypatch.setattr(of_kind, "found", {})
+    monkeypatch.setattr(trial._packing, "found", {})
     model = tiny_causal_lm("llama")
-    source = ModelReward(tiny_sequence_classifier("llama"), tiny_tokenizer(), name="model", batch_size=2)
     with monkeypatch.context() as full:
         full.setattr(trial, "_states", run_out)
         with pytest.raises(error, match="out of memory"):
             packing_problem(model)
     assert packing_problem(model) is None and is_installed(model)
-    with monkeypatch.context() as full:
-        full.setattr(slots, "extend", run_out)
-        with pytest.raises(error, match="out of memory"):
-            slots.slot_problem(model)
-    assert slots.slot_problem(model) is None
-    with monkeypatch.context() as full:
-        full.setattr(reward_model, "_score_packed", run_out)
-        with pytest.raises(error, match="out of memory"):
-            source.prepare(equal_passes=False)
-    source.prepare(equal_passes=False)
-    assert source._packs
 
 
 @pytest.mark.parametrize("choice", [False, "auto", True])
