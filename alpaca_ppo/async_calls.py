@@ -7,6 +7,7 @@ Reward functions await in it (`await_all`). Calls of environments and tools belo
 
 import asyncio
 import inspect
+import math
 import sys
 import threading
 import time
@@ -14,9 +15,9 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -174,25 +175,17 @@ class RowCall:
     """A call that has begun. `RowCalls.finished` gives it back once it has ended, or is too late."""
 
     row: int
-    deadline: float | None
+    deadline: float
     began: float = field(default_factory=time.monotonic)
-    over: threading.Event = field(default_factory=threading.Event)
-    """Set once the function has returned or raised, however late."""
-    task: Any = None
+    outcome: Future[Any] = field(default_factory=Future)
+    """What the function returns or raises, however late."""
+    task: Future[None] | None = None
+    """Of an async function."""
     value: Any = None
     error: Exception | None = None
     """What it raised; `CallTimeout` if it was not done in time."""
     seconds: float = 0.0
     """That it took, without the time that it waited to begin."""
-
-    def ended(self, value: Any, error: Exception | None) -> "RowCall":
-        """Sets how it has ended, and returns itself."""
-        self.value, self.error, self.seconds = value, error, time.monotonic() - self.began
-        return self
-
-
-Report = Callable[[Any, BaseException | None], None]
-"""Called with what a call returned and what it raised."""
 
 
 class RowCalls:
@@ -203,8 +196,6 @@ class RowCalls:
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Call]] = deque()
         self._running: dict[int, RowCall] = {}
-        # What late ones report is dropped, so it is not written into the call before it is taken.
-        self._done: SimpleQueue[tuple[RowCall, Any, BaseException | None]] = SimpleQueue()
 
     def start(self, row: int, call: Call) -> None:
         """Begins a call, or lets it wait."""
@@ -221,79 +212,69 @@ class RowCalls:
         until = time.monotonic() + timeout
         ended: list[RowCall] = []
         while self._running and not ended:
-            deadlines = [running.deadline for running in self._running.values() if running.deadline is not None]
-            ended += self._collect(max(0.0, min([until, *deadlines]) - time.monotonic()))
-            ended += self._expired()
+            running = list(self._running.values())
+            soonest = min([until, *(call.deadline for call in running)])
+            wait([call.outcome for call in running], max(0.0, soonest - time.monotonic()), FIRST_COMPLETED)
+            now = time.monotonic()
+            ended = [call for call in running if call.outcome.done() or call.deadline <= now]
+            for call in ended:
+                self._end(call, now)
             self._begin()
-            if time.monotonic() >= until:
+            if now >= until:
                 break
         return ended
 
     def abandon(self) -> set[int]:
         """Forgets all calls; returns the rows whose calls were running."""
         rows = set(self._running)
-        for row in rows:
-            self._leave(row)
+        for call in self._running.values():
+            if call.task is not None:
+                call.task.cancel()
+        self._running.clear()
         self._waiting.clear()
         return rows
 
     def _begin(self) -> None:
         while self._waiting and len(self._running) < MOST_CALLS:
             row, call = self._waiting.popleft()
-            running = self._running[row] = RowCall(row, call.timeout and time.monotonic() + call.timeout)
-            report, loop = partial(self._report, running), _event_loop().loop
+            deadline = math.inf if call.timeout is None else time.monotonic() + call.timeout
+            running, loop = RowCall(row, deadline), _event_loop().loop
             if inspect.iscoroutinefunction(call.function):
-                running.task = asyncio.run_coroutine_threadsafe(_await_call(call, report), loop)
+                running.task = asyncio.run_coroutine_threadsafe(_await_call(call, running.outcome), loop)
             else:
-                _daemon(partial(_make_call, call, loop, report))
+                _daemon(partial(_make_call, call, loop, running.outcome))
+            self._running[row] = running
 
-    def _report(self, running: RowCall, value: Any, error: BaseException | None) -> None:
-        running.over.set()
-        self._done.put((running, value, error))
-
-    def _collect(self, timeout: float) -> list[RowCall]:
-        ended: list[RowCall] = []
-        while True:
-            try:
-                running, value, error = self._done.get(timeout=timeout) if timeout else self._done.get_nowait()
-            except Empty:
-                return ended
-            if self._running.get(running.row) is not running:
-                continue
-            del self._running[running.row]
-            if error is not None and not isinstance(error, Exception):
-                error = RuntimeError(f"the call raised {error_text(error)}")
-            ended.append(running.ended(value, error))
-            timeout = 0.0
-
-    def _expired(self) -> list[RowCall]:
-        now = time.monotonic()
-        late = [row for row, running in self._running.items() if running.deadline and running.deadline <= now]
-        if late:
+    def _end(self, call: RowCall, now: float) -> None:
+        del self._running[call.row]
+        call.seconds = now - call.began
+        if not call.outcome.done():
+            call.error = CallTimeout()
             _loops[0].probe()
-        return [self._leave(row).ended(None, CallTimeout()) for row in late]
+            if call.task is not None:
+                call.task.cancel()
+        elif (error := call.outcome.exception()) is None:
+            call.value = call.outcome.result()
+        else:
+            call.error = error if isinstance(error, Exception) else RuntimeError(f"the call raised {error_text(error)}")
 
-    def _leave(self, row: int) -> RowCall:
-        running = self._running.pop(row)
-        if running.task is not None:
-            running.task.cancel()
-        return running
 
-
-def _make_call(call: Call, loop: asyncio.AbstractEventLoop, report: Report) -> None:
-    error = None
+def _make_call(call: Call, loop: asyncio.AbstractEventLoop, outcome: Future[Any]) -> None:
     try:
         value = call.function(**call.arguments)
         # A partial, or an object whose __call__ is async.
         if inspect.isawaitable(value):
             value, error = asyncio.run_coroutine_threadsafe(_outcome(value), loop).result()
-        report(*((call.finish(value), None) if error is None else (None, error)))
+            if error is not None:
+                raise error
+        outcome.set_result(call.finish(value))
     except BaseException as raised:
-        report(None, raised)
+        outcome.set_exception(raised)
 
 
-async def _await_call(call: Call, report: Report) -> None:
-    async def finished() -> Any:
-        return call.finish(await call.function(**call.arguments))
-
-    report(*await _outcome(finished()))
+async def _await_call(call: Call, outcome: Future[Any]) -> None:
+    try:
+        outcome.set_result(call.finish(await call.function(**call.arguments)))
+    # In the loop's thread, a SystemExit would end the loop without a word.
+    except BaseException as raised:
+        outcome.set_exception(raised)

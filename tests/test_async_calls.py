@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import wait
 from functools import partial
 
 import pytest
@@ -113,10 +114,10 @@ def test_a_call_that_was_too_slow_says_when_it_is_over(calls):
     calls.start(1, Call(async_hang, timeout=0.01))
     ended = made(calls, 0, 1)
     # One that waits is cancelled.
-    assert ended[1].over.wait(5)
-    assert not ended[0].over.is_set()
+    assert wait([ended[1].outcome], 5).done
+    assert not ended[0].outcome.done()
     release.set()
-    assert ended[0].over.wait(5)
+    assert ended[0].outcome.result(5)
 
 
 async def blocks(release):

@@ -6,9 +6,9 @@ these calls.
 
 import json
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
-from threading import Event
 from typing import Any, TypeVar
 
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, error_text
@@ -95,7 +95,7 @@ class Episode:
     """Once it has ended: the columns of the tokens that the policy chose."""
     reusable: bool = True
     """Whether nothing may still run in the environment."""
-    late: tuple[str, Event] | None = None
+    late: tuple[str, Future[Any]] | None = None
     """The tool of the environment that was not done in time, and whether it has ended since."""
 
     @property
@@ -266,7 +266,7 @@ class Episode:
             own = tool is not None and tool.function is None
             if tool is None:
                 problem = f"there is no tool {call.name!r}; the tools are {[tool.name for tool in self.kind.tools]}"
-            elif own and self.late and not self.late[1].is_set():
+            elif own and self.late and not self.late[1].done():
                 problem = f"{self.late[0]} is still at work, and nothing else can be called until it is done"
             else:
                 function = tool.function or getattr(self.environment, tool.name)
@@ -281,7 +281,7 @@ class Episode:
             if isinstance(ended.error, CallTimeout):
                 problem = f"{call.name} was not done after {timeout:g} seconds"
                 if own:
-                    self.reusable, self.late = False, (call.name, ended.over)
+                    self.reusable, self.late = False, (call.name, ended.outcome)
         self.tool_failures += 1
         return encodable(json.dumps({"error": problem}, ensure_ascii=False))
 
