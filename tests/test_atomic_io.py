@@ -104,17 +104,6 @@ def test_what_this_program_did_not_write_is_left_alone_whatever_its_name(tmp_pat
     assert list_committed(tmp_path, "old*") == []
 
 
-def test_a_folder_is_removed_out_of_sight(tmp_path, monkeypatch):
-    write(tmp_path / "checkpoint-1", "x")
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic_io.shutil, "rmtree", lambda *_: (_ for _ in ()).throw(Killed))
-        with pytest.raises(Killed):
-            remove_folder(tmp_path / "checkpoint-1")
-    assert names(tmp_path) == [".checkpoint-1.alpaca_ppo-tmp"]
-    clean_leftovers(tmp_path)
-    assert names(tmp_path) == []
-
-
 def test_a_text_file_is_replaced_in_one_step(tmp_path, monkeypatch):
     path = tmp_path / "README.md"
     write_text_atomically(path, "old \ud83d é")

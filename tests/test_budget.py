@@ -26,7 +26,7 @@ BUDGET = {
     "checkpoint": 838,
     "tracking": 714,
     "environments": 836,
-    "root": 665,
+    "root": 654,
     "cli": 536,
     "estimate_memory": 588,
     "data": 519,

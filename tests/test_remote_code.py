@@ -150,6 +150,7 @@ def test_policy_and_critic_are_saved_with_their_code(folders, tmp_path):
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("trust", [True, False])
 def test_a_critic_without_a_classifier_of_its_own_is_saved_with_its_code_too(trust, folders, tmp_path):
     model = folders["alone"]
@@ -175,6 +176,7 @@ def test_a_critic_without_a_classifier_of_its_own_is_saved_with_its_code_too(tru
     assert_close(values(again), values(trainer))
 
 
+@pytest.mark.proof
 def test_a_reward_model_that_builds_another_model_scores_and_starts_a_critic(folders, tmp_path):
     arguments = {"reward_funcs": [folders["reward"]], "processing_class": tiny_tokenizer()}
     trainer = trusting(tmp_path, tiny_causal_lm("llama"), init_value_with_reward=True, trainer_arguments=arguments)
@@ -184,6 +186,7 @@ def test_a_reward_model_that_builds_another_model_scores_and_starts_a_critic(fol
         assert_close(critic.head(critic.backbone.eval()(IDS).last_hidden_state[:, -1]).values, values(trainer))
 
 
+@pytest.mark.proof
 def test_an_adapter_is_merged_into_a_base_with_code(folders, tmp_path):
     arguments = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")}
     settings = {"critic_layout": "adapter"}

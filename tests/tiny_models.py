@@ -5,9 +5,11 @@ drawn with a large spread: the default one gives nearly uniform next-token distr
 and positions.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -22,139 +24,22 @@ from transformers import (
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+_FAMILIES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
+    Path(__file__).with_name("architectures.yaml").read_text()
+)
 MAX_POSITIONS = 512
-
-_LLAMA_LIKE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-}
-_NO_GROUPS = {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"}
-_GEMMA_LIKE = {**_LLAMA_LIKE, "head_dim": 8, "query_pre_attn_scalar": 8}
-_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _LLAMA_LIKE),
-    "qwen2": ("qwen2", _LLAMA_LIKE),
-    "qwen3": ("qwen3", {**_LLAMA_LIKE, "head_dim": 8}),
-    "mistral": ("mistral", _LLAMA_LIKE),
-    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS}),
-    "gpt_neox": ("gpt_neox", _NO_GROUPS),
-    "opt": (
-        "opt",
-        {
-            "hidden_size": 32,
-            "word_embed_proj_dim": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": MAX_POSITIONS,
-        },
-    ),
-    "gemma2": ("gemma2", _GEMMA_LIKE),
-    # Six layers make one period of Gemma 3's pattern by default; two layers must still have one of either kind.
-    "gemma3": ("gemma3_text", {**_GEMMA_LIKE, "layer_types": ["sliding_attention", "full_attention"]}),
-    "phi": ("phi", _LLAMA_LIKE),
-    "bloom": ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
-}
-ARCHITECTURES = list(_CONFIGS)
-_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("mixtral", {**_LLAMA_LIKE, "num_local_experts": 4}),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {**_LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    ),
-}
-MIXTURES = list(_MIXTURES)
-"""Architectures with experts: their weights are parameters of one module, which no adapter for layers acts on."""
-# Windows are shorter than the rows of the tests.
-_WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral_window": ("mistral", {**_LLAMA_LIKE, "sliding_window": 4}),
-    "qwen2_window": ("qwen2", {**_LLAMA_LIKE, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-    "gemma2_window": ("gemma2", {**_GEMMA_LIKE, "sliding_window": 4}),
-    "gemma3_window": ("gemma3_text", {**_GEMMA_LIKE, **_WINDOW}),
-    "gpt_oss": ("gpt_oss", {**_LLAMA_LIKE, **_WINDOW, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            **_LLAMA_LIKE,
-            **_EXPERTS,
-            "num_key_value_heads": 4,
-            "head_dim": 4,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 8,
-            "q_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 6,
-            "v_head_dim": 8,
-        },
-    ),
-    "qwen2_moe": ("qwen2_moe", {**_LLAMA_LIKE, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}),
-    "olmo3": ("olmo3", {**_LLAMA_LIKE, **_WINDOW}),
-    "cohere": ("cohere", _LLAMA_LIKE),
-    "cohere2": ("cohere2", {**_LLAMA_LIKE, **_WINDOW, "head_dim": 8}),
-    "exaone4": ("exaone4", {**_LLAMA_LIKE, **_WINDOW, "head_dim": 8}),
-    "gpt_bigcode": ("gpt_bigcode", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS}),
-    "biogpt": ("biogpt", _NO_GROUPS),
-    "granite": ("granite", _LLAMA_LIKE),
-    "glm4": ("glm4", {**_LLAMA_LIKE, "head_dim": 8}),
-    "falcon": ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
-    "gptj": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS, "rotary_dim": 4}),
-    "stablelm": ("stablelm", _LLAMA_LIKE),
-    "lfm2": ("lfm2", {**_LLAMA_LIKE, "layer_types": ["conv", "full_attention"], "block_ff_dim": 48, "conv_L_cache": 3}),
-    "mamba": ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
-}
+ARCHITECTURES, MIXTURES = list(_FAMILIES["main"]), list(_FAMILIES["mixtures"])
 PADDED = ["bloom", "falcon", "gptj", "stablelm", "lfm2", "mamba", "rwkv"]
 """Families with an attention of their own, or a state that runs from row to row: they need rows with padding."""
-PACKED = [name for name in _CONFIGS | _MIXTURES | _FURTHER if name not in PADDED]
+PACKED = [name for kind in ("main", "mixtures", "further") for name in _FAMILIES[kind] if name not in PADDED]
 """Families whose rows can be laid end to end."""
-# Architectures that a run refuses in some settings or in all.
-_AWKWARD: dict[str, tuple[str, dict[str, Any]]] = {
-    "phi3": ("phi3", _LLAMA_LIKE),
-    "rwkv": ("rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}),
-    # Without a soft cap on the logits, which the policy does not reproduce.
-    "recurrent_gemma": (
-        "recurrent_gemma",
-        {
-            "hidden_size": 32,
-            "lru_width": 32,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "logits_soft_cap": 1e6,
-        },
-    ),
-    "llama4": ("llama4_text", {**_LLAMA_LIKE, "head_dim": 8, "intermediate_size_mlp": 48, "moe_layers": []}),
-    "bart": (
-        "bart",
-        {
-            "d_model": 32,
-            "encoder_layers": 1,
-            "encoder_ffn_dim": 48,
-            "encoder_attention_heads": 4,
-            "decoder_layers": 2,
-            "decoder_ffn_dim": 48,
-            "decoder_attention_heads": 4,
-        },
-    ),
-}
 
 
 def tiny_config(arch: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrainedConfig:
-    """The configuration of a two-layer model of `arch`, such as one of ARCHITECTURES or MIXTURES; `overrides` replace
-    single fields.
-    """
-    model_type, fields = (_CONFIGS | _MIXTURES | _FURTHER | _AWKWARD)[arch]
+    """The configuration of a two-layer model of `arch`, a name in architectures.yaml; `overrides` replace fields."""
+    fields = next(kind[arch] for kind in _FAMILIES.values() if arch in kind)
     special = {"vocab_size": vocab_size, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
-    return AutoConfig.for_model(model_type, **{**fields, **special, **overrides})
+    return AutoConfig.for_model(**{**fields, **special, **overrides})
 
 
 SMALLEST: dict[str, Any] = {
