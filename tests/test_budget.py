@@ -29,7 +29,7 @@ BUDGET = {
     "root": 654,
     "cli": 536,
     "estimate_memory": 588,
-    "data": 519,
+    "data": 517,
     "adapters": 451,
     "migrate": 371,
     "report": 332,

@@ -3,7 +3,6 @@ ends after a mistake of its user or Ctrl-C.
 """
 
 import difflib
-import importlib
 import os
 import signal
 import sys
@@ -13,25 +12,27 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from types import TracebackType
 
 from alpaca_ppo.library_output import ignore_known_lines
 
 COMMANDS = {
-    "sft": ("train", "fine-tune a language model on prompts and completions"),
-    "reward": ("train", "train a reward model on preference pairs"),
-    "train": ("train", "train a policy with PPO"),
-    "evaluate": ("evaluate", "measure a policy on prompts"),
-    "sample": ("sample", "answer prompts with a trained policy and its reference"),
-    "report": ("finished_runs", "write one HTML file about one run or several"),
-    "export": ("finished_runs", "write any checkpoint of a run as a folder for from_pretrained"),
-    "estimate-memory": ("configurations", "estimate the memory of a run without loading weights"),
-    "presets": ("configurations", "list the presets, or show one"),
-    "migrate": ("configurations", "translate the configuration of TRL or verl"),
+    "sft": ("train:sft", "fine-tune a language model on prompts and completions"),
+    "reward": ("train:reward", "train a reward model on preference pairs"),
+    "train": ("train:train", "train a policy with PPO"),
+    "evaluate": ("evaluate:evaluate", "measure a policy on prompts"),
+    "sample": ("sample:sample", "answer prompts with a trained policy and its reference"),
+    "report": ("finished_runs:report", "write one HTML file about one run or several"),
+    "export": ("finished_runs:export", "write any checkpoint of a run as a folder for from_pretrained"),
+    "estimate-memory": ("configurations:estimate_memory", "estimate the memory of a run without loading weights"),
+    "presets": ("configurations:presets", "list the presets, or show one"),
+    "migrate": ("configurations:migrate", "translate the configuration of TRL or verl"),
 }
-"""Each subcommand with the module of this folder that holds it, and its summary. It is the function of its name (with _
-for -), which takes the words after the subcommand and returns the exit status. The module is imported when it is
-called, so that `alpaca-ppo --help` needs no library."""
+"""Each subcommand with its function, in a module of this folder, and its summary. The function takes the words after
+the subcommand and returns the exit status. The module is imported when the subcommand is called, so that
+`alpaca-ppo --help` needs no library.
+"""
 TRACEBACK = "--traceback"
 _SHOW = "ALPACA_PPO_TRACEBACK"
 MISTAKE = 2
@@ -57,12 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {close[0]}?" if close else ""
         print(f"error: there is no subcommand {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return MISTAKE
-
-    def run(words: Sequence[str]) -> int:
-        module = importlib.import_module(f"alpaca_ppo.cli.{COMMANDS[name][0]}")
-        return int(getattr(module, name.replace("-", "_"))(words))
-
-    return exit_status(run, rest)
+    return exit_status(lambda words: int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)), rest)
 
 
 def usage() -> str:

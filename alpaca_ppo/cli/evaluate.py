@@ -100,7 +100,7 @@ def model_folder(name: str) -> str:
         return str(path / "final" / "policy")
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
         raise ValueError(
-            f"model is {name!r}, a folder with neither config.json, adapter_config.json nor final/policy; a checkpoint "
-            f"is made into a model, FOLDER/policy, by alpaca-ppo export {name} --to FOLDER"
+            f"model is {name!r}, a folder without a model or a run's final/policy; make FOLDER/policy of a checkpoint "
+            f"with alpaca-ppo export {name} --to FOLDER"
         )
     return name

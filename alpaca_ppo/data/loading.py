@@ -199,8 +199,6 @@ def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> 
         if len(splits) > 1:
             raise ValueError(f"dataset {dataset_name!r} has the splits {list(splits)}; set the split to one of them")
         return next(iter(splits.values()))
-    if split in splits:
-        return splits[split]
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     # `datasets` raises ValueError, AssertionError and others for a text that is no split.

@@ -123,11 +123,11 @@ def prepare_prompts(
         size = min(_CHUNK, len(dataset) - start)
         rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
         prompts: list[Any] = []
-        tools: list[Sequence[Mapping[str, Any]]] | None = [] if tools_of else None
+        tools: list[Sequence[Mapping[str, Any]]] = []
         for number, row in enumerate(rows, start):
             try:
                 prompt = prompt_of(row)
-                if tools_of and tools is not None:
+                if tools_of:
                     tools.append(tools_of(row))
             except ValueError as error:
                 raise ValueError(f"row {number}: {error}") from error
@@ -139,7 +139,9 @@ def prepare_prompts(
                     f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
                 )
             prompts.append(prompt)
-        tokenized = tokenize_prompts(prompts, tokenizer, chat_template_kwargs, tools=tools, start=start)
+        tokenized = tokenize_prompts(
+            prompts, tokenizer, chat_template_kwargs, tools=tools if tools_of else None, start=start
+        )
         for number, ids in enumerate(tokenized, start):
             if len(ids) > query_len:
                 if overlong == "error":
@@ -338,10 +340,8 @@ def collate_prompts(
 
 def left_padded(rows: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
     """The ids of `rows`, (B, width) int64, padded on the left, and their masks, (B, width) int64, 1 = a token."""
+    starts = torch.tensor([width - len(row) for row in rows], dtype=torch.int64)
+    is_token = torch.arange(width) >= starts.unsqueeze(1)
     ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)
-    masks = torch.zeros((len(rows), width), dtype=torch.int64)
-    for number, row in enumerate(rows):
-        start = width - len(row)
-        ids[number, start:] = torch.tensor(row, dtype=torch.int64)
-        masks[number, start:] = 1
-    return ids, masks
+    ids[is_token] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    return ids, is_token.long()

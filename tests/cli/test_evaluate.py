@@ -111,7 +111,7 @@ def test_a_model_must_be_given_and_a_checkpoint_is_none(base, tmp_path):
     with pytest.raises(ValueError, match="model is not set; give --model"):
         evaluate(options(base, tmp_path))
     (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(ValueError, match="by alpaca-ppo export .*checkpoint-3 --to FOLDER$"):
+    with pytest.raises(ValueError, match="with alpaca-ppo export .*checkpoint-3 --to FOLDER$"):
         model_folder(str(tmp_path / "checkpoint-3"))
     assert model_folder("owner/name") == "owner/name"
 

@@ -15,6 +15,7 @@ from alpaca_ppo.cli.commands import main
 from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.doctor import rules
 from alpaca_ppo.doctor.rules import Found, Rule
+from alpaca_ppo.models import loading
 from tests.integration.launching import write_run
 from tests.tiny_models import tiny_tokenizer
 
@@ -90,6 +91,15 @@ def test_a_run_that_an_error_in_stop_on_has_ended_ends_the_command_with_status_3
     printed = capsys.readouterr()
     assert "constant_reward is in stop_on" in printed.out and not printed.err
     assert (tmp_path / "checkpoint-1").is_dir() and (tmp_path / "final/policy").is_dir()
+
+
+def test_the_tokenizer_of_an_export_may_run_code_where_the_run_may(runs, tmp_path, monkeypatch):
+    asked, load = [], loading.load_processing_class
+    monkeypatch.setattr(loading, "load_processing_class", lambda name, **how: asked.append(how) or load(name, **how))
+    for trust in (True, False):
+        words = ["--to", str(tmp_path / str(trust)), "--trust_remote_code", str(trust).lower()]
+        assert main(["export", str(runs / "whole"), *words]) == 0
+    assert asked == [{"trust_remote_code": True}, {"trust_remote_code": False}]
 
 
 def test_an_export_that_cannot_be_made_is_refused(runs, tmp_path, capsys):
