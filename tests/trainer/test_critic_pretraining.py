@@ -32,13 +32,6 @@ RUN = {
 """Five steps of two optimizer steps."""
 
 
-def recording(trainer):
-    """Appends the global rollouts of each step to the returned list."""
-    taken, step = [], trainer.step_with_rollouts
-    trainer.step_with_rollouts = lambda rollouts: taken.append(dict(rollouts)) or step(rollouts)
-    return taken
-
-
 def policy_passes(trainer):
     """Appends the step of each forward pass of the policy's head, other than the sampler's, to the returned list."""
     policy, steps = trainer.actor_critic.policy, []
@@ -51,21 +44,20 @@ def policy_passes(trainer):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run with three steps of pretraining: its folder, metrics, weights and rollouts."""
+    """A run with three steps of pretraining: its metrics, and its weights at the start and after each step."""
     folder = tmp_path_factory.mktemp("whole")
     trainer = tiny_trainer(folder, **RUN)
-    start, taken = weights(trainer), recording(trainer)
-    at_end, end_step = [], trainer._end_step
+    at_end, end_step = [weights(trainer)], trainer._end_step
     trainer._end_step = lambda stats: at_end.append(weights(trainer)) or end_step(stats)
     trainer.train()
-    return folder, metric_lines(folder), [start, *at_end], taken
+    return metric_lines(folder), at_end
 
 
 STEPS = 3
 
 
 def test_the_policy_stands_still_until_the_critic_is_pretrained(whole):
-    _, _, at_end, _ = whole
+    at_end = whole[1]
     for step, (before, after) in enumerate(zip(at_end, at_end[1:], strict=False)):
         moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
         assert moved == ({"critic"} if step < STEPS else {"critic", "policy"}), step
@@ -81,7 +73,7 @@ def test_no_pass_of_the_policy_is_made_for_nothing(tmp_path):
 
 
 def test_the_controller_and_the_schedule_of_the_policy_begin_afterwards(whole):
-    _, lines, _, _ = whole
+    lines = whole[0]
     coefs = [line["objective/kl_coef"] for line in lines]
     # A step of KL 0 is below the target: the coefficient falls by 0.1 * 0.2 = 2 %.
     assert coefs[: STEPS + 2] == [0.05] * (STEPS + 1) + [pytest.approx(0.05 * 0.98)]

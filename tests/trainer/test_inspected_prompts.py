@@ -1,6 +1,7 @@
 """What a run logs for the report's token inspector, which leaves its training as it is, and the report at its end."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,48 +147,46 @@ def test_every_layout_logs_its_tokens(settings, tmp_path):
     assert ("ratio" in tokens[0]) == ("critic_pretraining_steps" not in settings)
 
 
-def test_the_report_is_written_at_the_end_and_refreshed_when_it_is_due(runs, tmp_path, monkeypatch):
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, which a test sets, the seconds that a report takes, and the times at which one was begun."""
+    clock = SimpleNamespace(now=0.0, takes=0.0, begun=[])
+
+    def write(*args, **settings):
+        clock.begun.append(clock.now)
+        clock.now += clock.takes
+
+    monkeypatch.setattr(refresher.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(refresher, "write_report", write)
+    return clock
+
+
+def test_the_report_is_written_at_the_end_and_refreshed_when_it_is_due(runs, tmp_path, clock):
     folder, _ = runs
     assert "Report: train" in (folder / "train/report.html").read_text()
     assert not (folder / "plain/report.html").exists()
-    clock = [100.0]
-    monkeypatch.setattr(refresher.time, "monotonic", lambda: clock[0])
-    written = []
-    monkeypatch.setattr(refresher, "write_report", lambda *args, **settings: written.append(clock[0]))
     callback = refresher.ReportRefresher(str(folder / "train"), is_main=True)
     callback.on_train_begin(None, None, None)
-    for clock[0] in (110.0, 129.0, 130.0, 131.0):
+    for clock.now in (10.0, 29.0, 30.0, 31.0):
         callback.on_log(None, None, None)
     # Half a minute after the start; it took no time, so it is written again at once.
-    assert written == [130.0, 131.0]
+    assert clock.begun == [30.0, 31.0]
     other = refresher.ReportRefresher(str(folder / "train"), is_main=False)
     other.on_train_end(None, None, None)
-    assert len(written) == 2
     # When a run is interrupted; not before its first step, when there is nothing to report.
     early = refresher.ReportRefresher(str(tmp_path), is_main=True)
     refresher.refresh_report([TrainerCallback(), other, early])
-    assert len(written) == 2
+    assert len(clock.begun) == 2
     refresher.refresh_report([callback])
-    assert len(written) == 3
+    assert len(clock.begun) == 3
 
 
-def test_writing_takes_a_fiftieth_of_the_time(runs, monkeypatch):
-    folder, _ = runs
-    clock = [0.0]
-    monkeypatch.setattr(refresher.time, "monotonic", lambda: clock[0])
-    written = []
-
-    def write(*args, **settings):
-        written.append(clock[0])
-        clock[0] += 2.0
-
-    monkeypatch.setattr(refresher, "write_report", write)
-    callback = refresher.ReportRefresher(str(folder / "train"), is_main=True)
+def test_writing_takes_a_fiftieth_of_the_time(runs, clock):
+    callback, clock.takes = refresher.ReportRefresher(str(runs[0] / "train"), is_main=True), 2.0
     # Two seconds, begun at 0: the next one 2 / 0.02 = 100 seconds after it.
-    callback.on_log(None, None, None)
-    for clock[0] in (50.0, 99.0, 101.0):
+    for clock.now in (0.0, 50.0, 99.0, 101.0):
         callback.on_log(None, None, None)
-    assert written == [0.0, 101.0]
+    assert clock.begun == [0.0, 101.0]
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path):

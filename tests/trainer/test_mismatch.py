@@ -177,39 +177,22 @@ def test_a_step_is_refused_before_it_moves_a_weight(old_policy, tmp_path):
     assert trainer.updater.num_updates == 0
 
 
-def stopped_in_step_2(folder, **settings):
-    """Settings of a run that was stopped in its second of two steps, saved only because of that."""
-    random.seed(0)
-    torch.manual_seed(0)
-    how = {"trainer_arguments": {"reward_funcs": luck}, **settings}
-    trainer = tiny_trainer(folder, trainer_class=shifted(0.11, passes=1), **how)
+def test_a_run_that_was_stopped_in_a_later_step_continues_before_its_rollouts(tmp_path, capsys):
+    how = {"trainer_arguments": {"reward_funcs": luck}, "old_policy": "rollout"}
+    # Saved only because it was stopped.
     with pytest.raises(SamplerMismatch, match="mismatch_action: warn or, in a new run, old_policy: correct"):
-        trainer.train()
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
-    random.seed(9)
-    return how
-
-
-def in_one_go(folder, trainer_class, **how):
-    random.seed(0)
-    torch.manual_seed(0)
-    trainer = tiny_trainer(folder, trainer_class=trainer_class, **how)
-    trainer.train()
-    return metric_lines(folder), weights(trainer)
-
-
-@pytest.mark.parametrize("old_policy", ["recompute", "rollout"])
-def test_a_run_that_was_stopped_in_a_later_step_continues_before_its_rollouts(old_policy, tmp_path, capsys):
-    how = stopped_in_step_2(tmp_path / "a", old_policy=old_policy)
+        tiny_trainer(tmp_path / "a", trainer_class=shifted(0.11, passes=1), **how).train()
+    assert [path.name for path in (tmp_path / "a").glob("checkpoint-*")] == ["checkpoint-1"]
     assert "sampler and trainer disagree: run saved to" in capsys.readouterr().out
     # The same sampler is refused again, and what was saved remains.
     with pytest.raises(SamplerMismatch):
         tiny_trainer(tmp_path / "a", trainer_class=shifted(0.11), **how).train(resume_from_checkpoint=True)
     repaired = tiny_trainer(tmp_path / "a", **how)
     repaired.train(resume_from_checkpoint=True)
-    lines, trained = in_one_go(tmp_path / "b", PPOTrainer, **how)
-    assert metric_lines(tmp_path / "a") == lines
-    assert all(torch.equal(trained[name], value) for name, value in weights(repaired).items())
+    whole = tiny_trainer(tmp_path / "b", **how)
+    whole.train()
+    assert metric_lines(tmp_path / "a") == metric_lines(tmp_path / "b")
+    assert all(torch.equal(weights(whole)[name], value) for name, value in weights(repaired).items())
 
 
 def test_a_run_that_is_stopped_in_its_first_step_saves_nothing(tmp_path):

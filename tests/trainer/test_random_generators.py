@@ -23,19 +23,16 @@ def noisy(folder, **overrides):
     return tiny_trainer(folder, trainer_arguments={"reward_funcs": noisy_reward}, **overrides)
 
 
-def test_a_reward_that_draws_repeats_from_run_to_run_and_on_resume_and_depends_on_the_seed(tmp_path):
+def test_a_reward_that_draws_repeats_from_run_to_run_and_depends_on_the_seed(tmp_path):
     for name, state in (("first", 1), ("second", 2)):
         seed_all(state)
-        noisy(tmp_path / name, save_steps=1).train()
+        noisy(tmp_path / name).train()
     seed_all(3)
     noisy(tmp_path / "other", seed=7).train()
     lines = {name: metric_lines(tmp_path / name) for name in ("first", "second", "other")}
     assert lines["first"] == lines["second"]
     scores = [line["objective/scores"] % 1 for name in ("first", "other") for line in lines[name]]
     assert len(set(scores)) == 4
-    seed_all(4)
-    noisy(tmp_path / "second", save_steps=1).train(str(tmp_path / "second/checkpoint-1"))
-    assert metric_lines(tmp_path / "second") == lines["first"]
 
 
 def test_building_a_trainer_and_sampling_leave_the_generators_to_the_reward(tmp_path):
