@@ -67,7 +67,7 @@ def test_a_broken_link_is_found(target):
     assert len(broken_links(f"# A\n[x]({target})", ROOT / "README.md")) == 1
 
 
-@pytest.mark.parametrize("span", ["alpaca_ppo/trainer.py", "examples/nothing/", "no_such_script.py", "tests/*.yaml"])
+@pytest.mark.parametrize("span", ["alpaca_ppo/trainer.py", "examples/nothing/", "no_such_script.py", "tests/*.toml"])
 def test_a_file_that_does_not_exist_is_found(span):
     assert len(missing_files(f"see `{span}`", ROOT / "README.md", set())) == 1
 
