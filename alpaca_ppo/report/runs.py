@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.doctor.examination import Finding, examined, read_config, read_findings, read_lines
-from alpaca_ppo.tracking.results import WeightsStep, read_weights_step
-
-TABLES = ("rollouts", "eval", "inspected")
-"""Folders of a run with tables of answers; a folder within `eval` is the table of a named eval set."""
+from alpaca_ppo.tracking.results import TABLES, WeightsStep, read_weights_step
 
 
 @dataclass(frozen=True)

@@ -78,25 +78,23 @@ class Console(TrainerCallback):
     Args:
         args: of the run.
         log: of the run; it prints on the main process.
-        max_steps: of the run.
     """
 
-    def __init__(self, args: PPOConfig, log: RunLog, *, max_steps: int) -> None:
-        self._args, self._log, self._max_steps = args, log, max_steps
+    def __init__(self, args: PPOConfig, log: RunLog) -> None:
+        self._args, self._log = args, log
         self._has_reference = args.reference != "none"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins a new table, and, in a run that is resumed, reads what its first evaluation was."""
         self._began, self._printed_step, self._first_step = time.perf_counter(), state.global_step, state.global_step
-        self._rows = 0
-        self._table = StepTable(shutil.get_terminal_size((120, 24)).columns, max_steps=self._max_steps)
+        self._rows, self._columns = 0, list[Column]()
         self._before: Metrics = next((line for line in self._history() if eval_sets(line)), {})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints a step's line before it is evaluated and saved, and its sampled answers."""
         step = state.global_step
-        if step % self._args.logging_steps == 0 or step == self._max_steps:
-            self._print_step(kwargs["metrics"], step)
+        if step % self._args.logging_steps == 0 or step == state.max_steps:
+            self._print_step(kwargs["metrics"], state)
         samples, self._log.samples = self._log.samples, []
         self._print_block(sample_lines(samples, step=step, has_reference=self._has_reference))
 
@@ -110,7 +108,7 @@ class Console(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints the line of a step that a callback has asked to log, or that turned out to be the last."""
         if self._printed_step < state.global_step:
-            self._print_step(kwargs["logs"], state.global_step)
+            self._print_step(kwargs["logs"], state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints what changed, which step was best, what the doctor has found, where the policy is, and what to do
@@ -119,7 +117,7 @@ class Console(TrainerCallback):
         if not self._log.is_main:
             return
         history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
-        done = f"{step} steps" if step == self._max_steps else f"stopped at step {step} of {self._max_steps}"
+        done = f"{step} steps" if step == state.max_steps else f"stopped at step {step} of {state.max_steps}"
         resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
         lines = [f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._began)}{resumed}"]
         if changed := change_lines(history, metric=self._args.metric_for_best_model):
@@ -130,10 +128,17 @@ class Console(TrainerCallback):
         lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
         self._log.message("\n".join([*lines, f"report:      alpaca-ppo report {shlex.quote(str(folder))}"]))
 
-    def _print_step(self, stats: Metrics, step: int) -> None:
+    def _print_step(self, stats: Metrics, state: Any) -> None:
+        stats, step, total = self._known(stats), state.global_step, state.max_steps
+        self._columns = self._columns or step_columns(
+            stats, max_steps=total, width=shutil.get_terminal_size((120, 24)).columns
+        )
+        if self._rows % _ROWS_PER_HEADER == 0:
+            self._log.message(" ".join(column.title.rjust(column.width) for column in self._columns))
         pace = (time.perf_counter() - self._began) / max(1, step - self._first_step)
-        row = self._table.row(self._known(stats), step=step, seconds_left=pace * (self._max_steps - step))
-        self._log.message(row if self._rows % _ROWS_PER_HEADER else f"{self._table.header}\n{row}")
+        cells = {column.key: column.text(stats.get(column.key)) for column in self._columns}
+        cells |= {"step": f"{step}/{total}", "left": tqdm.format_interval(pace * (total - step))}
+        self._log.message(" ".join(cells[column.key].rjust(column.width) for column in self._columns))
         self._rows, self._printed_step = self._rows + 1, step
 
     def _print_block(self, lines: list[str]) -> None:
@@ -182,37 +187,20 @@ class Console(TrainerCallback):
         return [self._known(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-class StepTable:
-    """The lines of a table with a row for each step. Which columns it has is decided by the first row; of the reward
-    sources as many as there is room for.
+def step_columns(stats: Metrics, *, max_steps: int, width: int) -> list[Column]:
+    """Returns the columns of the table of steps, with the metrics that the first step has.
 
     Args:
-        width: columns of the screen.
+        stats: of that step.
         max_steps: of the run.
+        width: columns of the screen; it has as many of the reward sources as there is room for.
     """
-
-    def __init__(self, width: int, *, max_steps: int) -> None:
-        self._width, self._max_steps = width, max_steps
-        self._columns: list[Column] = []
-
-    @property
-    def header(self) -> str:
-        """The line of the titles."""
-        return " ".join(column.title.rjust(column.width) for column in self._columns)
-
-    def row(self, stats: Metrics, *, step: int, seconds_left: float) -> str:
-        """Returns the line of `step` (from 1); a metric that is missing is shown as "-"."""
-        if not self._columns:
-            reward, *others = (column for column in COLUMNS if column.key in stats or column is COLUMNS[0])
-            first, last = Column("step", "step", max(5, 2 * len(str(self._max_steps)) + 1)), Column("left", "left", 8)
-            sources, room = source_columns(stats), self._width + 1
-            while sources and sum(each.width + 1 for each in [first, reward, *sources, *others, last]) > room:
-                sources.pop()
-            self._columns = [first, reward, *sources, *others, last]
-        cells = {"step": f"{step}/{self._max_steps}", "left": tqdm.format_interval(seconds_left)}
-        return " ".join(
-            (cells.get(each.key) or each.text(stats.get(each.key))).rjust(each.width) for each in self._columns
-        )
+    reward, *others = (column for column in COLUMNS if column.key in stats or column is COLUMNS[0])
+    first, last = Column("step", "step", max(5, 2 * len(str(max_steps)) + 1)), Column("left", "left", 8)
+    sources = source_columns(stats)
+    while sources and sum(each.width + 1 for each in [first, reward, *sources, *others, last]) > width + 1:
+        sources.pop()
+    return [first, reward, *sources, *others, last]
 
 
 def source_columns(names: Iterable[str]) -> list[Column]:

@@ -15,6 +15,8 @@ from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 
 Metrics = Mapping[str, float | None]
 STEP_FILE = "step.json"
+TABLES = ("rollouts", "eval", "inspected")
+"""Folders of a run with tables of answers; a folder within `eval` is the table of a named eval set."""
 
 
 class Ends(NamedTuple):

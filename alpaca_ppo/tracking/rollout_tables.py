@@ -17,9 +17,9 @@ TOKEN_COLUMNS = (
 
 
 def rollout_rows(
-    rollouts: Rollouts, processing_class: Any, count: int, *, source_names: Sequence[str] = ()
+    rollouts: Rollouts, processing_class: Any, *, source_names: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Returns the first `count` rollouts as rows, in which `tokens` has an entry for each token of the response.
+    """Returns the rollouts as rows, in which `tokens` has an entry for each token of the response.
 
     The stop token is included. A token that the policy did not choose, within the response, has `environment: true` and
     no numbers. Log-probabilities, KL and entropies are in nats; rewards, values, advantages and returns are in reward
@@ -28,18 +28,16 @@ def rollout_rows(
     Args:
         rollouts: with those of `TOKEN_COLUMNS` that are known.
         processing_class: decodes the tokens.
-        count: the number of rows at most.
         source_names: the names of the reward sources, in the order of `scores_by_source`; without them the rows tell
             only the weighted sum.
     """
     rows = []
-    for i in range(min(count, rollouts["responses"].size(0))):
+    for i in range(rollouts["responses"].size(0)):
         row = _summary(rollouts, processing_class, i)
         if source_names:
             scores = zip(source_names, rollouts["scores_by_source"][i], strict=True)
-            row["scores"] = {name: _number(score) for name, score in scores}
-        row["tokens"] = token_entries(rollouts, processing_class, i)
-        rows.append(row)
+            row["scores"] = {name: rounded(score) for name, score in scores}
+        rows.append(row | {"tokens": token_entries(rollouts, processing_class, i)})
     return rows
 
 
@@ -51,7 +49,7 @@ def token_entries(rollouts: Rollouts, processing_class: Any, i: int) -> list[dic
     for t, text in enumerate(_token_texts(ids, processing_class)):
         entry: dict[str, Any] = {"id": ids[t], "text": text}
         if mask[t]:
-            entry |= {name: _number(rollouts[name][i, t]) for name in names}  # type: ignore[literal-required]
+            entry |= {name: rounded(rollouts[name][i, t]) for name in names}  # type: ignore[literal-required]
         else:
             entry["environment"] = True
         entries.append(entry)
@@ -64,7 +62,7 @@ def evaluation_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str,
     The KL is the k1 estimate in nats, summed over the response.
     """
     kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
-    return [_summary(rollouts, processing_class, i) | {"kl": _number(kl[i])} for i in range(kl.size(0))]
+    return [_summary(rollouts, processing_class, i) | {"kl": rounded(kl[i])} for i in range(kl.size(0))]
 
 
 def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
@@ -81,7 +79,7 @@ def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any
         chosen = {"all scores equal": 0}
     return [
         _summary(rollouts, processing_class, i)
-        | {"kl": _number(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"}
+        | {"kl": rounded(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"}
         for name, i in chosen.items()
     ]
 
@@ -102,9 +100,9 @@ def prompt_columns(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]
     return {"columns": plain} if plain else {}
 
 
-def rounded(value: float) -> float:
-    """Rounds to six significant digits, to keep the files small."""
-    return float(f"{value:.6g}")
+def rounded(value: float | Tensor) -> float:
+    """Rounds a number to six significant digits, to keep the files small."""
+    return float(f"{float(value):.6g}")
 
 
 def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any
         "sample_id": int(rollouts["sample_ids"][i]),
         "prompt": processing_class.decode(prompt),
         "response": processing_class.decode(written),
-        "score": _number(rollouts["scores"][i]),
+        "score": rounded(rollouts["scores"][i]),
         "stopped": bool(rollouts["stopped"][i]),
         "length": int(rollouts["response_mask"][i].sum()),
     }
@@ -150,7 +148,3 @@ def _turns(written: Sequence[int], rollouts: Rollouts, i: int, processing_class:
     parts = groupby(zip(roles, written, strict=True), key=itemgetter(0))
     texts = [(role, processing_class.decode([token for _, token in part])) for role, part in parts]
     return {"turns": [{"role": role, "text": text} for role, text in texts]}
-
-
-def _number(value: Tensor) -> float:
-    return rounded(float(value))

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +25,11 @@ from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
 from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
+from alpaca_ppo.tracking.results import TABLES
 
 PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
 _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
-_TABLE_FOLDERS = ("rollouts", "eval", "inspected")
 MAX_ROWS = 16
 """Rows of a table in a tracker; the files have all of them."""
 Rows = Sequence[Mapping[str, Any]]
@@ -106,12 +105,11 @@ class RunLog:
         """The progress bar."""
         self.samples: Rows = []
         """Sampled responses of the step, to be printed at its end (`rollout_tables.sample_rows`)."""
-        self._rollouts: dict[int, Rows] = {}
         self._begun = False
         self._trackers_of_user = bool(accelerator.trackers)
 
     def begin(
-        self, config: Mapping[str, Any], provenance: Mapping[str, Any], *, step: int, last_line: int, lines: int
+        self, config: dict[str, Any], provenance: dict[str, Any], *, step: int, last_line: int, lines: int
     ) -> None:
         """Writes run.yaml, removes what a run that goes on after `step` writes again, and starts the trackers.
 
@@ -129,16 +127,15 @@ class RunLog:
             for name, last in (("findings.jsonl", last_line), ("skipped_updates.jsonl", step)):
                 path = self.output_dir / name
                 _keep(path, sum(json.loads(line)["step"] <= last for line in _lines(path)))
-            for folder in _TABLE_FOLDERS:
+            for folder in TABLES:
                 # Also those of named eval sets, which have folders of their own.
                 for path in (self.output_dir / folder).rglob("step_*.jsonl"):
-                    number = re.fullmatch(r"step_(\d+)\.jsonl", path.name)
-                    if number and int(number[1]) > step:
+                    number = path.stem.removeprefix("step_")
+                    if number.isdigit() and int(number) > step:
                         path.unlink()
-            text = as_yaml({**config, PROVENANCE: dict(provenance)})
-            write_text_atomically(self.output_dir / "run.yaml", text)
+            write_text_atomically(self.output_dir / "run.yaml", as_yaml({**config, PROVENANCE: provenance}))
         if not self._trackers_of_user:
-            self._start_trackers(dict(config), purge_step=last_line + 1)
+            self._start_trackers(config, purge_step=last_line + 1)
 
     def log(self, stats: Mapping[str, float], step: int, *, report: bool = True) -> None:
         """Appends the metrics of `step` (from 1; 0 is before training) to metrics.jsonl and, with `report`, to the
@@ -151,8 +148,6 @@ class RunLog:
         if report:
             with explain_disk_full(self.output_dir / "runs"):
                 self.accelerator.log(numbers, step=step)
-                self._show_table("rollouts", self._rollouts.get(step, ()), step)
-        self._rollouts.clear()
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Appends a line to <name>.jsonl: metrics, skipped_updates or findings."""
@@ -163,29 +158,25 @@ class RunLog:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def write_rows(self, folder: str, rows: Rows, step: int) -> None:
-        """Writes `rows` to <folder>/step_<step>.jsonl, one JSON object per line. Those of rollouts are shown by the
-        trackers with the step's metrics.
-        """
-        if self.is_main:
-            (self.output_dir / folder).mkdir(parents=True, exist_ok=True)
-            path = self.output_dir / folder / f"step_{step:06d}.jsonl"
-            write_text_atomically(path, "".join(map(_json_line, rows)))
-            if folder == "rollouts":
-                self._rollouts = {step: rows}
-
     def log_table(self, name: str, rows: Rows, step: int) -> None:
-        """Writes all `rows` to <name>/step_<step>.jsonl, and shows the first of them in the trackers.
+        """Writes all `rows` to <name>/step_<step>.jsonl, one JSON object per line. W&B and ClearML show the first of
+        them, without their tokens.
 
         Before `begin`, a table that a run with checkpoints wrote stays: a resumed run does not write it again.
         """
+        if not self.is_main:
+            return
         path = self.output_dir / name / f"step_{step:06d}.jsonl"
         if not self._begun and path.exists() and any(self.output_dir.glob("checkpoint-*")):
             self.message(f"{path} stays as the run in this folder wrote it; for another choose another output_dir")
             return
-        self.write_rows(name, rows, step)
-        if self.is_main:
-            self._show_table(name, rows, step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, "".join(map(_json_line, rows)))
+        for tracker in self.accelerator.trackers if rows else ():
+            if isinstance(tracker, WandBTracker | ClearMLTracker):
+                columns = [column for column in rows[0] if column != "tokens"]
+                data = [[row.get(column) for column in columns] for row in rows[:MAX_ROWS]]
+                tracker.log_table(f"{name}/table", columns=columns, data=data, step=step)
 
     def message(self, text: str) -> None:
         """Prints `text` above the progress bar, at once even if stdout is a file or a pipe. Characters that stdout
@@ -226,14 +217,6 @@ class RunLog:
                 tracker.store_init_configuration(config)
             elif self.is_main:
                 board.tracker.add_text("run.yaml", textwrap.indent(as_yaml(config), "    "))
-
-    def _show_table(self, name: str, rows: Rows, step: int) -> None:
-        """Shows all columns but the tokens of the first rows in W&B and ClearML; other trackers are left alone."""
-        for tracker in self.accelerator.trackers if rows else ():
-            if isinstance(tracker, WandBTracker | ClearMLTracker):
-                columns = [column for column in rows[0] if column != "tokens"]
-                data = [[row.get(column) for column in columns] for row in rows[:MAX_ROWS]]
-                tracker.log_table(f"{name}/table", columns=columns, data=data, step=step)
 
 
 def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any]:

@@ -127,10 +127,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """The callbacks of every run, in the order in which they are notified; stop rules are among them."""
         args, log = self.args, self.run_log
-        callbacks: list[TrainerCallback] = [
-            Console(args, log, max_steps=self.schedule.num_steps),
-            RunDoctor(args, self.accelerator, log),
-        ]
+        callbacks: list[TrainerCallback] = [Console(args, log), RunDoctor(args, self.accelerator, log)]
         if args.max_kl_to_ref is not None:
             callbacks.append(StopAboveKL(args.max_kl_to_ref, log.message))
         if args.report:

@@ -39,7 +39,7 @@ def logged_rollouts(trainer: "RolloutTrainer", rollouts: Rollouts, step: int) ->
         )
         first["ratio"] = torch.exp(evaluated["logprobs"] - first["logprobs"]) * first["response_mask"]
     names = trainer.collector.scorer.names
-    rows = rollout_tables.rollout_rows(first, trainer.processing_class, count, source_names=names)
+    rows = rollout_tables.rollout_rows(first, trainer.processing_class, source_names=names)
     return rollout_tables.with_columns(rows, trainer.train_prompts, trainer.args)
 
 
@@ -103,9 +103,9 @@ class TrainingPromptInspector(TrainerCallback):
             unscored = {"scores": torch.full((len(batch["rows"]),), torch.nan)}
             rollouts = samples | _evaluated(trainer, samples) | unscored
         trainer.poll()
-        rows = rollout_tables.rollout_rows(rollouts, trainer.processing_class, len(self.prompt_ids))
+        rows = rollout_tables.rollout_rows(rollouts, trainer.processing_class)
         rows = rollout_tables.with_columns(rows, trainer.train_prompts, trainer.args)
-        trainer.run_log.write_rows("inspected", rows, step)
+        trainer.run_log.log_table("inspected", rows, step)
 
 
 def _evaluated(trainer: "RolloutTrainer", samples: Any) -> dict[str, torch.Tensor]:

@@ -328,6 +328,6 @@ class PPOTrainer(RolloutTrainer):
         """Writes the table of the last step's rollouts, after its update."""
         step, rollouts, self._last_rollouts = self.state.global_step, self._last_rollouts, None
         if rollouts is not None and self.args.num_logged_rollouts:
-            self.run_log.write_rows("rollouts", logged_rollouts(self, rollouts, step), step)
+            self.run_log.log_table("rollouts", logged_rollouts(self, rollouts, step), step)
         if rollouts is not None and samples_are_due(step):
             self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)

@@ -1,5 +1,6 @@
 """What a run prints, from its first line to its last."""
 
+import json
 import re
 import shlex
 import signal
@@ -12,9 +13,8 @@ import torch
 from transformers import TrainerCallback
 
 from alpaca_ppo.rewards import build_reward
-from alpaca_ppo.tracking.console import Console, samples_are_due
+from alpaca_ppo.tracking.console import Console, samples_are_due, step_columns
 from alpaca_ppo.tracking.rollout_tables import sample_rows
-from alpaca_ppo.tracking.run_log import ProgressBar
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_config, tiny_trainer
 
@@ -73,56 +73,25 @@ def test_a_run_says_what_happens_and_nothing_else(tmp_path, capsys, monkeypatch)
     # Every second step of five, and the last.
     assert [row["step"] for row in shown] == ["2/5", "4/5", "5/5"]
     for row, line in zip(shown, [lines[2], lines[4], lines[5]], strict=True):
-        assert row["reward"] == f"{line['objective/rewards']:.3f}"
-        assert row["count_even"] == f"{line['objective/scores/count_even']:.3f}"
-        assert row["odd"] == f"{line['objective/scores/odd']:.3f}"
-        assert row["length"] == f"{line['objective/response_length']:.1f}"
-        assert row["cut_off"] == f"{100 * line['objective/truncated_fraction']:.1f}%"
-        assert float(row["KL"]) == pytest.approx(line["objective/kl_sum_seq"], abs=5e-4)
-        assert float(row["expl.var"]) == pytest.approx(line["ppo/val/explained_variance"], abs=5e-3)
+        for title, name in (("reward", "rewards"), ("count_even", "scores/count_even"), ("odd", "scores/odd")):
+            assert row[title] == f"{line[f'objective/{name}']:.3f}"
         assert float(row["sec"]) == pytest.approx(line["time/step"], abs=0.05)
-        assert row["tok/s"] == f"{line['tokens/per_second']:,.0f}"
-    assert shown[-1]["left"] == "00:00"
     evaluations = [line for line in printed if line.startswith("eval ")]
     assert [line.partition(":")[0] for line in evaluations] == ["eval before training"] + [
         f"eval at step {step}" for step in (2, 4, 5)
     ]
-    first, last = lines[0]["eval/rewards"], lines[5]["eval/rewards"]
-    error = lines[5]["eval/rewards_se"]
-    assert f"reward {first:.3f} -> {last:.3f} ±{error:.3f} ({last - first:+.3f})" in evaluations[-1]
-    with_sources = [line for line in printed if " odd " in line and "even_share" in line]
-    assert with_sources and all(" count_even " in line.partition(" odd ")[2] for line in with_sources)
-    samples = [line for line in printed if line.startswith("-- step")]
-    assert [line.partition(":")[0] for line in samples] == [
-        f"-- step {step}, {which} of 10" for step in [1] for which in ("highest score", "lowest score")
-    ]
+    assert f"reward {lines[0]['eval/rewards']:.3f} -> {lines[5]['eval/rewards']:.3f} ±" in evaluations[-1]
+    samples = [line.partition(":")[0] for line in printed if line.startswith("-- step")]
+    assert samples == ["-- step 1, highest score of 10", "-- step 1, lowest score of 10"]
     card = (folder / "final/policy/README.md").read_text()
     assert "- **Reward**: `odd` (weight 1), `count_even` (weight 0.5)\n" in card
-    check_end(printed[printed.index(next(line for line in printed if line.startswith("done: "))) :], lines, folder)
-
-
-def check_end(end, lines, folder):
-    assert end[0].startswith("done: 5 steps in 00:")
-    means = {line.split("  ")[1]: line.split()[-4:] for line in end if "->" in line}
+    end = printed[next(i for i, line in enumerate(printed) if line.startswith("done: 5 steps in 00:")) :]
     # The sources in their order, as in the table of steps.
-    assert [name for name in means if name.removeprefix("eval ") in ("odd", "count_even")] == [
-        "odd", "count_even", "eval odd", "eval count_even",
+    assert [line.split()[0] for line in end if "->" in line and "eval" not in line] == [
+        "reward", "odd", "count_even", "KL", "length", "cut",
     ]  # fmt: skip
-    of_both = ["reward", "KL", "length", "cut off", "count_even", "odd"]
-    assert {*of_both, *(f"eval {name}" for name in of_both), "eval even_share"} == set(means)
-    for source in ("count_even", "odd"):
-        first, last = (lines[step][f"objective/scores/{source}"] for step in (1, 5))
-        assert means[source][1:] == [f"{first:.3f}", "->", f"{last:.3f}"]
-    first, last = (lines[step]["eval/even_share"] for step in (0, 5))
-    assert means["eval even_share"][1:] == [f"{first:.3f}", "->", f"{last:.3f}"]
-    assert f"{lines[1]['objective/rewards']:.3f} ->" in " ".join(end[2].split())
-    assert f"-> {lines[5]['objective/rewards']:.3f}" in " ".join(end[2].split())
-    rewards = [(line["eval/rewards"], -line["step"]) for line in lines if "eval/rewards" in line]
-    best, at = max(rewards)
-    named = next(line for line in end if line.startswith("best step:"))
-    assert f"(eval/rewards {best:.3f}" in named
-    assert named.split()[2] == (str(-at) if at else "none")
-    assert [line.partition(":")[0] for line in end[-4:]] == ["findings", "policy", "curves", "report"]
+    assert any(line.startswith("  eval even_share ") for line in end)
+    assert [line.partition(":")[0] for line in end[-5:]] == ["best step", "findings", "policy", "curves", "report"]
     assert (Path(end[-3].partition(":")[2].strip()) / "model.safetensors").is_file()
     program, flag, logs = shlex.split(end[-2].partition(":")[2])
     assert (program, flag) == ("tensorboard", "--logdir")
@@ -163,44 +132,91 @@ def test_ctrl_c_at_a_prompt_leads_back_to_it_and_the_same_trainer_goes_on(tmp_pa
 class Log:
     """Stands in for a run's log."""
 
-    def __init__(self, is_main=True):
-        self.is_main, self.printed, self.samples, self.boards = is_main, [], [], []
-        self.bar = ProgressBar(is_main=False)
+    def __init__(self):
+        self.is_main, self.printed, self.samples, self.boards = True, [], [], []
 
     def message(self, text):
         self.printed += text.split("\n")
 
 
-STEP = {"objective/scores/count_even": 1.0, "objective/rewards": 1.0, "objective/kl_sum_seq": 0.0}
+STEP = {"objective/rewards": 1.0, "objective/kl_sum_seq": 0.0}
+
+
+def at(step, *, best=None, metric=None):
+    return SimpleNamespace(global_step=step, max_steps=100, best_global_step=best, best_metric=metric)
 
 
 def console(folder, **overrides):
     log = Log()
-    made = Console(tiny_config(folder, **overrides), log, max_steps=100)
-    made.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    made = Console(tiny_config(folder, **overrides), log)
+    made.on_train_begin(None, at(0), None)
     return made, log
+
+
+def end_of(folder, *lines, state, **overrides):
+    """What is printed at the end of a run whose metrics.jsonl has `lines`."""
+    shown, log = console(folder, **overrides)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown.on_train_end(None, state, None)
+    return log.printed
+
+
+WHOLE = {
+    "objective/scores/correct": 0.5,
+    "objective/scores/brevity": -12.25,
+    "objective/rewards": 1.23456,
+    "objective/kl_sum_seq": 0.00004,
+    "objective/response_length": 87.25,
+    "objective/truncated_fraction": 0.125,
+    "ppo/val/explained_variance": -0.001,
+    "tokens/per_second": 12_345.0,
+    "time/step": 3.26,
+}
+
+
+def test_each_value_stands_under_its_title_and_one_that_is_missing_is_a_dash(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    # Twelve steps take 12 seconds, so the 88 that are left take 88.
+    clock = iter([0.0, 12.0, 12.0])
+    monkeypatch.setattr("alpaca_ppo.tracking.console.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    shown, log = console(tmp_path)
+    shown.on_step_end(None, at(12), None, metrics=WHOLE)
+    shown.on_step_end(None, at(13), None, metrics={})
+    assert log.printed[:2] == [
+        "   step    reward   correct   brevity       KL  length cut off expl.var   tok/s    sec     left",
+        " 12/100     1.235     0.500   -12.250  4.0e-05    87.2   12.5%    -0.00  12,345    3.3    01:28",
+    ]
+    assert log.printed[2].split()[:-1] == ["13/100", *"-" * 9]
+
+
+def titles(stats, width=120):
+    return [column.title for column in step_columns(stats, max_steps=1000, width=width)]
+
+
+def test_what_a_run_does_not_have_has_no_column():
+    one = {key: value for key, value in WHOLE.items() if not key.endswith("brevity")}
+    del one["objective/kl_sum_seq"], one["ppo/val/explained_variance"]
+    # A single source is the reward.
+    assert titles(one) == ["step", "reward", "length", "cut off", "tok/s", "sec", "left"]
+
+
+@pytest.mark.parametrize(("width", "columns"), [(86, 0), (87, 1), (120, 2)])
+def test_sources_have_columns_as_far_as_there_is_room(width, columns):
+    names = ["correct", "brevity", "a_judge_with_quite_a_long_name"]
+    shown = titles(WHOLE | {f"objective/scores/{names[2]}": 1.0}, width)
+    assert [name for name in names if name in shown] == names[:columns]
 
 
 def test_the_titles_are_repeated_every_twenty_rows_and_after_a_block(tmp_path):
     shown, log = console(tmp_path)
     for step in range(1, 43):
-        shown.on_step_end(None, SimpleNamespace(global_step=step), None, metrics=STEP)
-    titles = [i for i, line in enumerate(log.printed) if "reward" in line]
+        shown.on_step_end(None, at(step), None, metrics=STEP)
     # A title takes a line itself.
-    assert titles == [0, 21, 42]
-    log.samples = [
-        {
-            "prompt": "",
-            "response": "",
-            "score": 1.0,
-            "kl": 0.0,
-            "length": 0,
-            "stopped": True,
-            "rank": "all scores equal of 1",
-        }
-    ]
-    shown.on_step_end(None, SimpleNamespace(global_step=43), None, metrics=STEP)
-    shown.on_step_end(None, SimpleNamespace(global_step=44), None, metrics=STEP)
+    assert [i for i, line in enumerate(log.printed) if "reward" in line] == [0, 21, 42]
+    sample = {"prompt": "", "response": "", "score": 1.0, "kl": 0.0, "length": 0, "stopped": True, "rank": "equal"}
+    log.samples = [sample]
+    shown.on_step_end(None, at(43), None, metrics=STEP)
+    shown.on_step_end(None, at(44), None, metrics=STEP)
     assert "reward" in log.printed[-2]
     assert log.samples == []
 
@@ -208,101 +224,66 @@ def test_the_titles_are_repeated_every_twenty_rows_and_after_a_block(tmp_path):
 def test_a_step_that_a_callback_logs_is_printed_once(tmp_path):
     shown, log = console(tmp_path, logging_steps=10)
     for step, logged in ((9, False), (10, True), (11, True), (12, False)):
-        state = SimpleNamespace(global_step=step)
-        shown.on_step_end(None, state, None, metrics=STEP)
+        shown.on_step_end(None, at(step), None, metrics=STEP)
         if logged:
-            shown.on_log(None, state, None, logs=STEP)
+            shown.on_log(None, at(step), None, logs=STEP)
     assert [line.split()[0] for line in log.printed] == ["step", "10/100", "11/100"]
 
 
-@pytest.mark.parametrize(
-    ("best", "text"),
-    [
-        (
-            {"best_global_step": 4, "best_metric": 0.5},
-            "best step:   4 (objective/kl_sum_seq 0.500, kept in ",
-        ),
-        # Of equal ones the first: 2, with a reward of 3.
-        (
-            {"best_global_step": None, "best_metric": None},
-            "best step:   2 (objective/rewards 3.000, not kept; metric_for_best_model keeps it)",
-        ),
-    ],
-)
-def test_the_best_step_is_that_of_the_chosen_metric_or_of_the_highest_reward(tmp_path, best, text):
-    shown, log = console(tmp_path, metric_for_best_model="objective/kl_sum_seq", greater_is_better=False, save_steps=2)
+def test_the_best_step_is_that_of_the_chosen_metric(tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
-    rewards = [1.0, 3.0, "null", 3.0, 2.0]
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(f'{{"step": {i}, "objective/rewards": {value}}}\n' for i, value in enumerate(rewards, 1))
-    )
-    shown.on_train_end(None, SimpleNamespace(global_step=5, **best), None)
-    assert log.printed[0].startswith("done: stopped at step 5 of 100 in 00:00")
-    assert any(line.startswith(text) for line in log.printed), log.printed
-    assert not any("tensorboard" in line for line in log.printed)
-
-
-def test_the_end_of_a_run_without_a_step_is_printed(tmp_path):
-    shown, log = console(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("")
-    shown.on_train_end(None, SimpleNamespace(global_step=0, best_global_step=None, best_metric=None), None)
-    assert [line.partition(":")[0] for line in log.printed] == ["done", "findings", "policy", "report"]
-
-
-def test_the_end_counts_the_findings_and_says_where_they_are_and_that_a_best_evaluation_was_not_kept(tmp_path):
-    shown, log = console(tmp_path)
-    (tmp_path / "findings.jsonl").write_text('{"step": 1}\n' * 3)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "eval/rewards": 1.0}\n{"step": 4, "eval/rewards": 0.5}\n')
-    shown.on_train_end(None, SimpleNamespace(global_step=5, best_global_step=None, best_metric=None), None)
-    assert f"findings:    3 (printed above and in {tmp_path / 'findings.jsonl'})" in log.printed
-    assert "best step:   2 (eval/rewards 1.000, not kept; metric_for_best_model keeps it)" in log.printed
+    chosen = {"metric_for_best_model": "ppo/val/error", "greater_is_better": False, "save_steps": 2}
+    lines = [{"step": 1, "ppo/val/error": 1.0}, {"step": 4, "ppo/val/error": 0.5}]
+    printed = end_of(tmp_path, *lines, state=at(5, best=4, metric=0.5), **chosen)
+    assert printed[0].startswith("done: stopped at step 5 of 100 in 00:00")
+    assert f"best step:   4 (ppo/val/error 0.500, kept in {tmp_path / 'checkpoint-4'})" in printed
+    # It is among the changes, too.
+    assert printed[2] == "  ppo/val/error      1.000 ->      0.500"
 
 
 @pytest.mark.parametrize(
-    ("greater", "before", "said"),
+    ("metric", "values", "text"),
     [
-        (True, 0.484, ["             worse than before training (eval/x 0.484)"]),
-        (True, 0.355, []),
-        (True, 0.3, []),
-        (False, 0.3, ["             worse than before training (eval/x 0.300)"]),
-        (False, 0.484, []),
+        # Of equal ones the first: 2, with 3.
+        ("objective/rewards", {1: 1.0, 2: 3.0, 3: None, 4: 3.0}, "2 (objective/rewards 3.000, not kept; "),
+        ("eval/rewards", {2: 1.0, 4: 0.5}, "2 (eval/rewards 1.000, not kept; metric_for_best_model keeps it)"),
+        ("eval/rewards", {0: 1.0, 2: 0.5}, "none is better than before training (eval/rewards 1.000)"),
     ],
 )
-def test_a_best_checkpoint_that_is_worse_than_before_training_is_called_so(tmp_path, greater, before, said):
-    shown, log = console(
-        tmp_path, metric_for_best_model="eval/x", greater_is_better=greater, save_steps=1, eval_steps=1
-    )
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0, "eval/x": {before}}}\n{{"step": 10, "eval/x": 0.355}}\n')
-    state = SimpleNamespace(global_step=25, best_global_step=10, best_metric=0.355)
-    shown.on_train_end(None, state, None)
-    at = next(i for i, line in enumerate(log.printed) if line.startswith("best step:   10 (eval/x 0.355"))
-    assert [line for line in log.printed[at + 1 :] if line.startswith(" ")] == said
+def test_without_a_chosen_metric_the_best_step_is_that_of_the_highest_reward(tmp_path, metric, values, text):
+    lines = [{"step": step, metric: value} for step, value in values.items()]
+    printed = end_of(tmp_path, *lines, state=at(5))
+    assert any(line.startswith(f"best step:   {text}") for line in printed), printed
+    assert not any("tensorboard" in line for line in printed)
 
 
-def test_where_no_evaluation_is_better_than_the_first_there_is_no_best_step(tmp_path):
-    shown, log = console(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/rewards": 1.0}\n{"step": 2, "eval/rewards": 0.5}\n')
-    shown.on_train_end(None, SimpleNamespace(global_step=2, best_global_step=None, best_metric=None), None)
-    assert "best step:   none is better than before training (eval/rewards 1.000)" in log.printed
+def test_the_end_of_a_run_without_a_step_is_printed_with_the_number_of_findings(tmp_path):
+    assert [line.partition(":")[0] for line in end_of(tmp_path, state=at(0))] == [
+        "done", "findings", "policy", "report",
+    ]  # fmt: skip
+    (tmp_path / "findings.jsonl").write_text('{"step": 1}\n' * 3)
+    assert f"findings:    3 (printed above and in {tmp_path / 'findings.jsonl'})" in end_of(tmp_path, state=at(0))
 
 
-def test_the_metric_of_the_best_model_is_among_the_changes(tmp_path):
-    shown, log = console(tmp_path, metric_for_best_model="ppo/val/error", save_steps=1)
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "ppo/val/error": 1.0, "x": 1}\n{"step": 2, "ppo/val/error": 0.5, "x": 1}\n'
-    )
-    shown.on_train_end(None, SimpleNamespace(global_step=2, best_global_step=2, best_metric=0.5), None)
-    assert log.printed[2] == "  ppo/val/error      1.000 ->      0.500"
+@pytest.mark.parametrize(
+    ("greater", "before", "worse"),
+    [(True, 0.484, True), (True, 0.355, False), (True, 0.3, False), (False, 0.3, True), (False, 0.484, False)],
+)
+def test_a_best_checkpoint_that_is_worse_than_before_training_is_called_so(tmp_path, greater, before, worse):
+    chosen = {"metric_for_best_model": "eval/x", "greater_is_better": greater, "save_steps": 1, "eval_steps": 1}
+    lines = [{"step": 0, "eval/x": before}, {"step": 10, "eval/x": 0.355}]
+    printed = end_of(tmp_path, *lines, state=at(25, best=10, metric=0.355), **chosen)
+    i = next(i for i, line in enumerate(printed) if line.startswith("best step:   10 (eval/x 0.355"))
+    said = [f"             worse than before training (eval/x {before:.3f})"] if worse else []
+    assert [line for line in printed[i + 1 :] if line.startswith(" ")] == said
 
 
 def test_without_a_reference_nothing_says_kl(tmp_path):
     shown, log = console(tmp_path, reference="none", kl_coef=0.0)
-    metrics = {"eval/rewards": 1.0, "eval/kl_sum_seq": 0.0}
-    shown.on_evaluate(None, SimpleNamespace(global_step=0), None, metrics=metrics)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "objective/rewards": 1, "objective/kl_sum_seq": 0}\n' * 2)
-    shown.on_train_end(None, SimpleNamespace(global_step=2, best_global_step=None, best_metric=None), None)
-    assert any("reward" in line for line in log.printed)
-    assert not any("KL" in line for line in log.printed)
+    shown.on_evaluate(None, at(0), None, metrics={"eval/rewards": 1.0, "eval/kl_sum_seq": 0.0})
+    printed = log.printed + end_of(tmp_path, {"step": 1, **STEP}, state=at(2), reference="none", kl_coef=0.0)
+    assert any("reward" in line for line in printed)
+    assert not any("KL" in line for line in printed)
 
 
 def test_a_resumed_run_reads_what_its_first_evaluation_was(tmp_path):
@@ -312,8 +293,8 @@ def test_a_resumed_run_reads_what_its_first_evaluation_was(tmp_path):
     )
     # Also one that was interrupted in its first step.
     for step in (0, 2):
-        shown.on_train_begin(None, SimpleNamespace(global_step=step), None)
-        shown.on_evaluate(None, SimpleNamespace(global_step=3), None, metrics={"eval/rewards": 4.0})
+        shown.on_train_begin(None, at(step), None)
+        shown.on_evaluate(None, at(3), None, metrics={"eval/rewards": 4.0})
     assert log.printed == ["eval at step 3:  reward 1.000 -> 4.000 (+3.000)"] * 2
 
 

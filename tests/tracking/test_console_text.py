@@ -2,24 +2,8 @@ import math
 
 import pytest
 
-from alpaca_ppo.tracking.console import StepTable, change_lines, evaluation_lines, number, printable, sample_lines
+from alpaca_ppo.tracking.console import change_lines, evaluation_lines, number, printable, sample_lines
 from alpaca_ppo.tracking.results import averaged_steps
-
-STEP = {
-    "objective/scores/correct": 0.5,
-    "objective/scores/brevity": -12.25,
-    "objective/rewards": 1.23456,
-    "objective/kl_sum_seq": 0.00004,
-    "objective/response_length": 87.25,
-    "objective/truncated_fraction": 0.125,
-    "ppo/val/explained_variance": -0.001,
-    "tokens/per_second": 12_345.0,
-    "time/step": 3.26,
-}
-
-
-def table(width=120):
-    return StepTable(width, max_steps=1000)
 
 
 @pytest.mark.parametrize(
@@ -37,40 +21,6 @@ def table(width=120):
 )
 def test_a_number_has_decimals_unless_they_would_be_zeros_or_too_many(value, shown):
     assert number(value) == shown
-
-
-def test_each_value_stands_under_its_title():
-    lines = table()
-    row = lines.row(STEP, step=12, seconds_left=61.0)
-    assert row == "  12/1000     1.235     0.500   -12.250  4.0e-05    87.2   12.5%    -0.00  12,345    3.3    01:01"
-    assert lines.header == (
-        "     step    reward   correct   brevity       KL  length cut off expl.var   tok/s    sec     left"
-    )
-
-
-def test_a_single_source_has_no_column():
-    lines = table()
-    lines.row({key: value for key, value in STEP.items() if not key.endswith("brevity")}, step=1, seconds_left=0.0)
-    assert "reward" in lines.header and "correct" not in lines.header
-
-
-def test_what_a_run_does_not_have_has_no_column_and_what_a_step_lacks_is_a_dash():
-    lines = table()
-    left_out = ("ppo/val/explained_variance", "objective/kl_sum_seq")
-    without_critic = {key: value for key, value in STEP.items() if key not in left_out}
-    lines.row(without_critic, step=1, seconds_left=0.0)
-    assert "KL" not in lines.header
-    assert "expl" not in lines.header
-    assert lines.row({}, step=2, seconds_left=0.0).split() == ["2/1000", *"-" * 7, "00:00"]
-
-
-@pytest.mark.parametrize(("width", "columns"), [(86, 0), (87, 1), (120, 2)])
-def test_sources_have_columns_as_far_as_there_is_room(width, columns):
-    names = ["correct", "brevity", "a_judge_with_quite_a_long_name"]
-    lines = table(width)
-    row = lines.row(STEP | {f"objective/scores/{names[2]}": 1.0}, step=1, seconds_left=0.0)
-    assert [name for name in names if name in lines.header] == names[:columns]
-    assert len(row) == len(lines.header) <= width
 
 
 EVAL = {

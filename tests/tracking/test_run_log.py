@@ -64,7 +64,7 @@ def test_a_resumed_run_keeps_what_it_had_written_byte_for_byte(tmp_path):
         log.log({"x": step / 7}, step)
         log.append("findings", {"step": step})
         log.append("skipped_updates", {"step": step})
-        log.write_rows("rollouts", [{"response": "r"}], step)
+        log.log_table("rollouts", [{"response": "r"}], step)
         log.log_table("eval/hard", [{"response": "r"}], step)
         if step == 2:
             identity = metrics_identity(tmp_path)
@@ -110,7 +110,7 @@ def test_lines_of_another_run_are_refused(tmp_path):
 
 def test_rows_are_strict_json_one_per_line_whatever_the_text(tmp_path):
     row = {"response": "a\nb\u2028c \ud83d | é", "tokens": [{"id": 1, "kl": math.nan}], "pair": (1.5, math.inf)}
-    make_log(tmp_path).write_rows("rollouts", [row, {"response": ""}], 20)
+    make_log(tmp_path).log_table("rollouts", [row, {"response": ""}], 20)
     written = (tmp_path / "rollouts" / "step_000020.jsonl").read_bytes().decode("utf-8").split("\n")
     assert len(written) == 3 and written[2] == ""
     assert json.loads(written[0], parse_constant=pytest.fail) == {
@@ -122,14 +122,14 @@ def test_rows_are_strict_json_one_per_line_whatever_the_text(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     log = make_log(tmp_path)
-    log.write_rows("rollouts", [{"response": "old"}], 1)
+    log.log_table("rollouts", [{"response": "old"}], 1)
 
     def fail(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        log.write_rows("rollouts", [{"response": "new"}], 1)
+        log.log_table("rollouts", [{"response": "new"}], 1)
     assert json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text()) == {"response": "old"}
 
 
@@ -210,7 +210,7 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch, capsys):
     log = RunLog(accelerator, tiny_config(tmp_path / "run"))
     log.begin(CONFIG, {}, **NEW)
     log.log({"x": 1.0}, 1)
-    log.write_rows("rollouts", [{"response": "r"}], 1)
+    log.log_table("rollouts", [{"response": "r"}], 1)
     log.log_table("eval", [{"response": "r"}], 1)
     log.message("hello")
     log.finish()

@@ -106,7 +106,7 @@ def test_a_row_with_turns_holds_the_environments_text():
         "stopped": torch.tensor([True]),
         "logprobs": torch.tensor([[-1.0, 0.0, 0.0, -2.0, 0.0]]),
     }
-    (row,) = rollout_rows(rollouts, Words(), 8, source_names=["a", "b"])
+    (row,) = rollout_rows(rollouts, Words(), source_names=["a", "b"])
     assert row["turns"] == [
         {"role": "policy", "text": "w3"},
         {"role": "environment", "text": "w4 w5"},
