@@ -16,7 +16,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
     "config": 1546,
-    "trainer": 1555,
+    "trainer": 1552,
     "models": 1449,
     "ppo": 1526,
     "generation": 1312,
@@ -24,7 +24,7 @@ BUDGET = {
     "distributed": 987,
     "rewards": 860,
     "checkpoint": 838,
-    "tracking": 714,
+    "tracking": 695,
     "environments": 836,
     "root": 654,
     "cli": 536,
@@ -32,7 +32,7 @@ BUDGET = {
     "data": 517,
     "adapters": 451,
     "migrate": 371,
-    "report": 332,
+    "report": 330,
     "doctor": 358,
     "evaluation": 257,
     "supervised": 170,
