@@ -220,10 +220,7 @@ class IndependentPPO:
     def _overlong(self, row: Row) -> float:
         """What the number of tokens that the policy chose takes from a response's reward."""
         most, buffer = self.config["response_len"], self.config["overlong_buffer_len"]
-        if buffer is None:
-            return 0.0
-        share: float = max(0, sum(row.chosen) - (most - buffer)) / buffer
-        return share
+        return 0.0 if buffer is None else max(0, sum(row.chosen) - (most - buffer)) / buffer
 
     def _raw_score(self, by_source: list[float | list[float] | None]) -> float:
         """Of a response, before any penalty."""

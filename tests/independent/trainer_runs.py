@@ -37,12 +37,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {**SMALL, "num_hidden_layers": 1, "num_local_experts": 3},
     "qwen2": {**SMALL, "num_hidden_layers": 3},
 }
-LORA: dict[str, Any] = {
-    "r": 2,
-    "lora_alpha": 6,
-    "lora_dropout": 0.1,
-    "target_modules": ["q_proj", "v_proj", "down_proj"],
-}
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+LORA: dict[str, Any] = {"r": 2, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": TARGETS}
 
 
 def _norm_in_own_dtype(self: Any, states: Tensor) -> Tensor:

@@ -67,13 +67,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("critic", KINDS)
 @pytest.mark.parametrize(
     ("layout", "adapters"),
-    [
-        ("separate", False),
-        ("shared", False),
-        ("separate", True),
-        ("shared", True),
-        ("adapter", True),
-    ],
+    [("separate", False), ("shared", False), ("separate", True), ("shared", True), ("adapter", True)],
 )
 def test_a_critic_starts_with_the_values_that_it_was_saved_with(layout, adapters, critic, saved):
     folder, save = saved
@@ -102,18 +96,11 @@ def test_an_adapter_of_the_critic_keeps_a_rank_and_layers_of_its_own(saved, tmp_
     torch.testing.assert_close(values(again), before, rtol=1e-5, atol=1e-6)
     # A resumed run must bring the same adapter: its scale is not among the weights.
     without = make(folder, "adapter", adapters=True, peft_config=other)[0]
-    described = [_identity(built, args)["peft_config"]["value"] for built in (again, without)]
+    prompts = type("Prompts", (list,), {"fingerprint": ""})()
+    given = {"start": {}, "optimizer_steps": None}
+    identities = [run_identity(args, prompts, tiny_tokenizer(), built, **given) for built in (again, without)]
+    described = [identity["peft_config"]["value"] for identity in identities]
     assert "'r': 2, 'lora_alpha': 6" in described[0] and "'r': 3, 'lora_alpha': 5" in described[1]
-
-
-def _identity(built, args):
-    class Prompts:
-        fingerprint = ""
-
-        def __len__(self):
-            return 0
-
-    return run_identity(args, Prompts(), tiny_tokenizer(), built, start={}, optimizer_steps=None)
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,6 @@ def test_train_mode_equals_eval_mode_once_dropout_is_disabled(arch):
         assert_close(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
-def test_a_batch_without_response_tokens_gives_zeros_and_zero_gradients_for_every_parameter():
-    model = tiny_causal_lm("llama")
-    batch = padded_batch()
-    batch["response_mask"] = torch.zeros_like(batch["response_mask"])
-    outputs = Policy(model)(**batch, temperature=1.0, chunk_size=4)
-    (outputs.logprobs.sum() + outputs.entropies.sum()).backward()
-    assert bool((outputs.logprobs == 0).all())
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and bool((parameter.grad == 0).all()), name
-
-
 def test_a_model_without_a_language_head_is_refused():
     with pytest.raises(ValueError, match="no language-model head"):
         Policy(tiny_causal_lm("llama").base_model)
