@@ -135,13 +135,9 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
         "reinforce_plus_plus": {"uses_gamma": True},
         "remax": {"needs_greedy_baseline": True},
     },
-    {
-        "needs_critic": False,
-        "needs_group": False,
-        "needs_greedy_baseline": False,
-        "needs_scores_by_source": False,
-        "uses_gamma": False,
-    },
+    dict.fromkeys(
+        ("needs_critic", "needs_group", "needs_greedy_baseline", "needs_scores_by_source", "uses_gamma"), False
+    ),
 )
 """`needs_critic`: reads the critic's values. `needs_group`: compares several responses to one prompt.
 `needs_greedy_baseline`: reads the score of a greedy response to each prompt. `needs_scores_by_source`: reads the scores

@@ -76,11 +76,11 @@ def sample(argv: Sequence[str]) -> int:
             print("The run's reference was an object of a Python program and is left out; --reference MODEL names one.")
             reference = "none"
 
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
     def load(name: str) -> Any:
-        on_gpu = torch.cuda.is_available()
-        dtype = torch.bfloat16 if on_gpu else torch.float32
         model: Any = load_causal_lm(name, trust_remote_code=given.trust_remote_code, dtype=dtype)
-        return model.to("cuda" if on_gpu else "cpu").eval()
+        return model.to(device).eval()
 
     models = {"policy": load(base or policy)}
     if base is not None:

@@ -122,8 +122,8 @@ class Translation:
         lines.append("")
         for name in OPTIONS:
             if (value := self.options.get(name)) is not None:
-                comment = self.comments.get(name)
-                lines.append(f"{name}: {_text(value)}" + (f"  # {comment}" if comment else ""))
+                comment = f"  # {self.comments[name]}" if self.comments.get(name) else ""
+                lines.append(f"{name}: {_text(value)}{comment}")
         return "\n".join(lines) + "\n"
 
 

@@ -24,10 +24,10 @@ ADAPTER = {"use_peft": True, "lora_r": 2, "critic_layout": "adapter"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The folder of three runs of two steps with a checkpoint each; run.yaml holds all options."""
+    """The folder of two runs of two steps with a checkpoint each; run.yaml holds all options."""
     folder = tmp_path_factory.mktemp("runs")
     given = yaml.safe_load(write_run(folder).read_text())
-    for name, settings in (("whole", {}), ("adapter", ADAPTER), ("half", ADAPTER | {"dtype": "bfloat16"})):
+    for name, settings in (("whole", {}), ("adapter", ADAPTER)):
         options = {**given, **settings, "output_dir": str(folder / name), "save_steps": 1, "learning_rate": 0.05}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(options))
         run_training(["--config", str(folder / f"{name}.yaml")])
@@ -62,14 +62,17 @@ def test_the_newest_checkpoint_is_exported_as_the_run_wrote_its_last_models(run,
     AutoTokenizer.from_pretrained(tmp_path / "first/policy")
 
 
+@pytest.mark.proof
 def test_a_run_in_half_precision_is_merged_into_the_stored_base(runs, tmp_path):
-    assert main(["export", str(runs / "half"), "--to", str(tmp_path), "--merge"]) == 0
-    merged, report = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto", output_loading_info=True)
+    run, out = tmp_path / "half", tmp_path / "out"
+    run_training(["--config", str(runs / "adapter.yaml"), "--dtype", "bfloat16", "--output_dir", str(run)])
+    assert main(["export", str(run), "--to", str(out), "--merge"]) == 0
+    merged, report = AutoModelForCausalLM.from_pretrained(out / "merged", dtype="auto", output_loading_info=True)
     assert not any(report.values()) and merged.dtype == torch.float32
     base = AutoModelForCausalLM.from_pretrained(runs / "policy", dtype=torch.float32)
     ids = torch.arange(4, 12)[None]
     with torch.no_grad():
-        policy = PeftModel.from_pretrained(base, runs / "half/final/policy").eval()
+        policy = PeftModel.from_pretrained(base, run / "final/policy").eval()
         torch.testing.assert_close(merged.eval()(ids).logits, policy(ids).logits, atol=1e-4, rtol=0)
 
 
@@ -184,33 +187,14 @@ def test_samples_that_cannot_be_drawn_are_refused(runs, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-PYTHON_RUN = {
-    "model_name_or_path": "",
-    "response_len": 4,
-    "provenance": {
-        "in_memory": {
-            "model": "LlamaForCausalLM",
-            "train_dataset": "Dataset of 2 rows",
-            "reward_funcs[0]": "__main__.f",
-            "callbacks": "Own",
-        }
-    },
-}
-
-
 def test_what_needs_no_object_works_for_a_run_of_a_python_program(runs, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/final").symlink_to(runs / "whole/final")
     given = yaml.safe_load((runs / "whole.yaml").read_text())
-    of_python = {
-        **given,
-        **PYTHON_RUN,
-        "prompt_column": "question",
-        "dataset_name": "",
-        "reward_funcs": None,
-        "reference": "auto",
-    }
-    (tmp_path / "run/run.yaml").write_text(yaml.safe_dump(of_python))
+    given |= {"model_name_or_path": "", "dataset_name": "", "reward_funcs": None, "reference": "auto"}
+    objects = {"model": "LlamaForCausalLM", "train_dataset": "Dataset of 2 rows", "reward_funcs[0]": "__main__.f"}
+    given |= {"response_len": 4, "prompt_column": "question", "provenance": {"in_memory": objects}}
+    (tmp_path / "run/run.yaml").write_text(yaml.safe_dump(given))
     flags = ["--prompt", "w10 w11", "--temperature", "0"]
     assert main(["sample", str(tmp_path / "run"), *flags]) == 0
     note, answer = capsys.readouterr().out.splitlines()
