@@ -11,8 +11,8 @@ differentiates is the token's distribution at the states that were visited, not 
 the loss with k2, k1+ or k3+ has the gradient of the conditional KL(policy || reference) there, which is not that of the
 sequence's KL, k3 that of KL(reference || policy), k1 none, and the entropy bonus that of the conditional entropies.
 Claimed of no one: grpo (its std contains the response), opo (responses of other lengths weigh in the baseline), lam < 1
-with a critic that errs, and whitening by statistics of the sample itself. What is said of whitening, groups and terms of
-the loss is shown in `test_gradient_truth_of_terms`.
+with a critic that errs, and whitening by statistics of the sample itself. `test_gradient_truth_of_terms` shows what is
+said of whitening, of groups and of terms of the loss.
 """
 
 import pytest
