@@ -171,6 +171,16 @@ def test_tokens_stay_within_their_budget_and_the_rest_is_said(tmp_path):
     assert choose_answers(runs, token_mb=0).tokens == {}
 
 
+def test_the_best_and_then_the_worst_answers_get_their_tokens_first(tmp_path):
+    run = make_run(tmp_path / "run")
+    write_lines(run / "rollouts/step_000001.jsonl", [answer(i, "same words", score=float(i)) for i in range(40)])
+    runs = [read_run(run, "run")]
+    size = len(choose_answers(runs, token_mb=20).tokens[0])
+    # Room for ten: the eight best, of the worst ones the worst two.
+    kept = choose_answers(runs, token_mb=10.5 * size / 1e6).tokens
+    assert list(kept) == [39, 38, 37, 36, 35, 34, 33, 32, 0, 1]
+
+
 def test_tables_larger_than_what_is_read_are_thinned_by_steps(tmp_path):
     run = make_run(tmp_path / "run")
     # Forty files of half a megabyte; 8 MB are read for a budget of 1 MB, so sixteen of them.
