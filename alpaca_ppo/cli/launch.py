@@ -77,14 +77,12 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     config = str(_CONFIGS.get(asked, asked))
     content = read_yaml(config)
     flags = ["--config_file", config, *(word for flag, value in given.items() for word in (f"--{flag}", str(value)))]
-    how = content.get("distributed_type")
-    if how == "DEEPSPEED":
-        # The file of this package for one that is named as in a clone of the repository.
-        file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
-        if file and not os.path.isfile(file) and (packaged := _DEEPSPEED_CONFIGS / Path(file).name).is_file():
-            flags += ["--deepspeed_config_file", str(packaged)]
+    file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if file and not os.path.isfile(file) and (packaged := _DEEPSPEED_CONFIGS / Path(file).name).is_file():
+        # The configuration names it as in a clone of the repository.
+        flags += ["--deepspeed_config_file", str(packaged)]
     nodes = given.get("num_machines", content.get("num_machines", 1))
-    if "main_process_port" not in given and nodes == 1 and how != "NO":
+    if "main_process_port" not in given and nodes == 1 and content.get("distributed_type") != "NO":
         # Any free one: another run on this machine may have taken Accelerate's own.
         flags += ["--main_process_port", "0"]
     return flags, rest
