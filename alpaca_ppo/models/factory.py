@@ -76,13 +76,13 @@ def build_actor_critic(
         else:
             adapters.add(VALUE, adapters.config_of(POLICY), trainable=True)
     elif critic_layout == "separate":
-        start: Any = copy_without_adapters(wrapped) if value_model is None else value_model
+        source: Any = copy_without_adapters(wrapped) if value_model is None else value_model
         # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
-        backbone = start.base_model.to(torch.promote_types(dtype, torch.float32))
-        if is_causal_lm(start):
-            width = start.get_output_embeddings().weight.size(1)
+        backbone = source.base_model.to(torch.promote_types(dtype, torch.float32))
+        if is_causal_lm(source):
+            width = source.get_output_embeddings().weight.size(1)
         else:
-            score = start.get_parameter("score.weight").detach()
+            score = source.get_parameter("score.weight").detach()
             width = score.size(1)
     own_head = build_head(head, width, dtype)
     if score is not None:
