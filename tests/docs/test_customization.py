@@ -12,7 +12,7 @@ import yaml
 from torch.testing import assert_close
 from transformers import TrainerCallback
 
-from alpaca_ppo import LoraArguments, PPOConfig, PPOTrainer, ScriptArguments, parse_args
+from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.cli.train import run_training
 from tests.docs.conftest import RUN
 from tests.docs.markdown import Block, all_blocks
@@ -83,7 +83,7 @@ def test_what_is_passed_in_or_overridden_trains_two_steps(heading, tmp_path):
 
 
 def test_the_critic_head_learns_a_mean_and_a_deviation():
-    head = names_of_registered("A critic head")["GaussianHead"](4)
+    head = names_of(PROGRAMS["A critic head"])["GaussianHead"](4)
     predictions = torch.tensor([[[0.0, 0.0], [1.0, math.log(4.0)]]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     # 0.5 * (0 + 2^2 / 1) = 2 and 0.5 * (log 4 + 2^2 / 4) = 0.5 log 4 + 0.5; deviations 1 and 2
@@ -98,10 +98,6 @@ def test_the_critic_head_learns_a_mean_and_a_deviation():
 @pytest.fixture(autouse=True)
 def _forget_registrations(workplace):
     """What an example registers is forgotten after its test."""
-
-
-def names_of_registered(heading: str) -> dict:
-    return names_of(PROGRAMS[heading])
 
 
 def rollouts_and_shaped(trainer):
@@ -141,15 +137,3 @@ def test_process_rewards_pay_new_tokens_and_the_score_at_the_end(tmp_path):
     for row, keep in enumerate(rollouts["response_mask"]):
         distinct = len(set(rollouts["responses"][row][keep].tolist()))
         assert float(shaped[row].sum()) == pytest.approx(0.1 * distinct + float(rollouts["scores"][row]), abs=1e-5)
-
-
-def test_an_example_whose_file_does_not_register_is_found(workplace):
-    (workplace / "empty.py").write_text("")
-    with pytest.raises(ValueError, match="adv_estimator"):
-        parse_args(
-            train_arguments(), ["--config", "run.yaml", "--import_modules", "empty.py", "--adv_estimator", "mine"]
-        )
-
-
-def train_arguments():
-    return [ScriptArguments, LoraArguments, PPOConfig]

@@ -30,13 +30,9 @@ def package_files() -> list[str]:
     return sorted(p.relative_to(ROOT).as_posix() for p in kept)
 
 
-def test_the_tree_names_every_file_once():
+def test_the_tree_names_every_file_once_with_a_note():
     (tree,) = blocks(DESIGN, "docs/design.md", "text")
     assert sorted(files_of_tree(tree.text)) == package_files()
-
-
-def test_every_file_of_the_tree_has_a_note():
-    (tree,) = blocks(DESIGN, "docs/design.md", "text")
     assert [line for line in filter(str.strip, tree.text.splitlines()) if len(line.split()) < 2] == []
 
 
