@@ -103,13 +103,6 @@ def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
     assert built.critic.head.risk_level == "0.5"
 
 
-def test_an_optimizer_of_the_users_own_has_its_own_rates(tmp_path):
-    built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="separate")
-    arguments = {"optimizers": (torch.optim.AdamW(built.parameters(), lr=1e-3), None)}
-    with pytest.raises(ValueError, match="critic_learning_rate is 0.5, but the optimizer in"):
-        tiny_trainer(tmp_path, model=built, trainer_arguments=arguments, critic_learning_rate=0.5)
-
-
 @pytest.mark.parametrize("kind", ["c51", "hl_gauss"])
 def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
     trainer = tiny_trainer(tmp_path, critic=kind, value_support=[-0.1, 0.1])

@@ -24,28 +24,18 @@ from tests.enumerable import (
     enumerable_policy,
     enumerable_trainer,
     enumerated_rollouts,
-    every_response,
     expected_loss_gradient,
     objective_gradient,
-    policy_gradient,
     probabilities,
     relative_error,
-    token_logprobs,
-    visited_states_gradient,
 )
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import tiny_trainer
+from tests.trainer.test_gradient_truth import BETA, TOLERANCE, either_problem
 
-TOLERANCE = 1e-5
-BETA = 0.3
-PROBLEMS = {"three tokens": every_response(stops=False), "up to three": every_response(stops=True)}
 MODES = ["recompute", "rollout", "correct"]
 
 SEQUENCE = {"old_policy": "correct", "rollout_correction_level": "sequence", "rollout_correction_threshold": 1e9}
-TOKEN = {**SEQUENCE, "rollout_correction_level": "token"}
-UNCLIPPED = {"old_policy": "rollout", "cliprange": 0.999, "cliprange_high": 1e9}
-
-either_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
 
 
 def perturbed(model, scale=0.05):
@@ -70,45 +60,11 @@ def error(folder, problem, **overrides):
     return relative_error(update, objective_gradient(trainer, problem, kl_coef=trainer.args.kl_coef))
 
 
-def one_token_gradient(trainer, problem, *, kl_coef):
-    """Of the sum over places t and responses y of r(y) times mu(y), in which the policy takes the sampler's place for
-    the token at t alone.
-    """
-    sampler = token_logprobs(perturbed(enumerable_policy(0)), problem).detach()
-    policy = token_logprobs(trainer.actor_critic.policy.model, problem)
-    reference = token_logprobs(trainer.collector.reference.policy.model, problem).detach()
-    rewards = problem.rewards - kl_coef * (sampler - reference).sum(dim=1)
-    swapped = (sampler.sum(dim=1, keepdim=True) - sampler + policy).exp()
-    return policy_gradient((torch.where(problem.mask, swapped, 0.0) * rewards.unsqueeze(1)).sum(), trainer)
-
-
 @either_problem
 def test_sequence_weights_remove_the_bias_that_the_other_modes_have(problem, tmp_path):
     assert error(tmp_path / "a", problem, **SEQUENCE) < TOLERANCE
     assert error(tmp_path / "b", problem, old_policy="rollout") > 0.01
     assert error(tmp_path / "c", problem, old_policy="recompute") > 0.01
-
-
-@pytest.mark.proof
-@either_problem
-def test_a_tokens_ratio_puts_right_that_token_alone(problem, tmp_path):
-    trainer, update = expected_update(tmp_path / "a", problem, **UNCLIPPED)
-    assert relative_error(update, one_token_gradient(trainer, problem, kl_coef=BETA)) < TOLERANCE
-    assert relative_error(update, objective_gradient(trainer, problem, kl_coef=BETA)) > 0.01
-    trainer, update = expected_update(tmp_path / "b", problem, kl_coef=0.0, **TOKEN)
-    assert relative_error(update, one_token_gradient(trainer, problem, kl_coef=0.0)) < TOLERANCE
-    assert relative_error(update, objective_gradient(trainer, problem)) > 0.01
-
-
-@pytest.mark.proof
-@either_problem
-def test_sequence_weights_hold_for_kl_and_entropy_in_the_loss_too(problem, tmp_path):
-    settings = {"kl_loss_coef": 0.7, "kl_loss_type": "k2", "entropy_coef": 0.7}
-    trainer, update = expected_update(tmp_path, problem, **SEQUENCE, **settings)
-    penalty = visited_states_gradient(trainer, problem, lambda pi, ref: (pi.exp() * (pi - ref)).sum(dim=-1))
-    bonus = visited_states_gradient(trainer, problem, lambda pi, ref: -(pi.exp() * pi).sum(dim=-1))
-    expected = objective_gradient(trainer, problem, kl_coef=BETA) - 0.7 * penalty + 0.7 * bonus
-    assert relative_error(update, expected) < TOLERANCE
 
 
 class Recorder(PPOTrainer):
