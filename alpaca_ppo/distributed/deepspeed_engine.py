@@ -224,10 +224,11 @@ class DeepSpeedEngine(Engine):
             flat_state = self.optimizer.state.get(flat, {})
             for parameter in parameters:
                 if flat_state:
+                    # Copies: parameters that share a number of steps would each count it up where torch resumes them.
                     state[count] = {
                         key: self._to_writer(safe_get_full_optimizer_state(parameter, key))
                         if torch.is_tensor(value) and value.shape == flat.shape
-                        else value
+                        else copy.deepcopy(value)
                         for key, value in flat_state.items()
                     }
                 count += 1

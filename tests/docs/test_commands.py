@@ -117,7 +117,8 @@ def _check_own(command: str, arguments: list[str]) -> None:
     if (script := OWN.get(command)) is not None:
         _parse(script, arguments)
         return
-    text = (ROOT / f"alpaca_ppo/cli/{COMMANDS[command][0]}.py").read_text("utf-8")
+    module = COMMANDS[command][0].partition(":")[0]
+    text = (ROOT / f"alpaca_ppo/cli/{module}.py").read_text("utf-8")
     unknown = [w for w in arguments if w.startswith("--") and w not in ("--help", "--traceback") and w not in text]
     assert not unknown, f"alpaca-ppo {command} does not take {unknown}"
 
