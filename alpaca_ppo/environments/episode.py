@@ -129,10 +129,8 @@ class Episode:
         self.environment = self.kind.acquire()
         if self.environment is None:
             made = yield from self._own(self.kind.factory, {}, "environment_factory")
-            try:
-                self.kind.add(made)
-            except ValueError as error:
-                raise self._failure(str(error)) from error
+            if problem := self.kind.add(made):
+                raise self._failure(problem)
             self.environment = made
         # Samples of a prompt share the row.
         columns = {name: copied(value) for name, value in self.row.items()}
@@ -235,12 +233,13 @@ class Episode:
 
     def _number(self, value: Any, method: str) -> float:
         try:
-            if not isinstance(value, str | bytes):
-                return float(value)
+            if isinstance(value, str | bytes):
+                raise TypeError("it is text")
+            return float(value)
         # A number of the user's own type may raise anything.
         except Exception as error:
-            raise self._failure(f"{method} returned {shown(value)} as a reward ({error_text(error)})") from error
-        raise self._failure(f"{method} returned {shown(value)} as a reward; it must be a number")
+            problem = f"{method} returned {shown(value)} as a reward ({error_text(error)}); it must be a number"
+            raise self._failure(problem) from error
 
     def _find_calls(self, turn: Turn) -> list[ToolCall]:
         settings, tokenizer = self.settings, self.settings.conversation.tokenizer

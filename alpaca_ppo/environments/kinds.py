@@ -87,8 +87,7 @@ class EnvironmentKind:
             raise ValueError(f"environment {self.name!r} has several tools named {twice[0]!r}; rename all but one")
         self._of_reset = parameters_of(instance.reset)
         self.resets_together = _SEED in self._of_reset.names or inspect.iscoroutinefunction(instance.reset)
-        self._free = [instance]
-        self._in_use: list[Any] = []
+        self._free, self._made = [instance], [instance]
 
     @property
     def class_name(self) -> str:
@@ -107,31 +106,28 @@ class EnvironmentKind:
 
     def acquire(self) -> Any:
         """Returns an instance that no other episode has, or None where one must be made (`add`)."""
-        if not self._free:
-            return None
-        self._in_use.append(self._free.pop())
-        return self._in_use[-1]
+        return self._free.pop() if self._free else None
 
-    def add(self, instance: Any) -> None:
-        """Takes what the factory has made, for the episode that it was made for.
-
-        Raises:
-            ValueError: if the factory has returned an instance that it had returned before, or one of another class.
+    def add(self, instance: Any) -> str | None:
+        """Takes what the factory has made, for the episode that it was made for; returns what is wrong with it: the
+        factory had returned it before, or it is of another class.
         """
-        if any(instance is other for other in (*self._free, *self._in_use)):
-            raise ValueError("environment_factory returned the same object twice; let it make a new one each time")
-        if type(instance) is not self.environment_class:
-            raise ValueError(
-                f"environment_factory returned a {type(instance).__name__} after a {self.class_name}; name a factory "
-                'for each class, {"name": factory}'
-            )
-        self._in_use.append(instance)
+        if any(instance is other for other in self._made):
+            return "environment_factory returned the same object twice; let it make a new one each time"
+        self._made.append(instance)
+        if type(instance) is self.environment_class:
+            return None
+        return (
+            f"environment_factory returned a {type(instance).__name__} after a {self.class_name}; name a factory for "
+            'each class, {"name": factory}'
+        )
 
     def release(self, instance: Any, *, reusable: bool) -> None:
         """Ends an episode's use of `instance`, which later ones get if it is `reusable`."""
-        self._in_use = [other for other in self._in_use if other is not instance]
         if reusable:
             self._free.append(instance)
+        else:
+            self._made = [other for other in self._made if other is not instance]
 
     def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """The arguments of `reset`: the row's columns, or those that its signature names; and `seed`, if it names that
@@ -208,8 +204,6 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
 
 def _methods(instance: Any) -> dict[str, Callable[..., Any]]:
     """The public methods of `instance`. Properties are left alone: before `reset` they may not have a value."""
-    names = [name for name in dir(instance) if not name.startswith("_")]
-    computed = (property, cached_property)
-    names = [name for name in names if not isinstance(inspect.getattr_static(instance, name, None), computed)]
-    members = {name: getattr(instance, name, None) for name in names}
+    static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
+    members = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
     return {name: member for name, member in members.items() if inspect.ismethod(member)}

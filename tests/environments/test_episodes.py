@@ -244,9 +244,9 @@ def test_max_turns_is_no_end_of_its_own(last, stopped):
     [
         ("reset", 3, r"before the first turn: reset returned 3; it must return text or None"),
         ("reply", 3, "turn 1: reply returned 3; it must return text, None, or a pair"),
-        ("reply", ("x", "much"), "turn 1: reply returned 'much' as a reward; it must be a number"),
+        ("reply", ("x", "much"), "turn 1: reply returned 'much' as a reward "),
         ("reply", ("x", 10**400), r"turn 1: reply returned 10{100,}\.\.\..* as a reward .OverflowError: int too large"),
-        ("get_reward", "1.5", "turn 1: get_reward returned '1.5' as a reward; it must be a number"),
+        ("get_reward", "1.5", "turn 1: get_reward returned '1.5' as a reward "),
     ],
 )
 def test_what_an_environment_must_not_return_is_named(method, value, message):
