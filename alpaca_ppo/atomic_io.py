@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".alpaca_ppo-tmp"
-"""Ends the hidden name of a text that is being written, or of the working folder (with _MARKER inside) of a folder."""
-_MARKER = "written-by-alpaca_ppo"
-_NEW, _OLD, _REMOVED = "new", "old", "removed"
-"""In a working folder: content that is not yet complete, complete content that is being replaced, and rubbish."""
+"""Ends the hidden name of a text that is being written, or of the working folder of a folder."""
+_NEW, _OLD, _REMOVED = "new.alpaca_ppo", "old.alpaca_ppo", "removed.alpaca_ppo"
+"""In a working folder: content that is not yet complete, complete content that is being replaced, and rubbish. What
+has other names is not ours, and stays."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 StrPath = str | os.PathLike[str]
@@ -107,8 +107,8 @@ def list_committed(parent: StrPath, pattern: str) -> list[Path]:
 
 def committed_path(path: Path) -> Path:
     """Where the folder `path` is now: in a hidden folder if a killed process was about to replace it."""
-    work = _hidden(path)
-    return work / _OLD if not path.exists() and _is_work(work) and (work / _OLD).is_dir() else path
+    old = _hidden(path) / _OLD
+    return old if not path.exists() and old.is_dir() else path
 
 
 def remove_folder(path: Path) -> None:
@@ -135,17 +135,12 @@ def _visible(hidden: Path) -> Path:
 
 
 def _open_work(path: Path) -> Path:
-    """Makes the working folder of `path`, marked as ours before anything else is in it."""
+    """Makes the working folder of `path`."""
     _finish(path)
     work = _hidden(path)
     with explain_disk_full(path):
         work.mkdir()
-        (work / _MARKER).touch()
     return work
-
-
-def _is_work(work: Path) -> bool:
-    return not work.is_symlink() and (work / _MARKER).is_file()
 
 
 def _finish(path: Path) -> None:
@@ -154,9 +149,8 @@ def _finish(path: Path) -> None:
     if work.is_symlink():
         return
     if work.is_file():
-        # A text, which has no place for a marker: its name alone tells.
         work.unlink()
-    elif _is_work(work):
+    elif work.is_dir():
         old = work / _OLD
         if old.exists():
             # Renamed before it is removed, so that what bears this name is always complete.
@@ -164,12 +158,8 @@ def _finish(path: Path) -> None:
         for name in (_NEW, _REMOVED):
             if (work / name).exists():
                 shutil.rmtree(work / name)
-        # The marker goes last: a process killed here leaves a folder that is still known as ours, or an empty one.
-        (work / _MARKER).unlink()
-        work.rmdir()
-    elif work.is_dir() and not any(work.iterdir()):
-        # Killed before it could mark the folder, or after it had removed the mark.
-        work.rmdir()
+        if not any(work.iterdir()):
+            work.rmdir()
 
 
 def _sync_to_disk(path: Path) -> None:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 
 def work_folder(parent: Path, name: str, *parts: str) -> Path:
-    """The working folder of `parent/name`, marked as `atomic_io` marks it, with folders such as `new` and `old`."""
+    """The working folder of `parent/name`, with folders such as `new` and `old`, named as `atomic_io` names them."""
     work = parent / f".{name}.alpaca_ppo-tmp"
     work.mkdir(parents=True, exist_ok=True)
-    (work / "written-by-alpaca_ppo").touch()
     for part in parts:
-        (work / part).mkdir()
-        (work / part / "half").write_text("written")
+        (work / f"{part}.alpaca_ppo").mkdir()
+        (work / f"{part}.alpaca_ppo" / "half").write_text("written")
     return work

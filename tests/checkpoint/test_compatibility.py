@@ -60,7 +60,7 @@ def refuse(folder, message, *, resume=True, **changes):
 @pytest.mark.parametrize("start", ["anew", "from elsewhere"])
 def test_a_refused_start_leaves_what_a_live_run_is_writing(run, start, tmp_path):
     resume = None if start == "anew" else str(shutil.copytree(run / "checkpoint-1", tmp_path / "checkpoint-1"))
-    (run / "final").rename(work_folder(run, "final", "new") / "old")
+    (run / "final").rename(work_folder(run, "final", "new") / "old.alpaca_ppo")
     work_folder(run, "checkpoint-3", "new")
     refuse(run, "holds a finished run .*continue it with --resume_from_", resume=resume)
     for step in (1, 2):
