@@ -19,11 +19,7 @@ def ignore_known_lines() -> None:
     renamed = "`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated"
     warnings.filterwarnings("ignore", renamed, FutureWarning, r"transformers\.modeling_utils\Z")
     # A filter stays on the logger that DeepSpeed sets up when it is imported.
-    logging.getLogger("DeepSpeed").addFilter(_is_no_choice_of_accelerator)
-
-
-def _is_no_choice_of_accelerator(record: logging.LogRecord) -> bool:
-    return record.filename != "real_accelerator.py"
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
 
 
 def has_screen() -> bool:

@@ -82,8 +82,8 @@ class Registry(Generic[T]):
             )
 
     def implement(self, name: str) -> Callable[[T], T]:
-        """A decorator that attaches code to the built-in `name`."""
-        assert name in self.built_in, f"{name!r} is not a built-in {self.field}"
+        """A decorator that attaches code to `name`, whose traits are declared."""
+        assert name in self.traits, f"{name!r} is no {self.field}"
 
         def attach(target: T) -> T:
             self._targets[name] = target
@@ -102,13 +102,8 @@ class Registry(Generic[T]):
             raise ValueError(f"{self.field} cannot be named {name!r}; use a word without spaces, commas and colons")
         if name in self.built_in:
             raise ValueError(f"{self.field} {name!r} exists already; choose another name")
-
-        def attach(target: T) -> T:
-            self.traits[name] = traits
-            self._targets[name] = target
-            return target
-
-        return attach
+        self.traits[name] = traits
+        return self.implement(name)
 
     def get(self, name: str) -> T:
         """The code behind `name`.

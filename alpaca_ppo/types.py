@@ -13,8 +13,8 @@ EPISODE = "<episode>"
 """The key of a dataset row under which reward sources find its episode, where there are environments."""
 
 
-class PromptBatch(TypedDict):
-    """B prompts, left-padded."""
+class Queries(TypedDict):
+    """B prompts as token ids, left-padded."""
 
     queries: Tensor
     """(B, Q) int64 token ids, left-padded."""
@@ -23,19 +23,18 @@ class PromptBatch(TypedDict):
     inside a prompt."""
     prompt_ids: Tensor
     """(B,) int64, index of the prompt in the dataset. It keys the random numbers of the prompt's responses."""
+
+
+class PromptBatch(Queries):
+    """B prompts with what the dataset has beside them."""
+
     rows: list[dict[str, Any]]
     """B dataset rows with all columns; `prompt` is the text or messages that reward functions get."""
 
 
-class Rollouts(TypedDict, total=False):
+class Rollouts(Queries, total=False):
     """The rollouts of one step from all ranks, on the CPU. A subclass may add tensors with the same leading size."""
 
-    queries: Required[Tensor]
-    """(B, Q) int64 token ids, left-padded."""
-    query_attn_masks: Required[Tensor]
-    """(B, Q) int64, 1 = a token of the prompt, 0 = padding."""
-    prompt_ids: Required[Tensor]
-    """(B,) int64, index of the prompt in the dataset."""
     sample_ids: Required[Tensor]
     """(B,) int64, number of the response among the prompt's `num_return_sequences`, from 0."""
     responses: Required[Tensor]
