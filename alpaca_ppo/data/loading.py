@@ -7,12 +7,10 @@ import csv
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, ReadInstruction
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -124,18 +122,18 @@ def _read_files(paths: Sequence[Path]) -> Dataset:
 
 
 def _read_json(paths: Sequence[Path]) -> Dataset:
-    """The rows of .jsonl and .json files, as they are written: `datasets` would turn text that looks like a date into
-    a timestamp. A row without a column that others have holds None there.
+    """The rows of .jsonl and .json files, as they are written: `load_dataset` would turn text that looks like a date
+    into a timestamp. A row without a column that others have holds None there.
     """
     rows = [row for path in paths for row in _json_rows(path)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         raise ValueError(f"{', '.join(map(str, paths))} holds no rows; write one JSON object per line")
     columns = {name: [row.get(name) for row in rows] for name in names}
-    dataset = Dataset(pa.table({name: _arrow(values) for name, values in columns.items()}))
-    # `datasets` parses JSON with less than full precision.
+    dataset = Dataset.from_dict(columns, on_mixed_types="use_json")
+    # `datasets` makes True a 1.0 among numbers, and keeps numbers among other types with less than full precision.
     for name in names:
-        if isinstance(dataset.data.schema.field(name).type, pa.JsonType) and not _same(dataset[name][:], columns[name]):
+        if not _same(dataset[name][:], columns[name]):
             raise ValueError(f"column {name!r} has values of different types that cannot be kept; write it as text")
     return dataset
 
@@ -143,13 +141,13 @@ def _read_json(paths: Sequence[Path]) -> Dataset:
 def _json_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of one file: an array of them, one per line, or a single one over many lines."""
     text = path.read_text("utf-8-sig")
-    lines = {f"{path} line {number}": line for number, line in enumerate(text.split("\n"), 1)}
     if text.lstrip().startswith("["):
         found = {f"{path} entry {number}": row for number, row in enumerate(_parsed(text, str(path)))}
     else:
         try:
             found = {str(path): json.loads(text)}
         except ValueError:
+            lines = {f"{path} line {number}": line for number, line in enumerate(text.split("\n"), 1)}
             found = {place: _parsed(line, place) for place, line in lines.items() if line.strip()}
     for place, row in found.items():
         if not isinstance(row, dict):
@@ -162,18 +160,6 @@ def _parsed(text: str, place: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{place} is not valid JSON: {error}") from error
-
-
-def _arrow(values: list[Any]) -> pa.Array:
-    """`values` as an Arrow column, of JSON text if a column of one type cannot hold them unchanged: Arrow fills keys
-    that some of the entries lack, makes True a 1.0 among numbers, and refuses values that differ in type.
-    """
-    with suppress(pa.ArrowException, TypeError):
-        array = pa.array(values)
-        if _same(array.to_pylist(), values):
-            return array
-    texts = [None if value is None else json.dumps(value) for value in values]
-    return pa.ExtensionArray.from_storage(pa.json_(), pa.array(texts, pa.string()))
 
 
 def _same(a: Any, b: Any) -> bool:

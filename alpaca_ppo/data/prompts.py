@@ -114,21 +114,17 @@ def prepare_prompts(
     template = _template_of(dataset, prompt_column, prompt_template)
     prompt_of = template.render if template else partial(_column_prompt, column=prompt_column)
     digest = hashlib.sha256()
+    kept, input_ids, num_cut = list[int](), list["array[int]"](), 0
     kind: type | None = None
-    kept, num_cut = list[int](), 0
-    input_ids = list["array[int]"]()
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
-        size = min(_CHUNK, len(dataset) - start)
-        rows = [{name: values[i] for name, values in columns.items()} for i in range(size)]
-        prompts: list[Any] = []
-        tools: list[Sequence[Mapping[str, Any]]] = []
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        prompts, tools = list[Any](), list[Sequence[Mapping[str, Any]]]()
         for number, row in enumerate(rows, start):
             try:
                 prompt = prompt_of(row)
-                if tools_of:
-                    tools.append(tools_of(row))
+                tools += [tools_of(row)] if tools_of else []
             except ValueError as error:
                 raise ValueError(f"row {number}: {error}") from error
             _check_prompt(prompt, number, may_be_blank=tools_of is not None)
@@ -139,9 +135,8 @@ def prepare_prompts(
                     f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
                 )
             prompts.append(prompt)
-        tokenized = tokenize_prompts(
-            prompts, tokenizer, chat_template_kwargs, tools=tools if tools_of else None, start=start
-        )
+        shown_tools = tools if tools_of else None
+        tokenized = tokenize_prompts(prompts, tokenizer, chat_template_kwargs, tools=shown_tools, start=start)
         for number, ids in enumerate(tokenized, start):
             if len(ids) > query_len:
                 if overlong == "error":
@@ -285,20 +280,20 @@ def tokenize_prompts(
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(chat_template_kwargs or {})}
         of_prompts = []
         for number, messages in enumerate(prompts):
-            shown_tools = {"tools": list(tools[number])} if tools and tools[number] else {}
+            with_tools = {"tools": list(tools[number])} if tools and tools[number] else {}
             # A template refuses roles and keys that it does not know with an error of its own choice.
             try:
-                encoded: Any = tokenizer.apply_chat_template(messages, **{**how, **shown_tools})
+                encoded: Any = tokenizer.apply_chat_template(messages, **{**how, **with_tools})
             except Exception as error:
                 raise ValueError(
                     f"the chat template refuses the messages in row {start + number}, {shown(messages)}: "
                     f"{type(error).__name__}: {error}; change the row, or the tokenizer"
                 ) from error
             of_prompts.append(list(encoded["input_ids"]))
-    if tools is not None:
-        of_prompts = [ids if prompt else [] for prompt, ids in zip(prompts, of_prompts, strict=True)]
     for number, (prompt, ids) in enumerate(zip(prompts, of_prompts, strict=True), start):
-        if not ids and (prompt or tools is None):
+        if tools is not None and not prompt:
+            ids.clear()
+        elif not ids:
             raise ValueError(
                 f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompt)}; drop such rows"
             )
