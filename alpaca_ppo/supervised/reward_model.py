@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     EvalPrediction,
     PreTrainedTokenizerBase,
     Trainer,
@@ -25,12 +24,12 @@ from transformers import (
 )
 
 from alpaca_ppo.adapters.checks import inject_adapter
-from alpaca_ppo.adapters.files import check_whole_model
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments
-from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
+from alpaca_ppo.data import prepare_prompts
 from alpaca_ppo.library_output import has_screen, transformers_bars
+from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
 
 PAIR = ("chosen", "rejected")
 
@@ -44,17 +43,18 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: Re
     missing = [column for column in PAIR if column not in dataset.column_names]
     if missing:
         raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; rename its columns to {PAIR}")
-    columns: dict[str, Any] = {"prompt_column": arguments.prompt_column, "prompt_template": arguments.prompt_template}
-    prompts = prepare_prompts(dataset, tokenizer, query_len=arguments.max_length, **columns)
+    prompts = prepare_prompts(
+        dataset,
+        tokenizer,
+        query_len=arguments.max_length,
+        prompt_column=arguments.prompt_column,
+        prompt_template=arguments.prompt_template,
+    )
     pairs = []
     for row in (item["row"] for item in prompts):
         chosen, rejected = (_sequence(tokenizer, row["prompt"], row[column]) for column in PAIR)
-        length = max(len(chosen), len(rejected))
-        if length <= arguments.max_length:
-            pairs.append({"chosen": chosen, "rejected": rejected, "length": length})
-    if not pairs:
-        raise ValueError(f"no pair fits into max_length ({arguments.max_length}) tokens; raise it")
-    return Dataset.from_list(pairs)
+        pairs.append({"chosen": chosen, "rejected": rejected, "length": max(len(chosen), len(rejected))})
+    return rows_that_fit(pairs, arguments.max_length)
 
 
 def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: str) -> list[int]:
@@ -95,13 +95,9 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     arguments, lora, training = parse_args(
         [RewardModelArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo reward"
     )
-    training.disable_tqdm = training.disable_tqdm or not has_screen()
-    # Its default warns on a machine without a GPU.
-    training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
-    check_whole_model("model_name_or_path", arguments.model_name_or_path)
     training.remove_unused_columns = False
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    data = trainer_data(arguments, training, tokenize)
+    tokenizer = data["processing_class"]
     # Head and adapter start at random, before the trainer seeds.
     set_seed(training.seed)
     with transformers_bars(shown=has_screen()):
@@ -119,13 +115,4 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
         sequences = [row[column] for column in PAIR for row in rows]
         return dict(tokenizer.pad({"input_ids": sequences}, padding_side="right", return_tensors="pt"))
 
-    named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
-    train, test = (
-        tokenize(load_prompt_dataset(**named, split=split), tokenizer, arguments) if split else None
-        for split in (arguments.dataset_train_split, arguments.dataset_test_split)
-    )
-    data: dict[str, Any] = {"train_dataset": train, "eval_dataset": test, "data_collator": collate}
-    trainer = RewardTrainer(model, training, **data, processing_class=tokenizer, compute_metrics=accuracy)
-    with transformers_bars(shown=has_screen()):
-        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-        trainer.save_model()
+    train(RewardTrainer(model, training, collate, compute_metrics=accuracy, **data))

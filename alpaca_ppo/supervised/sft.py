@@ -6,17 +6,15 @@ Packing of several examples into one row is left out: `--train_sampling_strategy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from alpaca_ppo.adapters.files import check_whole_model
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.supervised_arguments import SFTArguments
-from alpaca_ppo.data import load_prompt_dataset, prepare_prompts
+from alpaca_ppo.data import prepare_prompts
 from alpaca_ppo.generation import resolve_turn_end
-from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models import load_causal_lm
+from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
 
 IGNORED = -100
 
@@ -34,12 +32,15 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
     column = arguments.completion_column
     if column not in dataset.column_names:
         raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}; set --completion_column")
-    of_chat = arguments.chat_template_kwargs
-    columns: dict[str, Any] = {"prompt_column": arguments.prompt_column, "prompt_template": arguments.prompt_template}
     prompts = prepare_prompts(
-        dataset, tokenizer, query_len=arguments.max_length - 1, chat_template_kwargs=of_chat, **columns
+        dataset,
+        tokenizer,
+        query_len=arguments.max_length - 1,
+        prompt_column=arguments.prompt_column,
+        prompt_template=arguments.prompt_template,
+        chat_template_kwargs=arguments.chat_template_kwargs,
     )
-    turn_end = resolve_turn_end(tokenizer, of_chat) if prompts.are_messages else None
+    turn_end = resolve_turn_end(tokenizer, arguments.chat_template_kwargs) if prompts.are_messages else None
     end = tokenizer.eos_token_id if turn_end is None else turn_end
     examples = []
     for item in prompts:
@@ -51,11 +52,8 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
             labels += part if learned else [IGNORED] * len(part)
         if ids[-1] != end or len(ids) == len(prompt):
             ids, labels = [*ids, end], [*labels, end]
-        if len(labels) <= arguments.max_length:
-            examples.append({"input_ids": ids, "labels": labels, "length": len(labels)})
-    if not examples:
-        raise ValueError(f"no example fits into max_length ({arguments.max_length}) tokens; raise it")
-    return Dataset.from_list(examples)
+        examples.append({"input_ids": ids, "labels": labels, "length": len(labels)})
+    return rows_that_fit(examples, arguments.max_length)
 
 
 def _parts(completion: Any) -> list[tuple[bool, str]]:
@@ -75,25 +73,6 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
     arguments, training = parse_args([SFTArguments, TrainingArguments], argv, prog="alpaca-ppo sft")
-    training.disable_tqdm = training.disable_tqdm or not has_screen()
-    # Its default warns on a machine without a GPU.
-    training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
-    check_whole_model("model_name_or_path", arguments.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
-    train, test = (
-        tokenize(load_prompt_dataset(**named, split=split), tokenizer, arguments) if split else None
-        for split in (arguments.dataset_train_split, arguments.dataset_test_split)
-    )
-    trainer = Trainer(
-        model=load_causal_lm(arguments.model_name_or_path),
-        args=training,
-        train_dataset=train,
-        eval_dataset=test,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED),
-        processing_class=tokenizer,
-    )
-    with transformers_bars(shown=has_screen()):
-        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-        trainer.save_model()
+    data = trainer_data(arguments, training, tokenize)
+    collator = DataCollatorForSeq2Seq(data["processing_class"], label_pad_token_id=IGNORED)
+    train(Trainer(load_causal_lm(arguments.model_name_or_path), training, collator, **data))

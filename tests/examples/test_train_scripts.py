@@ -105,7 +105,7 @@ def test_demonstrations_longer_than_max_length_are_left_out():
     rows = [{"prompt": words(tokenizer, 10), "completion": words(tokenizer, *range(12, 12 + n))} for n in (2, 3)]
     kept = sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=4))
     assert [row["length"] for row in kept] == [4]
-    with pytest.raises(ValueError, match="no example fits into max_length .3."):
+    with pytest.raises(ValueError, match="no row fits into max_length .3."):
         sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=3))
 
 
@@ -180,7 +180,7 @@ def test_unusable_pairs_are_named():
     dataset = Dataset.from_list(pairs(tokenizer, 1))
     with pytest.raises(ValueError, match="lacks .'rejected'."):
         reward_model.tokenize(dataset.remove_columns("rejected"), tokenizer, pair_arguments())
-    with pytest.raises(ValueError, match="no pair fits into max_length .2."):
+    with pytest.raises(ValueError, match="no row fits into max_length .2."):
         reward_model.tokenize(dataset, tokenizer, pair_arguments(max_length=2))
 
 
