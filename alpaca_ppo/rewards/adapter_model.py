@@ -57,13 +57,11 @@ class AdapterClassifier(nn.Module):
             hidden = self.adapters.model.base_model(
                 input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **keywords
             )
-        if columns is not None:
-            return self._logits(hidden.last_hidden_state[0, columns])
-        pad = self.config.get_text_config().pad_token_id
-        scored = attention_mask if pad is None else input_ids != pad
-        last = (torch.arange(input_ids.size(1), device=input_ids.device) * scored).argmax(dim=1)
-        states = hidden.last_hidden_state[torch.arange(len(last), device=last.device), last]
-        return self._logits(states)
-
-    def _logits(self, states: Tensor) -> SequenceClassifierOutput:
+        rows: int | Tensor = 0
+        if columns is None:
+            pad = self.config.get_text_config().pad_token_id
+            scored = attention_mask if pad is None else input_ids != pad
+            columns = (torch.arange(input_ids.size(1), device=input_ids.device) * scored).argmax(dim=1)
+            rows = torch.arange(len(columns), device=columns.device)
+        states = hidden.last_hidden_state[rows, columns]
         return SequenceClassifierOutput(logits=nn.functional.linear(states.float(), self.score.to(states.device)))

@@ -45,12 +45,8 @@ class RewardBatch:
 
     def arguments(self) -> dict[str, list[Any]]:
         """Returns the arguments of a reward function by name: the lists themselves, not copies."""
-        own: dict[str, list[Any]] = {
-            "prompts": self.prompts,
-            "completions": self.completions,
-            "completion_ids": self.completion_ids,
-        }
-        return own | self.columns
+        own: Any = (self.prompts, self.completions, self.completion_ids)
+        return {**dict(zip(RESERVED_COLUMNS, own, strict=True)), **self.columns}
 
     def objects(self) -> dict[str, list[Any]]:
         """Returns further arguments by name, which belong to the run and are not copied."""

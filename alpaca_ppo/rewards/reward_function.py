@@ -44,20 +44,17 @@ class FunctionReward:
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
         self.name = name or _name_of(function)
-        self.context: Mapping[str, Any] = {}
+        self.context: dict[str, Any] = {}
         """What the trainer offers besides the columns, by the names under which functions ask for it."""
         self.parameters = parameters_of(function)
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
         """Returns the function's arguments for `batch`: copies, which the function may change."""
-        available, objects = batch.arguments(), batch.objects()
-        context = {**self.context, **objects}
+        columns, objects = batch.arguments(), batch.objects()
         accepted, _, takes_any = self.parameters
-        offered = {name: context[name] for name in accepted if name in context and name not in available}
-        if objects and takes_any:
-            offered["environments"] = objects["environments"]
-        names = available if takes_any else [name for name in accepted if name in available]
-        return {name: [copied(value) for value in available[name]] for name in names} | offered
+        asked = {*accepted, "environments", *columns} if takes_any else {*accepted}
+        given = {name: value for name, value in (self.context | objects).items() if name in asked}
+        return given | {name: [copied(v) for v in values] for name, values in columns.items() if name in asked}
 
 
 @dataclass(frozen=True)

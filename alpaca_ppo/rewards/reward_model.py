@@ -18,8 +18,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.peft_utils import find_adapter_config_file
 
+from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.functional.packing import RowLayout, pack_rows
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.packed_attention import sequence_keywords
@@ -106,27 +106,22 @@ class ModelReward:
         # BLOOM's configuration, for one, has no max_position_embeddings.
         positions = getattr(self._config, "max_position_embeddings", self.tokenizer.model_max_length)
         limit = min(positions, self.tokenizer.model_max_length)
-        texts: dict[int, str] = {}
-        chats: dict[int, list[dict[str, Any]]] = {}
+        sequences = []
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
             if isinstance(prompt, str) and isinstance(completion, str):
-                texts[row] = prompt + completion
-                continue
-            spoken = (("user", prompt), ("assistant", completion))
-            turns = [[{"role": role, "content": said}] if isinstance(said, str) else said for role, said in spoken]
-            chats[row] = [*turns[0], *turns[1]]
-        ids = dict(zip(texts, self.tokenizer(list(texts.values()))["input_ids"], strict=True)) if texts else {}
-        if chats:
-            rendered = self.tokenizer.apply_chat_template(list(chats.values()), tokenize=False)
-            # The template has written the special tokens. Not add_special_tokens=True above: some tokenizers have a
-            # default of their own.
-            encoded = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
-            ids |= dict(zip(chats, encoded, strict=True))
-        for row in range(len(batch)):
-            if not 0 < len(ids[row]) <= limit:
-                problem = f"takes 1 to {limit} tokens but got {len(ids[row])}; change query_len or response_len"
+                ids: Any = self.tokenizer(prompt + completion)["input_ids"]
+            else:
+                spoken = (("user", prompt), ("assistant", completion))
+                turns = [[{"role": role, "content": said}] if isinstance(said, str) else said for role, said in spoken]
+                rendered = self.tokenizer.apply_chat_template([*turns[0], *turns[1]], tokenize=False)
+                # The template has written the special tokens. Not add_special_tokens=True above: some tokenizers have
+                # a default of their own.
+                ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+            if not 0 < len(ids) <= limit:
+                problem = f"takes 1 to {limit} tokens but got {len(ids)}; change query_len or response_len"
                 raise RewardError(self.name, problem, batch, row)
-        return [torch.tensor(ids[row]) for row in range(len(batch))]
+            sequences.append(torch.tensor(ids))
+        return sequences
 
     def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The rows of each forward pass, longest first: as many as `batch_size` of the longest row have room for, or
@@ -252,9 +247,7 @@ def build_model_reward(
 def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     problem = f"cannot load a reward model from {origin!r}"
     remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors weights or a hub id"
-    with loading(problem, origin, remedy):
-        adapter = find_adapter_config_file(origin)
-    if adapter is not None:
+    if is_adapter(origin):
         raise ValueError(
             f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter and not a full model; "
             "pass it as reward_adapter, or merge it into its base"
