@@ -35,19 +35,16 @@ class PromptSchedule:
     ) -> None:
         assert num_prompts >= 1 and [total_epochs, total_episodes, num_steps].count(None) == 2
         self.num_prompts, self.rollout_batch_size, self.seed = num_prompts, rollout_batch_size, seed
-        self.num_episodes = total_episodes if total_episodes is not None else num_prompts * (total_epochs or 0)
         self._steps_per_epoch = -(-num_prompts // rollout_batch_size)
         if num_steps is not None:
-            epochs, within = divmod(num_steps, self._steps_per_epoch)
-            self.num_episodes = epochs * num_prompts + within * rollout_batch_size
+            total_episodes = self._start_of(num_steps)
+        self.num_episodes = total_episodes if total_episodes is not None else num_prompts * (total_epochs or 0)
         epochs, rest = divmod(self.num_episodes, num_prompts)
         self.num_steps = epochs * self._steps_per_epoch + -(-rest // rollout_batch_size)
 
     def epoch_at(self, step: int) -> float:
         """Returns how many passes over the dataset, with their fraction, are complete after `step` steps."""
-        epoch, within = divmod(step, self._steps_per_epoch)
-        done = epoch * self.num_prompts + min(within * self.rollout_batch_size, self.num_prompts)
-        return min(done, self.num_episodes) / self.num_prompts
+        return min(self._start_of(step), self.num_episodes) / self.num_prompts
 
     def prompts_of(self, step: int, extra_prompts: int = 0) -> "StepPrompts":
         """Returns the prompts of `step` (from 0), if the steps before it have drawn `extra_prompts` beyond their own.
@@ -57,9 +54,7 @@ class PromptSchedule:
         """
         if not 0 <= step < self.num_steps:
             raise ValueError(f"step {step} is outside the schedule of {self.num_steps} steps; raise max_steps")
-        epoch, within = divmod(step, self._steps_per_epoch)
-        start = epoch * self.num_prompts + within * self.rollout_batch_size
-        return StepPrompts(self, start + extra_prompts, self.num_prompts_at(step))
+        return StepPrompts(self, self._start_of(step) + extra_prompts, self.num_prompts_at(step))
 
     def sequence(self, place: int) -> Iterator[int]:
         """The permutations of all epochs, one after the other without end, from `place` on."""
@@ -70,11 +65,12 @@ class PromptSchedule:
 
     def num_prompts_at(self, step: int) -> int:
         """Returns the number of prompts of `step` without building the permutation."""
+        return min(self._start_of(step + 1), self.num_episodes) - self._start_of(step)
+
+    def _start_of(self, step: int) -> int:
+        """The place in the sequence at which `step` begins, had the steps before it drawn no more than their own."""
         epoch, within = divmod(step, self._steps_per_epoch)
-        start = within * self.rollout_batch_size
-        return min(
-            self.rollout_batch_size, self.num_prompts - start, self.num_episodes - epoch * self.num_prompts - start
-        )
+        return epoch * self.num_prompts + within * self.rollout_batch_size
 
 
 class StepPrompts:
