@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from alpaca_ppo.data import collate_prompts, load_prompt_dataset, prepare_prompts
+from alpaca_ppo.data import PromptForm, collate_prompts, load_prompt_dataset, prepare_prompts
 from alpaca_ppo.generation import resolve_stop_tokens
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import Policy, load_causal_lm
@@ -103,7 +103,7 @@ def measure(model: Path, reference: Path, rows: Dataset, *, do_sample: bool, see
 
 
 def _prompts(rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptBatch:
-    prompts = prepare_prompts(rows, tokenizer, query_len=QUERY_LEN, prompt_template=PROMPT_TEMPLATE)
+    prompts = prepare_prompts(rows, tokenizer, query_len=QUERY_LEN, form=PromptForm(prompt_template=PROMPT_TEMPLATE))
     pad = tokenizer.pad_token_id
     return collate_prompts(list(prompts), range(len(prompts)), pad_token_id=pad, query_len=QUERY_LEN)
 

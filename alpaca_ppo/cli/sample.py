@@ -55,7 +55,7 @@ def sample(argv: Sequence[str]) -> int:
     import torch
 
     from alpaca_ppo.adapters.files import is_adapter, read_policy_adapter
-    from alpaca_ppo.data import prepare_prompts
+    from alpaca_ppo.data import PromptForm, prepare_prompts
     from alpaca_ppo.generation import resolve_stop_tokens, resolve_turn_end
     from alpaca_ppo.models.loading import load_causal_lm, load_processing_class
 
@@ -64,9 +64,11 @@ def sample(argv: Sequence[str]) -> int:
         _dataset(given, template, tokenizer),
         tokenizer,
         query_len=_LONGEST_PROMPT,
-        prompt_column="prompt" if given.prompts is None else given.prompt_column or run.get("prompt_column", "prompt"),
-        prompt_template=template,
-        chat_template_kwargs=run.get("chat_template_kwargs"),
+        form=PromptForm(
+            "prompt" if given.prompts is None else given.prompt_column or run.get("prompt_column", "prompt"),
+            template,
+            run.get("chat_template_kwargs"),
+        ),
     )
     base = str(read_policy_adapter(policy).base_model_name_or_path) if is_adapter(policy) else None
     reference = given.reference or run.get("reference")

@@ -6,11 +6,12 @@ are not here.
 
 from alpaca_ppo.data.loading import load_prompt_dataset
 from alpaca_ppo.data.prompts import PromptDataset, collate_prompts, prepare_prompts
-from alpaca_ppo.data.templates import PROMPT_TEMPLATES, PromptTemplate, resolve_template
+from alpaca_ppo.data.templates import PROMPT_TEMPLATES, PromptForm, PromptTemplate, resolve_template
 
 __all__ = [
     "PROMPT_TEMPLATES",
     "PromptDataset",
+    "PromptForm",
     "PromptTemplate",
     "collate_prompts",
     "load_prompt_dataset",

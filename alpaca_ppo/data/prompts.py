@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.data.templates import PromptTemplate, resolve_template
+from alpaca_ppo.data.templates import PromptForm
 from alpaca_ppo.types import PromptBatch
 
 _CHUNK = 1000
@@ -81,10 +81,8 @@ def prepare_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     query_len: int,
-    prompt_column: str = "prompt",
-    prompt_template: str | None = None,
+    form: PromptForm | None = None,
     overlong: str = "drop",
-    chat_template_kwargs: Mapping[str, Any] | None = None,
     tools_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None,
 ) -> PromptDataset:
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
@@ -96,13 +94,10 @@ def prepare_prompts(
         tokenizer: the policy's tokenizer. Text gets the special tokens that it prepends; an eos that it appends is
             removed, because it would end the prompt.
         query_len: the longest prompt, in tokens.
-        prompt_column: the column with the prompt.
-        prompt_template: a named template or a format string over any columns, used instead of `prompt_column`; see
-            `resolve_template`.
+        form: how rows become prompts; by default, those of the column `prompt`.
         overlong: what happens to a longer prompt: "drop" and "truncate" count it, "error" refuses it. A prompt is cut
             at its beginning, because a response continues its end, which in a chat is what the template writes before
             an answer; a bos at its very beginning stays. The text in `row` is not cut.
-        chat_template_kwargs: further arguments of the chat template.
         tools_of: given where environments answer: returns the schemas of the tools that a row's prompt shows. A prompt
             may then be blank, for the environment to write; it has no tokens.
 
@@ -111,8 +106,10 @@ def prepare_prompts(
             or if no prompt is left.
     """
     assert query_len >= 1 and overlong in ("drop", "truncate", "error")
-    template = _template_of(dataset, prompt_column, prompt_template)
-    prompt_of = template.render if template else partial(_column_prompt, column=prompt_column)
+    _check_dataset(dataset)
+    form = form or PromptForm()
+    template = form.template(dataset.column_names)
+    prompt_of = template.render if template else partial(_column_prompt, column=form.prompt_column)
     digest = hashlib.sha256()
     kept, input_ids, num_cut = list[int](), list["array[int]"](), 0
     kind: type | None = None
@@ -136,7 +133,7 @@ def prepare_prompts(
                 )
             prompts.append(prompt)
         shown_tools = tools if tools_of else None
-        tokenized = tokenize_prompts(prompts, tokenizer, chat_template_kwargs, tools=shown_tools, start=start)
+        tokenized = tokenize_prompts(prompts, tokenizer, form.chat_template_kwargs, tools=shown_tools, start=start)
         for number, ids in enumerate(tokenized, start):
             if len(ids) > query_len:
                 if overlong == "error":
@@ -175,34 +172,18 @@ def _json_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else type(value).__name__
 
 
-def _template_of(dataset: Dataset, prompt_column: str, prompt_template: str | None) -> PromptTemplate | None:
-    """The template of the prompts; None if they are a column.
-
-    Raises:
-        ValueError: for what is no dataset of text prompts, or has neither the column nor one of Alpaca's.
-    """
+def _check_dataset(dataset: Dataset) -> None:
     if not isinstance(dataset, Dataset) or len(dataset) == 0:
         found = "empty" if isinstance(dataset, Dataset) else f"a {type(dataset).__name__}"
         raise ValueError(
             f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, of a stream "
             "Dataset.from_list(list(stream.take(10000)), features=stream.features)"
         )
-    columns = dataset.column_names
-    if images := [name for name in columns if name in _NOT_TEXT]:
+    if images := [name for name in dataset.column_names if name in _NOT_TEXT]:
         raise ValueError(
             f"the dataset has the column {images[0]!r}, but the policy reads text only; remove it "
             f"(dataset.remove_columns({images})), or rename it if a reward function needs it"
         )
-    if prompt_template is not None:
-        return resolve_template(prompt_template, columns)
-    if prompt_column in columns:
-        return None
-    if prompt_column == "prompt" and "instruction" in columns:
-        return resolve_template("alpaca", columns)
-    raise ValueError(
-        f"the dataset has no column {prompt_column!r}; its columns are {columns}; set prompt_column to the one with "
-        "the prompt, or set a prompt_template such as 'Question: {question}'"
-    )
 
 
 def _column_prompt(row: Mapping[str, Any], *, column: str) -> Any:

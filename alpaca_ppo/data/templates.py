@@ -7,6 +7,40 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class PromptForm:
+    """How the rows of a dataset become prompts: the options of these names."""
+
+    prompt_column: str = "prompt"
+    """The column with the prompt, as text or messages, to which the chat template is applied."""
+    prompt_template: str | None = None
+    """A named template or a format string over any columns, used instead of `prompt_column`: see `resolve_template`."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Further arguments of the chat template."""
+
+    @classmethod
+    def of(cls, options: Any) -> "PromptForm":
+        """The form that a configuration, or a namespace of other options, names."""
+        return cls(**{name: value for name, value in vars(options).items() if name in cls.__dataclass_fields__})
+
+    def template(self, columns: Sequence[str]) -> "PromptTemplate | None":
+        """The template of the prompts, given the dataset's columns; None if they are a column of messages or text.
+
+        Raises:
+            ValueError: for neither the column nor one of Alpaca's, and as `resolve_template`.
+        """
+        if self.prompt_template is not None:
+            return resolve_template(self.prompt_template, columns)
+        if self.prompt_column in columns:
+            return None
+        if self.prompt_column == "prompt" and "instruction" in columns:
+            return resolve_template("alpaca", columns)
+        raise ValueError(
+            f"the dataset has no column {self.prompt_column!r}; its columns are {columns}; set prompt_column to the "
+            "one with the prompt, or set a prompt_template such as 'Question: {question}'"
+        )
+
+
+@dataclass(frozen=True)
 class PromptTemplate:
     """A format string over dataset columns, optionally with a second one for rows whose optional column is empty."""
 

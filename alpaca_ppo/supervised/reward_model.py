@@ -27,7 +27,7 @@ from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments
-from alpaca_ppo.data import prepare_prompts
+from alpaca_ppo.data import PromptForm, prepare_prompts
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
 
@@ -43,13 +43,7 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: Re
     missing = [column for column in PAIR if column not in dataset.column_names]
     if missing:
         raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; rename its columns to {PAIR}")
-    prompts = prepare_prompts(
-        dataset,
-        tokenizer,
-        query_len=arguments.max_length,
-        prompt_column=arguments.prompt_column,
-        prompt_template=arguments.prompt_template,
-    )
+    prompts = prepare_prompts(dataset, tokenizer, query_len=arguments.max_length, form=PromptForm.of(arguments))
     pairs = []
     for row in (item["row"] for item in prompts):
         chosen, rejected = (_sequence(tokenizer, row["prompt"], row[column]) for column in PAIR)

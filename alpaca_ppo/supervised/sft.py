@@ -11,7 +11,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Traine
 
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.supervised_arguments import SFTArguments
-from alpaca_ppo.data import prepare_prompts
+from alpaca_ppo.data import PromptForm, prepare_prompts
 from alpaca_ppo.generation import resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
@@ -32,14 +32,7 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
     column = arguments.completion_column
     if column not in dataset.column_names:
         raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}; set --completion_column")
-    prompts = prepare_prompts(
-        dataset,
-        tokenizer,
-        query_len=arguments.max_length - 1,
-        prompt_column=arguments.prompt_column,
-        prompt_template=arguments.prompt_template,
-        chat_template_kwargs=arguments.chat_template_kwargs,
-    )
+    prompts = prepare_prompts(dataset, tokenizer, query_len=arguments.max_length - 1, form=PromptForm.of(arguments))
     turn_end = resolve_turn_end(tokenizer, arguments.chat_template_kwargs) if prompts.are_messages else None
     end = tokenizer.eos_token_id if turn_end is None else turn_end
     examples = []

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from alpaca_ppo.adapters.files import read_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.data import PromptDataset, prepare_prompts
+from alpaca_ppo.data import PromptDataset, PromptForm, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.environments.conversation import Conversation
 from alpaca_ppo.environments.episode import EpisodeSettings
@@ -78,10 +78,8 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         dataset,
         processing_class,
         query_len=args.query_len,
-        prompt_column=args.prompt_column,
-        prompt_template=args.prompt_template,
+        form=PromptForm.of(args),
         overlong=args.overlong_prompts,
-        chat_template_kwargs=args.chat_template_kwargs,
         tools_of=(lambda row: [tool.schema for tool in kind_of(kinds, row).tools]) if kinds else None,
     )
 

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from alpaca_ppo.data import collate_prompts, prepare_prompts
+from alpaca_ppo.data import PromptForm, collate_prompts, prepare_prompts
 from alpaca_ppo.generation import SamplingParams, generate, resolve_stop_tokens
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.models.policy import Policy
@@ -78,7 +78,7 @@ def _batches(rows: Sequence[Row], tokenizer: Any, *, size: int) -> Iterator[Prom
     """Yields batches of prompts of similar length, which need little padding."""
     dataset = Dataset.from_list(list(rows))
     prompts = prepare_prompts(
-        dataset, tokenizer, query_len=QUERY_LEN, prompt_template=PROMPT_TEMPLATE, overlong="error"
+        dataset, tokenizer, query_len=QUERY_LEN, form=PromptForm(prompt_template=PROMPT_TEMPLATE), overlong="error"
     )
     items = [prompts[i] for i in range(len(prompts))]
     order = sorted(range(len(items)), key=lambda i: len(items[i]["input_ids"]))

@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Json
 from tokenizers import normalizers
 
-from alpaca_ppo.data import prepare_prompts
+from alpaca_ppo.data import PromptForm, prepare_prompts
 from tests.data.tokenizers import byte_tokenizer, chat_tokenizer, framing_tokenizer
 from tests.tiny_models import BOS, EOS, PAD, tiny_tokenizer
 
@@ -13,8 +13,9 @@ WORDS = ["one", "two", "three", "user", "assistant", "system", "named"]
 ONE, TWO, THREE, USER, ASSISTANT, SYSTEM, NAMED = range(4, 11)
 
 
-def prepare(rows, tokenizer=None, *, query_len=8, **options):
-    return prepare_prompts(Dataset.from_list(rows), tokenizer or tiny_tokenizer(WORDS), query_len=query_len, **options)
+def prepare(rows, tokenizer=None, *, query_len=8, overlong="drop", **form):
+    rows, tokenizer = Dataset.from_list(rows), tokenizer or tiny_tokenizer(WORDS)
+    return prepare_prompts(rows, tokenizer, query_len=query_len, overlong=overlong, form=PromptForm(**form))
 
 
 def test_the_row_of_a_text_prompt_has_every_column():
