@@ -51,16 +51,6 @@ def test_returns_outside_the_support_count_as_its_ends():
     assert_close(F.c51_project(tensor([-7.0, 1.5, math.inf]), tensor([-1.0, 0.0, 1.0])), expected)
 
 
-def test_projections_of_any_shape_sum_to_one_and_have_the_return_as_mean():
-    torch.manual_seed(0)
-    returns, atoms = 4 * torch.rand(3, 2, 5, dtype=torch.float64) - 2, F.c51_atoms(7, **SUPPORT, dtype=torch.float64)
-    probs = F.c51_project(returns.transpose(0, 2), atoms)
-    assert probs.shape == (5, 2, 3, 7) and (probs >= 0).all() and ((probs > 0).sum(-1) <= 2).all()
-    assert_close(probs.sum(-1), torch.ones(5, 2, 3, dtype=torch.float64))
-    assert_close((probs * atoms).sum(-1), returns.transpose(0, 2))
-    assert F.c51_project(tensor(0.5), atoms).shape == (7,)
-
-
 def test_c51_loss_by_hand():
     # atoms -2, 0, 2.  Token 1: p = (1/4, 1/2, 1/4), return 1 -> target (0, 1/2, 1/2): (ln 2 + ln 4) / 2 = 1.5 ln 2,
     # mean 0, error 1.  Token 2: p = (1/2, 1/4, 1/4), return -5 -> (1, 0, 0): ln 2, mean -1 + 0.5 = -0.5,
@@ -103,17 +93,6 @@ def test_a_narrow_smoothing_puts_all_mass_into_the_bin_of_the_return():
     # On an edge, half to each side.
     expected = tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.0, 1.0]])
     assert_close(F.hl_gauss_project(tensor([0.3, 0.0, 2.0]), **settings), expected)
-
-
-def test_smoothed_projections_of_any_shape_sum_to_one_and_keep_a_mean_away_from_the_edges():
-    torch.manual_seed(0)
-    returns = 2 * torch.rand(3, 2, 5, dtype=torch.float64) - 1
-    settings = {"v_min": -6.0, "v_max": 6.0}
-    probs = F.hl_gauss_project(returns.transpose(0, 2), num_bins=120, sigma=0.2, **settings)
-    assert probs.shape == (5, 2, 3, 120) and (probs >= 0).all()
-    assert_close(probs.sum(-1), torch.ones(5, 2, 3, dtype=torch.float64))
-    # Bins of half a sigma: the sum over their centres is the mean up to exp(-2 (pi sigma / width)^2) = 1e-34.
-    assert_close((probs * F.hl_gauss_centres(120, **settings, dtype=torch.float64)).sum(-1), returns.transpose(0, 2))
 
 
 def test_bins_have_their_value_at_their_centres():
@@ -197,19 +176,6 @@ def test_the_upper_tail_takes_the_highest_quantiles_and_atoms():
     # alpha 0.4: 0.3 and 0.1 -> (1.2 + 0.2) / 0.4 = 3.5;  alpha 0.9: 0.3, 0.5, 0.1 -> (1.2 + 1 - 0.1) / 0.9 = 7 / 3
     for alpha, expected in ((0.4, 3.5), (0.9, 7 / 3), (0.3, 4.0), (0.05, 4.0), (1.0, 2.0)):
         assert_close(F.cvar_from_categorical(probs, atoms, alpha=alpha, tail="upper"), tensor([expected, -1.0]))
-
-
-def test_both_tails_of_a_distribution_have_its_mean_between_them():
-    predictions, _, _ = random_batch()
-    probs, atoms = predictions.softmax(-1), F.c51_atoms(6, **SUPPORT, dtype=torch.float64)
-    for alpha in (0.1, 0.37, 0.5):
-        # The mean is alpha of the upper tail and 1 - alpha of the rest, the lower tail of that probability.
-        for mean, tail_mean in (
-            (predictions.mean(-1), lambda a, t: F.cvar_from_quantiles(predictions, alpha=a, tail=t)),
-            ((probs * atoms).sum(-1), lambda a, t: F.cvar_from_categorical(probs, atoms, alpha=a, tail=t)),
-        ):
-            parts = alpha * tail_mean(alpha, "upper") + (1 - alpha) * tail_mean(1 - alpha, "lower")
-            assert_close(parts, mean)
 
 
 def test_cvar_of_a_categorical_distribution_takes_a_part_of_the_boundary_atom():

@@ -1,6 +1,7 @@
-"""What every loss keeps: masks, finite differences, precision, batches without tokens.
+"""What every loss keeps: finite differences, precision, batches without tokens.
 
-That parts with the whole batch's denominator add up is in `tests/independent/test_properties_losses`.
+That nothing outside the mask counts, and that parts with the whole batch's denominator add up, is in
+`tests/independent/test_properties_losses`.
 """
 
 from collections.abc import Callable
@@ -74,23 +75,16 @@ MODES = [
 
 
 @every_loss
-def test_nan_outside_the_mask_reaches_nothing_and_only_predictions_get_a_gradient(case):
-    inputs, mask = case.batch()
-    results = []
-    for padding in (0.0, nan):
-        padded = [x.where(mask if x.dim() == 2 else mask.unsqueeze(-1), padding).requires_grad_() for x in inputs]
-        weights = torch.full(mask.shape, 0.5).where(mask, padding).requires_grad_()
-        loss, stats = case.loss_of(*padded, mask, **({"weights": weights} if case.inputs == "logprobs" else {}))
-        loss.backward()
-        assert weights.grad is None and all(x.grad is None for x in padded[1:])
-        assert all(value.dim() == 0 and not value.requires_grad for value in stats.values())
-        results.append((loss.detach(), stats, padded[0].grad))
-    assert_close(results[1], results[0], rtol=0, atol=0)
-    grad = results[1][2]
-    assert grad.isfinite().all() and grad[~mask].eq(0).all() and grad.abs().sum() > 0
-    # Equal weights scale the loss.
-    scale = 0.5 if case.inputs == "logprobs" else 1.0
-    assert_close(results[0][0], scale * case.loss_of(*inputs, mask).loss)
+def test_only_predictions_get_a_gradient_and_equal_weights_scale_the_loss(case):
+    (predictions, *others), mask = case.batch()
+    expected = case.loss_of(predictions, *others, mask).loss
+    weights = {"weights": torch.full(mask.shape, 0.5).requires_grad_()} if case.inputs == "logprobs" else {}
+    given = [x.requires_grad_() for x in (predictions, *others)]
+    loss, stats = case.loss_of(*given, mask, **weights)
+    loss.backward()
+    assert given[0].grad.abs().sum() > 0 and all(x.grad is None for x in (*given[1:], *weights.values()))
+    assert all(value.dim() == 0 and not value.requires_grad for value in stats.values())
+    assert_close(loss.detach(), 0.5 * expected if weights else expected)
 
 
 @pytest.mark.parametrize(("case", "how"), MODES)

@@ -264,15 +264,6 @@ def test_reinforce_plus_plus_by_hand():
     assert_close(advantages, tensor([[0.0, 1.0], [-1.0, 0.0]]))
 
 
-def test_returns_to_go_skip_holes_and_cost_no_discount_there():
-    # G4 = 8, G1 = 2 + .5*8 = 6
-    rewards, mask = tensor([[nan, 2.0, nan, nan, 8.0]]), tensor([[False, True, False, False, True]])
-    returns = tensor([[0.0, 6.0, 0.0, 0.0, 8.0]])
-    assert_close(reinforce_plus_plus(rewards, mask, gamma=0.5).returns, returns)
-    # undiscounted: 10, 8
-    assert_close(remax(rewards, tensor([0.0]), mask).returns, tensor([[0.0, 10.0, 0.0, 0.0, 8.0]]))
-
-
 def test_remax_by_hand():
     # returns-to-go 1 + 4 = 5, 4 less a baseline of 3; 2 less -1
     advantages, returns = remax(

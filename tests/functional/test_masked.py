@@ -168,25 +168,6 @@ def test_aggregate_loss_modes_by_hand():
     assert {mode: aggregate_loss(losses, mask, mode).item() for mode in LOSS_AGG_MODES} == expected
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_no_mode_grows_with_the_number_of_sequences(mode):
-    # every sequence twice: all sums and all counts double
-    losses = with_padding([1.0, 2.0], [6.0])
-    assert_close(aggregate_loss(losses.repeat(2, 1), MASK.repeat(2, 1), mode), aggregate_loss(losses, MASK, mode))
-
-
-@pytest.mark.parametrize("as_tensor", [True, False])
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_parts_with_the_whole_batchs_denominator_add_up_to_the_whole(mode, as_tensor):
-    torch.manual_seed(0)
-    losses, mask = torch.randn(7, 5, dtype=torch.float64), torch.rand(7, 5) < 0.6
-    mask[3] = False
-    count = mask.sum() if mode == "token-mean" else mask.any(dim=1).sum()
-    denominator = count if as_tensor else float(count)
-    parts = [aggregate_loss(losses[p], mask[p], mode, denominator=denominator) for p in torch.arange(7).split(3)]
-    assert_close(sum(parts), aggregate_loss(losses, mask, mode), rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize("rows", [2, 0])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_aggregate_loss_of_an_empty_mask_is_zero_with_a_graph(mode, rows):

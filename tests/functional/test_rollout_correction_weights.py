@@ -5,7 +5,7 @@ import torch
 from torch import nan, tensor
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import ROLLOUT_CORRECTION_LEVELS, policy_loss, rollout_correction_weights
+from alpaca_ppo.functional import ROLLOUT_CORRECTION_LEVELS, rollout_correction_weights
 
 # Token ratios old / rollout: 2 and 3 in the first row, 0.5 in the second, none in the third.
 ROLLOUT = tensor([[-4.0, -4.0, nan], [nan, -4.0, nan], [nan, nan, nan]], dtype=torch.float64)
@@ -37,12 +37,6 @@ def test_weights_by_hand(settings, expected):
     assert_close(weights, tensor([[first, second, 0.0], [0.0, third, 0.0], [0.0] * 3], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
-def test_policies_that_agree_have_weights_of_one(level, normalize):
-    assert_close(weights_of(ROLLOUT, level=level, threshold=2.0, normalize=normalize), MASK.double())
-
-
 def test_the_log_ratio_is_cut_at_twenty():
     mask = torch.ones(2, 2, dtype=torch.bool)
     old, rollout = tensor([[-1.0, -1.0], [-101.0, -1.0]]), tensor([[-101.0, -1.0], [-1.0, -1.0]])
@@ -64,18 +58,6 @@ def test_a_batch_without_tokens_has_weights_of_zero(level, rows):
     padding, mask = torch.full((rows, 3), nan), torch.zeros(rows, 3, dtype=torch.bool)
     weights = weights_of(padding, padding, mask, level=level, threshold=2.0, normalize=True)
     assert weights.shape == (rows, 3) and weights.eq(0).all()
-
-
-def test_weighted_loss_is_that_of_the_trainers_policy():
-    # One token of two equally likely under the trainer's policy, sampled with 0.8 and 0.2: weights 0.625 and 2.5 undo
-    # the sampler's preference, 0.8 * 0.625 * (-1) + 0.2 * 2.5 * (-3) = -2 = 0.5 * (-1) + 0.5 * (-3)
-    old, rollout = tensor([[0.5], [0.5]]).log(), tensor([[0.8], [0.2]]).log()
-    mask, share = torch.ones(2, 1, dtype=torch.bool), tensor([[0.8], [0.2]])
-    weights = share * weights_of(old, rollout, mask)
-    loss = policy_loss(
-        old, old, tensor([[1.0], [3.0]]), mask, weights=weights, denominator=1, cliprange_low=0.2, cliprange_high=0.2
-    ).loss
-    assert_close(loss, tensor(-2.0))
 
 
 @pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)

@@ -44,12 +44,6 @@ def test_scores_of_tokens_are_added_token_by_token_inside_the_mask():
     assert_close(shaped.shaped_rewards, tensor([[0.5, 0, 1.5, 0], [2.5, 3.5, 0, 0]]))
 
 
-def test_without_a_kl_coefficient_only_the_score_is_left():
-    torch.manual_seed(0)
-    shaped = shape_rewards(tensor([5.0, 7.0]), torch.randn(2, 4), torch.randn(2, 4), HOLED, kl_coef=0.0)
-    assert_close(shaped.shaped_rewards, tensor([[0.0, 0, 5, 0], [0, 7, 0, 0]]))
-
-
 def test_gradients_match_finite_differences():
     torch.manual_seed(0)
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2,), (2, 4), (2, 4))]

@@ -28,12 +28,6 @@ def test_a_clipped_prediction_counts_where_its_error_is_the_larger():
     assert_close(torch.autograd.grad(loss, vpreds)[0], tensor([[0.0, 1.1 / 3, 2 / 3]]))
 
 
-def test_a_wide_clip_range_changes_nothing():
-    torch.manual_seed(0)
-    batch = (*(torch.randn(5, 4) for _ in range(3)), torch.rand(5, 4) < 0.7)
-    assert_close(value_loss(*batch, cliprange_value=1e6), value_loss(*batch), rtol=0, atol=0)
-
-
 def test_predictions_inside_the_range_never_count_as_clipped():
     # in float32, old + (v - old) is not v, and its error may be the larger by a rounding
     torch.manual_seed(0)
