@@ -92,7 +92,7 @@ trainer/test_evaluation.py
   test_the_reward_adapter_is_a_score_too: eval_success_by
   test_a_function_compares_with_a_column_and_a_metric_with_a_file: eval_judge eval_opponent
 trainer/test_failed_rewards.py
-  test_a_run_trains_on_the_rest_and_counts_what_failed: failed_rewards
+  test_the_rollouts_keep_every_response_and_say_which_are_learned_from: failed_rewards
 trainer/test_inspected_prompts.py
   test_training_prompts_are_followed_greedily_and_without_a_score: num_inspected_prompts
 trainer/test_mismatch.py

@@ -12,8 +12,6 @@ from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
 from tests.registered import temporary_choices
 
 GRPO = {"adv_estimator": "grpo", "num_return_sequences": 2}
-SAMPLED = {"eval_temperature": 1.0, "eval_num_samples": 4}
-ASKED = {"eval_opponent": "reference", "eval_judge": "https://h/v1", "eval_judge_model": "m"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`failed_rewards: mask`: a step goes on without the rewards of responses that could not be scored."""
 
-import math
 import os
 import signal
 import threading
@@ -26,12 +25,6 @@ def judge(completions, completion_ids, prompts):
     if any(fails(prompt, ids) for prompt, ids in zip(prompts, completion_ids, strict=True)):
         raise TimeoutError("no answer")
     return count_even(prompts, completions, completion_ids)
-
-
-def even_starts(prompts, completions, completion_ids):
-    """Scores responses that begin with an even token."""
-    scores = count_even(prompts, completions, completion_ids)
-    return [score if ids[0] % 2 == 0 else None for score, ids in zip(scores, completion_ids, strict=True)]
 
 
 def fails(prompt, ids):
@@ -64,23 +57,6 @@ def test_the_rollouts_keep_every_response_and_say_which_are_learned_from(tmp_pat
     said = capsys.readouterr().out
     assert f"{failed.sum()} of 30 responses" in said
     assert said.count("'judge' raised TimeoutError: no answer, on row") == failed.sum()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_return_sequences": 3, "adv_estimator": "grpo", "dynamic_sampling": 3},
-        {"old_policy": "correct", "critic": "quantile", "step_batch_size": 10},
-    ],
-)
-def test_a_run_trains_on_the_rest_and_counts_what_failed(settings, tmp_path):
-    trainer = trainer_of(tmp_path, even_starts, **settings, **MASK)
-    before = weights(trainer)
-    trainer.train()
-    lines = metric_lines(tmp_path)
-    assert len(lines) == 2 and all(line["objective/masked_rows"] > 0 for line in lines)
-    assert all(math.isfinite(line["ppo/loss/total"]) for line in lines)
-    assert any(not torch.equal(value, before[name]) for name, value in weights(trainer).items())
 
 
 @pytest.mark.parametrize("whiten", [True, False])

@@ -1,4 +1,4 @@
-"""Estimators, losses, critic heads and backends that a user registers, through runs of the trainer."""
+"""A critic head that a user registers, through a run of the trainer."""
 
 from typing import Any
 
@@ -8,9 +8,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from alpaca_ppo import functional
-from alpaca_ppo.functional import AdvantageInputs, Advantages, Loss
-from alpaca_ppo.generation import register_generation_backend
-from alpaca_ppo.generation.backends import GenerateBackend
+from alpaca_ppo.functional import Loss
 from alpaca_ppo.models import CriticHead, HeadLinear, HeadOutputs, load_critic, register_critic_head
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm
@@ -76,61 +74,3 @@ def test_a_new_critic_is_one_class_that_trains_is_saved_and_loads_again(layout, 
             critic.head.risk_level = "0.5"
     with pytest.raises(ValueError, match="critic of the kind 'gaussian', which is not registered .*in import_modules"):
         load_critic(folder)
-
-
-def copied_gae(inputs: AdvantageInputs, args: Any) -> Advantages:
-    assert inputs.values is not None and inputs.scores is not None and inputs.prompt_ids is not None
-    lam = torch.full((len(inputs.rewards),), args.lam, dtype=torch.float64)
-    estimated = functional.gae(inputs.rewards, inputs.values, inputs.response_mask, gamma=args.gamma, lam=lam)
-    return estimated._replace(advantages=functional.masked_whiten(estimated.advantages, inputs.response_mask))
-
-
-def copied_clip(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    args: Any,
-    weights: Tensor | None,
-    denominator: Tensor,
-) -> Loss:
-    return functional.policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        response_mask,
-        cliprange_low=args.cliprange,
-        cliprange_high=args.cliprange,
-        weights=weights,
-        denominator=denominator,
-    )
-
-
-def copied_k3(difference: Tensor) -> Tensor:
-    return functional.kl_penalty(difference, torch.zeros_like(difference), "k3")
-
-
-@pytest.mark.parametrize(
-    ("built_in", "registered"),
-    [
-        ({"adv_estimator": "gae"}, {"adv_estimator": "copied"}),
-        ({"policy_loss": "clip"}, {"policy_loss": "copied"}),
-        ({"kl_estimator": "k3", "kl_loss_type": "k3"}, {"kl_estimator": "copied", "kl_loss_type": "copied"}),
-        ({"generation_backend": "generate"}, {"generation_backend": "copied"}),
-    ],
-)
-def test_a_registered_copy_of_a_built_in_choice_makes_the_same_run(built_in, registered, tmp_path):
-    with temporary_choices():
-        functional.register_adv_estimator("copied", needs_critic=True)(copied_gae)
-        functional.register_policy_loss("copied")(copied_clip)
-        functional.register_kl_estimator("copied")(copied_k3)
-        register_generation_backend("copied")(GenerateBackend)
-        common = {"kl_loss_coef": 0.1, "dtype": torch.float64}
-        expected = tiny_trainer(tmp_path / "built_in", **common, **built_in)
-        expected.train()
-        actual = tiny_trainer(tmp_path / "registered", **common, **registered)
-        actual.train()
-    assert metric_lines(tmp_path / "registered") == metric_lines(tmp_path / "built_in")
-    own = weights(actual)
-    assert all(torch.equal(own[name], tensor) for name, tensor in weights(expected).items())
