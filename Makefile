@@ -80,7 +80,9 @@ proof: $(INSTALLED_FOR_TESTS)
 proof-ci: $(INSTALLED_FOR_TESTS)
 	$(call timed,proof-ci,$(BIN)/python -m pytest -n $(WORKERS) -m proof -k "ddp or two or zero3 or examples" --durations 5 \
 		tests/integration/test_processes.py tests/integration/test_resume_processes.py tests/integration/test_zero.py \
-		tests/examples/test_games.py tests/examples/test_long_horizon.py tests/examples/test_mini_farm_against_trl.py)
+		tests/examples/test_games.py tests/examples/test_long_horizon.py tests/examples/test_mini_farm_against_trl.py \
+		tests/examples/test_mini_farm_plots.py tests/examples/test_mini_farm_sampling.py \
+		tests/examples/test_mini_farm_stages.py tests/examples/test_mini_farm_world.py)
 
 # The report in a headless Chromium, which must be installed; SCREENSHOTS=<folder> keeps what it looked like.
 browser-test: $(INSTALLED_FOR_TESTS)

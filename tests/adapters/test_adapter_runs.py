@@ -20,8 +20,6 @@ from tests.tiny_runs import count_even, metric_lines, tiny_config, tiny_trainer,
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 LAYOUTS = ("separate", "shared", "adapter")
-# Two of the three for `make proof`, where runs of the third say what may go wrong.
-HARDEST = [*(pytest.param(layout, marks=pytest.mark.proof) for layout in LAYOUTS[:2]), "adapter"]
 
 
 def lora_trainer(folder, *, peft_config=LORA, arguments=None, **overrides):
@@ -76,7 +74,8 @@ def test_the_policys_adapter_stands_still_while_the_critic_warms_up(layout, tmp_
     assert moved == {name for name, p in trainer.actor_critic.named_parameters() if id(p) in critic}
 
 
-@pytest.mark.parametrize("layout", HARDEST)
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_micro_batches_and_recomputed_activations_give_the_same_update(layout, tmp_path):
     outcomes = []
     for number, overrides in enumerate(({}, {"step_per_device_batch_size": 1}, {"gradient_checkpointing": True})):

@@ -7,6 +7,8 @@ from examples.mini_farm import compare, overopt, plots, report, results
 from examples.mini_farm.evaluation import Summary
 from examples.mini_farm.plots import GOLD, KL, PROXY, plot_run, smooth
 
+pytestmark = pytest.mark.proof
+
 SFT = Summary("SFT", 0.0, 1.0, 0.05, 0.5, 0.0, 10.0, 0.0)
 BEST = Summary("best-of-16", 1.0, 1.9, 0.05, 0.75, 15.0, 12.0, 1.84)
 PPO = [Summary(f"PPO, seed {seed}", 1.5 + seed, 2.0 + seed, 0.05, 0.8, 20.0, 14.0, 3.0 + seed) for seed in (0, 2)]

@@ -12,6 +12,8 @@ from examples.mini_farm.sampling import Answer, proxy_rewards, sample_answers
 from examples.mini_farm.splits import prompt_of, read_rows
 from tests.examples.mini_farm_world import some_rows, write_language_model, write_reward_model
 
+pytestmark = pytest.mark.proof
+
 ROWS = some_rows()["val"][:8]
 TASK = {"instruction": "Where is the duck?", "input": "", "asks": ["duck", "kitchen"], "avoids": ["barn"]}
 GOOD, BAD = "The duck is in the kitchen.", "I do not know."

@@ -7,6 +7,8 @@ import pytest
 
 from examples.mini_farm.stages import _REPOSITORY, LOG, MARKER, SHOWN_ON_FAILURE, run_stage
 
+pytestmark = pytest.mark.proof
+
 
 @pytest.fixture
 def stage(tmp_path):

@@ -19,6 +19,8 @@ from examples.mini_farm.annotators import (
 )
 from examples.mini_farm.splits import draw_splits, prompt_of
 
+pytestmark = pytest.mark.proof
+
 SIZES = {"sft": 400, "preference": 80, "unlabeled": 160, "val": 80}
 TASK = {"asks": ["duck", "kitchen"], "avoids": ["barn"]}
 

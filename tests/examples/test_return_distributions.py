@@ -10,6 +10,8 @@ from examples.critics import return_distributions
 from examples.critics.distributions import DISTRIBUTIONS, QUARTILES, TAIL
 from examples.critics.return_distributions import KINDS, DistributionReward, predict, train_critic
 
+pytestmark = pytest.mark.proof
+
 LEVELS = torch.tensor(QUARTILES, dtype=torch.float64)
 
 
@@ -23,14 +25,12 @@ def learned(request, tmp_path_factory):
     return request.param, {name: predict(critic, name) for name in DISTRIBUTIONS}
 
 
-@pytest.mark.proof
 def test_every_critic_learns_the_mean_within_five_percent(learned):
     _, predictions = learned
     for name, distribution in DISTRIBUTIONS.items():
         assert predictions[name].mean == pytest.approx(distribution.tail_mean(1.0), rel=0.05), name
 
 
-@pytest.mark.proof
 def test_every_distributional_critic_learns_the_lowest_tenth(learned):
     kind, predictions = learned
     # The levels of an iqn critic are embedded by 64 cosines, with which single ones are off by chance.

@@ -15,10 +15,11 @@ from examples import same_run
 from examples.same_run import Difference, compare, launch, write_run
 from tests.tools.warm_python import warm_python
 
+pytestmark = pytest.mark.proof
 SMALL, MIDDLE, LARGE = same_run.MICRO_BATCHES
 PART = [
     ("ddp", "full", SMALL),
-    pytest.param("zero2", "lora", MIDDLE, marks=pytest.mark.proof),
+    ("zero2", "lora", MIDDLE),
     ("zero3", "full", LARGE),
 ]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from setuptools import Distribution
 
 from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.parser import read_preset, read_yaml
@@ -250,14 +249,3 @@ def test_config_reads_files_and_preset_reads_presets(tmp_path, monkeypatch):
         assert parse_args([ScriptArguments, PPOConfig], [flag, "trl", *required])[1].seed == seed
     with pytest.raises(ValueError, match="--config is 'verl', but .* did you mean --preset verl"):
         parse_args([ScriptArguments, PPOConfig], ["--config", "verl", *required])
-
-
-def test_a_build_of_the_package_contains_the_presets(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    distribution = Distribution()
-    distribution.parse_config_files(["setup.cfg"])
-    build = distribution.get_command_obj("build_py")
-    build.ensure_finalized()
-    files = {package: set(names) for package, _, _, names in build.data_files}
-    assert files["alpaca_ppo.presets"] == {f"{name}.yaml" for name in preset_names()}
-    assert files["alpaca_ppo"] == {"py.typed"}
