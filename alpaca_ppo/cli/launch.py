@@ -54,7 +54,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     """
     parser = argparse.ArgumentParser(prog="alpaca-ppo train", add_help=False, allow_abbrev=False)
     for name, option in options_of(LaunchArguments).items():
-        kind = int if int in option.kinds else str
+        kind = int if option.accepts(1) else str
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, type=kind)
     known, rest = parser.parse_known_args(argv)
     given = {name: value for name, value in vars(known).items() if value is not None}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alpaca_ppo.cli.launch import LaunchArguments, launch, split_flags
-from alpaca_ppo.config.parser import parse_options, read_yaml
+from alpaca_ppo.config.parser import parse_options
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
@@ -77,9 +77,9 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     parsed = parse_options(_TYPES, argv, prog=PROG)
     script_args, lora, args = parsed.instances
     record = Path(args.output_dir).resolve() / "run.yaml"
-    for name in parsed.config_files:
+    for name, content in parsed.config_files.items():
         # A record itself may be replaced.
-        if Path(name).resolve() == record and PROVENANCE not in read_yaml(name):
+        if Path(name).resolve() == record and PROVENANCE not in content:
             raise ValueError(
                 f"--config {name} is where the run writes its own record, output_dir ({args.output_dir}) / run.yaml; "
                 "rename the file, or choose another output_dir"

@@ -13,7 +13,6 @@ import itertools
 import re
 import reprlib
 import textwrap
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -98,34 +97,30 @@ class Option:
     """What the parser, the checks and the documentation know of one field.
 
     Attributes:
-        hint: the type, without the bounds of its parts.
-        default: the default value, or `dataclasses.MISSING`.
+        given_help: one or two sentences; empty if they stand beneath the field.
         group: the heading under which `--help` and the documentation list the field.
         bounds: what `pydantic.Field` takes, such as gt, ge, lt and le.
         registry: the names that a `str` field may take, built in or registered by a user.
         needs: what must hold for the field to act.
-        help: one or two sentences.
+        hint: the type, with the bounds of its parts.
+        default: the default value, or `dataclasses.MISSING`.
+        owner: the dataclass whose field it is.
     """
 
-    name: str
-    hint: Any
-    default: Any
-    group: str
-    bounds: Mapping[str, Any]
-    registry: Registry[Any] | None
-    needs: tuple[Need, ...]
-    _cls: type
+    given_help: str = ""
+    group: str = ""
+    bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    registry: Registry[Any] | None = None
+    needs: tuple[Need, ...] = ()
+    name: str = ""
+    hint: Any = None
+    default: Any = None
+    owner: Any = None
 
     @functools.cached_property
     def help(self) -> str:
-        """One or two sentences: of the field's metadata, or the text beneath it."""
-        field = self._cls.__dataclass_fields__[self.name]  # type: ignore[attr-defined]
-        return str(field.metadata.get("help") or _texts_beneath(self._cls).get(self.name, ""))
-
-    @functools.cached_property
-    def kinds(self) -> tuple[Any, ...]:
-        """The types that the field accepts besides None; of a `Literal`, those of its choices."""
-        return _kinds(self.hint)
+        """One or two sentences: given with the field, or the text beneath it."""
+        return self.given_help or _texts_beneath(self.owner).get(self.name, "")
 
     @property
     def nullable(self) -> bool:
@@ -133,17 +128,9 @@ class Option:
         return type(None) in typing.get_args(self.hint)
 
     @property
-    def choices(self) -> tuple[Any, ...]:
-        """The values of a `Literal`; empty for other types."""
-        members = [member for member in _members(self.hint) if member is not type(None)]
-        closed = all(typing.get_origin(member) is typing.Literal for member in members)
-        return tuple(choice for member in members for choice in typing.get_args(member)) if closed else ()
-
-    @property
-    def entry_kinds(self) -> tuple[Any, ...] | None:
-        """The types of a list's entries; None if the field is not a list."""
-        lists = [typing.get_args(kind)[0] for kind in self.kinds if typing.get_origin(kind) is list]
-        return _kinds(lists[0]) if lists else None
+    def is_list(self) -> bool:
+        """Whether a list is accepted."""
+        return any(typing.get_origin(member) is list for member in (self.hint, *typing.get_args(self.hint)))
 
     @property
     def range(self) -> str:
@@ -152,8 +139,7 @@ class Option:
 
     @functools.cached_property
     def _validator(self) -> TypeAdapter[Any]:
-        hint = typing.get_type_hints(self._cls, include_extras=True)[self.name]
-        bounded: Any = Annotated[hint, Field(**self.bounds)] if self.bounds else hint
+        bounded: Any = Annotated[self.hint, Field(**self.bounds)] if self.bounds else self.hint
         return TypeAdapter(bounded, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
 
     def accepts(self, value: Any) -> bool:
@@ -175,7 +161,7 @@ class Option:
         except ValidationError as error:
             found = [each["msg"].replace("input was not", "should be") for each in error.errors(include_url=False)]
             wanted = " or ".join(dict.fromkeys(text.rpartition("should ")[2] for text in found))
-            quotes = ", in quotes" if str in self.kinds and isinstance(value, int | float | datetime.date) else ""
+            quotes = ", in quotes" if isinstance(value, int | float | datetime.date) and self.accepts("") else ""
             given = "null" if value is None else shown(value)
             raise ValueError(f"{self.name} is {given}; it should {wanted}{quotes}") from None
         texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
@@ -190,7 +176,7 @@ def argument(
     help: str = "",
     *,
     registry: Registry[Any] | None = None,
-    group: str | None = None,
+    group: str = "",
     needs: Need | Sequence[Need] = (),
     **bounds: float,
 ) -> Any:
@@ -205,35 +191,27 @@ def argument(
         bounds: of the value, as `pydantic.Field` has them: gt, ge, lt, le, min_length. NaN and infinity are refused
             without allow_inf_nan.
     """
-    required = (needs,) if isinstance(needs, Need) else tuple(needs)
-    metadata = {"help": help, "bounds": bounds, "registry": registry, "needs": required}
-    metadata |= {} if group is None else {"group": group}
+    option = Option(help, group, bounds, registry, (needs,) if isinstance(needs, Need) else tuple(needs))
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return dataclasses.field(default_factory=lambda: list(default), metadata={"option": option})
+    return dataclasses.field(default=default, metadata={"option": option})
 
 
 @functools.cache
 def options_of(cls: Any) -> Mapping[str, Option]:
     """Every field of the dataclass `cls` that its constructor takes, by name and in order.
 
-    A dataclass without groups is one group of its own name.
+    A dataclass without groups is one group of its own name. Fields of other libraries may say `help` in their metadata.
     """
-    hints, group, options = typing.get_type_hints(cls), cls.__name__, {}
+    hints, group, options = typing.get_type_hints(cls, include_extras=True), cls.__name__, dict[str, Option]()
     for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
-        group = field.metadata.get("group", group)
-        options[field.name] = Option(
-            name=field.name,
-            hint=hints[field.name],
-            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
-            group=group,
-            bounds=field.metadata.get("bounds", {}),
-            registry=field.metadata.get("registry"),
-            needs=field.metadata.get("needs", ()),
-            _cls=cls,
-        )
+        if field.init:
+            declared = field.metadata.get("option") or Option(field.metadata.get("help", ""))
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            group = declared.group or group
+            options[field.name] = dataclasses.replace(
+                declared, name=field.name, hint=hints[field.name], default=default, group=group, owner=cls
+            )
     return options
 
 
@@ -295,18 +273,3 @@ def _texts_beneath(cls: type) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     texts[name] = " ".join(text.split())
     return texts
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The types that `hint` allows: those of a union, or the hint itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    kinds: list[Any] = []
-    for member in _members(hint):
-        if typing.get_origin(member) is typing.Literal:
-            kinds += map(type, typing.get_args(member))
-        elif member is not type(None):
-            kinds.append(member)
-    return tuple(dict.fromkeys(kinds))

@@ -12,7 +12,6 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -22,7 +21,7 @@ from alpaca_ppo.config.fields import Option, options_of, shown
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names, flattened
 from alpaca_ppo.config.modules import import_modules
 from alpaca_ppo.config.names import did_you_mean, where
-from alpaca_ppo.config.run_file import check_run_files, without_provenance
+from alpaca_ppo.config.run_file import PROVENANCE, check_run_files
 from alpaca_ppo.config.script_arguments import MODELS, ScriptArguments
 from alpaca_ppo.presets import preset_names, preset_path
 
@@ -40,12 +39,12 @@ class ParsedOptions:
     Attributes:
         instances: one of each dataclass, in order.
         presets: names of the presets that were read, in order.
-        config_files: paths of the YAML files that were read, in order, as given.
+        config_files: what each YAML file holds, by its path as given, in order.
     """
 
     instances: tuple[Any, ...]
     presets: tuple[str, ...]
-    config_files: tuple[str, ...]
+    config_files: Mapping[str, Mapping[str, Any]]
 
 
 def parse_args(
@@ -88,13 +87,11 @@ def parse_options(
     contents: dict[str, dict[str, Any]] = {}
     presets = []
     for kind, words in found:
-        if kind in _SOURCES and not words:
-            raise ValueError(f"--{kind} needs a name after it")
+        if kind in _SOURCES and len(words) != 1:
+            raise ValueError(f"--{kind} needs one name after it, not {' '.join(words) or 'none'}")
         if kind == "config":
             contents[words[0]] = read_yaml(words[0])
-            _override(
-                values, _from_file(without_provenance(contents[words[0]]), options, f"the --config file {words[0]}")
-            )
+            _override(values, _from_file(contents[words[0]], options, f"the --config file {words[0]}"))
         elif kind == "preset":
             presets.append(words[0])
             _override(values, _from_file(read_preset(words[0]), options, f"the preset {words[0]}"))
@@ -102,9 +99,8 @@ def parse_options(
     check_run_files(contents, given=given, needed=of_runs[0].needed_objects if of_runs else MODELS)
     _override(values, given)
     if "import_modules" in values:
-        early_args = SimpleNamespace(**values)
-        options["import_modules"].check(early_args.import_modules)
-        import_modules(early_args.import_modules or [])
+        options["import_modules"].check(values["import_modules"])
+        import_modules(values["import_modules"] or [])
     if asked := [name for name, _ in found if name in HELP]:
         print(_help(options, prog, epilog, common if asked[-1] == "help" else ()))
         sys.exit(0)
@@ -114,51 +110,59 @@ def parse_options(
             + explain_names(unknown, [*options, *_SOURCES], CONFIG_SECTIONS)
         )
     instances = [cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types]
-    return ParsedOptions(tuple(instances), tuple(presets), tuple(contents))
+    return ParsedOptions(tuple(instances), tuple(presets), contents)
 
 
 def _split(words: Sequence[str], options: Mapping[str, Option]) -> list[tuple[str, list[str]]]:
     """The flags in `words` by name, each with the words after it; `-` and `_` are the same in a name, and `--no_x` is
-    `--x false`. What belongs to no flag is a name of its own, such as `lr` for verl's `+optim.lr=1`.
+    `--x false`. An override of verl (`+optim.lr=1`) and a word before the first flag are names of their own.
     """
     found: list[tuple[str, list[str]]] = []
     for word in words:
         flag, equals, value = word.partition("=")
+        of_verl = equals and "." in flag and flag.replace(".", "").lstrip("+~").isidentifier()
         if word.startswith("--") or word == "-h":
             name = "help" if word == "-h" else flag[2:].replace("-", "_")
             positive = name.removeprefix("no_")
-            if name != positive and name not in options and positive in options and not equals:
+            if name not in options and name != positive and positive in options and not equals:
                 found.append((positive, ["false"]))
             else:
                 found.append((name, [value] if equals else []))
-            continue
-        name, taken = found[-1] if found else ("", [""])
-        option = options.get(name)
-        if (option.entry_kinds is not None or not taken) if option else (name in _SOURCES and not taken):
-            taken.append(word)
-        elif option or name in _SOURCES or not found or equals:
+        elif of_verl or not found:
             found.append((flag.lstrip("+~"), [value] if equals else []))
         else:
-            taken.append(word)
+            found[-1][1].append(word)
     return found
 
 
 def _from_words(option: Option, words: list[str]) -> Any:
     """The value of a flag with `words` after it."""
+    if not words and option.accepts(True):
+        return True
     if not words:
-        if bool in option.kinds:
-            return True
         raise ValueError(f"--{option.name} needs a value after it")
-    # Of the trackers of TrainingArguments, "none" is one.
-    may_be_null = option.nullable and not (option.entry_kinds and str in option.kinds)
+    # Where text may stand in place of a list, as in the trackers of TrainingArguments, "none" is one.
+    may_be_null = option.nullable and not (option.is_list and option.accepts(words[0]))
     if may_be_null and len(words) == 1 and words[0].lower() in ("null", "none"):
         return None
-    entries = [_from_text(option, word) for word in words]
-    return entries[0] if option.entry_kinds is None else entries
+    if option.is_list:
+        return [_from_word(option, word) for word in words]
+    if len(words) > 1:
+        raise ValueError(f"{option.name} has the values {shown(words)}; give one")
+    return _from_word(option, words[0])
 
 
-def _from_file(given: Mapping[str, Any], options: Mapping[str, Option], where: str) -> dict[str, Any]:
+def _from_word(option: Option, word: str) -> Any:
+    """`word` as what YAML reads in it, or as it is where the option takes text and nothing else that this could be."""
+    value = _from_text(word)
+    if not _takes(option, word) or (not isinstance(value, str | None) and _takes(option, value)):
+        return value
+    return word
+
+
+def _from_file(content: Mapping[str, Any], options: Mapping[str, Option], where: str) -> dict[str, Any]:
     """The values of a YAML file: text as the number or the like that the field takes, and one entry as a list of it."""
+    given = {name: value for name, value in content.items() if name != PROVENANCE}
     if unknown := sorted(map(str, set(given) - set(options))):
         # Of verl's sections, `critic` alone has the name of an option.
         nested = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
@@ -172,28 +176,26 @@ def _from_file(given: Mapping[str, Any], options: Mapping[str, Option], where: s
         option = options[name]
         if value is None and not option.nullable and option.default is not None:
             raise ValueError(f"{name} is null in {where}; give a value, or leave it out for {shown(option.default)}")
-        if option.entry_kinds is not None and value is not None:
+        if option.is_list and value is not None:
             entries = value if isinstance(value, list) else [value]
-            values[name] = [_from_text(option, e) if str not in option.entry_kinds else e for e in entries]
+            values[name] = [entry if _takes(option, entry) else _from_text(entry) for entry in entries]
         else:
-            values[name] = value if str in option.kinds else _from_text(option, value)
+            values[name] = value if option.accepts(value) else _from_text(value)
     return values
 
 
-def _from_text(option: Option, text: Any) -> Any:
-    """What YAML reads in `text`; the text itself if the option takes text, and nothing else that this could be."""
-    kinds = option.entry_kinds or option.kinds
-    if not isinstance(text, str) or kinds == (str,):
-        return text
+def _takes(option: Option, value: Any) -> bool:
+    """Whether the option, or, of a list, an entry of it, may be `value`."""
+    return option.accepts([value] if option.is_list else value)
+
+
+def _from_text(text: Any) -> Any:
+    """What YAML reads in `text`; anything else, and text that is no YAML, as it is."""
     try:
-        value = yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader) if isinstance(text, str) else text
     # PyYAML raises whatever the value at fault provokes: KeyError for "!!bool x", RecursionError for deep nesting.
-    except Exception as error:
-        if str in kinds:
-            return text
-        raise ValueError(f"{option.name} is {shown(text)}, which cannot be read as YAML: {error}") from error
-    fits = option.accepts([value] if option.entry_kinds else value)
-    return value if fits or str not in kinds else text
+    except Exception:
+        return text
 
 
 def _override(values: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -297,11 +299,13 @@ def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: 
 
 def type_in_words(hint: Any) -> str:
     """The type of an option, as help and documentation name it."""
-    origin, parts = typing.get_origin(hint) or hint, [part for part in typing.get_args(hint) if part is not type(None)]
+    origin, parts = typing.get_origin(hint), [part for part in typing.get_args(hint) if part is not type(None)]
     if origin is typing.Literal:
         return " | ".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in parts)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(type_in_words, parts))
+    if origin is typing.Annotated:
+        return type_in_words(parts[0])
     if origin is list:
         return f"list of {type_in_words(parts[0])}"
     return "mapping" if origin is dict else str(getattr(hint, "__name__", hint))

@@ -27,11 +27,6 @@ OPTIONS_OF_ARGUMENT = {
 """The options that say what an argument of `PPOTrainer` is given, the one that names it first. The others have none."""
 
 
-def without_provenance(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in `content`, the mapping of a configuration file."""
-    return {name: value for name, value in content.items() if name != PROVENANCE}
-
-
 def check_run_files(
     contents: Mapping[str, Mapping[str, Any]], *, given: Mapping[str, Any], needed: Collection[str] | None = None
 ) -> None:
@@ -63,7 +58,7 @@ def check_run_files(
                 f"--config {source} is of a run that was given objects in a Python program, which no file can bring "
                 f"back: {'; '.join(lost)}. {remedy}, or run that program again"
             )
-        values = without_provenance(content)
+        values = {name: value for name, value in content.items() if name != PROVENANCE}
         if removed := [name for name, value in values.items() if name not in replaced and REMOVED in str(value)]:
             raise ValueError(
                 f"--config {source} lacks a credential in {', '.join(removed)}, which a run does not write down; give "

@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import textwrap
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ class Translation:
             if not set(entry.ours) & set(self.options) and (value not in (None, False) or not entry.ours):
                 self.leave(name, entry.advice(value))
         for name, value in self.options.items():
-            if isinstance(value, str) and any(typing.get_origin(kind) is list for kind in OPTIONS[name].kinds):
+            if isinstance(value, str) and OPTIONS[name].is_list:
                 self.options[name] = [value]
         for cls in _CLASSES:
             run = object.__new__(cls)

@@ -11,6 +11,7 @@ from alpaca_ppo.config import LoraArguments, PPOConfig, ScriptArguments, parse_a
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, explain_names, foreign_names
 from alpaca_ppo.registry import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from tests.option_types import choices
 
 OPTIONS = {
     name: option for cls in (PPOConfig, ScriptArguments, LoraArguments) for name, option in options_of(cls).items()
@@ -189,8 +190,7 @@ def test_every_value_that_the_table_gives_is_valid():
     for entry in ENTRIES:
         for here in entry.values.values():
             for name, value in here.items() if isinstance(here, dict) else ():
-                choices = OPTIONS[name].choices
-                valid = registries[name].names if name in registries else choices
+                valid = registries[name].names if name in registries else choices(OPTIONS[name])
                 assert value in valid or isinstance(value, int | float), (entry.name, name, value)
 
 

@@ -50,7 +50,7 @@ def test_flags_win_over_files_and_presets_of_which_the_later_ones_win(tmp_path):
     ):
         parsed = parse_options([ScriptArguments, PPOConfig], [*order, *REQUIRED])
         assert (parsed.instances[1].gamma, parsed.instances[1].cliprange_high) == (gamma, 0.28)
-        assert (parsed.presets, parsed.config_files) == (("vapo",), (first,))
+        assert (parsed.presets, list(parsed.config_files)) == (("vapo",), [first])
 
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(PPOConfig)])
@@ -157,11 +157,12 @@ def test_a_later_length_of_the_run_replaces_an_earlier_one(tmp_path, text, flags
     ("argv", "message"),
     [
         (["--seed"], "--seed needs a value"),
-        (["--config"], "--config needs a name"),
+        (["--config"], "--config needs one name"),
+        (["--preset", "verl", "dapo"], "--preset needs one name after it, not verl dapo"),
         (["--seed", "x"], "seed is 'x'; "),
-        (["--seed", "1", "2"], "unknown command-line arguments: 2;"),
+        (["--seed", "1", "2"], "seed has the values ['1', '2']; "),
         (["--cliprange_value", "wide"], "cliprange_value is 'wide'; "),
-        (["--cliprange_value", "[1"], "cliprange_value is '[1', which cannot be read as YAML"),
+        (["--cliprange_value", "[1"], "cliprange_value is '[1'; "),
         (["--bf16", "maybe"], "bf16 is 'maybe'; "),
         (["--dtype", "float16"], "dtype is 'float16'; it should be 'float32' or 'bfloat16'"),
         (["--chat_template_kwargs", "[1]"], "chat_template_kwargs is [1]; "),

@@ -9,6 +9,7 @@ import torch
 from alpaca_ppo import PPOConfig, functional
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS, POLICY_LOSSES
+from tests.option_types import choices
 from tests.registered import temporary_choices
 
 GRPO = {"adv_estimator": "grpo", "num_return_sequences": 2}
@@ -139,8 +140,8 @@ def test_a_risk_level_may_be_a_number():
 
 
 def test_loss_modes_are_those_of_the_functions():
-    assert options_of(PPOConfig)["loss_agg_mode"].choices == functional.LOSS_AGG_MODES
-    assert options_of(PPOConfig)["rollout_correction_level"].choices == functional.ROLLOUT_CORRECTION_LEVELS
+    assert choices(options_of(PPOConfig)["loss_agg_mode"]) == functional.LOSS_AGG_MODES
+    assert choices(options_of(PPOConfig)["rollout_correction_level"]) == functional.ROLLOUT_CORRECTION_LEVELS
 
 
 def test_the_group_estimators_are_the_built_in_ones_that_need_a_group():

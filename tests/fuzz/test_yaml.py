@@ -76,11 +76,11 @@ def read(name: str, value: Any) -> Any:
 
 
 def _number(value: Any, kind: str) -> Any:
-    if not isinstance(value, str) or "str" in kind or "Literal" in kind or "Mode" in kind or "Level" in kind:
+    if not isinstance(value, str) or "str" in kind or value == "adaptive":
         return value
     # Hexadecimal and the like, which `float` does not read.
-    number = yaml.safe_load(value) if isinstance(value, str) else value
-    return float(number) if "float" in kind else int(number)
+    read = yaml.safe_load(value)
+    return float(read) if "float" in kind else read
 
 
 def same(a: Any, b: Any) -> bool:

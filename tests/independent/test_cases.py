@@ -7,6 +7,7 @@ import pytest
 from alpaca_ppo import PPOConfig, registry
 from alpaca_ppo.config.fields import options_of
 from tests.independent.cases import CASES
+from tests.option_types import choices
 
 GROUPS = (
     "Batch sizes and epochs",
@@ -69,7 +70,7 @@ def test_every_kl_estimator_that_the_loss_allows_has_a_case(configs):
 
 
 def test_every_critic_has_a_case_in_every_layout(configs):
-    layouts = options_of(PPOConfig)["critic_layout"].choices
+    layouts = choices(options_of(PPOConfig)["critic_layout"])
     covered = {(config.critic, config.critic_layout) for config in configs.values() if config.uses_critic}
     assert covered == set(itertools.product(registry.CRITIC_HEADS.built_in, layouts))
 
@@ -77,7 +78,7 @@ def test_every_critic_has_a_case_in_every_layout(configs):
 def test_every_estimator_and_every_way_to_average_has_a_case_with_holes(configs):
     holed = [configs[name] for name, case in CASES.items() if case.holes]
     assert {config.adv_estimator for config in holed} == set(registry.ADV_ESTIMATORS.built_in)
-    assert {config.loss_agg_mode for config in holed} == set(options_of(PPOConfig)["loss_agg_mode"].choices)
+    assert {config.loss_agg_mode for config in holed} == set(choices(options_of(PPOConfig)["loss_agg_mode"]))
 
 
 def test_every_option_that_decides_what_is_learned_has_cases_with_different_values(configs):
@@ -89,4 +90,4 @@ def test_every_option_that_decides_what_is_learned_has_cases_with_different_valu
             continue
         values = {repr(getattr(config, option.name)) for config in configs.values()}
         assert len(values) > 1, f"no case changes {option.name}; add one, and compute it in the independent PPO"
-        assert not option.choices or values == {repr(choice) for choice in option.choices}, option.name
+        assert not choices(option) or values == {repr(choice) for choice in choices(option)}, option.name
