@@ -76,9 +76,9 @@ def pytest_collection_finish():
     """Asks git once about this repository, not for every run: an eighth of the time of a tiny one."""
     run_record: Any = sys.modules.get("alpaca_ppo.tracking.run_record")
     if run_record:
-        ask, here = run_record.git_state, Path.cwd()
+        ask, here = run_record.git_commit, Path.cwd()
         ask_once = functools.cache(ask)
-        run_record.git_state = lambda folder: (ask_once if folder == here else ask)(folder)
+        run_record.git_commit = lambda folder: (ask_once if folder == here else ask)(folder)
         run_record.package_commit = functools.cache(run_record.package_commit)
 
 

@@ -1,4 +1,4 @@
-"""What the type of an option says about it, read from the type alone: an expectation for what the parser makes of it."""
+"""What the type of an option says about it, read from the type alone: what the parser is expected to make of it."""
 
 import typing
 from types import NoneType, UnionType

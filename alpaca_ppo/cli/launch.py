@@ -72,7 +72,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     if asked not in _CONFIGS and not os.path.isfile(asked):
         raise ValueError(
             f"--accelerate_config is {asked!r}, neither a file nor one of {', '.join(_CONFIGS)};"
-            f"{did_you_mean([asked], _CONFIGS)} check the path"
+            f"{did_you_mean(asked, _CONFIGS)} check the path"
         )
     config = str(_CONFIGS.get(asked, asked))
     content = read_yaml(config)

@@ -121,7 +121,7 @@ def _check_models(config: Any) -> None:
             f"critic_epochs is {config.critic_epochs} and critic_step_batch_size is {config.critic_step_batch_size}, "
             "but critic_layout 'shared' has one optimizer step for both; set both to null, or another critic_layout"
         )
-    RiskLevel.parse(config.risk_level)
+    RiskLevel.parse(str(config.risk_level))
     if config.value_support[0] >= config.value_support[1]:
         raise ValueError(f"value_support is {config.value_support}; give the lowest return first, such as [-10, 10]")
     copies_base = config.reference in ("copy", "copy_offloaded")

@@ -22,19 +22,9 @@ _HARMLESS_NAMES = re.compile(
     r"_)+(token|key)$"
 )
 _SECRET_FORMS = re.compile(
-    r"\b(?:"
-    r"hf_[A-Za-z0-9]{16,}"
-    r"|sk-[A-Za-z0-9_-]{16,}"
-    r"|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|github_pat_[A-Za-z0-9_]{20,}"
-    r"|glpat-[A-Za-z0-9_-]{16,}"
-    r"|xox[abprs]-[A-Za-z0-9-]{10,}"
-    r"|AKIA[0-9A-Z]{16}"
-    r"|AIza[A-Za-z0-9_-]{30,}"
-    r"|gsk_[A-Za-z0-9]{20,}"
-    r"|wandb_v1_[A-Za-z0-9_-]{16,}"
-    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"
-    r")"
+    r"\b(?:(?:hf_|gh[pousr]_|gsk_|AKIA)[A-Za-z0-9]{16,}"
+    r"|(?:sk-|glpat-|xox[abprs]-|AIza|github_pat_|wandb_v1_)[A-Za-z0-9_-]{16,}"
+    r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)"
 )
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}")
 # A password may hold an @ of its own.

@@ -5,7 +5,6 @@ The table is foreign_names.yaml. It is read when a name is looked up for the fir
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
+from alpaca_ppo.config.names import did_you_mean
 from alpaca_ppo.config.run_file import OPTIONS_OF_ARGUMENT
 
 CONFIG_SECTIONS = ("GRPOConfig", "PPOConfig", "TrainingArguments", "ModelConfig", "ppo_trainer.yaml")
@@ -135,9 +135,9 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             in_python = f" (in a script: {', '.join(script)})" if script else ""
             lines.append(f"  {name} ({_origin(name, entry)}): {entry.advice(value)}{in_python}")
         else:
-            close = difflib.get_close_matches(name, valid, n=1, cutoff=0.75)
+            close = did_you_mean(name, valid)
             lost = lost or not close
-            lines.append(f"  {name}: {f'did you mean {close[0]}?' if close else 'there is no such name'}")
+            lines.append(f"  {name}:{close or ' there is no such name'}")
     for name in given if foreign else ():
         entry = find_foreign_name(name, sections) if name in valid else None
         if entry is not None and entry.unit and (entry.of in foreign or entry.of == "transformers"):

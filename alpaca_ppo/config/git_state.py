@@ -5,45 +5,35 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
-_SECONDS = 5.0
 _ROOT = Path(__file__).parents[2]
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit and branch of the repository around `folder`, and whether files that it tracks have changed since; None
-    without a repository or git, and if git takes too long.
+def git_commit(folder: Path) -> str | None:
+    """The commit of the repository around `folder`, with -dirty after it if files that it tracks have changed since;
+    None without a commit or git, and if git takes longer than five seconds.
     """
-    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     # Without the variable, git may write to the repository's index.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=5, env=environment
+        ).strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    if done.returncode != 0:
-        return None
-    lines = done.stdout.splitlines()
-    heads = dict(line.removeprefix("# branch.").split(" ", 1) for line in lines if line.startswith("# branch."))
-    return {
-        "commit": heads.get("oid"),
-        "branch": heads.get("head"),
-        "dirty": any(not line.startswith("#") for line in lines),
-    }
 
 
 def package_commit() -> str | None:
-    """The commit of this package, with -dirty after it if files have changed since: of the clone that it is imported
-    from, or what pip recorded when it installed from a repository's URL; None if neither is known.
+    """The commit of this package, as `git_commit` says it: of the clone that it is imported from, or what pip recorded
+    when it installed from a repository's URL; None if neither is known.
     """
     # A virtual environment may lie in another project's repository.
     if (_ROOT / ".git").exists():
-        state = git_state(_ROOT)
-        return None if state is None or not state["commit"] else state["commit"] + ("-dirty" if state["dirty"] else "")
+        return git_commit(_ROOT)
     try:
         recorded = importlib.metadata.distribution("alpaca_ppo").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         return None
-    commit = json.loads(recorded or "{}").get("vcs_info", {}).get("commit_id")
-    return None if commit is None else str(commit)
+    commit: str | None = json.loads(recorded or "{}").get("vcs_info", {}).get("commit_id")
+    return commit

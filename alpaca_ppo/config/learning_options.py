@@ -167,6 +167,6 @@ class LearningOptions(RolloutOptions):
     """Error at which the loss of the quantile and iqn critics turns from quadratic to linear."""
     num_atoms: int | None = argument(None, ge=2, needs=unless("critic", "scalar"))
     """Atoms of c51 or bins of hl_gauss (null = 51), quantiles of the others (null = 32)."""
-    risk_level: str = argument("neutral", needs=(_CRITIC, when_trait(CRITIC_HEADS, "distributional")))
+    risk_level: float | str = argument("neutral", needs=(_CRITIC, when_trait(CRITIC_HEADS, "distributional")))
     """What GAE takes from a distributional critic: neutral = the mean; 0.1 = the mean of that lower tail (CVaR);
     upper:0.1 = of that upper tail."""

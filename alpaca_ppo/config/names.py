@@ -63,15 +63,14 @@ def where(name: str, *, what: str = "folder") -> str:
     # ValueError for a name that no file can have.
     except (OSError, ValueError):
         beside = []
-    close = did_you_mean([str(Path(name))], map(str, beside))
+    close = did_you_mean(str(Path(name)), map(str, beside))
     return f" there is no such {what}{base}{close and f';{close}'}"
 
 
-def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
-    """ " did you mean x?" for those of `known` that are spelled almost as `words` are; empty if none is."""
-    pool = list(known)
-    close = [match for word in words for match in get_close_matches(word, pool, n=1, cutoff=0.75)]
-    return f" did you mean {', '.join(dict.fromkeys(close))}?" if close else ""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ " did you mean x?" for the one of `known` that is spelled almost as `word` is; empty if none is."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.75)
+    return f" did you mean {close[0]}?" if close else ""
 
 
 def check_url(name: str, url: str) -> None:

@@ -10,7 +10,6 @@ import textwrap
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +214,8 @@ def read_yaml(path: str) -> dict[str, Any]:
     # False for a path that is no file name at all, where Path.is_file would raise an OSError.
     if os.path.isfile(path):
         return _read_mapping(Path(path), f"--config {path}")
-    if meant := get_close_matches(path, preset_names(), n=1, cutoff=0.75):
-        raise ValueError(f"--config is {shown(path)}, but there is no such file; did you mean --preset {meant[0]}?")
-    raise ValueError(f"--config is {shown(path)}, but{where(path, what='file')}")
+    preset = did_you_mean(path, preset_names()).replace("mean", "mean --preset")
+    raise ValueError(f"--config is {shown(path)}, but{where(path, what='file')}{preset}")
 
 
 def read_preset(name: str) -> dict[str, Any]:
@@ -230,7 +228,7 @@ def read_preset(name: str) -> dict[str, Any]:
     if name not in names:
         file = f" did you mean --config {name}?" if os.path.isfile(name) else ""
         raise ValueError(
-            f"--preset is {shown(name)}, but there is no preset of that name;{file or did_you_mean([name], names)} the "
+            f"--preset is {shown(name)}, but there is no preset of that name;{file or did_you_mean(name, names)} the "
             f"presets are {', '.join(names)}"
         )
     return _read_mapping(preset_path(name), f"the preset {name}")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_combinations
-from alpaca_ppo.config.fields import argument, check_fields, check_needs, shown, unless
+from alpaca_ppo.config.fields import argument, check_fields, check_needs, unless
 from alpaca_ppo.config.learning_options import LearningOptions, WarmupSteps
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
@@ -79,9 +79,6 @@ class PPOConfig(LearningOptions):
     """Seconds that a process waits for the others; must exceed the slowest reward computation."""
 
     def __post_init__(self) -> None:
-        risk_level: Any = self.risk_level
-        if isinstance(risk_level, int | float) and not isinstance(risk_level, bool):
-            object.__setattr__(self, "risk_level", shown(risk_level))
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", [self.report_to])
         check_fields(self)

@@ -11,7 +11,6 @@ from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
 from alpaca_ppo.config.foreign_names import ExplainsUnknownNames
 from alpaca_ppo.config.names import check_model_name, check_url
 
-_ALL_LINEAR = "all-linear"
 MODELS = frozenset({"model", "value_model", "peft_config"})
 """The arguments of `PPOTrainer` that decide which weights a run trains."""
 MEASURED = frozenset({
@@ -31,21 +30,14 @@ class CheckedArguments(ExplainsUnknownNames):
     """
 
     required: ClassVar[tuple[str, ...]] = ()
-    """The options that must be set."""
+    """The options that must be set; instead of the first of "one or other", the other may be."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_needs(self, **self.facts())
-        for name in filter(self.is_missing, self.required):
-            raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
-
-    def facts(self) -> dict[str, bool]:
-        """What is known of the run, for `check_needs`."""
-        return {}
-
-    def is_missing(self, name: str) -> bool:
-        """Whether `name`, one of `required`, is not set."""
-        return not getattr(self, name)
+        check_needs(self)
+        for name, *instead in (names.split(" or ") for names in self.required):
+            if not any(getattr(self, each) for each in (name, *instead)):
+                raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class ScriptArguments(CheckedArguments):
             cannot be one.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("model_name_or_path", "dataset_name")
+    required: ClassVar[tuple[str, ...]] = ("model_name_or_path", "dataset_name or environments")
     needed_objects: ClassVar[Collection[str] | None] = None
     """The arguments of `PPOTrainer` that the command needs of a run that was given objects; None = all."""
 
@@ -80,7 +72,7 @@ class ScriptArguments(CheckedArguments):
     dataset's column environment chooses."""
     tools: list[str] | None = None
     """Functions that the policy can call, as module:function or file.py:function."""
-    tool_call_parser: str | None = argument(None, needs=when("environments or tools"))
+    tool_call_parser: str | None = argument(None, needs=when("environments") | when("tools"))
     """Function, as module:function or file.py:function, that finds the tool calls in a turn's text; null = the
     tokenizer's form, or else JSON between <tool_call> tags."""
     dataset_name: str = ""
@@ -119,14 +111,6 @@ class ScriptArguments(CheckedArguments):
                 f"eval_datasets is {self.eval_datasets}, but eval_dataset_name ({self.eval_dataset_name!r}) or "
                 f"dataset_test_split ({self.dataset_test_split!r}) is set too; name every eval set in eval_datasets"
             )
-
-    def facts(self) -> dict[str, bool]:
-        """Whether there are environments or tools."""
-        return {"environments_or_tools": bool(self.environments or self.tools)}
-
-    def is_missing(self, name: str) -> bool:
-        """Whether it is not set; environments may make the prompts."""
-        return super().is_missing(name) and not (name == "dataset_name" and self.environments)
 
     def check_names(self, args: Any) -> None:
         """Checks that there is a reward, and that each model's name is a folder or could be a hub id. Whether the hub
@@ -187,18 +171,6 @@ class LoraArguments(CheckedArguments):
     lora_target_modules: list[str] | None = argument(None, needs=when("use_peft"))
     """Layers that get adapters; null or all-linear = every linear layer but the output head."""
 
-    def __post_init__(self) -> None:
-        modules: Any = self.lora_target_modules
-        # PEFT's word is a string of its own, not an entry of a list.
-        if modules == _ALL_LINEAR:
-            object.__setattr__(self, "lora_target_modules", [_ALL_LINEAR])
-        super().__post_init__()
-        if _ALL_LINEAR in (named := self.lora_target_modules or []) and len(named) > 1:
-            raise ValueError(
-                f"lora_target_modules is {named}, but all-linear already stands for every linear layer; give it alone, "
-                "or names of layers only"
-            )
-
     def peft_config(self, task_type: str) -> Any:
         """The `peft.LoraConfig` of these arguments for `task_type` (CAUSAL_LM or SEQ_CLS), or None without LoRA.
 
@@ -209,6 +181,7 @@ class LoraArguments(CheckedArguments):
         # Importing peft takes seconds, which `--help` and the errors of a configuration need not wait for.
         from peft import LoraConfig
 
-        modules = self.lora_target_modules or [_ALL_LINEAR]
-        target = _ALL_LINEAR if modules == [_ALL_LINEAR] else modules
+        modules: Any = self.lora_target_modules
+        # PEFT's word is a string of its own, not an entry of a list.
+        target = modules if modules and "all-linear" not in modules else "all-linear"
         return LoraConfig(task_type=task_type, r=self.lora_r, lora_alpha=self.lora_alpha, target_modules=target)

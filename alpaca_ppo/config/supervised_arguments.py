@@ -24,7 +24,9 @@ class _SupervisedArguments(CheckedArguments):
     max_length: int = argument(1024, ge=2)
     """Tokens of prompt and completion; longer rows are dropped."""
     model_name_or_path: str = ""
+    """Model to start from: a hub id or a folder. For a reward model, most often the SFT model."""
     dataset_name: str = ""
+    """Demonstrations, or for a reward model preferences: a hub id, a folder, or a data file."""
 
     required = ("model_name_or_path", "dataset_name")
 
@@ -38,10 +40,6 @@ class SFTArguments(_SupervisedArguments):
             has an argument that training sets itself.
     """
 
-    model_name_or_path: str = ""
-    """Causal language model: a hub id or a folder."""
-    dataset_name: str = ""
-    """Demonstrations: a hub id, a folder, or a data file."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Further arguments of the chat template, such as {enable_thinking: false}, as YAML or JSON."""
     completion_column: str = "completion"
@@ -59,8 +57,3 @@ class RewardModelArguments(_SupervisedArguments):
     Raises:
         ValueError: when the model or the dataset is not named, or `max_length` leaves no room.
     """
-
-    model_name_or_path: str = ""
-    """Model to start from, most often the SFT model."""
-    dataset_name: str = ""
-    """Preferences: a hub id, a folder, or a data file."""

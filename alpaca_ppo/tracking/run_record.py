@@ -22,7 +22,7 @@ from datasets import Dataset
 
 from alpaca_ppo.config.credentials import without_credential_arguments, without_credentials
 from alpaca_ppo.config.fields import options_of
-from alpaca_ppo.config.git_state import git_state, package_commit
+from alpaca_ppo.config.git_state import git_commit, package_commit
 from alpaca_ppo.config.parser import ParsedOptions
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import IN_MEMORY, OPTIONS_OF_ARGUMENT
@@ -108,7 +108,7 @@ class RunRecord:
             **self.command,
             "folder": str(Path.cwd()),
             "resumed_after_step": resumed_step if resumed_step > 0 else None,
-            "git": git_state(Path.cwd()),
+            "git": git_commit(Path.cwd()),
             "package_commit": package_commit(),
             "versions": _versions(),
             "hardware": dict(hardware),

@@ -133,14 +133,14 @@ def test_quantized_weights_count_with_their_scales_and_unsaved_buffers_do_not():
 def written(folder, text=FUNCTION, name="rewards.py"):
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
-    return load_module(str(folder / name))
+    return load_module(str(folder / name), what="a reward")
 
 
 def test_a_moved_file_and_a_script_have_the_same_functions(tmp_path, monkeypatch):
     one, moved = written(tmp_path / "one"), written(tmp_path / "two")
     package = written(tmp_path / "rewards", name="__init__.py")
     monkeypatch.syspath_prepend(tmp_path / "one")
-    by_name = load_module("rewards")
+    by_name = load_module("rewards", what="a reward")
     identities = {callable_identity(module.reward) for module in (one, moved, package, by_name)}
     # As `python rewards.py` has it.
     monkeypatch.setitem(sys.modules, "__main__", one)

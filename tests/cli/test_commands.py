@@ -88,9 +88,8 @@ def test_an_error_in_a_function_of_the_users_keeps_its_traceback(tmp_path, monke
     (tmp_path / "mine.py").write_text("def f(x):\n    return int(x)\n\nf('one')\n")
     monkeypatch.chdir(tmp_path)
     run = ["train", "--model_name_or_path", "m", "--dataset_name", "d", "--import_modules"]
-    with pytest.raises(ValueError, match="invalid literal") as caught:
+    with pytest.raises(ValueError, match="invalid literal"):
         main([*run, "mine.py"])
-    assert "import_modules holds 'mine.py'" in str(caught.value)
     assert main([*run, "missing.py"]) == 2
     assert "missing.py does not exist" in capsys.readouterr().err
 

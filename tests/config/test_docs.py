@@ -4,14 +4,14 @@ import dataclasses
 from pathlib import Path
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments
-from alpaca_ppo.config.docs import configuration_page
 from alpaca_ppo.registry import KL_ESTIMATORS
+from tests.tools.configuration_page import configuration_page
 
 PAGE = Path(__file__).parents[2] / "docs/configuration.md"
 
 
 def test_the_page_is_current():
-    assert PAGE.read_text() == configuration_page(), "python -m alpaca_ppo.config.docs > docs/configuration.md"
+    assert PAGE.read_text() == configuration_page(), "python -m tests.tools.configuration_page > docs/configuration.md"
 
 
 def test_the_page_names_every_option_with_type_bounds_default_and_meaning():

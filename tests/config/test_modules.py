@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from alpaca_ppo.config.modules import NoSuchModule, import_modules, load_function, load_module
+from alpaca_ppo.config.modules import import_modules, load_function, load_module
 
 
 @pytest.fixture
@@ -30,19 +30,19 @@ def project(tmp_path, monkeypatch):
 def test_a_file_is_loaded_once_and_replaces_no_module_of_its_name(project):
     import json
 
-    module = load_module("json.py")
+    module = load_module("json.py", what="it")
     module.count += 1
-    assert load_module(str(project / "json.py")).count == 1
+    assert load_module(str(project / "json.py"), what="it").count == 1
     assert module.neighbour.name == "beside"
     assert sys.modules["json"] is json
 
 
 def test_a_module_is_found_in_the_current_folder():
-    assert load_module("time") is sys.modules["time"]
+    assert load_module("time", what="it") is sys.modules["time"]
 
 
 def test_a_package_is_found_in_the_current_folder(project):
-    assert load_module("package.inner").name == "inner"
+    assert load_module("package.inner", what="it").name == "inner"
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_a_package_is_found_in_the_current_folder(project):
     ],
 )
 def test_a_missing_file_or_module_is_named(project, name, message):
-    with pytest.raises(NoSuchModule, match=message):
-        load_module(name)
-    with pytest.raises(ValueError, match=f"import_modules holds '{name}', which cannot be imported: {message}"):
+    with pytest.raises(ValueError, match=f"^it: {message}"):
+        load_module(name, what="it")
+    with pytest.raises(ValueError, match=f"^import_modules holds '{name}': {message}"):
         import_modules(["json.py", name])
 
 
@@ -64,14 +64,12 @@ def test_a_missing_file_or_module_is_named(project, name, message):
 def test_an_error_inside_the_module_is_raised_unchanged_every_time(project, name):
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-            load_module(name)
+            load_module(name, what="it")
 
 
-def test_import_modules_names_the_entry_that_fails_and_its_error(project):
-    with pytest.raises(ValueError, match="import_modules holds 'fails.py', .* imported: ValueError: taken"):
+def test_an_error_inside_one_of_import_modules_is_raised_unchanged(project):
+    with pytest.raises(ValueError, match="^taken$"):
         import_modules(["fails.py"])
-    with pytest.raises(ValueError, match="import_modules holds 'needs', .* ModuleNotFoundError: No module named"):
-        import_modules(["needs"])
 
 
 def test_a_function_or_class_is_found_in_the_current_folder_before_installed_modules(project):

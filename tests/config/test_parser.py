@@ -171,7 +171,7 @@ def test_a_later_length_of_the_run_replaces_an_earlier_one(tmp_path, text, flags
         (["--preset", "vap"], "--preset is 'vap', but there is no preset of that name; did you mean vapo"),
         (["--preset", "run.yaml"], "--preset is 'run.yaml', but there is no preset of that name; the presets are"),
         (["--preset", __file__], f"did you mean --config {__file__}"),
-        (["--config", "dap"], "--config is 'dap', but there is no such file; did you mean --preset dapo?"),
+        (["--config", "dap"], "did you mean --preset dapo?"),
         (["--config", "dapo"], "did you mean --preset dapo?"),
         (["--config", "x/setup.yaml"], "--config is 'x/setup.yaml', but there is no such file"),
         (["--config", "x" * 5000], "but there is no such file"),

@@ -65,8 +65,6 @@ def read(name: str, value: Any) -> Any:
     kind = str(FIELDS[name].type)
     if value is None:
         return None
-    if name == "risk_level":
-        return str(value)
     # As the option's help says.
     if name == "resume_from_checkpoint":
         return None if value is False else value

@@ -12,7 +12,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from alpaca_ppo import LoraArguments, PPOConfig, PPOTrainer, ScriptArguments, parse_args
 from alpaca_ppo.cli.evaluate import EvaluateArguments
-from alpaca_ppo.config import git_state
 from alpaca_ppo.config.credentials import REMOVED
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.git_state import package_commit
@@ -103,11 +102,9 @@ def test_provenance_says_how_where_and_with_what(tmp_path, monkeypatch):
     subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     (tmp_path / "outputs.txt").write_text("not tracked")
-    assert record.provenance(machine)["git"] == {"commit": commit, "branch": "trunk", "dirty": False}
+    assert record.provenance(machine)["git"] == commit
     (tmp_path / "my.py").write_text("x = 2\n")
-    assert record.provenance(machine)["git"]["dirty"] is True
-    monkeypatch.setattr(git_state, "_SECONDS", 0)
-    assert record.provenance(machine)["git"] is None
+    assert record.provenance(machine)["git"] == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
     assert record.provenance(machine)["git"] is None
 
@@ -200,7 +197,7 @@ def test_a_function_that_can_be_imported_is_named(tmp_path, monkeypatch):
     (tmp_path / "mine/rewards.py").write_text(
         "def polite(x):\n    return x\n\nother = polite\npolite = print\n\ndef kind(x): pass\n"
     )
-    module = load_module(str(tmp_path / "mine/rewards.py"))
+    module = load_module(str(tmp_path / "mine/rewards.py"), what="a reward")
     assert import_name(module.kind) == f"{tmp_path}/mine/rewards.py:kind"
     monkeypatch.chdir(tmp_path)
     assert import_name(module.kind) == "mine/rewards.py:kind"

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the dataclasses: `python -m alpaca_ppo.config.docs > docs/configuration.md`."""
+"""Writes docs/configuration.md from the dataclasses: `python -m tests.tools.configuration_page > docs/configuration.md`."""
 
 import textwrap
 
@@ -17,7 +17,7 @@ the preset of that name: see [command line](command-line.md). In Python, the opt
 the dataclasses below. An estimator, loss, critic or backend that a file in `import_modules` registers
 is valid wherever built-in names are listed.
 
-This page is generated: `python -m alpaca_ppo.config.docs > docs/configuration.md`."""
+This page is generated: `python -m tests.tools.configuration_page > docs/configuration.md`."""
 _SECTIONS = {
     PPOConfig: "the options of the trainer",
     ScriptArguments: "what `alpaca-ppo train` loads",
