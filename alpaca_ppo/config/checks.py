@@ -60,31 +60,6 @@ def check_combinations(config: Any) -> None:
     """
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
     check_keywords("model_init_kwargs", config.model_init_kwargs)
-    _check_estimator_and_loss(config)
-    _check_models(config)
-    _check_sizes(config)
-    _check_measured(config)
-
-
-def _check_sizes(config: Any) -> None:
-    given = [f"{name} ({value})" for name in LENGTHS if (value := getattr(config, name)) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both set; set one of them to null")
-    most = {name: ("rollout_batch_size * num_return_sequences", config.responses_per_step)
-            for name in ("step_batch_size", "critic_step_batch_size")}  # fmt: skip
-    most["overlong_buffer_len"] = ("response_len", config.response_len)
-    for name, (of, limit) in most.items():
-        if (getattr(config, name) or 0) > limit:
-            raise ValueError(f"{name} ({getattr(config, name)}) is larger than {of} ({limit}); set it to that or less")
-    budget = config.max_tokens_per_micro_batch
-    if budget is not None and budget < config.longest_row:
-        raise ValueError(
-            f"max_tokens_per_micro_batch ({budget}) is less than query_len + response_len ({config.longest_row}), the "
-            "longest row; set it to that or more, or to null"
-        )
-
-
-def _check_estimator_and_loss(config: Any) -> None:
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
         raise ValueError(
             f"adv_estimator is {config.adv_estimator!r}, which compares the responses to one prompt, but "
@@ -108,18 +83,10 @@ def _check_estimator_and_loss(config: Any) -> None:
             f"kl_horizon is {config.kl_horizon}, so one step of {config.responses_per_step} responses could make "
             f"kl_coef negative; set it to {config.responses_per_step // 5 + 1} or more"
         )
-
-
-def _check_models(config: Any) -> None:
     if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
         raise ValueError(
             f"reference is 'none', but kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}; set "
             "both to 0, or keep a reference"
-        )
-    if config.critic_layout == "shared" and config.separate_critic_steps:
-        raise ValueError(
-            f"critic_epochs is {config.critic_epochs} and critic_step_batch_size is {config.critic_step_batch_size}, "
-            "but critic_layout 'shared' has one optimizer step for both; set both to null, or another critic_layout"
         )
     RiskLevel.parse(str(config.risk_level))
     if config.value_support[0] >= config.value_support[1]:
@@ -130,9 +97,21 @@ def _check_models(config: Any) -> None:
             f"load_in_4bit is True, but critic_layout {config.critic_layout!r} or reference {config.reference!r} "
             "copies the base; use critic_layout: adapter or shared, and reference: auto"
         )
-
-
-def _check_measured(config: Any) -> None:
+    given = [f"{name} ({value})" for name in LENGTHS if (value := getattr(config, name)) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are both set; set one of them to null")
+    most = {name: ("rollout_batch_size * num_return_sequences", config.responses_per_step)
+            for name in ("step_batch_size", "critic_step_batch_size")}  # fmt: skip
+    most["overlong_buffer_len"] = ("response_len", config.response_len)
+    for name, (of, limit) in most.items():
+        if (getattr(config, name) or 0) > limit:
+            raise ValueError(f"{name} ({getattr(config, name)}) is larger than {of} ({limit}); set it to that or less")
+    budget = config.max_tokens_per_micro_batch
+    if budget is not None and budget < config.longest_row:
+        raise ValueError(
+            f"max_tokens_per_micro_batch ({budget}) is less than query_len + response_len ({config.longest_row}), the "
+            "longest row; set it to that or more, or to null"
+        )
     metric = config.metric_for_best_model or ""
     if metric.startswith("eval/") and config.eval_steps == 0:
         raise ValueError(

@@ -52,16 +52,14 @@ def without_credentials(value: Any, name: str = "") -> Any:
 
 def without_credential_arguments(words: tuple[str, ...] | list[str]) -> list[str]:
     """A command line by its words, with `REMOVED` in place of the values of options that hold credentials."""
-    cleaned, secret = [], False
+    cleaned, name = [], ""
     for word in words:
         option, equals, value = word.partition("=")
-        is_option = option.startswith("-")
-        names = _names_a_credential(option.lstrip("-"))
-        if equals and names:
-            cleaned.append(f"{option}={REMOVED}")
+        if option.startswith("-"):
+            name = "" if equals else option.lstrip("-")
+            cleaned.append(f"{option}={without_credentials(value, option.lstrip('-'))}" if equals else word)
         else:
-            cleaned.append(REMOVED if secret and not is_option else _cleaned(word))
-        secret = is_option and names and not equals
+            cleaned.append(without_credentials(word, name))
     return cleaned
 
 

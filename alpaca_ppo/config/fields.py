@@ -14,7 +14,7 @@ import re
 import reprlib
 import textwrap
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -30,17 +30,16 @@ _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What an option needs to act: that `option` has one of `values` or, without any, that it is set.
+    """What an option needs to act: that `option` has one of `values()` or, without any, that it is set.
 
-    `but` turns it around. With `registry`, the values are its names with one of `traits`. An `option` that is no field
-    is a fact of the run, such as "environments or tools". One of two needs is enough in `need | need`.
+    `but` turns it around. An `option` that is no field is a fact of the run, such as "environments or tools". With
+    `by_trait`, the values are names of a registry, a user's own among them. One of two is enough in `need | need`.
     """
 
     option: str
-    values: tuple[Any, ...] = ()
+    values: Callable[[], tuple[Any, ...]]
     but: bool = False
-    registry: Registry[Any] | None = None
-    traits: tuple[str, ...] = ()
+    by_trait: bool = False
     alternative: "Need | None" = None
 
     def __or__(self, alternative: "Need") -> "Need":
@@ -48,17 +47,16 @@ class Need:
 
     def holds(self, args: Any, facts: Mapping[str, bool]) -> bool:
         """Whether `args` have it; a fact that is not known yet may hold."""
-        return self._is_met(args, facts) or (self.alternative is not None and self.alternative.holds(args, facts))
-
-    def _is_met(self, args: Any, facts: Mapping[str, bool]) -> bool:
+        if self.alternative is not None and self.alternative.holds(args, facts):
+            return True
         option = options_of(args.__class__).get(self.option)
         if option is None:
             return facts.get(self.option, True)
         value = getattr(args, self.option)
         # Whether a user's own name reads an option cannot be known here, unless its traits say so.
-        if option.registry is not None and self.registry is None and value not in option.registry.built_in:
+        if option.registry is not None and not self.by_trait and value not in option.registry.built_in:
             return True
-        if values := self._wanted():
+        if values := self.values():
             return (value in values) != self.but
         # 0 is a value like others where null is what switches an option off.
         is_set = value not in (None, False, "", []) or (option.nullable and value is not None)
@@ -66,30 +64,28 @@ class Need:
 
     def __str__(self) -> str:
         """In words, such as "kl_controller: proportional or horizon"."""
-        words = " or ".join(", ".join(value) if isinstance(value, list) else str(value) for value in self._wanted())
+        words = " or ".join(", ".join(value) if isinstance(value, list) else str(value) for value in self.values())
         text = f"{self.option}: {'not ' * self.but}{words}" if words else f"{'no ' * self.but}{self.option}"
         return f"{text} or {self.alternative}" if self.alternative else text
-
-    def _wanted(self) -> tuple[Any, ...]:
-        if self.registry is None:
-            return self.values
-        registry = self.registry
-        return tuple(name for name in registry.names if any(registry.trait(name, trait) for trait in self.traits))
 
 
 def when(option: str, *values: Any) -> Need:
     """The need that `option` is set, or has one of `values`."""
-    return Need(option, values)
+    return Need(option, lambda: values)
 
 
 def unless(option: str, *values: Any) -> Need:
     """The need that `option` is not set, or has none of `values`."""
-    return Need(option, values, but=True)
+    return Need(option, lambda: values, but=True)
 
 
 def when_trait(registry: Registry[Any], *traits: str) -> Need:
     """The need that the name of `registry` which the configuration chooses has one of `traits`."""
-    return Need(registry.field, registry=registry, traits=traits)
+
+    def names() -> tuple[str, ...]:
+        return tuple(name for name in registry.names if any(registry.trait(name, trait) for trait in traits))
+
+    return Need(registry.field, names, by_trait=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Collection, Iterator, Mapping
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -53,7 +54,7 @@ class ForeignName:
     values: Mapping[str, Mapping[str, Any] | str] = dataclasses.field(default_factory=dict)
     none: str = ""
     unneeded: str = ""
-    neutral: tuple[Any, ...] = ()
+    neutral: Sequence[Any] = ()
     unit: str = ""
 
     def is_neutral(self, value: Any) -> bool:
@@ -89,9 +90,23 @@ def value_key(value: Any) -> str:
 
 
 @functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return table
+
+
+@functools.cache
 def foreign_names(section: str) -> Mapping[str, ForeignName]:
     """The names of one section of the table."""
-    return {entry.name: entry for entry in _entries(section)}
+    table = _table()[section]
+    found = {name: ForeignName(name, section, table["of"], (ours,), same=True) for name, ours in table["same"].items()}
+    for row in table["rows"]:
+        names, ours = row["names"], row.get("ours", ())
+        more = {key: value for key, value in row.items() if key not in ("names", "ours")}
+        more["ours"] = (ours,) if isinstance(ours, str) else tuple(ours)
+        for name in [names] if isinstance(names, str) else names:
+            found[name] = ForeignName(name, section, table["of"], **more)
+    return found
 
 
 def find_foreign_name(name: str, sections: Collection[str]) -> ForeignName | None:
@@ -161,37 +176,13 @@ def flattened(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _entries(section: str) -> Iterator[ForeignName]:
-    table = _table()[section]
-    for name, ours in table["same"].items():
-        yield ForeignName(name, section, table["of"], ours=(ours,), same=True)
-    for row in table["rows"]:
-        row = dict(row)
-        names, ours = row.pop("names"), row.pop("ours", [])
-        row |= {"ours": (ours,) if isinstance(ours, str) else tuple(ours), "neutral": tuple(row.pop("neutral", ()))}
-        for name in [names] if isinstance(names, str) else names:
-            yield ForeignName(name, section, table["of"], **row)
-
-
-@functools.cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return table
-
-
 def _origin(name: str, entry: ForeignName) -> str:
     return f"{entry.of}'s {entry.name}" if entry.name != name and not entry.name.endswith(".*") else entry.of
 
 
 def _shown(value: Any) -> str:
     """`value` as YAML would have it, on one line."""
-    try:
-        text = json.dumps(value)
-    # A value in Python need not have a form in YAML.
-    except (TypeError, ValueError):
-        text = repr(value)
-    text = text[1:-1] if isinstance(value, str) and text[1:-1] == value else text
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return textwrap.shorten(value if isinstance(value, str) else json.dumps(value, default=repr), 200)
 
 
 class _SignatureOfInit:

@@ -17,9 +17,7 @@ def git_commit(folder: Path) -> str | None:
     # Without the variable, git may write to the repository's index.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=5, env=environment
-        ).strip()
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5, env=environment).decode().strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field
 
 from alpaca_ppo.config.fields import argument, unless, when, when_trait
-from alpaca_ppo.config.rollout_options import RolloutOptions
+from alpaca_ppo.config.run_options import SEVERAL_TURNS, RunOptions
 from alpaca_ppo.registry import (
     ADV_ESTIMATORS,
     CRITIC_HEADS,
@@ -18,7 +18,7 @@ from alpaca_ppo.registry import (
 )
 
 _CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
-_SEVERAL_TURNS = when("environments or tools")
+_OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -56,7 +56,7 @@ class RiskLevel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LearningOptions(RolloutOptions):
+class LearningOptions(RunOptions):
     """The options of advantages, policy loss, KL to the reference policy, and the critic."""
 
     adv_estimator: str = argument("gae", registry=ADV_ESTIMATORS, group="Advantages")
@@ -72,9 +72,9 @@ class LearningOptions(RolloutOptions):
     """Lambda of GAE's returns, which the critic learns; 1 = no bootstrapping (VC-PPO); null = lam."""
     lam_alpha: float = argument(0.05, gt=0, needs=when("lam_policy", "adaptive"))
     """With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0."""
-    turn_gamma: float | None = argument(None, ge=0, le=1, needs=(_CRITIC, _SEVERAL_TURNS))
+    turn_gamma: float | None = argument(None, ge=0, le=1, needs=(_CRITIC, SEVERAL_TURNS))
     """Discount from a turn's last token to the next turn's first one; null = gamma."""
-    turn_lam: float | None = argument(None, ge=0, le=1, needs=(_CRITIC, _SEVERAL_TURNS))
+    turn_lam: float | None = argument(None, ge=0, le=1, needs=(_CRITIC, SEVERAL_TURNS))
     """Lambda of GAE from a turn's last token to the next turn's first one; null = that within a turn."""
     whiten_advantages: bool = argument(True, needs=_CRITIC)
     """Whiten GAE's advantages over the step's rollouts."""
@@ -152,10 +152,10 @@ class LearningOptions(RolloutOptions):
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
-    critic_epochs: int | None = argument(None, ge=1, needs=_CRITIC)
+    critic_epochs: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Passes of the critic over each rollout, in optimizer steps of its own that come before all of the policy's; null
     = the critic steps with the policy, unless critic_step_batch_size is set. target_kl_stop takes no step from it."""
-    critic_step_batch_size: int | None = argument(None, ge=1, needs=_CRITIC)
+    critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Responses in an optimizer step of the critic, which then takes steps of its own, as with critic_epochs; null =
     step_batch_size."""
     critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)

@@ -21,8 +21,7 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 @dataclass(frozen=True)
 class PPOConfig(LearningOptions):
     """Everything that `PPOTrainer` needs besides models, data and rewards; it inherits the options of the run
-    (`RunOptions`), evaluation (`EvaluationOptions`), the rollouts (`RolloutOptions`), the policy's learning
-    (`LearningOptions`) and the critic (`CriticOptions`).
+    and its rollouts (`RunOptions`) and of what policy and critic learn (`LearningOptions`).
 
     Raises:
         ValueError: for a value outside its range, or for two options that contradict each other; the message names the

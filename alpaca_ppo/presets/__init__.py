@@ -14,11 +14,5 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_path(name: str) -> Path:
-    """The YAML file of the preset `name`.
-
-    Raises:
-        ValueError: when there is no such preset; lists those there are.
-    """
-    if name not in preset_names():
-        raise ValueError(f"there is no preset {name!r}; choose one of {', '.join(preset_names())}")
+    """The YAML file of the preset `name`; whether there is one, `config.parser.read_preset` checks."""
     return _FOLDER / f"{name}.yaml"

@@ -27,7 +27,7 @@ GRPO = {"adv_estimator": "grpo", "num_return_sequences": 2}
         ({"max_steps": 3, "total_epochs": 1}, "total_epochs (1) max_steps (3)"),
         ({"rollout_batch_size": 8, "step_batch_size": 16}, "step_batch_size (16) 8"),
         ({"rollout_batch_size": 8, "step_batch_size": 4, "critic_step_batch_size": 9}, "critic_step_batch_size (9)"),
-        ({"critic_layout": "shared", "critic_epochs": 2}, "critic_epochs is 2; critic_layout 'shared'"),
+        ({"critic_layout": "shared", "critic_epochs": 2}, "critic_epochs is 2; critic_layout shared"),
         ({"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 50}, "kl_horizon is 10; 11"),
         ({"stop_on": ["error", "kl_runway"]}, "stop_on 'kl_runway' constant_reward"),
         ({"dynamic_sampling": 3}, "dynamic_sampling is 3; num_return_sequences"),

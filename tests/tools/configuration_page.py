@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the dataclasses: `python -m tests.tools.configuration_page > docs/configuration.md`."""
+"""Writes docs/configuration.md: `python -m tests.tools.configuration_page > docs/configuration.md`."""
 
 import textwrap
 
