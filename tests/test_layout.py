@@ -249,7 +249,8 @@ def test_every_configuration_field_is_read_by_code_outside_its_module(class_name
 
 
 def test_a_field_counts_as_read_only_when_it_is_taken_from_arguments():
-    text = "a = self.args.gamma\nb = config.lam\nself.args.seed = 1\noptimizer.learning_rate\nf(cliprange=1)\nvalues['critic']"
+    text = "a = self.args.gamma\nb = config.lam\nself.args.seed = 1\noptimizer.learning_rate\nf(cliprange=1)\n"
+    text += "c = values['critic']"
     assert options_read(text) == {"gamma", "lam", "critic"}
 
 

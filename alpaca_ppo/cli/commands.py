@@ -46,19 +46,23 @@ leave it to rank 0 to report the mistake, and report it only if they are still t
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the subcommand that `argv` (default: the command line) starts with; returns the exit status."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
-    if name == "--version":
-        print(f"alpaca_ppo {version('alpaca_ppo')}")
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words else "--help"
+    if name in ("-h", "--help", "--version"):
+        print(f"alpaca_ppo {version('alpaca_ppo')}" if name == "--version" else usage())
         return 0
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         print(f"error: there is no subcommand {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return MISTAKE
-    return exit_status(lambda words: int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)), rest)
+
+    def command(words: Sequence[str]) -> int:
+        # Importing it may take seconds, in which Ctrl-C has no traceback either.
+        status: int = resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)
+        return status
+
+    return exit_status(command, words)
 
 
 def usage() -> str:
@@ -82,6 +86,9 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
         # For the processes that this one starts, too.
         os.environ[_SHOW] = "1"
     rank = os.environ.get("RANK", "0")
+    # From it `my_rewards:polite` counts; the folder of the command or of the script is there instead.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     ignore_known_lines()
     try:
         return command([word for word in argv if word != TRACEBACK])

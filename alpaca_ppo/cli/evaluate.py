@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from alpaca_ppo.cli.train import search_current_folder
 from alpaca_ppo.config.fields import argument, options_of
 from alpaca_ppo.config.names import check_model_name
 from alpaca_ppo.config.parser import parse_args
@@ -61,7 +60,6 @@ def evaluate(argv: Sequence[str]) -> int:
     Raises:
         ValueError: as `model_folder`, and for a `results_dir` whose files must not be lost.
     """
-    search_current_folder()
     script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo evaluate")
     model, folder = model_folder(script_args.model), Path(script_args.results_dir)
     if (folder / "final").exists() or any(folder.glob("checkpoint-*")):

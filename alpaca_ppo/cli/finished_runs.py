@@ -3,22 +3,14 @@
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from alpaca_ppo.config.credentials import without_credentials
 from alpaca_ppo.config.names import check_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import MODELS, LoraArguments, ScriptArguments
-
-
-@dataclass(frozen=True)
-class ExportArguments(ScriptArguments):
-    """`ScriptArguments`, of which only the models are used."""
-
-    required = ("model_name_or_path",)
-    needed_objects = MODELS
+from alpaca_ppo.config.script_arguments import LoraArguments, ModelArguments
 
 
 def report(argv: Sequence[str]) -> int:
@@ -74,7 +66,7 @@ def export(argv: Sequence[str]) -> int:
         raise ValueError(f"--to is {given.to!r}, which exists already; choose a new folder")
     run = start.parent if start.name.startswith("checkpoint-") else start
     script, lora, args = parse_args(
-        [ExportArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
+        [ModelArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
     )
     # They import torch, for which `--help` need not wait.
     from alpaca_ppo.checkpoint.directory import newest_checkpoint

@@ -25,17 +25,10 @@ _DEEPSPEED_CONFIGS = Path(__file__).parent / "deepspeed_configs"
 class LaunchArguments:
     """The flags of `alpaca-ppo train` about processes; the last five are those of `accelerate launch`."""
 
-    num_processes: int | None = argument(
-        None,
-        "Processes, one for each GPU; on several nodes, all of them together. null = those of accelerate_config, or "
-        "this process alone.",
-        group="Processes",
-        ge=1,
-    )
+    num_processes: int | None = argument(None, group="Processes", ge=1)
+    """Processes, one for each GPU; on several nodes, all together. null = those of accelerate_config, or this alone."""
     accelerate_config: str | None = argument(
-        None,
-        f"Launch configuration: a file of Accelerate, or one of {', '.join(_CONFIGS)}; null = ddp if num_processes is "
-        "above 1.",
+        None, f"A file of Accelerate, or one of {', '.join(_CONFIGS)}; null = ddp if num_processes is above 1."
     )
     num_machines: int | None = argument(None, "Nodes.")
     machine_rank: int | None = argument(None, "Which of the nodes this is, from 0.")

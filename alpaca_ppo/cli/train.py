@@ -1,6 +1,5 @@
 """`alpaca-ppo train`, PPO from a configuration on one process or several, and what comes before it: `sft`, `reward`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +33,6 @@ def train(argv: Sequence[str]) -> int:
         run_training(rest)
         return 0
     # What is wrong with the options is reported once, before processes start.
-    search_current_folder()
     parse_options(_TYPES, rest, prog=PROG)
     return launch(launcher, rest)
 
@@ -73,7 +71,6 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     Raises:
         ValueError: for options that are not valid, and for a run that could not start.
     """
-    search_current_folder()
     parsed = parse_options(_TYPES, argv, prog=PROG)
     script_args, lora, args = parsed.instances
     record = Path(args.output_dir).resolve() / "run.yaml"
@@ -90,11 +87,3 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     from alpaca_ppo.trainer.from_arguments import train_from_arguments
 
     return train_from_arguments(script_args, lora, args, RunRecord.of_command(parsed, launcher_command()))
-
-
-def search_current_folder() -> None:
-    """Puts the current folder on Python's path, from which `my_rewards:polite` counts; the folder of the command or of
-    the script is there instead.
-    """
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))

@@ -1,4 +1,4 @@
-"""What commands load: `ScriptArguments` and `EstimateArguments`, the models, rewards and data of a run, and
+"""What commands load: `ScriptArguments` and its variants, the models, rewards and data of a run, and
 `LoraArguments`, its adapters.
 """
 
@@ -129,14 +129,22 @@ class ScriptArguments(CheckedArguments):
             raise ValueError(f"there is no reward; give at least one of --{', --'.join(rewards)} and --reward_adapter")
         check_model_name("reference", None if args.reference in REFERENCES else args.reference)
         check_model_name("reward_adapter", args.reward_adapter)
-        check_model_name("model_name_or_path", self.model_name_or_path)
-        check_model_name("value_model_name_or_path", self.value_model_name_or_path)
+        for name in ("model_name_or_path", "value_model_name_or_path"):
+            check_model_name(name, getattr(self, name))
         for source in self.reward_model_name_or_path or []:
             check_model_name("reward_model_name_or_path", source)
 
 
 @dataclass(frozen=True)
-class EstimateArguments(ScriptArguments):
+class ModelArguments(ScriptArguments):
+    """`ScriptArguments`, of which only the models are used."""
+
+    required = ("model_name_or_path",)
+    needed_objects = MODELS
+
+
+@dataclass(frozen=True)
+class EstimateArguments(ModelArguments):
     """`ScriptArguments`, of which the models are used, and whether there are environments or tools; and the devices to
     estimate for.
     """
@@ -149,9 +157,6 @@ class EstimateArguments(ScriptArguments):
     """Memory of a device in GiB, of which 1 is reserved; the output then shows whether the run fits."""
     json: bool = False
     """Print JSON, in bytes, instead of a table."""
-
-    required = ("model_name_or_path",)
-    needed_objects = MODELS
 
 
 @dataclass(frozen=True)
