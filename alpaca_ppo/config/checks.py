@@ -7,6 +7,7 @@ those that a user registers too.
 from collections.abc import Mapping
 from typing import Any
 
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.learning_options import RiskLevel
 from alpaca_ppo.registry import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 
@@ -104,8 +105,8 @@ def check_combinations(config: Any) -> None:
             for name in ("step_batch_size", "critic_step_batch_size")}  # fmt: skip
     most["overlong_buffer_len"] = ("response_len", config.response_len)
     for name, (of, limit) in most.items():
-        if (getattr(config, name) or 0) > limit:
-            raise ValueError(f"{name} ({getattr(config, name)}) is larger than {of} ({limit}); set it to that or less")
+        if (value := getattr(config, name) or 0) > limit:
+            raise ValueError(f"{name} ({shown(value)}) is larger than {of} ({limit}); set it to that or less")
     budget = config.max_tokens_per_micro_batch
     if budget is not None and budget < config.longest_row:
         raise ValueError(

@@ -26,6 +26,7 @@ GRPO = {"adv_estimator": "grpo", "num_return_sequences": 2}
         ({"total_epochs": 1, "total_episodes": 2}, "total_epochs (1) total_episodes (2)"),
         ({"max_steps": 3, "total_epochs": 1}, "total_epochs (1) max_steps (3)"),
         ({"rollout_batch_size": 8, "step_batch_size": 16}, "step_batch_size (16) 8"),
+        ({"step_batch_size": 2**20000}, "step_batch_size (a number of 20001 bits)"),
         ({"rollout_batch_size": 8, "step_batch_size": 4, "critic_step_batch_size": 9}, "critic_step_batch_size (9)"),
         ({"critic_layout": "shared", "critic_epochs": 2}, "critic_epochs is 2; critic_layout shared"),
         ({"kl_controller": "horizon", "kl_horizon": 10, "rollout_batch_size": 50}, "kl_horizon is 10; 11"),
