@@ -136,7 +136,8 @@ def estimated(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
         lora=None if layout == "full" else adapter(column, "CAUSAL_LM"),
         rewards=() if layout == "reward" else (folder,),
     )
-    return max(phase.total for phase in predict(models, args, Sharding()))
+    [(phases, _)] = predict(models, args, [Sharding()])
+    return max(phase.total for phase in phases)
 
 
 def measured(column: dict[str, Any], layout: str, args: PPOConfig) -> float:

@@ -21,20 +21,12 @@ class Sharding:
 
     processes: int = 1
     stage: int = 0
-    reduce_bucket: int = 0
+    bucket: int = 0
     """Elements of the buffer in which ZeRO reduces gradients; 0 = "auto", the hidden size squared."""
-    buckets: int = 1
-    """Number of these buffers in ZeRO 1 and 2: 2 with `overlap_comm`."""
     offload_optimizer: bool = False
     """Whether the optimizer state is in host memory."""
     offload_weights: bool = False
     """Whether the shards of the weights are in host memory, under ZeRO 3."""
-
-    def at(self, stage: int) -> "Sharding":
-        """The same with another ZeRO stage, with that stage's default number of buffers."""
-        if stage == self.stage:
-            return self
-        return replace(self, stage=stage, buckets=self.buckets if self.reduce_bucket else 2 if stage == 2 else 1)
 
 
 def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
@@ -44,14 +36,9 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
         ValueError: for a file that the run would refuse, or whose stage is not `stage` (unless that is 0).
     """
     if args.deepspeed is None:
-        return Sharding(processes, stage, buckets=2 if stage == 2 else 1)
-    settings = resolve_auto(
-        read_deepspeed_file(args.deepspeed),
-        args,
-        processes=processes,
-        # Buckets of size 0, which means "auto" here.
-        hidden_size=0,
-    )
+        return Sharding(processes, stage)
+    # Buckets of size 0, which means "auto" here.
+    settings = resolve_auto(read_deepspeed_file(args.deepspeed), args, processes=processes, hidden_size=0)
     zero = settings["zero_optimization"]
     file_stage = zero.get("stage", 0)
     check_stage(file_stage, f"deepspeed {args.deepspeed!r}")
@@ -59,17 +46,8 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
         raise ValueError(
             f"zero_stage is {stage}, but deepspeed {args.deepspeed!r} has stage {file_stage}; leave zero_stage out"
         )
-    offloads = {
-        name: (zero.get(name) or {}).get("device", "none") != "none" for name in ("offload_optimizer", "offload_param")
-    }
-    return Sharding(
-        processes,
-        file_stage,
-        reduce_bucket=int(zero.get("reduce_bucket_size", 5e8)),
-        buckets=2 if zero.get("overlap_comm") else 1,
-        offload_optimizer=offloads["offload_optimizer"],
-        offload_weights=offloads["offload_param"],
-    )
+    offloads = [(zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")]
+    return Sharding(processes, file_stage, int(zero.get("reduce_bucket_size", 5e8)), *offloads)
 
 
 @dataclass(frozen=True)
@@ -94,57 +72,45 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     beside it; and the bytes in host memory instead.
     """
     stage, n = sharding.stage, sharding.processes
-    offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
-    reference = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
+    reference = measured.weights.get("reference", 0.0) if args.reference == "copy_offloaded" else 0.0
+    reference *= not args.use_cpu
     weights, gradients, elements = sum(measured.weights.values()) - reference, measured.gradients, measured.elements
     policy = measured.weights["policy"]
-    # Passes of one base with different adapters have no common order that DeepSpeed could record.
-    unordered = args.uses_critic and args.critic_layout == "adapter"
-    half = args.bf16 or args.dtype == "bfloat16"
-    gathered = min(
-        measured.layer if unordered else policy + measured.weights.get("critic", 0.0),
-        _MAX_LIVE * (2.0 if half else 4.0),
-    )
-    bucket = (sharding.reduce_bucket or measured.hidden**2) * (gradients / elements if elements else 0.0)
-    buckets, share = bucket * sharding.buckets, gradients / n
-    # A row for each stage: weights, gathered; gradients between the updates, during backward and the step; optimizer.
-    engines = {
-        0: (weights, 0.0, gradients * (n > 1), gradients * (1 + (n > 1)), gradients * (1 + (n > 1)), 8 * elements),
-        1: (weights, 0.0, 0.0, gradients + share + buckets, share + 4 * elements / n, 12 * elements / n),
-        2: (weights, 0.0, 0.0, 2 * share + 2 * buckets, share + 4 * elements / n, 12 * elements / n),
-        3: (
-            weights / n,
-            gathered,
-            share + bucket,
-            share + bucket,
-            share + bucket + 4 * elements / n,
-            12 * elements / n,
-        ),
-    }
-    of_weights, gathers, between, backward, step, optimizer = engines[stage]
-    offloaded = 0.0
-    if stage and sharding.offload_optimizer and not args.use_cpu:
-        offloaded, optimizer = optimizer + share, 0.0
-        between, backward, step = (max(0.0, size - share) for size in (between, backward, between))
-    if stage == 3 and sharding.offload_weights and not args.use_cpu:
-        offloaded, of_weights = offloaded + of_weights, 0.0
-    still = PhaseMemory("", of_weights, between, optimizer)
-    sampling = replace(still, weights=of_weights + (policy if stage == 3 else 0.0), kv_cache=measured.kv_cache)
-    passing = replace(still, weights=of_weights + gathers)
-    # The gradients that exist at the peak are measured with the pass, and counted as the engine holds them.
-    activations = max(0.0, measured.backward - gradients)
-    at_once = 0.0 if args.use_cpu or args.generation_backend == "generate" else measured.kv_cache
+    gathered = offloaded = 0.0
+    if stage == 0:
+        # DDP reduces gradients in buckets as large as all of them together.
+        held = gradients * (n > 1)
+        backward = step = gradients + held
+        optimizer = 8 * elements
+    else:
+        share = gradients / n
+        bucket = (sharding.bucket or measured.hidden**2) * gradients / max(1.0, elements)
+        held = share + bucket if stage == 3 else 0.0
+        # As many buckets as with `overlap_comm`, in stage 2 also for the shares that are reduced.
+        backward = {1: gradients + share + 2 * bucket, 2: 2 * share + 4 * bucket, 3: held}[stage]
+        # Two moments and a master copy, all in float32; the step reads gradients in float32 too.
+        optimizer, step = 12 * elements / n, held + share * (stage < 3) + 4 * elements / n
+        if sharding.offload_optimizer and not args.use_cpu:
+            offloaded, optimizer = optimizer + share, 0.0
+            held, backward = max(0.0, held - share), backward - share
+            step = held
+    if stage == 3:
+        weights /= n
+        # Passes of one base with different adapters have no common order that DeepSpeed could record.
+        unordered = args.uses_critic and args.critic_layout == "adapter"
+        live = measured.layer if unordered else policy + measured.weights.get("critic", 0.0)
+        gathered = min(live, _MAX_LIVE * (2.0 if args.bf16 or args.dtype == "bfloat16" else 4.0))
+        if sharding.offload_weights and not args.use_cpu:
+            offloaded, weights = offloaded + weights, 0.0
+    still = PhaseMemory("", weights, held, optimizer)
+    sampling = replace(still, weights=weights + policy * (stage == 3), kv_cache=measured.kv_cache)
+    passing = replace(still, weights=weights + gathered)
     return [
-        replace(sampling, phase="prefill", activations=measured.prefill, kv_cache=at_once),
+        replace(sampling, phase="prefill", activations=measured.prefill),
         replace(sampling, phase="sampling", activations=measured.sampling),
         replace(passing, phase="score", activations=measured.score),
         # A reference that is offloaded is on the device during its own pass alone.
         replace(passing, phase="log-probs", weights=passing.weights + reference, activations=measured.logprobs),
-        replace(
-            passing,
-            phase="backward",
-            gradients=min(backward, measured.backward) if n == 1 else backward,
-            activations=activations,
-        ),
+        replace(passing, phase="backward", gradients=backward, activations=measured.backward),
         replace(still, phase="optimizer step", gradients=step),
     ], offloaded

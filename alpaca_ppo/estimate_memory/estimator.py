@@ -4,6 +4,7 @@ Reads only the models' configurations and runs the trainer's passes over tensors
 beside them is arithmetic (`engines`). It counts tensors, not what a device and its kernels need for themselves.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,19 +14,27 @@ from alpaca_ppo.config.script_arguments import RESERVE_GIB, EstimateArguments, L
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit
 from alpaca_ppo.estimate_memory.engines import CAUSES, PhaseMemory, Sharding, phases, sharding_of
 from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.passes import Measured, measure
+from alpaca_ppo.estimate_memory.passes import measure
 
 GIB = 2**30
 
 
-def predict(models: Models, args: PPOConfig, sharding: Sharding, *, replies: bool = False) -> list[PhaseMemory]:
-    """The peak of each phase on one device, in the order of PHASES.
+def predict(
+    models: Models, args: PPOConfig, shardings: Sequence[Sharding], *, replies: bool = False
+) -> list[tuple[list[PhaseMemory], float]]:
+    """What `phases` returns for each of the `shardings` over as many processes, from passes that are measured once
+    where they are the same.
 
     Raises:
         ValueError: whatever `measure` raises.
     """
-    measured = measure(models, args, processes=sharding.processes, zero=sharding.stage > 0, replies=replies)
-    return phases(measured, args, sharding)[0]
+    # DeepSpeed casts the models, where other runs have autocast.
+    halves = [args.bf16 and sharding.stage > 0 for sharding in shardings]
+    measured = {
+        half: measure(models, args, processes=shardings[0].processes, half=half, replies=replies)
+        for half in set(halves)
+    }
+    return [phases(measured[half], args, sharding) for half, sharding in zip(halves, shardings, strict=True)]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
@@ -39,84 +48,65 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     Raises:
         ValueError: for models that cannot be read or contradict the settings.
     """
-    run = _Run(script, args)
-    own, offloaded = run.phases(args, lora, run.sharding)
+    sharding = sharding_of(script.num_processes, script.zero_stage, args)
+    check_four_bit(sharding.stage, args)
+    if args.load_in_4bit and args.use_cpu:
+        raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
+    stages = range(3 if args.load_in_4bit else 4) if script.num_processes > 1 else ()
+    others = [sharding if stage == sharding.stage else Sharding(sharding.processes, stage) for stage in stages]
+    # A critic without a backbone takes a head and an adapter from a value model, which weigh as much as its own.
+    value = script.value_model_name_or_path if args.critic_layout == "separate" else None
+    rewards = script.reward_model_name_or_path or []
+    models = Models(script.model_name_or_path, lora.peft_config("CAUSAL_LM"), value, rewards)
+    replies = bool(script.environments or script.tools)
+    (own, offloaded), *by_stage = predict(models, args, [sharding, *others], replies=replies)
     peak = max(own, key=lambda phase: phase.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
         "processes": script.num_processes,
-        "zero_stage": run.sharding.stage,
+        "zero_stage": sharding.stage,
         "phases": [{**asdict(phase), "total": phase.total} for phase in own],
         "peak": peak.total,
         "peak_phase": peak.phase,
     }
-    if script.num_processes > 1:
-        stages = [run.sharding.at(stage) for stage in range(3 if args.load_in_4bit else 4)]
-        result["peak_by_zero_stage"] = {str(other.stage): run.peak(args, lora, other) for other in stages}
+    if by_stage:
+        result["peak_by_zero_stage"] = {
+            str(stage): max(phase.total for phase in found) for stage, (found, _) in zip(stages, by_stage, strict=True)
+        }
     if offloaded:
         result["offloaded"] = offloaded
-    if script.device_gib is not None:
-        limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
-        result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit}
-        if not result["fits"]:
-            result["changes"] = [{**change, "fits": change["peak"] <= limit} for change in run.changes(args, lora)]
+    if script.device_gib is None:
+        return result
+    limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
+    result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit}
+    if not result["fits"]:
+        result["changes"] = []
+        for change in _changes(models, args):
+            own_args = {name: value for name, value in change.items() if name != "use_peft"}
+            with_lora = replace(lora, use_peft=lora.use_peft or "use_peft" in change).peft_config("CAUSAL_LM")
+            try:
+                changed = replace(args, **own_args), [sharding]
+                ((found, _),) = predict(replace(models, lora=with_lora), *changed, replies=replies)
+            except ValueError:
+                # The run would refuse it.
+                continue
+            text = ", ".join(f"{n}: {str(v).lower() if isinstance(v, bool) else v}" for n, v in change.items())
+            after = max(phase.total for phase in found)
+            result["changes"].append({"change": text, "peak": after, "fits": after <= limit})
     return result
 
 
-class _Run:
-    """The models of one run, measured under various settings."""
-
-    def __init__(self, script: EstimateArguments, args: PPOConfig) -> None:
-        # A critic without a backbone takes a head and an adapter from a value model, which weigh as much as its own.
-        value = script.value_model_name_or_path if args.critic_layout == "separate" else None
-        self._models = Models(script.model_name_or_path, None, value, script.reward_model_name_or_path or [])
-        self._replies = bool(script.environments or script.tools)
-        self.sharding = sharding_of(script.num_processes, script.zero_stage, args)
-        self._measured: dict[str, Measured] = {}
-
-    def phases(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> tuple[list[PhaseMemory], float]:
-        """What `engines.phases` returns; passes are measured once for the stages that make the same."""
-        check_four_bit(sharding.stage, args)
-        if args.load_in_4bit and args.use_cpu:
-            raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
-        key = repr((args, lora, sharding.stage > 0 and args.bf16))
-        if key not in self._measured:
-            models = replace(self._models, lora=lora.peft_config("CAUSAL_LM"))
-            self._measured[key] = measure(
-                models, args, processes=sharding.processes, zero=sharding.stage > 0, replies=self._replies
-            )
-        return phases(self._measured[key], args, sharding)
-
-    def peak(self, args: PPOConfig, lora: LoraArguments, sharding: Sharding) -> float:
-        """The peak over all phases, in bytes."""
-        return max(phase.total for phase in self.phases(args, lora, sharding)[0])
-
-    def changes(self, args: PPOConfig, lora: LoraArguments) -> list[dict[str, Any]]:
-        """Text and peak of each of the three changes that save most, and of all of them; without those that the run has
-        made or would refuse.
-        """
-        one_row = {"step_per_device_batch_size": 1}
-        if args.max_tokens_per_micro_batch is not None:
-            one_row = {"max_tokens_per_micro_batch": args.longest_row}
-        options: list[dict[str, Any]] = [{"gradient_checkpointing": True}, one_row]
-        if not lora.use_peft and not is_adapter(self._models.policy):
-            layout = {"critic_layout": "adapter"} if args.uses_critic and not args.init_value_with_reward else {}
-            options.append({"use_peft": True, "dtype": "bfloat16", "bf16": False, "reference": "auto", **layout})
-        options = [change for change in options if any(getattr(args, name, None) != v for name, v in change.items())]
-        together: dict[str, Any] = {}
-        for change in options:
-            together |= change
-        found = []
-        for change in [*options, *([together] if len(options) > 1 else [])]:
-            own = {name: value for name, value in change.items() if name != "use_peft"}
-            with_lora = replace(lora, use_peft=True) if "use_peft" in change else lora
-            try:
-                peak = self.peak(replace(args, **own), with_lora, self.sharding)
-            except ValueError:
-                continue
-            text = ", ".join(f"{n}: {str(v).lower() if isinstance(v, bool) else v}" for n, v in change.items())
-            found.append({"change": text, "peak": peak})
-        return found
+def _changes(models: Models, args: PPOConfig) -> list[dict[str, Any]]:
+    """The options of each of the three changes that save most, without those that the run has made, and of all."""
+    one_row = {"step_per_device_batch_size": 1}
+    if args.max_tokens_per_micro_batch is not None:
+        one_row = {"max_tokens_per_micro_batch": args.longest_row}
+    changes: list[dict[str, Any]] = [{"gradient_checkpointing": True}, one_row]
+    if models.lora is None and not is_adapter(models.policy):
+        layout = {"critic_layout": "adapter"} if args.uses_critic and not args.init_value_with_reward else {}
+        changes.append({"use_peft": True, "dtype": "bfloat16", "bf16": False, "reference": "auto", **layout})
+    changes = [change for change in changes if any(getattr(args, name, None) != v for name, v in change.items())]
+    return [*changes, {name: v for change in changes for name, v in change.items()}] if len(changes) > 1 else changes
 
 
 def table(result: dict[str, Any]) -> str:

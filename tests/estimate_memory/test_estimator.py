@@ -20,7 +20,7 @@ from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.estimate_memory.engines import CAUSES, PHASES, Sharding, phases
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate, predict, table
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
-from alpaca_ppo.estimate_memory.passes import largest_micro_batch, measure
+from alpaca_ppo.estimate_memory.passes import Measured, largest_micro_batch, measure
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 QUERY, RESPONSE, ROWS, VOCABULARY = 16, 48, 8, 4096
@@ -120,7 +120,7 @@ def trained(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None,
 
 def predicted_peaks(models: Models, args: PPOConfig, sharding: Sharding) -> dict[str, float]:
     """What `measured_peaks` measures."""
-    moments = {m.phase: m.total for m in predict(models, args, sharding)}
+    moments = {m.phase: m.total for m in predict(models, args, [sharding])[0][0]}
     return {
         "rollout": max(moments[phase] for phase in ("prefill", "sampling", "score", "log-probs")),
         "update": max(moments[phase] for phase in ("backward", "optimizer step")),
@@ -171,7 +171,7 @@ ADAPTER = 4 * (2 * 256 + 2 * 192 + 3 * 384) * 8
 
 def of_run(sharding: Sharding | None = None, peft_config: Any = None, **overrides: Any) -> Any:
     """What is in memory in each phase, by its name."""
-    found = predict(Models(saved(llama()), peft_config), settings(**overrides), sharding or Sharding())
+    [(found, _)] = predict(Models(saved(llama()), peft_config), settings(**overrides), [sharding or Sharding()])
     return {phase.phase: phase for phase in found}
 
 
@@ -238,12 +238,8 @@ def test_a_micro_batch_has_the_tokens_of_its_budget():
         ({}, 4, 2, 128),
         ({"max_tokens_per_micro_batch": 160}, 1, 3, 160),
         ({"max_tokens_per_micro_batch": 9999}, 1, 8, 512),
-        # With padding on one process, rows that are as many in each micro-batch, unless the limit is one of tokens.
-        ({"padding_free": False, "step_batch_size": 6}, 1, 3, 192),
-        ({"padding_free": False, "max_tokens_per_micro_batch": 160}, 1, 3, 160),
     ):
-        single = processes == 4 or overrides.get("max_tokens_per_micro_batch") == 9999
-        assert largest_micro_batch(settings(**overrides), processes) == (rows, tokens, single), overrides
+        assert largest_micro_batch(settings(**overrides), processes) == (rows, tokens), overrides
 
 
 def test_replies_are_read_by_all_rows_at_once():
@@ -253,12 +249,86 @@ def test_replies_are_read_by_all_rows_at_once():
     assert replies - plain > 8 * 127 * 128 * 4
 
 
+ON_A_DEVICE = {"use_cpu": False}
+
+
+def test_an_offloaded_reference_is_on_the_device_for_the_log_probs_alone():
+    copied, offloaded = (of_run(reference=choice, **ON_A_DEVICE) for choice in ("copy", "copy_offloaded"))
+    for phase in PHASES:
+        own = 0 if phase == "log-probs" else 4 * WEIGHTS + 2 * 16 * 4
+        assert copied[phase].weights - offloaded[phase].weights == own, phase
+    # Host memory is the device of a run on the CPU.
+    assert of_run(reference="copy_offloaded") == of_run(reference="copy")
+
+
+def test_what_bounds_a_pass_bounds_its_memory():
+    plain = of_run()
+    # A process has half the rows, and its sampler half the slots but the one for what all prompts begin with.
+    shared = of_run(Sharding(2))
+    assert shared["sampling"].kv_cache * 9 == plain["sampling"].kv_cache * 5
+    assert 0.4 < shared["prefill"].activations / plain["prefill"].activations < 0.6
+    # The logits of a chunk of tokens do not shrink.
+    assert shared["log-probs"].activations < plain["log-probs"].activations
+    at_once = of_run(rollout_per_device_batch_size=ROWS // 2)["prefill"]
+    assert (at_once.activations, at_once.kv_cache) == (shared["prefill"].activations, shared["prefill"].kv_cache)
+    # Of all 8 * 48 tokens the logits are in memory, where it was 64.
+    more = of_run(logprob_chunk_size=8 * 48)["log-probs"].activations
+    assert more > 8 * 48 * VOCABULARY * 4 > plain["log-probs"].activations
+    # `generate` reads a prompt for each of its samples.
+    group = {"num_return_sequences": 4, "adv_estimator": "rloo"}
+    once, again = (of_run(generation_backend=kind, **group)["prefill"] for kind in ("slots", "generate"))
+    assert again.activations > 3 * once.activations
+
+
+def test_bfloat16_is_a_cast_under_autocast_and_the_weights_under_deepspeed():
+    layout = {"critic_layout": "shared", "reference": "none", "kl_coef": 0.0}
+    plain, autocast = (of_run(bf16=bf16, **layout) for bf16 in (False, True))
+    assert plain["score"].weights == autocast["score"].weights
+    # The casts of four layers and the head are kept while a rollout is sampled.
+    assert autocast["sampling"].activations > 2 * (4 * LAYER + VOCABULARY * 128)
+    buffers = 2 * 16 * 4
+    zero = of_run(Sharding(2, 1), bf16=True, **layout)["score"]
+    assert zero.weights - buffers == (plain["score"].weights - buffers) / 2 == 2 * (WEIGHTS + 128)
+    # Twelve bytes for each weight of this process's half, whatever the weights are.
+    assert zero.optimizer == 12 / 2 * (WEIGHTS + 128)
+
+
+def by_hand(sharding: Sharding, **overrides: Any) -> tuple[dict[str, Any], float]:
+    """The phases of a run of two billion weights, of which a thousand train, in float32."""
+    weights = {"policy": 8e9, "critic": 8e9}
+    measured = Measured(weights, gradients=4000.0, elements=1000.0, hidden=10, layer=7e7, backward=5.0)
+    found, offloaded = phases(measured, settings(**overrides), sharding)
+    return {phase.phase: phase for phase in found}, offloaded
+
+
+def test_zero_3_gathers_at_most_a_billion_weights_or_one_layer():
+    for overrides, gathered in (({}, 4e9), ({"bf16": True}, 2e9), ({"critic_layout": "adapter"}, 7e7)):
+        found, _ = by_hand(Sharding(4, 3), **overrides)
+        assert found["optimizer step"].weights == 16e9 / 4
+        assert found["backward"].weights == found["log-probs"].weights == 16e9 / 4 + gathered
+        assert found["sampling"].weights == 16e9 / 4 + 8e9
+
+
+def test_what_is_offloaded_is_in_host_memory():
+    # A quarter of 1000 weights on each process: 12 bytes of optimizer and 4 of gradient; buckets of 100 elements.
+    moved = {"offload_optimizer": True}
+    for stage, backward in ((1, 4000 + 800), (2, 1000 + 1600), (3, 400)):
+        found, offloaded = by_hand(Sharding(4, stage, 100, **moved), **ON_A_DEVICE)
+        assert offloaded == 250 * (12 + 4)
+        assert found["backward"].gradients == backward and found["optimizer step"].optimizer == 0
+        # On the CPU nothing moves.
+        assert by_hand(Sharding(4, stage, 100, **moved)) == by_hand(Sharding(4, stage, 100))
+    found, offloaded = by_hand(Sharding(4, 3, offload_weights=True), **ON_A_DEVICE)
+    assert offloaded == 16e9 / 4 and found["optimizer step"].weights == 0
+    assert by_hand(Sharding(4, 2, offload_weights=True), **ON_A_DEVICE)[1] == 0
+
+
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma2"])
 def test_other_architectures_can_be_measured(kind):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     own = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": experts, "gemma2": {"head_dim": 32}}[kind]
     config = AutoConfig.for_model(kind, **WIDE, **own, vocab_size=512)
-    assert all(phase.total > 0 for phase in predict(Models(saved(config)), settings(), Sharding()))
+    assert all(phase.total > 0 for phase in predict(Models(saved(config)), settings(), [Sharding()])[0][0])
 
 
 def test_the_live_bytes_are_those_of_the_storages_that_live():
@@ -315,6 +385,37 @@ def test_what_does_not_fit_gets_three_changes_and_their_sum(folder):
     assert changes[3]["peak"] == min(change["peak"] for change in changes)
     assert [change["fits"] for change in changes] == [c["peak"] <= (1.02 - 1) * 2**30 for c in changes]
     assert "(fits)" in table({**result, "changes": [{**changes[3], "fits": True}]})
+
+
+def test_rewards_a_value_model_and_environments_are_counted(folder, tmp_path):
+    run = ("--model_name_or_path", folder, *FLAGS, "--critic_layout=separate")
+    plain = {phase["phase"]: phase for phase in estimated(*run)["phases"]}
+    assert plain["score"]["activations"] == 0
+    llama(num_hidden_layers=1, num_labels=1).save_pretrained(tmp_path / "reward")
+    rewarded = estimated(*run, "--reward_model_name_or_path", str(tmp_path / "reward"))["phases"]
+    # The reward is the decoder with a head of 128, as the critic is.
+    decoder = LAYER + 3 * 128 + VOCABULARY * 128 + 128
+    buffers = 2 * 16 * 4
+    assert rewarded[0]["weights"] - plain["prefill"]["weights"] == 4 * decoder + buffers
+    assert rewarded[2]["activations"] > 0
+    llama(num_hidden_layers=2, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "value")
+    larger = estimated(*run, "--value_model_name_or_path", str(tmp_path / "value"))["phases"]
+    assert larger[0]["weights"] - plain["prefill"]["weights"] == 4 * (LAYER + 2 * 128)
+    answered = estimated(*run, "--environments", "env.py:Env")["phases"]
+    assert answered[1]["activations"] > plain["sampling"]["activations"]
+
+
+def test_a_budget_of_tokens_shrinks_to_one_row(folder):
+    run = ("--model_name_or_path", folder, "--device_gib=1.001", *FLAGS[1:], "--init_value_with_reward=false")
+    texts = [c["change"] for c in estimated(*run, "--max_tokens_per_micro_batch=128")["changes"]]
+    # A row has 16 + 48 tokens.
+    assert "max_tokens_per_micro_batch: 64" in texts and "critic_layout: adapter" in texts[2]
+    assert (
+        "critic_layout"
+        not in estimated(*run, "--adv_estimator=rloo", "--num_return_sequences=2")["changes"][2]["change"]
+    )
+    made = estimated(*run, "--gradient_checkpointing=true", "--step_per_device_batch_size=1", "--use_peft")
+    assert made["changes"] == []
 
 
 def test_several_processes_get_the_peak_of_each_zero_stage(folder):

@@ -36,6 +36,19 @@ def test_a_deepspeed_file_says_stage_and_offloading(folder, tmp_path):
     assert "GiB of host memory" in table(offloaded) and "host memory" not in table(plain)
 
 
+def test_the_buckets_of_a_deepspeed_file_are_counted(folder, tmp_path):
+    flags = ("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed")
+    sizes = {}
+    for size in (10**6, 3 * 10**6):
+        found = estimated(*flags, zero_file(tmp_path, stage=1, reduce_bucket_size=size))
+        sizes[size] = {phase["phase"]: phase["gradients"] for phase in found["phases"]}
+        # The other stages have their own defaults.
+        other = found["peak_by_zero_stage"]["2"]
+    # Two buckets of float32.
+    assert sizes[3 * 10**6]["backward"] - sizes[10**6]["backward"] == 2 * 2 * 10**6 * 4
+    assert other == estimated(*flags[:-1], "--zero_stage=2")["peak"]
+
+
 def test_weights_in_host_memory_visit_the_device(folder, tmp_path):
     flags = ("--model_name_or_path", folder, *ON_A_DEVICE, *TWO)
     file = zero_file(tmp_path, stage=3, reduce_bucket_size="auto", offload_param={"device": "cpu"})

@@ -23,7 +23,7 @@ def main(output_dir: str, stage: str, with_lora: str, overrides: str) -> None:
     args = settings(output_dir=output_dir, **json.loads(overrides))
     peft_config = lora() if json.loads(with_lora) else None
     measured = measured_peaks(args, peft_config, config)
-    sharding = Sharding(torch.distributed.get_world_size(), json.loads(stage), buckets=1 + (json.loads(stage) == 2))
+    sharding = Sharding(torch.distributed.get_world_size(), json.loads(stage))
     if torch.distributed.get_rank() == 0:
         predicted = predicted_peaks(Models(saved(config), peft_config), args, sharding)
         print("PEAKS", json.dumps({"measured": measured, "predicted": predicted}), flush=True)
