@@ -13,20 +13,18 @@ ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    ("config", "stage", "lora", "overrides", "least", "most"),
+    ("config", "stage", "lora", "overrides"),
     [
-        ("ddp", 0, False, FULL, 0.9, 1.1),
-        ("zero1", 1, False, {**FULL, "bf16": True}, 0.9, 1.1),
-        ("zero2", 2, False, {**FULL, "step_per_device_batch_size": 1}, 0.9, 1.1),
-        ("zero2", 2, True, {"critic_layout": "adapter", "bf16": True}, 0.9, 1.1),
-        ("zero3", 3, False, FULL, 0.85, 1.15),
-        ("zero3", 3, True, ADAPTERS, 0.85, 1.15),
+        ("ddp", 0, False, FULL),
+        ("zero1", 1, False, {**FULL, "bf16": True}),
+        ("zero2", 2, False, {**FULL, "step_per_device_batch_size": 1}),
+        ("zero2", 2, True, {"critic_layout": "adapter", "bf16": True}),
+        ("zero3", 3, False, FULL),
+        ("zero3", 3, True, ADAPTERS),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-def test_a_process_takes_the_estimated_memory(
-    tmp_path, config: str, stage: int, lora: bool, overrides: dict[str, Any], least: float, most: float
-):
+def test_a_process_takes_the_estimated_memory(tmp_path, config: str, stage: int, lora: bool, overrides: dict[str, Any]):
     given = (str(tmp_path / "out"), json.dumps(stage), json.dumps(lora), json.dumps({**overrides, "response_len": 16}))
     outcome = start("tests/integration/run_measured.py", *given, config=config, timeout=400)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
@@ -34,4 +32,4 @@ def test_a_process_takes_the_estimated_memory(
     peaks = json.loads(line.removeprefix("PEAKS "))
     ratios = {name: peaks["predicted"][name] / peaks["measured"][name] for name in peaks["measured"]}
     print(config, overrides, ratios)
-    assert all(least < ratio < most for ratio in ratios.values()), (ratios, peaks)
+    assert all(0.85 < ratio < 1.15 for ratio in ratios.values()), (ratios, peaks)
