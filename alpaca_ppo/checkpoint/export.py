@@ -25,12 +25,7 @@ _OFF = "or set hub_model_id: null and upload final/policy later (hf upload)"
 
 
 def save_final(
-    folder: StrPath,
-    actor_critic: ActorCritic,
-    processing_class: Any,
-    run: TrainedRun,
-    *,
-    merged: bool = False,
+    folder: StrPath, actor_critic: ActorCritic, processing_class: Any, run: TrainedRun, *, merged: bool = False
 ) -> None:
     """Writes `folder`/policy with a model card and, if there is a critic, `folder`/value; each of them atomically. Then
     `folder`/step.json, which is absent while they are written.

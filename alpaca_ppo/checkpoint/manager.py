@@ -42,12 +42,14 @@ class BestCheckpoint:
     """
 
     def __init__(self, state: TrainerState, args: PPOConfig) -> None:
-        self._state, self._greater_is_better = state, args.greater_is_better
-        self.metric = args.metric_for_best_model
+        self._state, self.metric, self._greater_is_better = state, args.metric_for_best_model, args.greater_is_better
         """None = no checkpoint is the best."""
+        self._chosen = {"metric": self.metric, "greater_is_better": self._greater_is_better}
         self.by_evaluation = self.metric is not None and self.metric.startswith("eval/")
         self.stats: dict[str, float] = {}
         """Metrics of the best checkpoint's step."""
+        self.folder: Path | None = None
+        """Of the best checkpoint so far."""
 
     def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
         """Checks that the metric is in `stats`: an `eval/*` metric in those of an evaluation, any other in those
@@ -70,17 +72,11 @@ class BestCheckpoint:
     def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
         """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
         self._state.best_metric, self._state.best_global_step = stats[self.metric or ""], step
-        self._state.best_model_checkpoint, self.stats = str(folder), dict(stats)
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the best checkpoint so far."""
-        return None if self._state.best_model_checkpoint is None else Path(self._state.best_model_checkpoint)
+        self._state.best_model_checkpoint, self.folder, self.stats = str(folder), folder, dict(stats)
 
     def state_dict(self) -> dict[str, Any]:
         """Metric, step and metrics of the best checkpoint."""
-        measured = {"metric": self.metric, "greater_is_better": self._greater_is_better}
-        return measured | {"step": self._state.best_global_step, "stats": self.stats}
+        return self._chosen | {"step": self._state.best_global_step, "stats": self.stats}
 
     def load_state_dict(self, saved: Mapping[str, Any], output_dir: Path) -> None:
         """Restores the best checkpoint of the run in `output_dir` from `saved`.
@@ -88,8 +84,7 @@ class BestCheckpoint:
         A value of another metric, or one whose checkpoint is gone, cannot be compared with. It is ignored, and the best
         checkpoint is chosen among later ones.
         """
-        own = {"metric": self.metric, "greater_is_better": self._greater_is_better}
-        if saved["step"] is None or not own.items() <= saved.items():
+        if saved["step"] is None or not self._chosen.items() <= saved.items():
             return
         best = output_dir / f"checkpoint-{saved['step']}"
         if best.is_dir():

@@ -112,12 +112,7 @@ def load_sequence_classifier(
 
 
 def load_complete(
-    auto_class: Any,
-    name: str,
-    *,
-    trust_remote_code: bool,
-    dtype: torch.dtype = torch.float32,
-    **arguments: Any,
+    auto_class: Any, name: str, *, trust_remote_code: bool, dtype: torch.dtype = torch.float32, **arguments: Any
 ) -> PreTrainedModel:
     """The model `name`, from safetensors; `arguments` are further ones of `from_pretrained`.
 
