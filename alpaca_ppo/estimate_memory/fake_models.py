@@ -8,7 +8,7 @@ torch do differently with fake tensors follow.
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,7 +54,8 @@ class FakeRun:
 
     actor_critic: ActorCritic
     reference: AdapterReference | CopiedReference | None
-    rewards: Sequence[PreTrainedModel]
+    modules: Mapping[str, nn.Module]
+    """All that hold weights: policy, critic, a copied reference, and reward0, reward1 and so on."""
 
 
 def build(models: Models, args: PPOConfig, *, half: bool = False) -> FakeRun:
@@ -81,15 +82,17 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> FakeRun:
     ):
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
         reference = make_reference(actor_critic, None, args)
-        dtype = getattr(torch, args.dtype)
-        trust, kind = args.trust_remote_code, AutoModelForSequenceClassification
-        rewards = [without_weights(kind, name, trust_remote_code=trust, dtype=dtype) for name in models.rewards]
-    if half:
+        named: dict[str, Any] = {"policy": actor_critic.policy, "critic": actor_critic.critic}
+        if isinstance(reference, CopiedReference):
+            named["reference"] = reference.policy
+        modules = {name: module for name, module in named.items() if module is not None}
         # Parameters, but not buffers, as `DeepSpeedEngine` does; reward models keep their precision.
-        copied = [reference.policy] if isinstance(reference, CopiedReference) else []
-        for parameter in (parameter for module in (actor_critic, *copied) for parameter in module.parameters()):
+        for parameter in (parameter for module in modules.values() for parameter in module.parameters() if half):
             parameter.data = parameter.data.to(torch.bfloat16)
-    return FakeRun(actor_critic.train(), reference, rewards)
+        given: Any = {"trust_remote_code": args.trust_remote_code, "dtype": getattr(torch, args.dtype)}
+        for i, name in enumerate(models.rewards):
+            modules[f"reward{i}"] = without_weights(AutoModelForSequenceClassification, name, **given)
+    return FakeRun(actor_critic.train(), reference, modules)
 
 
 def without_weights(
@@ -122,7 +125,6 @@ def size_of(tensors: Any) -> float:
 
 def make_fake(run: FakeRun, mode: FakeTensorMode) -> None:
     """Replaces all parameters and buffers by fake CPU tensors; shared ones stay shared."""
-    reference = [] if run.reference is None else [run.reference.policy]
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -136,11 +138,10 @@ def make_fake(run: FakeRun, mode: FakeTensorMode) -> None:
             known[id(tensor)] = tensor, other
         return known[id(tensor)][1]
 
-    for root in (run.actor_critic, *reference, *run.rewards):
-        for module in root.modules():
-            tables: Any = (module._parameters, module._buffers)
-            for table in tables:
-                table.update({name: fake(tensor) for name, tensor in table.items() if tensor is not None})
+    for module in (module for root in run.modules.values() for module in root.modules()):
+        tables: Any = (module._parameters, module._buffers)
+        for table in tables:
+            table.update({name: fake(tensor) for name, tensor in table.items() if tensor is not None})
 
 
 def one_sequence_per_row() -> Any:

@@ -31,7 +31,8 @@ from alpaca_ppo.estimate_memory.fake_models import (
 )
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.generation.token_sampling import choose_tokens
-from alpaca_ppo.models import ActorCritic, CopiedReference
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models.policy import eval_mode
 from alpaca_ppo.ppo.minibatches import ROW_KEYS, UpdateStep, row_tensors
 from alpaca_ppo.ppo.rollouts import EvaluatedRows, evaluate_responses
 from alpaca_ppo.ppo.updates import MicroBatch, Updater
@@ -160,12 +161,8 @@ class _Passes:
 
     def measure(self, *, replies: bool) -> Measured:
         run, args = self._run, self._args
-        policy, critic = run.actor_critic.policy, run.actor_critic.critic
-        modules: dict[str, nn.Module] = {"policy": policy} | ({} if critic is None else {"critic": critic})
-        if isinstance(run.reference, CopiedReference):
-            modules["reference"] = run.reference.policy
-        modules |= {f"reward{i}": model for i, model in enumerate(run.rewards)}
-        tensors = {name: [*module.parameters(), *module.buffers()] for name, module in modules.items()}
+        policy = run.actor_critic.policy
+        tensors = {name: [*module.parameters(), *module.buffers()] for name, module in run.modules.items()}
         self.live.track(tensors)
         trained = [parameter for parameter in run.actor_critic.parameters() if parameter.requires_grad]
         config: Any = policy.model.config.get_text_config()
@@ -176,8 +173,9 @@ class _Passes:
         measured = Measured(weights, size_of(trained), elements, config.hidden_size, layer)
         # A response of one column has no room for a reply.
         self._rollout(measured, replies=replies and args.response_len > 1 and args.generation_backend != "generate")
+        rewards = [module for name, module in run.modules.items() if name.startswith("reward")]
         base = [] if args.reward_adapter is None else [policy.model.base_model]
-        measured.score = max((self._score(model) for model in (*run.rewards, *base)), default=0.0)
+        measured.score = max((self._score(model) for model in (*rewards, *base)), default=0.0)
         measured.logprobs = self._log_probs()
         measured.backward = max(0.0, self._backward(trained) - measured.gradients)
         if args.load_in_4bit:
@@ -190,12 +188,12 @@ class _Passes:
     @torch.no_grad()
     def _rollout(self, measured: Measured, *, replies: bool) -> None:
         args, live, slots = self._args, self.live, self._args.generation_backend != "generate"
-        model: Any = self._run.actor_critic.policy.model.eval()
+        model: Any = self._run.actor_critic.policy.model
         # `generate` computes the prompt again for every sample.
         rows = max(1, self._rows // args.num_return_sequences) if slots else self._rows
         live.reset_peak()
         start = live.live
-        with self._engine.autocast():
+        with eval_mode(model), self._engine.autocast():
             cache = DynamicCache(config=model.config)
             ids = torch.zeros(rows, args.query_len, dtype=torch.long)
             logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -220,15 +218,13 @@ class _Passes:
                 ids = torch.zeros(self._rows, args.response_len - 1, dtype=torch.long)
                 model.base_model(input_ids=ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
                 measured.sampling = max(measured.sampling, live.risen + kept)
-        model.train()
 
     @torch.no_grad()
     def _score(self, model: Any) -> float:
         tokens = torch.zeros(self._rows, self._args.longest_row, dtype=torch.long)
         self.live.reset_peak()
-        model.eval()
-        model(input_ids=tokens, attention_mask=tokens + 1, use_cache=False)
-        model.train()
+        with eval_mode(model):
+            model(input_ids=tokens, attention_mask=tokens + 1, use_cache=False)
         return self.live.risen
 
     def _log_probs(self) -> float:
