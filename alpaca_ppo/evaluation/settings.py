@@ -9,9 +9,9 @@ TOTAL = "scores"
 """The weighted sum of the reward sources."""
 RESERVED = (
     "scores scores_std rewards kl_sum_seq response_length truncated_fraction masked_rows correct "
-    "win_rate unjudged length_difference"
+    "win_rate unjudged length_difference prompt response set"
 ).split()
-"""Names of metrics of every evaluation, which no metric function may have."""
+"""Names of metrics of every evaluation, and of columns of answers.jsonl, which no metric function may have."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
     for name in metrics:
         if name in taken or re.match(r"(pass_at|avg_at|scores)[_/]", name):
             raise ValueError(
-                f"metric_funcs has a function named {name!r}, as another metric of an evaluation is; rename it"
+                f"metric_funcs has a function named {name!r}, a name that evaluations have already; rename it"
             )
     names = (TOTAL, "rewards", *(f"scores/{source}" for source in sources), *metrics)
     if _full_name(args.eval_success_by, names) is None:

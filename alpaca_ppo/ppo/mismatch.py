@@ -15,11 +15,9 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor
 
-from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import max_over_ranks
-from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.functional.masked import masked_mean
-from alpaca_ppo.generation import Backend, SamplingParams
+from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.metrics import mismatch_stats
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector
@@ -128,17 +126,15 @@ class SamplerCheck:
     the rounding then depends on when they do; and with a backend that has weights of its own.
 
     Args:
-        engine: of the policy.
-        args: of the run. With `old_policy: correct`, whose weights are made for a mismatch, a run is never ended.
-        backend: the generation backend of the run.
+        collector: samples and evaluates. With `old_policy: correct`, whose weights are made for a mismatch, a run is
+            never ended.
         answered: whether environments answer the policy.
         report: called with the decision.
     """
 
-    def __init__(
-        self, engine: Engine, args: PPOConfig, *, backend: Backend, answered: bool, report: Callable[[str], Any]
-    ) -> None:
-        self._engine, self._args, self._report = engine, args, report
+    def __init__(self, collector: RolloutCollector, *, answered: bool, report: Callable[[str], Any]) -> None:
+        self._collector, self._args, self._report = collector, collector.args, report
+        engine, backend, args = collector.engine, collector.backend, collector.args
         critic = engine.actor_critic.critic
         shared = critic is not None and critic.shares_states
         self._may_spare = args.old_policy == "auto" and not (
@@ -151,7 +147,7 @@ class SamplerCheck:
     @property
     def half_precision(self) -> bool:
         """Whether the policy computes in less than 32 bits."""
-        return in_half_precision(self._engine.actor_critic, self._engine.accelerator)
+        return in_half_precision(self._collector.engine.actor_critic, self._collector.accelerator)
 
     @property
     def compares(self) -> bool:
@@ -168,9 +164,7 @@ class SamplerCheck:
             return self._args.old_policy != "rollout"
         return not self._spares or step == self._args.critic_pretraining_steps
 
-    def before_training(
-        self, collector: RolloutCollector, prompts: PromptBatch, sampling_params: SamplingParams
-    ) -> None:
+    def before_training(self, prompts: PromptBatch, sampling_params: SamplingParams) -> None:
         """Samples short responses to a few prompts with the run's generation backend, judges them, and decides `auto`.
 
         Every rank must call it, with the same prompts. The run ends only if many tokens disagree
@@ -180,9 +174,8 @@ class SamplerCheck:
             ValueError: on every rank, if an update would be meaningless and `mismatch_action` is stop.
         """
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
-        samples = collector.sample(self._engine, prompts, short)
-        evaluated = collector.evaluate(self._engine, samples, POLICY_ALONE, temperature=short.temperature)
-        logprobs = evaluated["logprobs"]
+        samples = self._collector.sample(prompts, short)
+        logprobs = self._collector.evaluate(samples, POLICY_ALONE, temperature=short.temperature)["logprobs"]
         pair = samples["rollout_logprobs"], samples["response_mask"]
         measured = {**mismatch_stats(logprobs, *pair), "clipped": clipped_difference(logprobs, *pair)}
         stats = self._largest(measured)
@@ -232,7 +225,7 @@ class SamplerCheck:
 
     def _largest(self, stats: Mapping[str, Tensor]) -> dict[str, float]:
         """The largest of each number on any rank, so that all ranks decide alike."""
-        return max_over_ranks({name: float(value) for name, value in stats.items()}, self._engine.accelerator)
+        return max_over_ranks({name: float(value) for name, value in stats.items()}, self._collector.accelerator)
 
     def _judged(self, stats: Mapping[str, float], where: str, *, may_stop: bool = True) -> str | None:
         """The message with which the run has to end; else warns, once."""
@@ -248,7 +241,7 @@ class SamplerCheck:
         stops = may_stop and args.mismatch_action == "stop" and args.old_policy != "correct"
         if stops and any(bound == BOUNDS[metric].stop for metric, bound in exceeded.items()):
             return f"{text}. Remove the cause, set mismatch_action: warn or, in a new run, old_policy: correct"
-        if not self._warned and self._engine.accelerator.is_main_process:
+        if not self._warned and self._collector.accelerator.is_main_process:
             self._warned = True
             warnings.warn(text, stacklevel=4)
         return None

@@ -199,7 +199,7 @@ class RolloutCollector:
     """What a rollout needs besides the trained models.
 
     Args:
-        accelerator: for the device and the precision of forward passes.
+        engine: of the trained models.
         args: the sizes of passes.
         reference: provides the reference policy; None without one.
         scorer: the reward sources.
@@ -208,7 +208,7 @@ class RolloutCollector:
         preemption: ends the sampling after a signal.
     """
 
-    accelerator: Accelerator
+    engine: Engine
     args: PPOConfig
     reference: Reference | None
     scorer: RewardScorer
@@ -216,8 +216,14 @@ class RolloutCollector:
     backend: Backend
     preemption: PreemptionHandler
 
-    def prepare_frozen_models(self, engine: Engine) -> None:
-        """Lets `engine` prepare the frozen models of reference and rewards, as it prepares the trained ones."""
+    @property
+    def accelerator(self) -> Accelerator:
+        """Of the run."""
+        return self.engine.accelerator
+
+    def prepare_frozen_models(self) -> None:
+        """Lets the engine prepare the frozen models of reference and rewards, as it prepares the trained ones."""
+        engine = self.engine
         if isinstance(self.reference, CopiedReference):
             engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
         for source in [*self.scorer.sources, *self.metric_scorer.sources]:
@@ -230,7 +236,7 @@ class RolloutCollector:
                     engine.prepare_frozen_model(source.model)
 
     def local_prompts(
-        self, engine: Engine, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]
+        self, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]
     ) -> PromptBatch | None:
         """This rank's prompts as one batch; None if it has none.
 
@@ -238,11 +244,10 @@ class RolloutCollector:
         after its own, so that all ranks make the same passes.
 
         Args:
-            engine: of the policy.
             batches: this rank's prompts.
             dummy_prompts: returns the given number of dummy prompts.
         """
-        if engine.synced_forwards:
+        if self.engine.synced_forwards:
             count = sum(len(batch["rows"]) for batch in batches)
             batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
         if not batches:
@@ -272,7 +277,6 @@ class RolloutCollector:
 
     def sample(
         self,
-        engine: Engine,
         prompts: PromptBatch,
         sampling_params: SamplingParams,
         episodes: Episodes | None = None,
@@ -281,7 +285,7 @@ class RolloutCollector:
         """`sample_responses` of the engine's policy, in the run's precision; `on_rows` is called with numbers of
         responses that are finished.
         """
-        backend = self.backend
+        engine, backend = self.engine, self.backend
 
         def poll_and_listen() -> None:
             self.preemption.poll()
@@ -299,11 +303,7 @@ class RolloutCollector:
                 backend.sync(policy)
             backend.version = engine.weights_version
         backend.wake()
-        with (
-            engine.autocast(),
-            engine.sampling() as model,
-            self.preemption.part(),
-        ):
+        with engine.autocast(), engine.sampling() as model, self.preemption.part():
             samples = sample_responses(
                 model,
                 prompts,
@@ -320,12 +320,7 @@ class RolloutCollector:
         return samples | episodes.statistics(samples)
 
     def evaluate(
-        self,
-        engine: Engine,
-        samples: Mapping[str, Tensor],
-        passes: RolloutPasses,
-        *,
-        temperature: float,
+        self, samples: Mapping[str, Tensor], passes: RolloutPasses, *, temperature: float
     ) -> dict[str, Tensor]:
         """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
 
@@ -333,7 +328,7 @@ class RolloutCollector:
         out; without a reference, `ref_logprobs` is a copy of the policy's log-probs. Every rank must call it, with
         equally many rows if forward passes need every rank (`engine.synced_forwards`).
         """
-        device, batch_size = self.accelerator.device, self.args.rollout_per_device_batch_size
+        engine, device, batch_size = self.engine, self.accelerator.device, self.args.rollout_per_device_batch_size
         rows = EvaluatedRows(
             samples,
             device,

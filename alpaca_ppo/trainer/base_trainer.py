@@ -65,9 +65,11 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     """The eval sets by name; "" is the name of the only one if it has none. Empty without evaluation."""
     schedule: PromptSchedule
     collector: RolloutCollector
+    run_log: RunLog
     padding: str
-    sampler_fallback: str
     """Which models' rows have padding, and why; empty if none has."""
+    sampler_fallback: str
+    """Why `auto` samples by `model.generate`; empty if it does not."""
     updater: Updater
     preemption: PreemptionHandler
     has_own_schedule: bool
@@ -108,7 +110,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.state = TrainerState(
             max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
         )
-        self.run_log = RunLog(self.accelerator, self.args)
         self.callback_handler = CallbackHandler(callbacks, self.state, self.built_in_callbacks())
         self.preemption.lockstep = self.updater.engine.synced_forwards
         self.progress = TrainProgress(self.state, self.updater)

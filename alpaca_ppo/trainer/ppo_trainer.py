@@ -42,6 +42,7 @@ from alpaca_ppo.rewards import FunctionReward
 from alpaca_ppo.rewards.scorer import Penalties
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
+from alpaca_ppo.tracking.run_log import RunLog
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer import preflight, setup
 from alpaca_ppo.trainer.evaluation import Evaluator
@@ -154,25 +155,19 @@ class PPOTrainer(RolloutTrainer):
                 scorer.add(FunctionReward(function, name=name), 1.0)
         reference = factory.make_reference(actor_critic, ref_model, args)
         self.start_identity = start_identity(actor_critic, reference, scorer, self.environments)
-        backend = make_backend(args.generation_backend, args)
-        self.preemption = PreemptionHandler(self.accelerator)
-        self.collector = RolloutCollector(
-            self.accelerator, args, reference, scorer, metric_scorer, backend, self.preemption
-        )
         self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
+        backend, self.preemption = make_backend(args.generation_backend, args), PreemptionHandler(self.accelerator)
+        self.collector = RolloutCollector(
+            self.updater.engine, args, reference, scorer, metric_scorer, backend, self.preemption
+        )
         answered = self.environments is not None and self.environments.answer
         self.sampler_fallback = agree_on_backend(backend, self.updater.engine, answered=answered)
         self.has_own_schedule = optimizers[1] is not None
-        self.collector.prepare_frozen_models(self.updater.engine)
-        self.evaluator = Evaluator(self)
-        self.sampler_check = SamplerCheck(
-            self.updater.engine,
-            args,
-            backend=backend,
-            answered=answered,
-            report=lambda text: self.run_log.message(text),
-        )
+        self.collector.prepare_frozen_models()
+        self.run_log = RunLog(self.accelerator, args)
+        self.evaluator = Evaluator(self.collector, self.processing_class, self.run_log.message)
+        self.sampler_check = SamplerCheck(self.collector, answered=answered, report=self.run_log.message)
         self.kl_controller = KLController(
             args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon
         )
@@ -328,6 +323,8 @@ class PPOTrainer(RolloutTrainer):
         """Writes the table of the last step's rollouts, after its update."""
         step, rollouts, self._last_rollouts = self.state.global_step, self._last_rollouts, None
         if rollouts is not None and self.args.num_logged_rollouts:
-            self.run_log.log_table("rollouts", logged_rollouts(self, rollouts, step), step)
+            rows = logged_rollouts(self.collector, self.processing_class, rollouts, step)
+            rows = rollout_tables.with_columns(rows, self.train_prompts, self.args)
+            self.run_log.log_table("rollouts", rows, step)
         if rollouts is not None and samples_are_due(step):
             self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)

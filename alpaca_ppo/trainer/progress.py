@@ -37,7 +37,9 @@ class TrainProgress:
         self.saved = False
         """Whether this point has been saved in a checkpoint of the output folder."""
         self.drawn: dict[int, int] = {}
-        """How many prompts a step (from 0) has drawn beyond those that the schedule gives it."""
+        """How many prompts a step (from 0) has drawn beyond those that the schedule gives it, since the run began or
+        was resumed."""
+        self._drawn_before = 0
         self._num_updates = 0
         self._random = random_states()
 
@@ -49,7 +51,7 @@ class TrainProgress:
 
     def extra_prompts(self, step: int) -> int:
         """How many prompts the steps before `step` have drawn beyond those that the schedule gives them."""
-        return sum(count for earlier, count in self.drawn.items() if earlier < step)
+        return self._drawn_before + sum(count for earlier, count in self.drawn.items() if earlier < step)
 
     @property
     def is_current(self) -> bool:
@@ -85,6 +87,5 @@ class TrainProgress:
         self._state.global_step = state["step"]
         self._updater.learning_rates = LearningRates(*state["learning_rates"])
         self.skipped_updates = state["skipped_updates"]
-        # Whichever of the steps before has drawn them.
-        self.drawn = {self._state.global_step - 1: state["extra_prompts"]}
+        self.drawn, self._drawn_before = {}, state["extra_prompts"]
         self.advance(state["stats"], step_ended=state["step_ended"])

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -30,9 +31,10 @@ from alpaca_ppo.ppo.rollouts import RolloutPasses
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.reward_function import merged
 from alpaca_ppo.rewards.scorer import Penalties, score_responses
+from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
-from alpaca_ppo.trainer.evaluation import Evaluator, Measure
-from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
+from alpaca_ppo.trainer.evaluation import Evaluator, Measure, evaluation_sampling_params
+from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector, add_tokens, evaluated
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 Prompt = str | list[dict[str, Any]]
@@ -62,7 +64,8 @@ class RolloutTrainer(BaseTrainer):
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """Also those that answer training prompts for the report's inspector."""
-        inspectors: list[TrainerCallback] = [TrainingPromptInspector(self)] if self.args.num_inspected_prompts else []
+        follows = self.args.num_inspected_prompts and not self.eval_prompts and self.environments is None
+        inspectors: list[TrainerCallback] = [TrainingPromptInspector(self.answer_inspected_prompts)] if follows else []
         return [*inspectors, *super().built_in_callbacks()]
 
     def new_timers(self) -> metrics.Timers:
@@ -84,7 +87,7 @@ class RolloutTrainer(BaseTrainer):
             items = [self.train_prompts[i] for i in ids]
             chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
             prompts = self.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
-            self.sampler_check.before_training(self.collector, prompts, self.sampling_params)
+            self.sampler_check.before_training(prompts, self.sampling_params)
 
     def prompt_batches(self, step: int) -> list[PromptBatch]:
         """This rank's prompts of `step` (from 0): one batch, or an empty list if the step has fewer prompts than
@@ -151,9 +154,9 @@ class RolloutTrainer(BaseTrainer):
         measure: Measure | None = None,
     ) -> Rollouts:
         """The global rollouts of a step or an evaluation. `measure` adds tensors to this rank's scored samples."""
-        engine, n = self.updater.engine, sampling_params.num_return_sequences
+        n = sampling_params.num_return_sequences
         count = sum(len(batch["rows"]) for batch in prompt_batches)
-        prompts = self.collector.local_prompts(engine, prompt_batches, self.dummy_prompts)
+        prompts = self.collector.local_prompts(prompt_batches, self.dummy_prompts)
         local = None
         shown = self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline))
         with shown, self.preemption.rollout(can_stop=self.progress.is_current):
@@ -165,7 +168,7 @@ class RolloutTrainer(BaseTrainer):
                     baseline = self._generate_and_score(prompts, greedy)
                     add_baseline(rows, baseline, sequence_scores(baseline["rewards"]))
                 with self.timers.measure("logprobs"):
-                    rows |= self.collector.evaluate(engine, rows, passes, temperature=sampling_params.temperature)
+                    rows |= self.collector.evaluate(rows, passes, temperature=sampling_params.temperature)
             local = {key: value[: count * n] for key, value in rows.items() if count}
         rollouts = self.collector.gather(local, samples_per_prompt=n)
         failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count * n]
@@ -221,7 +224,7 @@ class RolloutTrainer(BaseTrainer):
             tensors with one entry per row, which are passed on to `_score` and the later hooks.
         """
         with self.run_log.bar.phase("sampling") as count_rows:
-            return self.collector.sample(self.updater.engine, prompts, sampling_params, self._episodes, count_rows)
+            return self.collector.sample(prompts, sampling_params, self._episodes, count_rows)
 
     def _score(self, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Scores finished responses with the run's reward sources.
@@ -259,10 +262,46 @@ class RolloutTrainer(BaseTrainer):
             if self.environments is not None:
                 # Those that draw their tasks from the global generators have the same ones each time.
                 seed_random_states(self.args.seed, self.accelerator.process_index)
-            stats = self.evaluator.evaluate()
+            self.evaluator.answers.clear()
+            stats: dict[str, float] = {}
+            for name in self.eval_prompts:
+                stats |= self._evaluate_set(name)
         stats["time/eval"] = sum(self.timers.seconds.values())
         self.counts, self.timers = of_step, timers
         return stats
+
+    def _evaluate_set(self, name: str) -> dict[str, float]:
+        """Evaluates the eval set `name` and writes its table."""
+        folder, prompts = f"eval/{name}" if name else "eval", self.eval_prompts[name]
+        params = evaluation_sampling_params(self.sampling_params, self.args)
+        batches, self.counts = self.collate(prompts, range(len(prompts))), RolloutCounts()
+        passes = RolloutPasses(with_critic=False, may_fail=True)
+        measure = self.evaluator.measure if self.collector.metric_scorer.sources else None
+        rollouts = self.sample_rollouts(batches, params, passes, measure)
+        own_prompts = partial(self.collector.local_prompts, batches, self.dummy_prompts)
+        table, stats = self.evaluator.evaluate(name, prompts, rollouts, own_prompts, params)
+        if name == next(iter(self.eval_prompts)):
+            add_tokens(self.collector, self.processing_class, rollouts, table)
+        self.run_log.log_table(folder, table, self.state.global_step)
+        return {f"{folder}/{metric}": value for metric, value in (stats | self.counts.logged_means()).items()}
+
+    def answer_inspected_prompts(self, step: int) -> None:
+        """Writes the table of the policy's greedy answers to the first `num_inspected_prompts` training prompts, which
+        are not scored: a reward function may count its calls, or cost money. The global random generators are left as
+        they were.
+        """
+        ids = range(min(self.args.num_inspected_prompts, len(self.train_prompts)))
+        batch = self.prompt_batch([self.train_prompts[i] for i in ids], ids)
+        params = replace(self.sampling_params, do_sample=False, num_return_sequences=1)
+        rollouts: Any = None
+        # A signal leaves the inner block, and `poll` raises on every rank if one of them was stopped.
+        with kept_random_states(), self.preemption.rollout(can_stop=self.progress.is_current):
+            samples = hook_checks.complete_samples(self._generate(batch, params), batch, params)
+            unscored = {"scores": torch.full((len(ids),), torch.nan)}
+            rollouts = samples | evaluated(self.collector, samples) | unscored
+        self.poll()
+        rows = rollout_tables.rollout_rows(rollouts, self.processing_class)
+        self.run_log.log_table("inspected", rollout_tables.with_columns(rows, self.train_prompts, self.args), step)
 
     def generate(
         self,
@@ -315,7 +354,7 @@ class RolloutTrainer(BaseTrainer):
         )
         items = [{"input_ids": own, "row": {}} for own in ids]
         batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)
-        samples = self.collector.sample(self.updater.engine, batch, params)
+        samples = self.collector.sample(batch, params)
         rows = zip(samples["responses"], samples["response_mask"], strict=True)
         answers = self.processing_class.batch_decode(
             [row[mask].tolist() for row, mask in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False

@@ -51,7 +51,7 @@ def samples_of(trainer):
 
 
 def evaluate(trainer, samples, **passes):
-    return trainer.collector.evaluate(trainer.updater.engine, samples, RolloutPasses(**passes), temperature=1.0)
+    return trainer.collector.evaluate(samples, RolloutPasses(**passes), temperature=1.0)
 
 
 def trainer_of(folder, **settings):

@@ -117,6 +117,10 @@ def scores(completions, **columns):
     return [0.0] * len(completions)
 
 
+def response(completions, **columns):
+    return [0.0] * len(completions)
+
+
 def two_answers(completions, **columns):
     return ["1", "2"]
 
@@ -128,7 +132,8 @@ def two_answers(completions, **columns):
         ({}, {"eval_dataset": {}}, "eval_dataset is an empty mapping"),
         ({}, {"eval_dataset": {"a": prompts(2).rename_column("prompt", "p")}}, "eval set 'a': the dataset has no col"),
         ({}, {"metric_funcs": 3}, "metric_funcs has 3, a int"),
-        ({}, {"metric_funcs": scores}, "metric_funcs has a function named 'scores', as another metric"),
+        ({}, {"metric_funcs": scores}, "metric_funcs has a function named 'scores'"),
+        ({}, {"metric_funcs": response}, "metric_funcs has a function named 'response'"),
         ({"eval_success_above": 1.0}, {}, "eval_success_above is 1.0, without effect"),
     ],
 )
