@@ -379,7 +379,7 @@ def first_ratio_off(history: History) -> Found | None:
     """Before the first optimizer step, the ratio of new and old policy is not 1."""
     recent, half = history.last("ppo/policy/first_ratio_error_max"), history.half_precision
     # bfloat16 may double the ratio of a single unlikely token; float32 rounds by 1e-5.
-    if not recent or recent[0] <= (3.0 if half else 0.01):
+    if not recent or recent[0] <= (3.0 if half else 1e-3):
         return None
     return found(recent[0] > 0.1 and not half, now=recent[0])
 

@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alpaca_ppo.config.modules import load_function
+from alpaca_ppo.evaluation.comparisons import FunctionJudge
+
 TOTAL = "scores"
 """The weighted sum of the reward sources."""
 RESERVED = (
@@ -31,7 +34,9 @@ class EvaluationSettings:
     compares: bool = False
     """Whether the responses are compared with another's."""
     judged_by: str | None = None
-    """One of `names`, if the higher value wins; None if something else judges."""
+    """One of `names`, if the higher value wins; None if `judge` decides."""
+    judge: FunctionJudge | None = None
+    """The user's function."""
 
 
 def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) -> EvaluationSettings:
@@ -43,7 +48,8 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
         metrics: names of the metric functions.
 
     Raises:
-        ValueError: if a metric function has the name of another metric, or an option names a value that there is not.
+        ValueError: if a metric function has the name of another metric, or an option names a value or a function that
+            there is not.
     """
     taken = {*RESERVED, *(f"{name}_se" for name in RESERVED)}
     for name in metrics:
@@ -55,7 +61,8 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
     if _full_name(args.eval_success_by, names) is None:
         raise ValueError(f"eval_success_by is {args.eval_success_by!r}; choose one of {', '.join(names)}")
     judge, scores = args.eval_judge, [name for name in names if name != "rewards"]
-    if _full_name(judge, scores) is None and ":" not in judge:
+    judged_by = _full_name(judge, scores)
+    if judged_by is None and ":" not in judge:
         raise ValueError(
             f"eval_judge is {judge!r}; use one of {', '.join(scores)}, module:function or file.py:function"
         )
@@ -68,7 +75,8 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
         success_above=args.eval_success_above,
         success_by=str(_full_name(args.eval_success_by, names)),
         compares=args.eval_opponent is not None,
-        judged_by=_full_name(judge, scores),
+        judged_by=judged_by,
+        judge=None if judged_by else FunctionJudge(load_function(judge, what="eval_judge"), name=judge),
     )
 
 

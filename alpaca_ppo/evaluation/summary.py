@@ -61,6 +61,8 @@ class ResponseRecord:
     """Index of its prompt in the eval set."""
     values: dict[str, float] = field(default_factory=dict)
     """By name (`EvaluationSettings.names`); NaN where a source returned None."""
+    response: str = ""
+    """Its text."""
     win: float | None = None
     """From 0 to 1, against the opponent's answer; None if nobody judged."""
     opponent: str | None = None

@@ -14,7 +14,6 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.functional import informative_rows
 from alpaca_ppo.ppo import hook_checks
-from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.types import Rollouts
 
@@ -43,9 +42,9 @@ def replace_uninformative(
     rollout: Callable[[list[int], int], Rollouts],
     *,
     args: PPOConfig,
-    counts: RolloutCounts,
-) -> Rollouts:
-    """The global rollouts of a step in which prompts without information are replaced, round by round.
+) -> tuple[Rollouts, dict[str, float]]:
+    """The global rollouts of a step in which prompts without information are replaced, round by round, and the metrics
+    of what was drawn.
 
     Each prompt that is not `informative` gives its place in the batch to a fresh prompt. A fresh prompt is never one
     that is in the batch as an informative one; it may be one that was replaced in an earlier round, if the dataset is
@@ -58,8 +57,8 @@ def replace_uninformative(
         prompts: draws fresh ones; moved on.
         rollout: returns the global rollouts of dataset indices; also called with the number of the round, from 1.
         args: of the run.
-        counts: of the step; what is done here is added.
     """
+    counts = dict.fromkeys(("objective/sampling_rounds", "objective/redrawn_prompts", "tokens/discarded"), 0.0)
     for sampling_round in range(1, args.dynamic_sampling + 1):
         differ = informative(rollouts, args)
         uninformative = list(_rows_by_prompt(rollouts["prompt_ids"][~differ]))
@@ -67,17 +66,19 @@ def replace_uninformative(
         fresh = prompts.draw(len(uninformative), without=kept)
         if not fresh:
             break
-        counts.sampling_rounds += 1
-        counts.redrawn_prompts += len(fresh)
+        counts["objective/sampling_rounds"] += 1
+        counts["objective/redrawn_prompts"] += len(fresh)
         new = rollout(fresh, sampling_round)
         hook_checks.check_rollouts(new)
         if "trained_rows" in new:
             scored = torch.isin(new["prompt_ids"], new["prompt_ids"][new["trained_rows"]])
             new = {key: value[scored] for key, value in new.items()}  # type: ignore
-        rollouts = _replace(rollouts, new, dict(zip(uninformative, fresh, strict=False)), counts)
-    counts.uninformative_prompts += len(rollouts["prompt_ids"][~informative(rollouts, args)].unique())
-    counts.extra_prompts += prompts.extra_prompts
-    return rollouts
+        rollouts, discarded = _replace(rollouts, new, dict(zip(uninformative, fresh, strict=False)))
+        counts["tokens/discarded"] += discarded
+    left = rollouts["prompt_ids"][~informative(rollouts, args)].unique()
+    counts["objective/uninformative_prompts"] = float(len(left))
+    counts["objective/extra_prompts"] = float(prompts.extra_prompts)
+    return rollouts, counts
 
 
 def _rows_by_prompt(prompt_ids: Tensor) -> dict[int, list[int]]:
@@ -88,8 +89,10 @@ def _rows_by_prompt(prompt_ids: Tensor) -> dict[int, list[int]]:
     return rows
 
 
-def _replace(rollouts: Rollouts, new: Rollouts, fresh: dict[int, int], counts: RolloutCounts) -> Rollouts:
-    """`rollouts` with the rows of each prompt of `fresh` replaced by those of its value in `new`, if it has any."""
+def _replace(rollouts: Rollouts, new: Rollouts, fresh: dict[int, int]) -> tuple[Rollouts, int]:
+    """`rollouts` with the rows of each prompt of `fresh` replaced by those of its value in `new`, if it has any, and
+    the number of tokens that were left out.
+    """
     count, new_rows = len(rollouts["prompt_ids"]), _rows_by_prompt(new["prompt_ids"])
     rows: list[int] = []
     for prompt, own in _rows_by_prompt(rollouts["prompt_ids"]).items():
@@ -100,6 +103,5 @@ def _replace(rollouts: Rollouts, new: Rollouts, fresh: dict[int, int], counts: R
             rows += own
     every: dict[str, Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
     discarded = sorted(set(range(len(every["prompt_ids"]))) - set(rows))
-    counts.discarded_tokens += int(every["response_mask"][discarded].sum())
     merged: Rollouts = {key: value[rows] for key, value in every.items()}  # type: ignore[assignment]
-    return merged
+    return merged, int(every["response_mask"][discarded].sum())

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,40 +30,6 @@ from alpaca_ppo.types import Rollouts
 
 ENTROPY_STEPS = 10
 """Steps between two whose metrics include entropies, which cost time."""
-
-
-@dataclass
-class RolloutCounts:
-    """What was sampled for a step and is not in its rollouts, over all ranks."""
-
-    sampling_rounds: int = 0
-    """Rounds of fresh prompts (`dynamic_sampling`)."""
-    redrawn_prompts: int = 0
-    """Fresh prompts in these rounds."""
-    discarded_tokens: int = 0
-    """Tokens of responses to prompts that fresh ones have replaced."""
-    uninformative_prompts: int = 0
-    """Prompts in the step's rollouts whose responses all have the same score."""
-    extra_prompts: int = 0
-    """How much further than by the step's own prompts the sequence of prompts has moved."""
-
-    logged: dict[str, list[float]] = field(default_factory=dict)
-    """Sum and number of the values of each metric that reward functions have logged."""
-
-    def stats(self, args: PPOConfig) -> dict[str, float]:
-        """The metrics of a step, as far as the options and the reward functions can change them."""
-        stats = self.logged_means()
-        if args.dynamic_sampling:
-            stats["objective/sampling_rounds"] = float(self.sampling_rounds)
-            stats["objective/redrawn_prompts"] = float(self.redrawn_prompts)
-            stats["objective/uninformative_prompts"] = float(self.uninformative_prompts)
-            stats["tokens/discarded"] = float(self.discarded_tokens)
-            stats["objective/extra_prompts"] = float(self.extra_prompts)
-        return stats
-
-    def logged_means(self) -> dict[str, float]:
-        """Of what reward functions have logged, the means: all that an evaluation counts, which replaces no prompts."""
-        return {f"reward/{name}": total / number for name, (total, number) in self.logged.items()}
 
 
 class Timers:

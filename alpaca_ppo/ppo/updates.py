@@ -36,7 +36,6 @@ from alpaca_ppo.ppo.minibatches import (
     trained_rows,
     upload,
 )
-from alpaca_ppo.ppo.mismatch import in_half_precision
 from alpaca_ppo.types import Rollouts
 
 LossHook = Callable[[Rollouts, ActorCriticOutputs], Terms]
@@ -84,7 +83,7 @@ class Updater:
         """The learning rates of the last optimizer step of the policy, and of that of the critic."""
         self.num_updates = 0
         """Optimizer steps taken by this object."""
-        self._ratio_warned = self._edges_warned = False
+        self._warned = False
 
     def micro_batches(self, rollouts: Rollouts, update: UpdateStep) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an optimizer step: as many on every rank, some of them without rows, perhaps.
@@ -230,23 +229,11 @@ class Updater:
         return None
 
     def warn(self, train_stats: Mapping[str, float]) -> None:
-        """Warns, once each, if the ratio is not 1 before the first update, and if returns lie outside the critic's
-        support.
-        """
-        # bfloat16 has 8 significant bits; float32 passes in other batches differ by rounding alone.
-        tolerance = 0.1 if in_half_precision(self.engine.actor_critic, self.accelerator) else 1e-3
-        error = train_stats.get("policy/first_ratio_error_max", 0.0)
-        if error > tolerance and not self._ratio_warned:
-            self._ratio_warned = True
-            warnings.warn(
-                f"before any update the policy's probability ratio deviates from 1 by {error:.3g} (tolerance "
-                f"{tolerance}): old and new log-probs disagree; docs/troubleshooting.md lists the causes",
-                stacklevel=3,
-            )
+        """Warns, once, if returns lie outside the critic's support."""
         outside = train_stats.get("val/outside_support", 0.0)
         # Probability mass at the edges is no problem in itself: returns may be 0 or 1 with the support [0, 1].
-        if outside > 0.01 and not self._edges_warned:
-            self._edges_warned = True
+        if outside > 0.01 and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"{outside:.1%} of the returns lie outside the critic's support, so the values are clipped; widen "
                 "value_support, or scale the reward down with reward_weights",

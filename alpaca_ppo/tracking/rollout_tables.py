@@ -1,7 +1,7 @@
 """Rollouts as JSON-ready rows for reading: text, scores, and the numbers of every token. Writing is in `run_log`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -84,20 +84,15 @@ def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any
     ]
 
 
-def with_columns(rows: Sequence[dict[str, Any]], prompts: Sequence[Any], args: Any) -> list[dict[str, Any]]:
-    """Returns `rows` with the `prompt_columns` of each one's prompt, which `prompts` (a `PromptDataset`) holds."""
-    columns = [prompt_columns(prompts[row["prompt_id"]]["row"], args.prompt_column) for row in rows]
-    return [{**row, **of_prompt} for row, of_prompt in zip(rows, columns, strict=True)]
-
-
-def prompt_columns(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]:
-    """Returns `columns`: the dataset's columns beside the prompt, such as the reference answer, as JSON values.
-
-    Nothing for a dataset without further columns. Of what JSON cannot hold, such as an image, only the type is shown.
+def add_columns(rows: Sequence[dict[str, Any]], prompts: Any, prompt_column: str) -> None:
+    """Adds to each of the `rows`, as `columns`, the dataset's columns beside the prompt, such as the reference answer,
+    as JSON values: of what JSON cannot hold, such as an image, the type. `prompts` is a `PromptDataset`.
     """
-    others = {name: value for name, value in row.items() if name not in ("prompt", prompt_column)}
-    plain = json.loads(json.dumps(others, default=lambda value: f"<{type(value).__name__}>"))
-    return {"columns": plain} if plain else {}
+    for row in rows:
+        of_prompt = prompts[row["prompt_id"]]["row"].items()
+        others = {name: value for name, value in of_prompt if name not in ("prompt", prompt_column)}
+        if others:
+            row["columns"] = json.loads(json.dumps(others, default=lambda value: f"<{type(value).__name__}>"))
 
 
 def rounded(value: float | Tensor) -> float:

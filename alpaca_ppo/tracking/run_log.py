@@ -108,22 +108,22 @@ class RunLog:
         self._begun = False
         self._trackers_of_user = bool(accelerator.trackers)
 
-    def begin(
-        self, config: dict[str, Any], provenance: dict[str, Any], *, step: int, last_line: int, lines: int
-    ) -> None:
+    def begin(self, config: dict[str, Any], provenance: dict[str, Any], *, step: int, lines: int) -> None:
         """Writes run.yaml, removes what a run that goes on after `step` writes again, and starts the trackers.
 
         Args:
             config: all options of the run, as plain values without credentials.
             provenance: where the run came from, for run.yaml alone.
             step: completed steps; -1 for a new run. Tables and skipped updates of later ones are removed.
-            last_line: the last step whose findings, and events in TensorBoard, are kept.
-            lines: of metrics.jsonl that are kept (`metrics_identity`).
+            lines: of metrics.jsonl that are kept (`metrics_identity`), and with them the findings up to the last of
+                these steps, and the events in TensorBoard.
         """
-        self._begun = True
+        self._begun, last_line = True, -1
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            _keep(self.output_dir / "metrics.jsonl", lines)
+            metrics = self.output_dir / "metrics.jsonl"
+            _keep(metrics, lines)
+            last_line = max((json.loads(line)["step"] for line in _lines(metrics)), default=-1)
             for name, last in (("findings.jsonl", last_line), ("skipped_updates.jsonl", step)):
                 path = self.output_dir / name
                 _keep(path, sum(json.loads(line)["step"] <= last for line in _lines(path)))

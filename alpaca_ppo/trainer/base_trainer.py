@@ -30,7 +30,7 @@ from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.accelerator import hardware
 from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
-from alpaca_ppo.distributed.random_states import random_states, seed_random_states, set_random_states
+from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerCheck, SamplerMismatch
@@ -341,7 +341,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             self.run_record.config(self.args),
             self.run_record.provenance(hardware(self.accelerator), resumed_step=step),
             step=step,
-            last_line=step - (not self.progress.step_ended),
             lines=lines,
         )
         if folder is not None:
@@ -358,10 +357,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         )
         self._notify("on_train_begin")
         if not self._finished:
-            random = random_states()
-            with self.run_log.bar.phase("checking the sampler"):
+            with self.run_log.bar.phase("checking the sampler"), kept_random_states():
                 self.check_sampler()
-            set_random_states(random)
         if self.eval_prompts and self.progress.at_start:
             stats = self._evaluate()
             self.run_log.log(stats, 0)

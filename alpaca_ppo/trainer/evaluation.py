@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed import collectives
-from alpaca_ppo.evaluation.comparisons import REFERENCE, Comparison, FunctionJudge, compare, stored_answers
-from alpaca_ppo.evaluation.settings import make_settings
+from alpaca_ppo.evaluation.comparisons import REFERENCE, Comparison, compare, stored_answers
+from alpaca_ppo.evaluation.settings import EvaluationSettings
 from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
@@ -36,22 +35,13 @@ class Evaluator:
     """Evaluates responses to eval sets.
 
     Args:
+        settings: what is computed.
         collector: whose reference, reward sources and metric functions are used.
         processing_class: the policy's tokenizer.
-        say: called with what could not be measured.
-
-    Raises:
-        ValueError: as `make_settings`; also if the function that `eval_judge` names cannot be loaded.
     """
 
-    def __init__(self, collector: RolloutCollector, processing_class: Any, say: Callable[[str], Any]) -> None:
-        self._collector, self._processing_class, self._say = collector, processing_class, say
-        self._args = collector.args
-        self.settings = make_settings(self._args, sources=collector.scorer.names, metrics=collector.metric_scorer.names)
-        self._judge: FunctionJudge | None = None
-        if self.settings.compares and self.settings.judged_by is None:
-            judge = self._args.eval_judge
-            self._judge = FunctionJudge(load_function(judge, what="eval_judge"), name=judge)
+    def __init__(self, settings: EvaluationSettings, collector: RolloutCollector, processing_class: Any) -> None:
+        self.settings, self._collector, self._processing_class = settings, collector, processing_class
         self._opponents: dict[str, list[tuple[str, float]]] = {}
         """The opponent's answer to each prompt of an eval set, with its score: the same ones for the whole run."""
         self.answers: list[dict[str, Any]] = []
@@ -75,24 +65,23 @@ class Evaluator:
             params: how the rollouts were sampled.
         """
         stats, rollouts = metrics.evaluation_stats(rollouts), with_reward(rollouts)
-        records, texts = self._records(rollouts), response_texts(self._processing_class, rollouts)[1]
+        records = self._records(rollouts)
         if self.settings.compares:
             if eval_set not in self._opponents:
                 self._opponents[eval_set] = self._opponent(prompts, own_prompts, params)
-            self._compare(prompts, records, texts, self._opponents[eval_set])
+            self._compare(prompts, records, self._opponents[eval_set])
         table = rollout_tables.evaluation_rows(rollouts, self._processing_class)
-        for entry, record, text in zip(table, records, texts, strict=True):
-            row, columns = prompts[record.prompt_id]["row"], self._columns(record)
-            entry |= columns | rollout_tables.prompt_columns(row, self._args.prompt_column)
-            answer = {"prompt": row["prompt"], "response": text, "set": eval_set}
+        for entry, record in zip(table, records, strict=True):
+            columns, prompt = self._columns(record), prompts[record.prompt_id]["row"]["prompt"]
+            entry |= columns
+            answer = {"prompt": prompt, "response": record.response, "set": eval_set}
             self.answers.append(answer | {"scores": rollout_tables.rounded(record.values["scores"])} | columns)
+        rollout_tables.add_columns(table, prompts, self._collector.args.prompt_column)
         return table, summarize(records, self.settings) | stats
 
     def measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """`metrics` (B, metrics), NaN where a function returned None or failed."""
         scored = self._collector.metric_scorer(**scorer_arguments(self._processing_class, samples, rows)).by_source
-        for failure in self._collector.metric_scorer.pop_failures():
-            self._say(f"not measured: {failure}")
         return {"metrics": torch.stack(list(scored.values()), dim=1)}
 
     def _records(self, rollouts: Rollouts) -> list[ResponseRecord]:
@@ -100,10 +89,10 @@ class Evaluator:
         columns = [rollouts["scores"].unsqueeze(1), sequence_scores(rollouts["rewards"]).unsqueeze(1)]
         columns += [rollouts["scores_by_source"], *([found["metrics"]] if "metrics" in found else [])]
         values = torch.cat([column.double() for column in columns], dim=1).tolist()
-        names = self.settings.names
+        names, texts = self.settings.names, response_texts(self._processing_class, rollouts)[1]
         return [
-            ResponseRecord(prompt, dict(zip(names, row, strict=True)))
-            for prompt, row in zip(rollouts["prompt_ids"].tolist(), values, strict=True)
+            ResponseRecord(prompt, dict(zip(names, row, strict=True)), text)
+            for prompt, row, text in zip(rollouts["prompt_ids"].tolist(), values, texts, strict=True)
         ]
 
     def _columns(self, record: ResponseRecord) -> dict[str, Any]:
@@ -115,26 +104,19 @@ class Evaluator:
         return shown | ({"opponent": record.opponent, "win": record.win} if self.settings.compares else {})
 
     def _compare(
-        self,
-        prompts: PromptDataset,
-        records: Sequence[ResponseRecord],
-        texts: Sequence[str],
-        opponent: Sequence[tuple[str, float]],
+        self, prompts: PromptDataset, records: Sequence[ResponseRecord], opponent: Sequence[tuple[str, float]]
     ) -> None:
-        """Sets the win, the opponent's answer and the difference in length of each of the `records`, whose responses
-        are `texts`.
-        """
-        pairs = []
-        for record, text in zip(records, texts, strict=True):
+        """Sets the win, the opponent's answer and the difference in length of each of the `records`."""
+        pairs, judge = [], self.settings.judge
+        for record in records:
             record.opponent, theirs = opponent[record.prompt_id]
-            record.length_difference = float(len(text) - len(record.opponent))
+            record.length_difference = float(len(record.response) - len(record.opponent))
             if self.settings.judged_by is None:
                 columns = dict(prompts[record.prompt_id]["row"])
-                pairs.append(Comparison(columns.pop("prompt"), text, record.opponent, columns))
+                pairs.append(Comparison(columns.pop("prompt"), record.response, record.opponent, columns))
             else:
                 mine = record.values[self.settings.judged_by]
                 record.win = None if math.isnan(mine + theirs) else compare(mine, theirs)
-        judge = self._judge
         if judge is not None and pairs:
             wins = collectives.on_main_process(lambda: judge(pairs), self._collector.accelerator)
             for record, win in zip(records, wins, strict=True):
@@ -146,7 +128,7 @@ class Evaluator:
         """The opponent's answer to each of `prompts`, with what the judging score gives it: NaN where it fails or
         returns None, and without one.
         """
-        name, opponent = self.settings.judged_by, str(self._args.eval_opponent)
+        name, opponent = self.settings.judged_by, str(self._collector.args.eval_opponent)
         rows, accelerator = [prompts[i]["row"] for i in range(len(prompts))], self._collector.accelerator
         if opponent == REFERENCE:
             answers = self._in_order(self._reference_answers(own_prompts(), params), len(rows))
@@ -193,7 +175,7 @@ class Evaluator:
                 replace(params, num_return_sequences=1),
                 # A sampler with weights of its own has those of the policy.
                 backend="auto" if collector.backend.has_own_weights else collector.backend,
-                per_device_batch_size=self._args.rollout_per_device_batch_size,
+                per_device_batch_size=collector.args.rollout_per_device_batch_size,
             )
         return list(zip(*response_texts(self._processing_class, samples), strict=True))
 

@@ -115,7 +115,7 @@ class PPOTrainer(RolloutTrainer):
         args = preflight.check_config_class(args)
         preflight.check_output_dir(args)
         kinds = make_kinds(tools, environment_factory)
-        preflight.check_evaluation(args, reward_funcs, metric_funcs, kinds)
+        evaluation = preflight.check_evaluation(args, reward_funcs, metric_funcs, kinds)
         # A subclass that scores in another way may give the functions more than the dataset has.
         if type(self)._score is PPOTrainer._score:
             preflight.check_reward_columns(train_dataset, eval_dataset, reward_funcs, metric_funcs, kinds)
@@ -166,7 +166,7 @@ class PPOTrainer(RolloutTrainer):
         self.has_own_schedule = optimizers[1] is not None
         self.collector.prepare_frozen_models()
         self.run_log = RunLog(self.accelerator, args)
-        self.evaluator = Evaluator(self.collector, self.processing_class, self.run_log.message)
+        self.evaluator = Evaluator(evaluation, self.collector, self.processing_class)
         self.sampler_check = SamplerCheck(self.collector, answered=answered, report=self.run_log.message)
         self.kl_controller = KLController(
             args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon
@@ -299,14 +299,14 @@ class PPOTrainer(RolloutTrainer):
         """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them. `kl_controller`
         then sets `kl_coef` for the next step.
         """
-        counts, self.counts = self.counts, metrics.RolloutCounts()
         stats = {
             "objective/kl_coef": self.kl_controller.value,
             **self.updater.learning_rates.stats(),
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **metrics.advantage_stats(rollouts, self.args),
             **self.sampler_check.stats(rollouts),
-            **counts.stats(self.args),
+            **self.logged_means(),
+            **self.drawn_stats,
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         timers, self.timers = self.timers, self.new_timers()
@@ -324,7 +324,7 @@ class PPOTrainer(RolloutTrainer):
         step, rollouts, self._last_rollouts = self.state.global_step, self._last_rollouts, None
         if rollouts is not None and self.args.num_logged_rollouts:
             rows = logged_rollouts(self.collector, self.processing_class, rollouts, step)
-            rows = rollout_tables.with_columns(rows, self.train_prompts, self.args)
+            rollout_tables.add_columns(rows, self.train_prompts, self.args.prompt_column)
             self.run_log.log_table("rollouts", rows, step)
         if rollouts is not None and samples_are_due(step):
             self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)

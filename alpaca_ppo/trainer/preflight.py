@@ -27,7 +27,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
 from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
 from alpaca_ppo.estimate_memory.fake_models import without_weights
-from alpaca_ppo.evaluation.settings import make_settings
+from alpaca_ppo.evaluation.settings import EvaluationSettings, make_settings
 from alpaca_ppo.rewards.batch import OF_EPISODES
 from alpaca_ppo.rewards.build import check_columns, source_names
 from alpaca_ppo.tracking.run_log import tracker_names
@@ -163,20 +163,19 @@ def checked_hub_id(name: str | None) -> str:
     return str(name)
 
 
-def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kinds: Kinds | None = None) -> None:
-    """Checks that evaluations can compute what the options ask for, from the names that the sources will have.
+def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kinds: Kinds) -> EvaluationSettings:
+    """What evaluations compute from the values of the sources, by the names that these will have.
 
     Raises:
         ValueError: as `make_settings`, for an entry that is no source, and for an opponent in conversations.
     """
-    if args.eval_opponent is not None and any(kind.answers for kind in (kinds or {}).values()):
+    if args.eval_opponent is not None and any(kind.answers for kind in kinds.values()):
         raise ValueError(
             f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "
             "conversations have several; leave it out, and compare the rewards of two evaluations"
         )
     sources = [*source_names(reward_funcs), *([REWARD_ADAPTER] if args.reward_adapter else [])]
-    metrics = source_names(metric_funcs)
-    make_settings(args, sources=[*sources, *rewarding_classes(kinds or {})], metrics=metrics)
+    return make_settings(args, sources=[*sources, *rewarding_classes(kinds)], metrics=source_names(metric_funcs))
 
 
 def check_reward_columns(

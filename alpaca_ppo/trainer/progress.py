@@ -71,15 +71,14 @@ class TrainProgress:
         set_random_states(self._random)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs. If not `is_current`, only completed steps are included."""
-        step, current = self._state.global_step, self.is_current
+        """What a resumed run needs of the completed steps."""
         return {
-            "step": step,
+            "step": self._state.global_step,
             "learning_rates": list(self._updater.learning_rates),
-            "stats": self.stats if current else {},
-            "step_ended": self.step_ended if current else True,
+            "stats": self.stats,
+            "step_ended": self.step_ended,
             "skipped_updates": self.skipped_updates,
-            "extra_prompts": self.extra_prompts(step),
+            "extra_prompts": self.extra_prompts(self._state.global_step),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

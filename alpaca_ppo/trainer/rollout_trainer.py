@@ -24,7 +24,6 @@ from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models.loading import check_lengths
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
-from alpaca_ppo.ppo.metrics import RolloutCounts
 from alpaca_ppo.ppo.minibatches import add_baseline, leave_out_failures
 from alpaca_ppo.ppo.mismatch import spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutPasses
@@ -53,7 +52,11 @@ class RolloutTrainer(BaseTrainer):
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
         """Also sets up what a rollout records and how it is interrupted."""
         super().set_up_run(callbacks)
-        self.timers, self.counts = self.new_timers(), RolloutCounts()
+        self.timers = self.new_timers()
+        self.drawn_stats: dict[str, float] = {}
+        """The metrics of what `dynamic_sampling` has drawn in this step."""
+        self.logged: dict[str, list[float]] = {}
+        """Sum and number of the values of each metric that reward functions have logged since the last step."""
         self._episodes: Episodes | None = None
         scorer, metric_scorer = self.collector.scorer, self.collector.metric_scorer
         metric_scorer.logged = scorer.logged
@@ -109,8 +112,8 @@ class RolloutTrainer(BaseTrainer):
         if not self.args.dynamic_sampling:
             return rollouts
         prompts = self.step_prompts(self.state.global_step)
-        rollouts = replace_uninformative(rollouts, prompts, self._redraw, args=self.args, counts=self.counts)
-        self.progress.drawn[self.state.global_step] = self.counts.extra_prompts
+        rollouts, self.drawn_stats = replace_uninformative(rollouts, prompts, self._redraw, args=self.args)
+        self.progress.drawn[self.state.global_step] = prompts.extra_prompts
         return rollouts
 
     def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
@@ -179,8 +182,13 @@ class RolloutTrainer(BaseTrainer):
             if report:
                 self.run_log.message(report)
         of_ranks = collectives.gather_list(self.collector.scorer.logged.pop(), self.accelerator)
-        self.counts.logged = merged([self.counts.logged, *of_ranks])
+        self.logged = merged([self.logged, *of_ranks])
         return rollouts
+
+    def logged_means(self) -> dict[str, float]:
+        """The means of what reward functions have logged on all ranks since the last call."""
+        logged, self.logged = self.logged, {}
+        return {f"reward/{name}": total / number for name, (total, number) in logged.items()}
 
     def _generate_and_score(
         self, prompts: PromptBatch, sampling_params: SamplingParams, measure: Measure | None = None
@@ -255,9 +263,9 @@ class RolloutTrainer(BaseTrainer):
         """
         if not self.eval_prompts:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
-        # What a training loop of one's own has dropped so far is for the step's record.
-        of_step, timers = self.counts, self.timers
-        self.timers = self.new_timers()
+        # What a training loop of one's own has measured so far is for the step's record.
+        of_step, timers = self.logged, self.timers
+        self.logged, self.timers = {}, self.new_timers()
         with self.run_lock.held(), kept_random_states():
             if self.environments is not None:
                 # Those that draw their tasks from the global generators have the same ones each time.
@@ -267,23 +275,24 @@ class RolloutTrainer(BaseTrainer):
             for name in self.eval_prompts:
                 stats |= self._evaluate_set(name)
         stats["time/eval"] = sum(self.timers.seconds.values())
-        self.counts, self.timers = of_step, timers
+        self.logged, self.timers = of_step, timers
         return stats
 
     def _evaluate_set(self, name: str) -> dict[str, float]:
         """Evaluates the eval set `name` and writes its table."""
         folder, prompts = f"eval/{name}" if name else "eval", self.eval_prompts[name]
         params = evaluation_sampling_params(self.sampling_params, self.args)
-        batches, self.counts = self.collate(prompts, range(len(prompts))), RolloutCounts()
-        passes = RolloutPasses(with_critic=False, may_fail=True)
+        batches, passes = self.collate(prompts, range(len(prompts))), RolloutPasses(with_critic=False, may_fail=True)
         measure = self.evaluator.measure if self.collector.metric_scorer.sources else None
         rollouts = self.sample_rollouts(batches, params, passes, measure)
+        for failure in self.collector.metric_scorer.pop_failures():
+            self.run_log.message(f"not measured: {failure}")
         own_prompts = partial(self.collector.local_prompts, batches, self.dummy_prompts)
         table, stats = self.evaluator.evaluate(name, prompts, rollouts, own_prompts, params)
         if name == next(iter(self.eval_prompts)):
             add_tokens(self.collector, self.processing_class, rollouts, table)
         self.run_log.log_table(folder, table, self.state.global_step)
-        return {f"{folder}/{metric}": value for metric, value in (stats | self.counts.logged_means()).items()}
+        return {f"{folder}/{metric}": value for metric, value in (stats | self.logged_means()).items()}
 
     def answer_inspected_prompts(self, step: int) -> None:
         """Writes the table of the policy's greedy answers to the first `num_inspected_prompts` training prompts, which
@@ -301,7 +310,8 @@ class RolloutTrainer(BaseTrainer):
             rollouts = samples | evaluated(self.collector, samples) | unscored
         self.poll()
         rows = rollout_tables.rollout_rows(rollouts, self.processing_class)
-        self.run_log.log_table("inspected", rollout_tables.with_columns(rows, self.train_prompts, self.args), step)
+        rollout_tables.add_columns(rows, self.train_prompts, self.args.prompt_column)
+        self.run_log.log_table("inspected", rows, step)
 
     def generate(
         self,

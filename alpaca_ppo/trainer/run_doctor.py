@@ -43,15 +43,8 @@ class RunDoctor(TrainerCallback):
         self.doctor = Doctor(history, known)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Examines the run after a step."""
-        self._examine(context["metrics"], state, control)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Examines the run after an evaluation."""
-        self._examine(context["metrics"], state, control)
-
-    def _examine(self, metrics: Any, state: Any, control: Any) -> None:
-        self.doctor.history.add(state.global_step, metrics)
+        """Examines the run after a step, or an evaluation."""
+        self.doctor.history.add(state.global_step, context["metrics"])
         if state.global_step == 0:
             # A run can only be ended after a step.
             return
@@ -69,3 +62,5 @@ class RunDoctor(TrainerCallback):
                     f"step {finding.step}: {finding.rule} is in stop_on ({', '.join(stop_on)}): the run ends here, "
                     "with a checkpoint. Resuming goes on from it, until there is another finding"
                 )
+
+    on_evaluate = on_step_end

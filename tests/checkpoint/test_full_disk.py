@@ -87,5 +87,5 @@ def test_a_metrics_line_cut_short_is_no_line_for_the_run_that_goes_on(tmp_path, 
         log.log({"a": 1.0}, 2)
     largest_file(resource.RLIM_INFINITY)
     assert len((tmp_path / "metrics.jsonl").read_bytes().split(b"\n")[-1]) == 5
-    make_log(tmp_path, begin={"step": 1, "last_line": 1, "lines": 1}).log({"a": 3.0}, 2)
+    make_log(tmp_path, begin={"step": 1, "lines": 1}).log({"a": 3.0}, 2)
     assert [line["a"] for line in metric_lines(tmp_path)] == [1.0, 3.0]

@@ -166,7 +166,7 @@ def test_what_the_run_is_meant_to_be_is_no_finding(fault, settings):
         lambda t: {"objective/truncated_fraction": 1.0 if t % 5 else 0.89},
         lambda t: {"ppo/policy/approx_kl_k3": 0.09, "ppo/policy/clipfrac": 0.29},
         lambda t: {"mismatch/logprob_abs_mean": 0.001},
-        lambda t: {"ppo/policy/first_ratio_error_max": 0.01},
+        lambda t: {"ppo/policy/first_ratio_error_max": 0.001},
         lambda t: {"ppo/val/explained_variance": -0.3 if t % 20 else 0.1},
         lambda t: FLAT if t < 3 or 20 < t < 25 else {},
         # The fall of 0.4 is within 3 standard errors.

@@ -25,7 +25,7 @@ def test_a_source_is_meant_by_its_bare_name_and_a_metric_of_that_name_comes_firs
         SimpleNamespace(**ARGS | {"eval_success_by": "short"}), sources=["short"], metrics=["short"]
     )
     assert of_metric.success_by == "short" and of_metric.judged_by == "scores"
-    by_function = SimpleNamespace(**ARGS | {"eval_judge": "judges.py:gold"})
+    by_function = SimpleNamespace(**ARGS | {"eval_judge": "tests.trainer.test_evaluation:longer"})
     assert make_settings(by_function, sources=["gold"], metrics=[]).judged_by is None
     with pytest.raises(ValueError, match="eval_success_by is 'golden'; choose one of scores, rewards, scores/gold$"):
         make_settings(SimpleNamespace(**ARGS | {"eval_success_by": "golden"}), sources=["gold"], metrics=[])

@@ -8,7 +8,6 @@ import torch
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.ppo.dynamic_sampling import informative, replace_uninformative
-from alpaca_ppo.ppo.metrics import RolloutCounts
 
 ROUNDS = PPOConfig(dynamic_sampling=3, num_return_sequences=2)
 
@@ -41,20 +40,15 @@ class Prompts:
 
 def replaced(first, *rounds, prompts=None, max_rounds=5):
     """The prompts and scores after all rounds, what was asked for, and the counts."""
-    left, counts, prompts = list(rounds), RolloutCounts(), prompts or Prompts()
+    left, prompts = list(rounds), prompts or Prompts()
     given = []
 
     def rollout(fresh, number):
         given.append((fresh, number))
         return rows_of(left.pop(0))
 
-    result = replace_uninformative(
-        rows_of(first),
-        prompts,
-        rollout,
-        counts=counts,
-        args=replace(ROUNDS, dynamic_sampling=max_rounds),
-    )
+    args = replace(ROUNDS, dynamic_sampling=max_rounds)
+    result, counts = replace_uninformative(rows_of(first), prompts, rollout, args=args)
     found: dict[int, list[float]] = {}
     for prompt, score in zip(result["prompt_ids"].tolist(), result["scores"].tolist(), strict=True):
         found.setdefault(prompt, []).append(score)
@@ -72,19 +66,19 @@ def test_groups_without_spread_are_replaced_in_their_places_until_all_have_one()
     # The third time there is nothing left to replace.
     assert asked == [(2, [4]), (1, [10, 4]), (0, [10, 4, 12])]
     # Discarded: 1 + 1 + 3 + 3 tokens in the first round, 4 + 4 in the second.
-    assert counts == RolloutCounts(
-        sampling_rounds=2,
-        redrawn_prompts=3,
-        discarded_tokens=16,
-        uninformative_prompts=0,
-        extra_prompts=5,
-    )
+    assert counts == {
+        "objective/sampling_rounds": 2,
+        "objective/redrawn_prompts": 3,
+        "tokens/discarded": 16,
+        "objective/uninformative_prompts": 0,
+        "objective/extra_prompts": 5,
+    }
 
 
 def test_after_the_last_round_groups_without_spread_stay():
     found, given, _, counts = replaced({3: [1.0, 1.0], 4: [2.0, 0.0]}, {10: [2.0, 2.0]}, max_rounds=1)
     assert found == [(10, [2.0, 2.0]), (4, [2.0, 0.0])] and len(given) == 1
-    assert (counts.sampling_rounds, counts.uninformative_prompts) == (1, 1)
+    assert (counts["objective/sampling_rounds"], counts["objective/uninformative_prompts"]) == (1, 1)
 
 
 def test_gdpo_learns_from_scores_that_differ_in_a_source_that_counts():
@@ -108,7 +102,8 @@ def test_a_fresh_prompt_without_a_response_replaces_nothing():
     found, given, _, counts = replaced({3: [1.0, 1.0], 4: [1.0, 1.0]}, {11: [0.0, 2.0]}, {}, max_rounds=2)
     assert found == [(3, [1.0, 1.0]), (11, [0.0, 2.0])]
     assert given == [([10, 11], 1), ([12], 2)]
-    assert (counts.redrawn_prompts, counts.discarded_tokens, counts.uninformative_prompts) == (3, 2, 1)
+    assert (counts["objective/redrawn_prompts"], counts["tokens/discarded"]) == (3, 2)
+    assert counts["objective/uninformative_prompts"] == 1
 
 
 def test_a_prompt_that_is_drawn_for_the_place_of_another_is_in_the_batch_once():
@@ -124,14 +119,12 @@ def test_a_dataset_that_has_fewer_prompts_left_gives_those():
     step = schedule.prompts_of(0)
     spread = {prompt: [0.0, float(prompt == step.indices[0])] for prompt in step.indices}
     again = {prompt: [0.0, 1.0] for prompt in step.indices[1:]}
-    counts = RolloutCounts()
-    result = replace_uninformative(
+    result, counts = replace_uninformative(
         rows_of(spread),
         step,
         lambda fresh, number: rows_of({p: again[p] for p in fresh}),
         args=replace(ROUNDS, dynamic_sampling=9),
-        counts=counts,
     )
-    assert counts.sampling_rounds == 1 and result["scores"].tolist() == [0.0, 1.0] * 3
+    assert counts["objective/sampling_rounds"] == 1 and result["scores"].tolist() == [0.0, 1.0] * 3
     # All three of the next epoch, of which the one in the batch is passed over.
-    assert counts.extra_prompts in (2, 3)
+    assert counts["objective/extra_prompts"] in (2, 3)

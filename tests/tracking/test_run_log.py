@@ -14,7 +14,7 @@ from alpaca_ppo.tracking.run_log import MAX_ROWS, RunLog, check_metrics, metrics
 from tests.tiny_runs import tiny_config
 
 CONFIG = {"seed": 42, "report_to": ["tensorboard"], "run_name": None, "learning_rate": 1e-06}
-NEW = {"step": -1, "last_line": -1, "lines": 0}
+NEW = {"step": -1, "lines": 0}
 
 
 def make_log(folder, report_to=("none",), begin=NEW, **options):
@@ -70,7 +70,7 @@ def test_a_resumed_run_keeps_what_it_had_written_byte_for_byte(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "x": 0.7')  # killed in the middle of a line
     # Step 3 has been trained, but it was interrupted before its line was written.
-    resumed = make_log(tmp_path, begin={"step": 3, "last_line": 2, "lines": identity["lines"]})
+    resumed = make_log(tmp_path, begin={"step": 3, "lines": identity["lines"]})
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [0, 1, 2]
     for name, kept in (("findings", [0, 1, 2]), ("skipped_updates", [0, 1, 2, 3])):
         text = (tmp_path / f"{name}.jsonl").read_text()
@@ -144,10 +144,10 @@ def test_tensorboard_gets_metrics_and_configuration(tmp_path):
     assert "    learning_rate: 1.0e-06" in text(events, "run.yaml")
 
 
-@pytest.mark.parametrize(("last_line", "steps"), [(2, [1, 2, 3]), (-1, [3])])
-def test_tensorboard_hides_the_steps_that_a_resumed_or_new_run_removes(tmp_path, last_line, steps):
+@pytest.mark.parametrize(("kept", "steps"), [(2, [1, 2, 3]), (0, [3])])
+def test_tensorboard_hides_the_steps_that_a_resumed_or_new_run_removes(tmp_path, kept, steps):
     for first, last in ((1, 4), (3, 3)):
-        begin = NEW if first == 1 else {"step": last_line, "last_line": last_line, "lines": 0}
+        begin = NEW if first == 1 else {"step": kept or -1, "lines": kept}
         log = make_log(tmp_path, ["tensorboard"], begin=begin)
         for step in range(first, last + 1):
             log.log({"x": step / 2}, step)

@@ -166,9 +166,10 @@ def test_fresh_prompts_whose_rewards_all_fail_replace_nothing(tmp_path):
     rollouts = with_advantages(trainer, trainer.prompt_batches(0))
     assert rollouts["prompt_ids"].tolist()[::2] == trainer.schedule.prompts_of(0).indices
     assert rollouts["scores"].tolist() == [0.0] * 12
-    counts = trainer.counts
-    assert (counts.sampling_rounds, counts.redrawn_prompts) == (2, 12) and rollouts["trained_rows"].all()
-    assert (counts.uninformative_prompts, counts.discarded_tokens, counts.extra_prompts) == (6, 0, 12)
+    counts = trainer.drawn_stats
+    assert counts["objective/sampling_rounds"] == 2 and counts["objective/redrawn_prompts"] == 12
+    assert counts["objective/uninformative_prompts"] == 6 and counts["tokens/discarded"] == 0
+    assert counts["objective/extra_prompts"] == 12 and rollouts["trained_rows"].all()
 
 
 def test_without_it_nothing_is_counted(tmp_path):

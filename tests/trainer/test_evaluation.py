@@ -168,9 +168,9 @@ def test_a_score_that_no_source_has_is_missed_before_a_model_is_loaded(settings,
 
 def test_the_reward_adapter_is_a_score_too(tmp_path):
     named = {"eval_success_by": "scores/reward_adapter", "eval_success_above": 0.0}
-    check_evaluation(PPOConfig(reward_adapter="org/adapter", **named), None, None)
+    check_evaluation(PPOConfig(reward_adapter="org/adapter", **named), None, None, {})
     with pytest.raises(ValueError, match="eval_success_by is 'scores/reward_adapter'; choose one of scores, rewards$"):
-        check_evaluation(PPOConfig(**named), [], None)
+        check_evaluation(PPOConfig(**named), [], None, {})
 
 
 def longer(prompts, completions, others, **columns):

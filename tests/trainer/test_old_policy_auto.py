@@ -57,7 +57,6 @@ def test_where_they_differ_by_more_than_rounding_every_step_recomputes(action, t
     assert recomputed(tmp_path) == [1] * 4 and "0.01 nats" in said
 
 
-@pytest.mark.filterwarnings("ignore:before any update")
 def test_a_resumed_run_keeps_the_decision_unless_what_it_depends_on_has_changed(tmp_path, monkeypatch, capsys):
     run = {**RUN, "save_steps": 1, "mismatch_action": "ignore"}
     tiny_trainer(tmp_path, **{**run, "total_episodes": 8}).train()

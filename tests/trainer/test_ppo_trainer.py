@@ -1,5 +1,7 @@
 """The trainer's arithmetic: what a step trains on, and that how it is cut does not matter."""
 
+import json
+
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -129,18 +131,18 @@ def test_a_critic_started_from_the_reward_model_predicts_its_score(tmp_path):
     assert torch.equal(reward_model.score.weight, before), "the reward model does not"
 
 
-def test_a_ratio_off_one_before_any_update_is_warned_of(tmp_path):
+def test_a_ratio_off_one_before_any_update_is_a_finding(tmp_path):
     class Drifting(PPOTrainer):
         def rollout(self, prompt_batches):
             rollouts = super().rollout(prompt_batches)
             rollouts["logprobs"] = rollouts["logprobs"] - 0.1 * rollouts["response_mask"]
             return rollouts
 
-    trainer = tiny_trainer(tmp_path, trainer_class=Drifting, mismatch_action="ignore")
-    with pytest.warns(UserWarning, match="deviates from 1 by 0.105"):
-        stats, _ = step_once(trainer)
+    tiny_trainer(tmp_path, trainer_class=Drifting, mismatch_action="ignore").train()
     # exp(0.1) - 1 = 0.10517
-    assert stats["ppo/policy/first_ratio_error_max"] == pytest.approx(0.10517, abs=1e-4)
+    assert metric_lines(tmp_path)[0]["ppo/policy/first_ratio_error_max"] == pytest.approx(0.10517, abs=1e-4)
+    findings = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    assert ("first_ratio_off", "error", 1) in [(each["rule"], each["severity"], each["step"]) for each in findings]
 
 
 def test_callbacks_hear_of_everything_and_can_stop_save_and_evaluate(tmp_path):
