@@ -153,7 +153,7 @@ def one_update(
     for batch in trainer.updater.micro_batches(rollouts, update):
         stats.add(trainer.updater.backward(batch, trainer.compute_policy_loss, trainer.compute_value_loss))
     applied = trainer.updater.apply(update, stats, check or (lambda measured: None))
-    return stats.reduce(trainer.accelerator, with_critic=trainer.critic_head is not None), applied
+    return stats.reduce(trainer.accelerator, with_critic=trainer.actor_critic.critic is not None), applied
 
 
 def loss_of(trainer: PPOTrainer, batch: Any) -> torch.Tensor:
@@ -161,7 +161,7 @@ def loss_of(trainer: PPOTrainer, batch: Any) -> torch.Tensor:
     sizes: dict[str, Any] = {"temperature": trainer.args.temperature, "chunk_size": trainer.args.logprob_chunk_size}
     outputs = trainer.model(*row_tensors(batch).values(), value_taus=batch.get("value_taus"), **sizes)
     loss, _ = trainer.compute_policy_loss(batch, outputs)
-    return loss if trainer.critic_head is None else loss + trainer.compute_value_loss(batch, outputs)[0]
+    return loss if trainer.actor_critic.critic is None else loss + trainer.compute_value_loss(batch, outputs)[0]
 
 
 def before_update(trainer: PPOTrainer, number: int, act: Callable[[], Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.config.fields import shown
+from alpaca_ppo.doctor.examination import read_lines
 
 REFERENCE = "reference"
 _COLUMN = "column:"
@@ -45,19 +46,10 @@ def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str
             f"eval_opponent is {opponent!r}, which is no file (relative paths count from {Path.cwd()}); use "
             f"{REFERENCE}, {_COLUMN}<name>, or a .jsonl file of alpaca-ppo evaluate"
         )
-    # At line feeds alone: an answer may hold other line breaks, such as U+2028, which JSON leaves as they are.
-    for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
-        try:
-            row = json.loads(line)
-            prompt, response = row["prompt"], row["response"]
-            if not isinstance(response, str):
-                raise TypeError("the response is not text")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"eval_opponent {path} line {number} is not a row with prompt and response: {type(error).__name__}: "
-                f"{error}"
-            ) from error
-        answers.setdefault(_key(prompt), response)
+    for row in read_lines(path, key="prompt"):
+        if not isinstance(row.get("response"), str):
+            raise ValueError(f"eval_opponent {path} has a row without a text as response: {row!r:.200}; add it")
+        answers.setdefault(_key(row["prompt"]), row["response"])
     for row in rows:
         key = _key(row["prompt"])
         if key not in answers:

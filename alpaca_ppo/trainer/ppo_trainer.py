@@ -26,7 +26,7 @@ from alpaca_ppo.environments.kinds import EnvironmentFactory, make_kinds
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.generation import make_backend
-from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, CriticHead, factory
+from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, factory
 from alpaca_ppo.models.loading import check_same_tokenizer, load_processing_class
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages
@@ -244,7 +244,7 @@ class PPOTrainer(RolloutTrainer):
                     self._record_skip(applied.fault, rollouts["prompt_ids"][update.rows].tolist())
                 if applied.stopped:
                     break
-            train_stats = stats.reduce(self.accelerator, with_critic=self.critic_head is not None)
+            train_stats = stats.reduce(self.accelerator, with_critic=self.actor_critic.critic is not None)
         self.updater.warn(train_stats)
         self.state.global_step = step + 1
         return train_stats
@@ -269,12 +269,6 @@ class PPOTrainer(RolloutTrainer):
         self.run_log.message(text)
 
     @property
-    def critic_head(self) -> CriticHead | None:
-        """The head of the critic, however the model is wrapped; None without a critic."""
-        critic = self.updater.engine.actor_critic.critic
-        return None if critic is None else critic.head
-
-    @property
     def in_critic_pretraining(self) -> bool:
         """Whether this step trains the critic alone, on Monte-Carlo returns."""
         return self.state.global_step < self.args.critic_pretraining_steps
@@ -292,8 +286,8 @@ class PPOTrainer(RolloutTrainer):
         """The same of the critic: its loss times `vf_coef`. It has a backward pass of its own if the critic shares no
         activations with the policy; `outputs` then has the critic's part only.
         """
-        assert self.critic_head is not None
-        return critic_terms(batch, outputs, self.critic_head, self.args)
+        assert self.actor_critic.critic is not None
+        return critic_terms(batch, outputs, self.actor_critic.critic.head, self.args)
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
         """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them. `kl_controller`

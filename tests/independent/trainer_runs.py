@@ -198,8 +198,8 @@ def _randomness(trainer: Any) -> Randomness:
         return [(update.key[2], update.rows) for update in plan_updates(rows, args, step, critic_only=True)]
 
     def taus(step: int, epoch: int, number: int) -> Tensor | None:
-        head = trainer.critic_head
-        return None if head is None else head.sample_taus(seeded_generator(args.seed, step, epoch, number))
+        critic = trainer.actor_critic.critic
+        return None if critic is None else critic.head.sample_taus(seeded_generator(args.seed, step, epoch, number))
 
     return Randomness(batches, critic_batches, taus)
 
