@@ -1,34 +1,39 @@
-"""`Evaluator`: what an evaluation makes of the responses to an eval set: their table, their metrics, and a comparison
-with those of `eval_opponent`.
+"""`EvaluatingTrainer`: the answers from which no step learns: of evaluations, of prompts followed through training, and
+of `generate`. `Evaluator` makes table and metrics of the answers to an eval set, and compares them with others.
 
-The statistics, judges and stored answers are in `evaluation`; `RolloutTrainer.evaluate` samples the responses.
+The statistics, judges and stored answers are in `evaluation`.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
-from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.data import PromptDataset, collate_prompts
+from alpaca_ppo.data.prompts import tokenize_prompts
 from alpaca_ppo.distributed import collectives
+from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
 from alpaca_ppo.evaluation.comparisons import REFERENCE, Comparison, compare, stored_answers
 from alpaca_ppo.evaluation.settings import EvaluationSettings
 from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
-from alpaca_ppo.ppo import metrics
+from alpaca_ppo.models.loading import check_lengths
+from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.minibatches import with_reward
-from alpaca_ppo.ppo.rollouts import RolloutCollector, sample_responses
+from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutPasses, sample_responses
 from alpaca_ppo.rewards.scorer import response_texts, scorer_arguments
 from alpaca_ppo.tracking import rollout_tables
+from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector, add_tokens, evaluated
+from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
-Measure = Callable[[Mapping[str, Tensor], list[dict[str, Any]]], dict[str, Tensor]]
-"""From this rank's samples and the dataset row of each to further tensors with one entry per row."""
+Prompt = str | list[dict[str, Any]]
 
 
 class Evaluator:
@@ -185,17 +190,147 @@ class Evaluator:
         return [parts[i % len(parts)][i // len(parts)] for i in range(count)]
 
 
-def evaluation_sampling_params(sampling_params: SamplingParams, args: PPOConfig) -> SamplingParams:
-    """How the policy is sampled in evaluation: greedy unless `eval_temperature`, with the same random numbers each
-    time.
-    """
-    return replace(
-        sampling_params,
-        seed=args.seed + 1,
-        step=0,
-        num_return_sequences=args.eval_num_samples,
-        temperature=args.eval_temperature or sampling_params.temperature,
-        do_sample=args.eval_temperature > 0,
-        top_k=args.eval_top_k,
-        top_p=args.eval_top_p,
-    )
+class EvaluatingTrainer(RolloutTrainer):
+    """The answers from which no step learns: of evaluations, of prompts followed through training, of `generate`."""
+
+    evaluator: Evaluator
+
+    def built_in_callbacks(self) -> list[TrainerCallback]:
+        """Also the one that answers training prompts for the report's inspector."""
+        follows = self.args.num_inspected_prompts and not self.eval_prompts and self.environments is None
+        inspectors: list[TrainerCallback] = [TrainingPromptInspector(self.answer_inspected_prompts)] if follows else []
+        return [*inspectors, *super().built_in_callbacks()]
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy (or sampled, `eval_temperature`) responses to the eval prompts: reward, length and KL to the reference
+        as `eval/*`, or `eval/<set>/*` of each of several eval sets; docs/evaluation.md has the rest.
+
+        If `failed_rewards: mask` leaves no response, all of them but `eval/masked_rows` are NaN.
+
+        Sampled evaluations use the same random numbers each time, so that differences come from the policy, and the
+        global random generators are left as they were. The table goes to eval/step_*.jsonl; called before `train`, it
+        does not replace one that a run with checkpoints has left there.
+
+        Raises:
+            ValueError: when the trainer has no eval dataset.
+        """
+        if not self.eval_prompts:
+            raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
+        # What a training loop of one's own has measured so far is for the step's record.
+        of_step, timers = self.logged, self.timers
+        self.logged, self.timers = {}, self.new_timers()
+        with self.run_lock.held(), kept_random_states():
+            if self.environments is not None:
+                # Those that draw their tasks from the global generators have the same ones each time.
+                seed_random_states(self.args.seed, self.accelerator.process_index)
+            self.evaluator.answers.clear()
+            stats: dict[str, float] = {}
+            for name in self.eval_prompts:
+                stats |= self._evaluate_set(name)
+        stats["time/eval"] = sum(self.timers.seconds.values())
+        self.logged, self.timers = of_step, timers
+        return stats
+
+    def _evaluate_set(self, name: str) -> dict[str, float]:
+        """Evaluates the eval set `name` and writes its table."""
+        folder, prompts = f"eval/{name}" if name else "eval", self.eval_prompts[name]
+        args, of_step = self.args, self.sampling_params
+        # The same random numbers each time, whatever the step.
+        params = replace(
+            of_step,
+            seed=args.seed + 1,
+            step=0,
+            num_return_sequences=args.eval_num_samples,
+            temperature=args.eval_temperature or of_step.temperature,
+            do_sample=args.eval_temperature > 0,
+            top_k=args.eval_top_k,
+            top_p=args.eval_top_p,
+        )
+        batches, passes = self.collate(prompts, range(len(prompts))), RolloutPasses(with_critic=False, may_fail=True)
+        measure = self.evaluator.measure if self.collector.metric_scorer.sources else None
+        rollouts = self.sample_rollouts(batches, params, passes, measure)
+        for failure in self.collector.metric_scorer.pop_failures():
+            self.run_log.message(f"not measured: {failure}")
+        own_prompts = partial(self.collector.local_prompts, batches, self.dummy_prompts)
+        table, stats = self.evaluator.evaluate(name, prompts, rollouts, own_prompts, params)
+        if name == next(iter(self.eval_prompts)):
+            add_tokens(self.collector, self.processing_class, rollouts, table)
+        self.run_log.log_table(folder, table, self.state.global_step)
+        return {f"{folder}/{metric}": value for metric, value in (stats | self.logged_means()).items()}
+
+    def answer_inspected_prompts(self, step: int) -> None:
+        """Writes the table of the policy's greedy answers to the first `num_inspected_prompts` training prompts, which
+        are not scored: a reward function may count its calls, or cost money. The global random generators are left as
+        they were.
+        """
+        ids = range(min(self.args.num_inspected_prompts, len(self.train_prompts)))
+        batch = self.prompt_batch([self.train_prompts[i] for i in ids], ids)
+        params = replace(self.sampling_params, do_sample=False, num_return_sequences=1)
+        rollouts: Any = None
+        # A signal leaves the inner block, and `poll` raises on every rank if one of them was stopped.
+        with kept_random_states(), self.preemption.rollout(can_stop=self.progress.is_current):
+            samples = hook_checks.complete_samples(self._generate(batch, params), batch, params)
+            unscored = {"scores": torch.full((len(ids),), torch.nan)}
+            rollouts = samples | evaluated(self.collector, samples) | unscored
+        self.poll()
+        rows = rollout_tables.rollout_rows(rollouts, self.processing_class)
+        rollout_tables.add_columns(rows, self.train_prompts, self.args.prompt_column)
+        self.run_log.log_table("inspected", rows, step)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        num_return_sequences: int = 1,
+        do_sample: bool = True,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[list[str]]:
+        """Returns the policy's answers to each prompt as text, as it is now; nothing is scored or recorded.
+
+        The same seed gives the same answers, and no random number of the run is touched. Each process samples what it
+        is given: under DDP and ZeRO 1 or 2 one of them may call this alone, under ZeRO 3 all must, with the same
+        prompts.
+
+        Args:
+            prompts: one prompt or several: texts, or conversations (lists of messages), to which the chat template is
+                applied.
+            num_return_sequences: answers to each prompt.
+            do_sample: False takes the most likely token each time.
+            max_new_tokens: tokens of an answer; None = `response_len`.
+            temperature: None = that of the run.
+            top_k: sample from the k most likely tokens only.
+            top_p: sample only from the most likely tokens that together reach this probability.
+            seed: of the random numbers.
+
+        Raises:
+            ValueError: if there are no prompts, texts and conversations are mixed, a prompt has no tokens, prompt and
+                response are longer than the model's positions, or a number is outside its range.
+        """
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
+        texts: list[Any] = [prompts] if one else list(prompts)
+        if not texts or any(type(text) is not type(texts[0]) for text in texts):
+            raise ValueError(
+                f"prompts is {texts!r:.200}; give at least one, and either texts or conversations (lists of messages)"
+            )
+        lengths = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        given: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
+        given |= {"num_return_sequences": num_return_sequences, "do_sample": do_sample, "seed": seed}
+        params = replace(self.sampling_params, step=0, sampling_round=0, **given)
+        ids = tokenize_prompts(texts, self.processing_class, self.args.chat_template_kwargs)
+        query_len = max(map(len, ids))
+        check_lengths(
+            self.actor_critic.policy.model.config,
+            {"the prompt": query_len, "max_new_tokens": params.max_new_tokens},
+        )
+        items = [{"input_ids": own, "row": {}} for own in ids]
+        batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)
+        samples = self.collector.sample(batch, params)
+        rows = zip(samples["responses"], samples["response_mask"], strict=True)
+        answers = self.processing_class.batch_decode(
+            [row[mask].tolist() for row, mask in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return [answers[i : i + num_return_sequences] for i in range(0, len(answers), num_return_sequences)]

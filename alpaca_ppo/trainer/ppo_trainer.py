@@ -45,15 +45,14 @@ from alpaca_ppo.tracking.console import samples_are_due
 from alpaca_ppo.tracking.run_log import RunLog
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer import preflight, setup
-from alpaca_ppo.trainer.evaluation import Evaluator
+from alpaca_ppo.trainer.evaluation import EvaluatingTrainer, Evaluator
 from alpaca_ppo.trainer.inspected_prompts import logged_rollouts
-from alpaca_ppo.trainer.rollout_trainer import RolloutTrainer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]
 
 
-class PPOTrainer(RolloutTrainer):
+class PPOTrainer(EvaluatingTrainer):
     """Trains a causal language model with PPO and a critic against any reward.
 
     Args:
