@@ -4,7 +4,6 @@ The options that decide what is learned are compared with the independent PPO (`
 for a case of each). `make cut-options` cuts the wiring of one option after the other, and its tests must fail.
 """
 
-import ast
 from pathlib import Path
 
 from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments
@@ -15,6 +14,7 @@ from tests.independent.test_cases import GROUPS, NOT_COMPARED
 TESTS = Path(__file__).parents[1]
 SHOWN = """
 adapters/test_adapter_runs.py
+  test_what_cannot_be_is_refused_with_the_remedy: load_in_4bit
   test_without_a_reference_there_is_no_kl: reference
   test_half_precision_bases_train_adapters_and_heads_in_float32: dtype
   test_recomputing_saves_activations_of_every_backbone: gradient_checkpointing
@@ -46,12 +46,10 @@ config/test_option_effects.py
     max_steps prompt_template report response_len rollout_per_device_batch_size step_per_device_batch_size total_epochs
   test_prompts_come_from_the_column_that_is_named: prompt_column
   test_the_chat_template_gets_the_arguments_of_the_run: chat_template_kwargs
-  test_truncate_tokens_end_a_response_from_truncate_after_on: truncate_after truncate_tokens
   test_bf16_computes_in_half_precision_and_keeps_the_weights: bf16
   test_the_command_takes_critic_and_prompts_from_where_it_is_told: dataset_train_split value_model_name_or_path
   test_the_command_makes_adapters_as_it_is_told: lora_alpha lora_r lora_target_modules
   test_a_micro_batch_has_at_most_as_many_tokens_as_it_may: max_tokens_per_micro_batch
-  test_four_bits_need_a_gpu: load_in_4bit
   test_a_reward_function_that_has_raised_is_called_again: reward_retries
   test_a_call_that_hangs_ends_the_run_after_the_time_that_it_may_take: tool_timeout
 config/test_parser.py
@@ -105,6 +103,7 @@ trainer/test_remote_rewards.py
 trainer/test_run_doctor.py
   test_a_constant_reward_ends_the_run_with_a_checkpoint: stop_on
 trainer/test_setup.py
+  test_a_turn_end_that_the_user_or_the_model_names_is_left_to_them: truncate_after truncate_tokens
   test_processes_wait_for_one_another_as_long_as_ddp_timeout_says: ddp_timeout
 trainer/test_skipped_updates.py
   test_a_skipped_update_leaves_no_trace_but_its_record: max_skipped_updates
@@ -153,11 +152,6 @@ def test_every_option_has_a_test_which_exists():
     }
     table = shown_in()
     assert names <= table.keys() and table.keys() <= noticed_by().keys()
-    for named in table.values():
+    for named in set(table.values()):
         file, test = named.split("::")
-        defined = ast.walk(ast.parse((TESTS.parent / file).read_text(encoding="utf-8")))
-        assert test in {node.name for node in defined if isinstance(node, ast.FunctionDef)}, named
-
-
-def test_there_are_at_most_125_options():
-    assert len(options_of(PPOConfig)) <= 125
+        assert f"\ndef {test}(" in (TESTS.parent / file).read_text(encoding="utf-8"), named

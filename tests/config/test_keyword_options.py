@@ -43,16 +43,6 @@ def test_whole_numbers_of_warm_up_steps_stay_integers(tmp_path):
     assert parsed(tmp_path, "{lr_scheduler_type: linear, warmup_steps: 0.25}").warmup_steps == 0.25
 
 
-@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
-def test_no_option_restricts_what_training_samples_from(tmp_path, name):
-    with pytest.raises((TypeError, ValueError), match=name):
-        PPOConfig(**{name: 0.9})
-    with pytest.raises(ValueError, match=name):
-        parsed(tmp_path, f"{name}: 0.9")
-    with pytest.raises(ValueError, match=name):
-        parsed(tmp_path, "seed: 1", f"--{name}", "0.9")
-
-
 @pytest.mark.parametrize("flags", [("--lora_target_modules", "all-linear"), ()])
 def test_all_linear_is_the_word_of_peft_in_file_and_flags(tmp_path, flags):
     text = "use_peft: true" if flags else "{use_peft: true, lora_target_modules: all-linear}"

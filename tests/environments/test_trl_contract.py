@@ -12,7 +12,7 @@ from tests.environments import trl_classes as trl
 from tests.environments.chat import chat_bytes
 from tests.environments.test_games import Recorder
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, tiny_trainer
+from tests.tiny_runs import tiny_trainer
 
 CHAT = chat_bytes()
 
@@ -91,36 +91,3 @@ def test_async_tools_exceptions_and_a_reward_function_of_the_environments(tmp_pa
     assert int(trainer.last["tool_failures"].sum()) == failures > 0
     rows = map(json.loads, (tmp_path / "rollouts/step_000001.jsonl").read_text().splitlines())
     assert {turn["role"] for row in rows for turn in row.get("turns", [])} == {"policy", "tool"}
-
-
-def test_a_column_chooses_between_environments_with_their_own_tools_and_rewards(tmp_path):
-    def call(value):
-        name = ("add", "letter")[value % 2]
-        arguments = {"add": {"a": value}, "letter": {"position": value}}
-        return {"name": name, "arguments": arguments[name]}
-
-    trainer = train(
-        tmp_path,
-        {"adder": trl.Adder, "judged": trl.Judged},
-        call,
-        train_dataset=trl.ROUTED,
-        reward_funcs=trl.adder_reward,
-    )
-    kinds, failures = [trl.ROUTED[i]["environment"] for i in trainer.last["prompt_ids"].tolist()], 0
-    for kind, score, (prompt, said, _) in zip(
-        kinds, trainer.last["scores"].tolist(), conversations(trainer), strict=True
-    ):
-        values = [value for value in said if value is not None]
-        if kind == "adder":
-            assert '"name": "add"' in prompt and "letter" not in prompt
-            sums, others = [value + 1 for value in values if value % 2 == 0], [v for v in values if v % 2]
-            assert score == sum(sums)
-        else:
-            assert '"name": "letter"' in prompt and '"add"' not in prompt and "user\nSpell alpaca." in prompt
-            letters, others = [value for value in values if value % 2], [v for v in values if v % 2 == 0]
-            assert abs(score - len(letters) / 10) < 1e-6
-        failures += len(others)
-    assert int(trainer.last["tool_failures"].sum()) == failures > 0
-    assert set(kinds) == {"adder", "judged"}
-    names = {key for key in metric_lines(tmp_path)[-1] if key.startswith("objective/scores/")}
-    assert names == {"objective/scores/adder_reward", "objective/scores/Judged"}

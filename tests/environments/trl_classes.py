@@ -43,46 +43,6 @@ class Vault:
         return self.code
 
 
-class Adder:
-    """No prompt and no reward of its own: only a tool with two arguments, of which one has a default."""
-
-    def reset(self, **kwargs) -> None:
-        self.sums = []
-
-    def add(self, a: int, b: int = 1) -> int:
-        """
-        Add two numbers.
-
-        Args:
-            a: The first.
-            b: The second.
-        """
-        self.sums.append(a + b)
-        return a + b
-
-
-class Judged:
-    """Its reward is async, as one that asks a judge is."""
-
-    def reset(self, word: str, **kwargs) -> str:
-        self.word, self.spelled = word, ""
-        return f"Spell {word}."
-
-    def letter(self, position: int) -> str:
-        """
-        Look a letter up.
-
-        Args:
-            position: From 0.
-        """
-        self.spelled += self.word[position % len(self.word)]
-        return self.spelled
-
-    async def get_reward(self) -> float:
-        await asyncio.sleep(0)
-        return len(self.spelled) / 10
-
-
 def multiply(a: int, b: int) -> int:
     """
     Multiplies two integers.
@@ -101,16 +61,9 @@ def vault_reward(environments, **kwargs) -> list[float]:
     return [environment.reward for environment in environments]
 
 
-def adder_reward(completions, environments, **kwargs):
-    return [float(sum(e.sums)) if isinstance(e, Adder) else None for e in environments]
-
-
 VAULTS = Dataset.from_dict(
     {
         "prompt": [[{"role": "user", "content": "Open the vault."}]] * 10,
         "code": [i % 4 for i in range(10)],
     }
-)
-ROUTED = Dataset.from_dict(
-    {"environment": ["adder", "judged"] * 5, "word": [None, "alpaca"] * 5},
 )
