@@ -170,14 +170,15 @@ class DeepSpeedEngine(Engine):
                     borrowed.data = borrowed.data.new_empty(0)
 
     @contextmanager
-    def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
+    def gathered_parameters(self, *parts: nn.Module | Tensor) -> Iterator[None]:
         import deepspeed
 
         if self.stage != 3:
             yield
             return
         self._drop_prefetched()
-        with deepspeed.zero.GatheredParameters([p for module in modules for p in module.parameters()]):
+        parameters = [p for part in parts for p in (part.parameters() if isinstance(part, nn.Module) else [part])]
+        with deepspeed.zero.GatheredParameters([p for p in parameters if isinstance(p, nn.Parameter)]):
             yield
 
     def _drop_prefetched(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
+from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, Policy
 
@@ -165,9 +166,27 @@ class Engine:
         yield (self.actor_critic.policy if policy is None else policy).model
 
     @contextmanager
-    def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
-        """A block in which every rank holds all parameters of `modules`. All ranks must enter it."""
+    def gathered_parameters(self, *parts: nn.Module | Tensor) -> Iterator[None]:
+        """A block in which every rank holds `parts`, tensors or all parameters of a module, whole. All ranks must enter
+        it.
+        """
         yield
+
+    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The name and the whole tensor, as the policy computes with it, of everything in the state dictionary of its
+        language model, tied weights once; with adapters, of the policy's adapter alone. All ranks must take all of
+        them. A tensor is empty once the next one is asked for, so that a rank holds only one beside its shards.
+        """
+        policy = self.actor_critic.policy
+        own = None if policy.adapters is None else {id(p) for p in policy.adapters.parameters_of(POLICY)}
+        given: set[int] = set()
+        for name, tensor in policy.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in given and (own is None or id(tensor) in own):
+                given.add(id(tensor))
+                with self.gathered_parameters(tensor):
+                    whole = tensor.detach()
+                    yield name, whole
+                    whole.data = whole.new_empty(0)
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors of policy and critic that a checkpoint saves, by name, unsharded: parameters and persistent

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.checkpoint.directory import HOLDER_FILE, LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
+from alpaca_ppo.estimate_memory.fake_models import LiveBytes  # noqa: E402
 from alpaca_ppo.models import trial  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import (  # noqa: E402
@@ -206,6 +208,28 @@ def resident_shares(trainer: PPOTrainer) -> dict[str, float]:
     return shares
 
 
+def published(trainer: PPOTrainer, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Whether `policy_weights` yields the policy's part of a checkpoint's `weights` on this rank, if it has them; the
+    bytes of its largest tensor, and by how many more than before are in memory while all that it has yielded is kept.
+    """
+    named = {name.removeprefix("policy.model."): tensor for name, tensor in weights.items() if "policy." in name}
+    expected = {name: tensor for name, tensor in named.items() if ".value." not in name}
+    live, kept, largest, more, same = LiveBytes(), [], 0, 0, True
+    live.track_all()
+    before = live.live
+    with live:
+        for name, whole in trainer.updater.engine.policy_weights():
+            kept.append(whole)
+            largest, tensor = max(largest, whole.nbytes), expected.pop(name)
+            same &= tensor.is_meta or torch.equal(whole.float(), tensor.to(whole.dtype).float())
+            # gloo's threads let go of the tensor before a little later.
+            deadline = time.monotonic() + 20
+            while live.live - before > whole.nbytes and time.monotonic() < deadline:
+                time.sleep(0.001)
+            more = max(more, live.live - before)
+    return {"same": same and not expected, "largest": largest, "more": more}
+
+
 def to_no_file(pickling: Callable[..., Any]) -> Callable[..., Any]:
     """`pickling` that refuses paths; ranks pickle what they tell one another."""
 
@@ -273,7 +297,7 @@ def train(trainer: PPOTrainer, output_dir: str, resume: bool | str | None) -> No
         trainer.train(resume_from_checkpoint=resume)
     weights = trainer.updater.engine.weights()
     state = trainer.state
-    reached = {"step": state.global_step, "best": state.best_global_step}
+    reached = {"step": state.global_step, "best": state.best_global_step, "published": published(trainer, weights)}
     (Path(output_dir) / f"reached_{trainer.accelerator.process_index}.json").write_text(json.dumps(reached))
     if trainer.accelerator.is_main_process:
         torch.save(weights, Path(output_dir) / "weights.pt")

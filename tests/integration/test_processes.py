@@ -149,6 +149,12 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
                 assert second[key] == expected, key
 
 
+def test_under_ddp_the_policy_s_weights_are_yielded_without_a_copy(runs):
+    files = list((runs / "two").glob("*/reached_*.json"))
+    published = [json.loads(file.read_text())["published"] for file in files]
+    assert len(published) > 2 and all(found["same"] and found["more"] == 0 for found in published)
+
+
 def test_prompts_are_redrawn_on_two_processes_as_on_one(runs):
     redrawn = [line["objective/redrawn_prompts"] for line in metric_lines(runs / "two/rloo")]
     assert len(redrawn) == 2 and 0 < redrawn[0] != redrawn[1] > 0

@@ -242,6 +242,14 @@ def test_the_final_folders_are_whole_and_those_of_one_process(stage, name, runs)
     assert_same_tensors(saved(runs / stage / name), saved(runs / "single" / name))
 
 
+@pytest.mark.parametrize(("stage", "name"), [case(stage, name) for stage, names in STAGES.items() for name in names])
+def test_the_policy_s_weights_are_yielded_whole_and_one_at_a_time(stage, name, runs):
+    for file in (runs / stage / name).glob("reached_*.json"):
+        found = json.loads(file.read_text())["published"]
+        # Kept tensors are empty, so that of all stages the third alone has memory for one more.
+        assert found["same"] and found["more"] <= (found["largest"] if stage == "zero3" else 0)
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("stage", ["single", "zero2", "zero3"])
 def test_the_best_checkpoint_is_what_every_stage_ends_with(stage, runs):
