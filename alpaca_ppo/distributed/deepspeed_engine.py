@@ -10,60 +10,44 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_config import resolve_auto
 from alpaca_ppo.distributed.engine import Engine, GradNorms
-from alpaca_ppo.models import ActorCritic, Policy
-
-_ACTIVE_ADAPTER = ("_active_adapter", "_disable_adapters")
-"""What PEFT's layers remember of the active adapter."""
+from alpaca_ppo.distributed.sampler import Sampler
+from alpaca_ppo.models import Policy
 
 
 class DeepSpeedEngine(Engine):
-    """Trains policy and critic in one DeepSpeed engine.
-
-    Args:
-        accelerator: of the run, with a DeepSpeed plugin.
-        actor_critic: the models to train.
-        optimizer: torch's, over their parameters; each group holds parameters of the policy or of the critic.
-        args: of the run.
+    """Trains policy and critic in one DeepSpeed engine. The accelerator has a DeepSpeed plugin, and each group of the
+    optimizer holds parameters of the policy or of the critic.
 
     Raises:
         ValueError: for a group with parameters of both, and for a configuration that contradicts the run.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
-    ) -> None:
-        critic = {id(parameter) for parameter in actor_critic.critic_parameters()}
-        roles = [{id(parameter) in critic for parameter in group["params"]} for group in optimizer.param_groups]
-        if {True, False} in roles:
+    def _wrap(self, args: PPOConfig) -> Any:
+        if "both" in self._parts:
             # It flattens a group into one tensor, so it clips whole groups, and leaves whole groups out of a step.
             raise ValueError(
-                f"group {roles.index({True, False})} of the optimizer has parameters of policy and critic, which "
+                f"group {self._parts.index('both')} of the optimizer has parameters of policy and critic, which "
                 "DeepSpeed cannot clip or freeze apart; make one group of each"
             )
-        self._of_critic = [role == {True} for role in roles]
-        plugin = accelerator.deepspeed_plugin
+        # DeepSpeed will replace the parameters of each group by flat partitions.
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        plugin, policy = self.accelerator.deepspeed_plugin, self.actor_critic.policy
         assert plugin is not None
         self.config: dict[str, Any] = plugin.deepspeed_config
-        hidden = actor_critic.policy.model.config.get_text_config().hidden_size
-        self.config.update(resolve_auto(self.config, args, processes=accelerator.num_processes, hidden_size=hidden))
-        accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
+        hidden = policy.model.config.get_text_config().hidden_size
+        processes = self.accelerator.num_processes
+        self.config.update(resolve_auto(self.config, args, processes=processes, hidden_size=hidden))
+        self.accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
         self.stage: int = plugin.zero_stage
         self.synced_forwards = self.stage == 3
         self._frozen_optimizers: list[Any] = []
-        # Of stage 3, for each model that samples: a copy without weights and without DeepSpeed's hooks.
-        self._samplers: dict[int, PreTrainedModel] = {}
         if self.stage == 3:
-            self._add_sampler(actor_critic.policy, accelerator.device)
-        super().__init__(accelerator, actor_critic, optimizer, args)
-
-    def _wrap(self) -> Any:
+            self._samplers[policy] = Sampler(policy.model, self.accelerator.device)
         engine, _ = self.accelerator.prepare(self.actor_critic, self.optimizer)
         self._zero = engine.optimizer
         # DeepSpeed has no option to leave a group out of a step, and with a gradient and a learning rate of 0 AdamW
@@ -72,10 +56,10 @@ class DeepSpeedEngine(Engine):
         self._zero._optimizer_step = self._step_group
         self._frozen_groups: set[int] = set()
         limits = {False: self.max_grad_norm, True: self.critic_max_grad_norm}
-        self._clipping = _Clipping(self._zero, self._of_critic, limits, stage=self.stage)
+        self._clipping = _Clipping(self._zero, [part == "critic" for part in self._parts], limits, stage=self.stage)
         if self.synced_forwards:
-            _register_head_use(self.actor_critic, self.actor_critic.policy)
-            _register_head_use(self.actor_critic.policy, self.actor_critic.policy)
+            _register_head_use(self.actor_critic, policy)
+            _register_head_use(policy, policy)
         return engine
 
     def begin(self) -> None:
@@ -129,7 +113,7 @@ class DeepSpeedEngine(Engine):
         import deepspeed
 
         if isinstance(model, Policy):
-            self._add_sampler(model, self.accelerator.device)
+            self._samplers[model] = Sampler(model.model, self.accelerator.device)
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         if offload:
             zero["offload_param"] = {"device": "cpu"}
@@ -140,46 +124,15 @@ class DeepSpeedEngine(Engine):
         if isinstance(model, Policy):
             _register_head_use(model, model)
 
-    def _add_sampler(self, policy: Policy, device: torch.device) -> None:
-        """Adds a copy of `policy` with empty parameters and no DeepSpeed hooks, so that sampling triggers none."""
-        memo: dict[int, Any] = {}
-        for parameter in policy.model.parameters():
-            empty = torch.empty(0, dtype=parameter.dtype, device=device)
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-        self._samplers[id(policy)] = copy.deepcopy(policy.model, memo)
-        torch.nn.Module.to(self._samplers[id(policy)], device)
-
     @contextmanager
-    def sampling(self, policy: Policy | None = None) -> Iterator[PreTrainedModel]:
-        policy = self.actor_critic.policy if policy is None else policy
-        if self.stage != 3:
-            yield policy.model
-            return
-        sampler = self._samplers[id(policy)]
-        for borrower, owner in zip(sampler.modules(), policy.model.modules(), strict=True):
-            # The adapter that is active in PEFT's layers.
-            vars(borrower).update({name: vars(owner)[name] for name in _ACTIVE_ADAPTER if name in vars(owner)})
-        pairs = list(zip(sampler.parameters(), policy.model.parameters(), strict=True))
-        with self.gathered_parameters(policy.model):
-            for borrowed, own in pairs:
-                borrowed.data = own.data
-            try:
-                yield sampler
-            finally:
-                for borrowed, _ in pairs:
-                    borrowed.data = borrowed.data.new_empty(0)
-
-    @contextmanager
-    def gathered_parameters(self, *parts: nn.Module | Tensor) -> Iterator[None]:
+    def _whole(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
         import deepspeed
 
-        if self.stage != 3:
-            yield
-            return
-        self._drop_prefetched()
-        parameters = [p for part in parts for p in (part.parameters() if isinstance(part, nn.Module) else [part])]
-        with deepspeed.zero.GatheredParameters([p for p in parameters if isinstance(p, nn.Parameter)]):
-            yield
+        if self.stage == 3:
+            self._drop_prefetched()
+        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        with deepspeed.zero.GatheredParameters(parameters, enabled=self.stage == 3), super()._whole(*tensors) as whole:
+            yield whole
 
     def _drop_prefetched(self) -> None:
         """Releases parameters that stage 3 has prefetched for a pass that did not run, if the critic was skipped, say.
@@ -188,32 +141,25 @@ class DeepSpeedEngine(Engine):
         for optimizer in (self._zero, *self._frozen_optimizers):
             optimizer.empty_partition_cache()
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def _saved(self, tensor: Tensor) -> Tensor:
         """Trained weights are the float32 masters. One tensor at a time is gathered, which bounds the memory."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         return self._to_writer(safe_get_full_fp32_param(tensor)) if isinstance(tensor, nn.Parameter) else tensor
 
-    def _to_writer(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory on the rank that writes checkpoints; only its shape and dtype on the others."""
-        return tensor.to("cpu" if self.accelerator.is_main_process else "meta")
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def _load(self, target: Tensor, tensor: Tensor) -> None:
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
+        value = tensor.to(self.accelerator.device)
+        if not isinstance(target, nn.Parameter):
+            target.copy_(value)
+            return
         if self.stage == 3:
             self._drop_prefetched()
-        targets = self.actor_critic.state_dict(keep_vars=True)
-        for name, tensor in weights.items():
-            target, value = targets[name], tensor.to(self.accelerator.device)
-            if not isinstance(target, nn.Parameter):
-                target.copy_(value)
-                continue
-            safe_set_full_fp32_param(target, value)
-            with deepspeed.zero.GatheredParameters(target, modifier_rank=0, enabled=self.stage == 3):
-                target.data.copy_(value)
-        self.weights_version += 1
+        safe_set_full_fp32_param(target, value)
+        with deepspeed.zero.GatheredParameters(target, modifier_rank=0, enabled=self.stage == 3):
+            target.data.copy_(value)
 
     def optimizer_state(self) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.optimizer import Part, group_parts
+from alpaca_ppo.distributed.sampler import Sampler
 from alpaca_ppo.models import ActorCritic, Policy
 
 
@@ -70,11 +72,14 @@ class Engine:
         self.accelerator, self.actor_critic, self.optimizer = accelerator, actor_critic, optimizer
         own = args.critic_max_grad_norm
         self.max_grad_norm, self.critic_max_grad_norm = args.max_grad_norm, args.max_grad_norm if own is None else own
-        # DeepSpeed will replace the parameters of each group by flat partitions.
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self.model: Any = self._wrap()
+        # Sharding replaces the parameters.
+        self._parts = group_parts(optimizer, actor_critic)
+        # Of policies whose parameters are sharded.
+        self._samplers: dict[Policy, Sampler] = {}
+        self.model: Any = self._wrap(args)
 
-    def _wrap(self) -> Any:
+    def _wrap(self, args: PPOConfig) -> Any:
+        """Prepares models and optimizer; returns what a step calls."""
         # torchrun with one process would get DDP around the model, though there is nothing to reduce.
         alone = self.accelerator.num_processes == 1
         model = self.accelerator.prepare_model(self.actor_critic, evaluation_mode=alone)
@@ -84,16 +89,14 @@ class Engine:
     @property
     def learning_rates(self) -> LearningRates:
         """Of the next optimizer step: the largest of the groups that hold parameters of the policy, or the critic."""
-        critic = {id(parameter) for parameter in self.actor_critic.critic_parameters()}
-        found: dict[bool, list[float]] = {False: [0.0], True: [0.0]}
-        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
-            for of_critic in {id(parameter) in critic for parameter in parameters}:
-                found[of_critic].append(float(group["lr"]))
-        return LearningRates(max(found[False]), None if self.actor_critic.critic is None else max(found[True]))
+        rates: dict[Part, float] = {"policy": 0.0, "critic": 0.0}
+        for group, part in zip(self.optimizer.param_groups, self._parts, strict=True):
+            for of in rates if part == "both" else [part]:
+                rates[of] = max(rates[of], float(group["lr"]))
+        return LearningRates(rates["policy"], None if self.actor_critic.critic is None else rates["critic"])
 
     def begin(self) -> None:
         """Starts an optimizer step: drops gradients left by an update that was skipped or interrupted."""
-        self.optimizer.zero_grad()
         self.model.zero_grad()
 
     def passing(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
@@ -163,14 +166,23 @@ class Engine:
         """Yields the language model of `policy`, by default the one in training, with all parameters on this rank. All
         ranks must enter the block; in it each of them samples as it likes.
         """
-        yield (self.actor_critic.policy if policy is None else policy).model
+        policy = self.actor_critic.policy if policy is None else policy
+        if (sampler := self._samplers.get(policy)) is None:
+            yield policy.model
+            return
+        with self._whole(*policy.model.parameters()) as weights, sampler.holding(weights) as model:
+            yield model
 
     @contextmanager
-    def gathered_parameters(self, *parts: nn.Module | Tensor) -> Iterator[None]:
-        """A block in which every rank holds `parts`, tensors or all parameters of a module, whole. All ranks must enter
-        it.
-        """
-        yield
+    def _whole(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
+        """Yields parameters and buffers whole, as passes compute with them. All ranks must enter the block."""
+        yield [tensor.detach() for tensor in tensors]
+
+    @contextmanager
+    def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
+        """A block in which every rank holds all parameters of `modules`. All ranks must enter it."""
+        with self._whole(*(parameter for module in modules for parameter in module.parameters())):
+            yield
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The name and the whole tensor, as the policy computes with it, of everything in the state dictionary of its
@@ -183,8 +195,7 @@ class Engine:
         for name, tensor in policy.model.state_dict(keep_vars=True).items():
             if id(tensor) not in given and (own is None or id(tensor) in own):
                 given.add(id(tensor))
-                with self.gathered_parameters(tensor):
-                    whole = tensor.detach()
+                with self._whole(tensor) as (whole,):
                     yield name, whole
                     whole.data = whole.new_empty(0)
 
@@ -200,18 +211,26 @@ class Engine:
         if names == parameters.keys():
             names |= {name for name, _ in self.actor_critic.named_buffers()}
         state = self.actor_critic.state_dict(keep_vars=True)
-        return {name: self._whole(tensor) for name, tensor in state.items() if name in names}
+        return {name: self._saved(tensor) for name, tensor in state.items() if name in names}
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def _saved(self, tensor: Tensor) -> Tensor:
         """A parameter or buffer as `weights` returns it."""
         return tensor.detach()
 
+    def _to_writer(self, tensor: Tensor) -> Tensor:
+        """`tensor` in host memory on the rank that writes checkpoints; only its shape and dtype on the others."""
+        return tensor.to("cpu" if self.accelerator.is_main_process else "meta")
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Restores what `weights` returned."""
-        targets = self.actor_critic.state_dict()
+        targets = self.actor_critic.state_dict(keep_vars=True)
         for name, tensor in weights.items():
-            targets[name].copy_(tensor)
+            self._load(targets[name], tensor)
         self.weights_version += 1
+
+    def _load(self, target: Tensor, tensor: Tensor) -> None:
+        """Restores a parameter or buffer from what `weights` returned for it."""
+        target.detach().copy_(tensor)
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state dictionary over unsharded parameters; see `weights`."""

@@ -71,6 +71,16 @@ def prepared_optimizer(
     return given
 
 
+def group_parts(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> list[Part]:
+    """Whose parameters each of the optimizer's groups holds."""
+    critic = {id(parameter) for parameter in actor_critic.critic_parameters()}
+    found: list[Part] = []
+    for group in optimizer.param_groups:
+        of_critic = sum(id(parameter) in critic for parameter in group["params"])
+        found.append("policy" if not of_critic else "critic" if of_critic == len(group["params"]) else "both")
+    return found
+
+
 class StepCounts(NamedTuple):
     """How many optimizer steps there are."""
 
@@ -115,27 +125,22 @@ class Schedules:
     ) -> None:
         self.totals = totals
         """Optimizer steps of the whole run, as they were planned at its start."""
-        self._groups: dict[Part, _Groups] = {}
-        critic = {id(parameter) for parameter in actor_critic.critic_parameters()}
-        roles = [{id(p) in critic for p in group["params"]} for group in optimizer.param_groups]
-        if own is not None or {True, False} in roles:
+        parts = group_parts(optimizer, actor_critic)
+        self._schedules: dict[Part, Any]
+        if own is not None or "both" in parts:
             if args.critic_lr_warmup_steps is not None:
                 one = "`optimizers` has a schedule" if own is not None else "a group of the optimizer trains both"
                 raise ValueError(
                     f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {one}, so policy and critic have "
                     "one schedule; set critic_lr_warmup_steps: null"
                 )
-            shared = make_scheduler(optimizer, args, args.warmup_steps, totals.total) if own is None else own
-            self._schedules: dict[Part, Any] = {"both": shared}
+            self._schedules = {"both": own or make_scheduler(optimizer, args, args.warmup_steps, totals.total)}
             return
+        policy, critic = (_Groups(optimizer, parts, of) for of in ("policy", "critic"))
         warmup = args.warmup_steps if args.critic_lr_warmup_steps is None else args.critic_lr_warmup_steps
-        self._groups = {
-            "policy": _Groups(optimizer, [i for i, role in enumerate(roles) if role == {False}]),
-            "critic": _Groups(optimizer, [i for i, role in enumerate(roles) if role == {True}]),
-        }
         self._schedules = {
-            "policy": make_scheduler(self._groups["policy"], args, args.warmup_steps, totals.policy),
-            "critic": make_scheduler(self._groups["critic"], args, warmup, totals.critic),
+            "policy": make_scheduler(policy, args, args.warmup_steps, totals.policy),
+            "critic": make_scheduler(critic, args, warmup, totals.critic),
         }
 
     @property
@@ -147,9 +152,9 @@ class Schedules:
         """Counts an optimizer step that trained `part`, and sets the learning rates of the next."""
         for of, schedule in self._schedules.items():
             if of == "both" or part in ("both", of):
-                if of in self._groups:
+                if of != "both":
                     # A schedule of torch wants to see its optimizer step first.
-                    self._groups[of].step()
+                    schedule.optimizer.step()
                 schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,11 +172,12 @@ class _Groups(torch.optim.Optimizer):
 
     Args:
         optimizer: holds the groups. Restoring its state replaces them, so they are looked up each time.
-        numbers: of the groups.
+        parts: of the groups.
+        part: of those to show.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
-        self._whole, self._numbers = optimizer, numbers
+    def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[Part], part: Part) -> None:
+        self._whole, self._numbers = optimizer, [i for i, found in enumerate(parts) if found == part]
         self.defaults = optimizer.defaults
 
     @property

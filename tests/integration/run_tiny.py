@@ -216,14 +216,13 @@ def published(trainer: PPOTrainer, weights: dict[str, torch.Tensor]) -> dict[str
     expected = {name: tensor for name, tensor in named.items() if ".value." not in name}
     live, kept, largest, more, same = LiveBytes(), [], 0, 0, True
     live.track_all()
-    before = live.live
+    before, deadline = live.live, time.monotonic() + 30
     with live:
         for name, whole in trainer.updater.engine.policy_weights():
             kept.append(whole)
             largest, tensor = max(largest, whole.nbytes), expected.pop(name)
             same &= tensor.is_meta or torch.equal(whole.float(), tensor.to(whole.dtype).float())
             # gloo's threads let go of the tensor before a little later.
-            deadline = time.monotonic() + 20
             while live.live - before > whole.nbytes and time.monotonic() < deadline:
                 time.sleep(0.001)
             more = max(more, live.live - before)

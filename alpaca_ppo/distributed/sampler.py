@@ -1,0 +1,43 @@
+"""`Sampler`: a language model without weights of its own, which samples with those that are gathered for a rollout."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_ACTIVE_ADAPTER = ("_active_adapter", "_disable_adapters")
+"""What PEFT's layers remember of the active adapter."""
+
+
+class Sampler:
+    """A copy of `model` with empty parameters and without the hooks of an engine, so that its passes trigger none.
+
+    Args:
+        model: before an engine wraps or shards it.
+        device: of the copy.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            empty = torch.empty(0, dtype=parameter.dtype, device=device)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+        self._model, self._copy = model, copy.deepcopy(model, memo)
+        torch.nn.Module.to(self._copy, device)
+
+    @contextmanager
+    def holding(self, weights: Sequence[Tensor]) -> Iterator[PreTrainedModel]:
+        """Yields the copy with `weights`, those of the model's parameters, and with its active adapter."""
+        for own, of_model in zip(self._copy.modules(), self._model.modules(), strict=True):
+            vars(own).update({name: vars(of_model)[name] for name in _ACTIVE_ADAPTER if name in vars(of_model)})
+        for parameter, whole in zip(self._copy.parameters(), weights, strict=True):
+            parameter.data = whole
+        try:
+            yield self._copy
+        finally:
+            for parameter in self._copy.parameters():
+                parameter.data = parameter.data.new_empty(0)
