@@ -18,15 +18,18 @@ from alpaca_ppo.adapters.adapter_set import POLICY, REWARD, VALUE, describe
 from alpaca_ppo.adapters.checks import belongs_to
 from alpaca_ppo.checkpoint.fingerprints import callable_identity, model_state, short_hash, tensors_fingerprint
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.run_options import RunOptions
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed.optimizer import StepCounts
 from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Reference
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
-_FREE_TO_CHANGE = {option.name for option in dataclasses.fields(RunOptions)} - {"seed"} | set(
+_FREE_TO_CHANGE = frozenset(
     """
+    output_dir overwrite_output_dir run_name report_to hub_model_id logging_steps num_logged_rollouts
+    num_inspected_prompts report stop_on save_steps save_total_limit load_best_model_at_end metric_for_best_model
+    greater_is_better ignore_changes eval_steps eval_temperature eval_top_p eval_top_k eval_num_samples
+    eval_success_above eval_success_by eval_opponent eval_judge
     total_epochs total_episodes max_steps max_kl_to_ref max_skipped_updates
     rollout_per_device_batch_size step_per_device_batch_size max_tokens_per_micro_batch gradient_checkpointing
     padding_free logprob_chunk_size use_cpu deepspeed ddp_timeout
