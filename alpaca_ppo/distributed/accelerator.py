@@ -1,10 +1,12 @@
 """The processes of a run: its Accelerator and engine, the threads that each process computes with, and the machine.
 
-torch and Accelerate take all cores of the machine, whatever a container's quota leaves of them and, torch, however many
-ranks share them. Threads without a core of their own cost far more than they bring, because each operator waits for
-its slowest thread. How threads wait for each other is set in `alpaca_ppo/__init__.py`, before torch is imported.
+torch and Accelerate take all cores of the machine, whatever a container's quota and other programs leave of them and,
+torch, however many ranks share them. Threads without a core of their own cost far more than they bring, because each
+operator waits for its slowest thread. How threads wait for each other is set in `alpaca_ppo/__init__.py`, before torch
+is imported.
 """
 
+import functools
 import math
 import os
 import platform
@@ -112,26 +114,44 @@ def _check(accelerator: Accelerator, args: PPOConfig) -> None:
 
 
 def limit_threads(accelerator: Accelerator) -> None:
-    """Lowers torch's number of threads to this process's share of the cores, and says so once on each machine.
+    """Lowers torch's number of threads to this process's share of the idle cores, and says so once on each machine.
 
     A number that the user chose stays as it is, and so does one that is smaller than the share. All ranks must call
     this, because a launcher need not say how many of them are on one machine.
     """
     # Sets, because a launcher may have bound each rank to cores of its own. macOS and Windows do not tell them.
     own = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    everywhere = gather_list((platform.node(), own), accelerator)
-    here = {rank: cores for rank, (machine, cores) in enumerate(everywhere) if machine == platform.node()}
-    cores = math.ceil(min(len(set().union(*here.values())), cpu_quota()))
-    share, before = max(1, min(len(own), cores // len(here))), torch.get_num_threads()
-    if before <= share or _chosen_by_user(before, len(own)):
+    before = torch.get_num_threads()
+    stays = before == 1 or _chosen_by_user(before, len(own))
+    # No rank looks while another one still computes.
+    accelerator.wait_for_everyone()
+    busy = frozenset() if stays else busy_cores()
+    everywhere = gather_list((platform.node(), own, busy), accelerator)
+    here = {rank: sets for rank, (machine, *sets) in enumerate(everywhere) if machine == platform.node()}
+    allowed, taken = (set().union(*sets) for sets in zip(*here.values(), strict=True))
+    usable, idle = math.ceil(min(len(allowed), cpu_quota())), len(allowed - taken)
+    share = max(1, min(len(own - taken), min(usable, idle) // len(here)))
+    if before <= share or stays:
         return
     torch.set_num_threads(share)
     if accelerator.process_index == min(here):
+        reason = f"other programs keep {len(taken & allowed)} of {len(allowed)} cores busy"
+        if usable <= idle:
+            reason = "1 core is usable" if usable == 1 else f"{usable} cores are usable"
         print(
             f"torch computes with {share} of {before} threads"
-            f"{f' in each of {len(here)} processes' if len(here) > 1 else ''}, because "
-            f"{'1 core is' if cores == 1 else f'{cores} cores are'} usable; for another number, set OMP_NUM_THREADS"
+            f"{f' in each of {len(here)} processes' if len(here) > 1 else ''}, because {reason}; for another number, "
+            "set OMP_NUM_THREADS"
         )
+
+
+@functools.cache
+def busy_cores() -> frozenset[int]:
+    """The cores that are busy for most of a third of a second in which this process sleeps. It looks once, so that all
+    trainers of a process round alike.
+    """
+    shares = psutil.cpu_percent(interval=1 / 3, percpu=True)
+    return frozenset(core for core, percent in enumerate(shares) if percent > 50)
 
 
 def _chosen_by_user(number: int, allowed: int) -> bool:

@@ -27,10 +27,12 @@ ALL = set(range(128))
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine of 64 physical cores in 128 logical ones, where torch has `threads` and a quota leaves less."""
-    before = torch.get_num_threads()
+    """A machine of 64 physical cores in 128 logical ones, where torch has `threads`, and a quota and programs that are
+    `busy` on some cores leave less. It can be looked at once.
+    """
+    before, readings = torch.get_num_threads(), []
 
-    def of(quota=float("inf"), *, threads=64, own=ALL, others=(), **environment):
+    def of(quota=float("inf"), *, threads=64, own=ALL, others=(), busy=(), **environment):
         torch.set_num_threads(threads)
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
@@ -40,17 +42,21 @@ def machine(monkeypatch):
         monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 128 if logical else 64)
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: own, raising=False)
         monkeypatch.setattr(module, "cpu_quota", lambda: quota)
+        readings.append([100.0 if core in busy else 49.0 for core in range(128)])
+        monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percpu: readings.pop())
+        module.busy_cores.cache_clear()
         monkeypatch.setattr(module, "gather_list", lambda item, accelerator: [item, *others])
 
     yield of
     torch.set_num_threads(before)
+    module.busy_cores.cache_clear()
 
 
-def of_this_host(count, cores=ALL):
-    return [(platform.node(), cores)] * count
+def of_this_host(count, cores=ALL, busy=()):
+    return [(platform.node(), cores, set(busy))] * count
 
 
-ELSEWHERE = [("another-host", ALL)] * 3
+ELSEWHERE = [("another-host", ALL, ALL)] * 3
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,12 @@ ELSEWHERE = [("another-host", ALL)] * 3
         (16.0, ALL, [*ELSEWHERE, *of_this_host(3)], 4),
         (float("inf"), set(range(10)), of_this_host(2, set(range(10))), 3),
         # Each of eight ranks is bound to sixteen cores of its own: they do not share them.
-        (float("inf"), set(range(16)), [(platform.node(), set(range(16 * i, 16 * i + 16))) for i in range(1, 8)], 16),
+        (
+            float("inf"),
+            set(range(16)),
+            [rank for i in range(1, 8) for rank in of_this_host(1, set(range(16 * i, 16 * i + 16)))],
+            16,
+        ),
         # Cores 0 to 5 alone, and half of 6 to 9: 6 + 4 / 2 = 8.
         (float("inf"), set(range(10)), of_this_host(1, set(range(6, 16))), 8),
     ],
@@ -77,6 +88,41 @@ def test_a_process_takes_its_share_of_the_cores(machine, quota, own, others, exp
     assert (f"torch computes with {expected} of 64 threads" in capsys.readouterr().out) == (expected < 64)
     limit_threads(PartialState())
     assert torch.get_num_threads() == expected and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("busy", "quota", "own", "others", "expected"),
+    [
+        (range(100), float("inf"), ALL, [], 28),
+        # At least one, where no core is idle; a quota of fewer than the idle cores counts as before.
+        (range(128), float("inf"), ALL, [], 1),
+        (range(100), 4.0, ALL, [], 4),
+        # Cores that the process may not use do not count.
+        (range(100), float("inf"), set(range(90, 128)), [], 28),
+        # Two processes share 28 idle cores; a core counts that one of them saw.
+        (range(100), float("inf"), ALL, of_this_host(1), 14),
+        ((), float("inf"), ALL, of_this_host(1, busy=range(100)), 14),
+        # On another machine everything is busy.
+        ((), float("inf"), ALL, ELSEWHERE, 64),
+    ],
+)
+def test_cores_that_other_programs_keep_busy_are_left_to_them(machine, busy, quota, own, others, expected, capsys):
+    machine(quota, own=own, others=others, busy=busy)
+    limit_threads(PartialState())
+    assert torch.get_num_threads() == expected
+    says = "other programs keep" in capsys.readouterr().out
+    assert says == (expected < 64 and quota > 4)
+    # A second trainer of the process computes with as many, without another look.
+    limit_threads(PartialState())
+    assert torch.get_num_threads() == expected
+
+
+@pytest.mark.parametrize(("threads", "environment"), [(64, {"OMP_NUM_THREADS": "64"}), (8, {}), (1, {})])
+def test_a_users_own_number_stays_beside_other_programs_without_a_look(machine, monkeypatch, threads, environment):
+    machine(threads=threads, busy=range(127), **environment)
+    monkeypatch.setattr(psutil, "cpu_percent", pytest.fail)
+    limit_threads(PartialState())
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(
@@ -147,6 +193,12 @@ def test_the_number_that_accelerate_launch_exports_is_lowered_and_the_users_own_
     [
         (1.0, [], "torch computes with 1 of 64 threads, because 1 core is usable"),
         (
+            float("inf"),
+            of_this_host(1, busy=range(1, 121)),
+            "torch computes with 4 of 64 threads in each of 2 processes, because other programs keep 120 of 128 cores "
+            "busy",
+        ),
+        (
             7.0,
             [*ELSEWHERE, *of_this_host(1, {128})],
             "torch computes with 3 of 64 threads in each of 2 processes, because 7 cores are usable",
@@ -161,11 +213,11 @@ def test_the_message_is_a_sentence(machine, quota, others, message, capsys):
 
 def test_only_the_first_process_of_a_machine_prints_the_message(machine, monkeypatch, capsys):
     machine(2.0)
-    everywhere = [*ELSEWHERE, (platform.node(), ALL), (platform.node(), ALL)]
+    everywhere = [*ELSEWHERE, *of_this_host(2)]
     monkeypatch.setattr(module, "gather_list", lambda item, accelerator: everywhere)
     for rank, says in ((3, True), (4, False)):
         torch.set_num_threads(64)
-        limit_threads(SimpleNamespace(process_index=rank))
+        limit_threads(SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None))
         assert torch.get_num_threads() == 1 and bool(capsys.readouterr().out) == says
 
 
