@@ -42,7 +42,7 @@ def write_folder_atomically(path: StrPath) -> Iterator[Path]:
     except BaseException:
         _finish(path)
         raise
-    if path.exists():
+    if os.path.lexists(path):
         os.rename(path, new.with_name(_OLD))
     os.rename(new, path)
     _sync_to_disk(path.parent)
@@ -112,7 +112,7 @@ def committed_path(path: Path) -> Path:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes `path`; a process killed here leaves it complete or absent."""
+    """Removes `path`; a process killed here leaves it complete or absent. Of a link, what it points to stays."""
     os.rename(path, _open_work(path) / _REMOVED)
     _finish(path)
 
@@ -152,12 +152,14 @@ def _finish(path: Path) -> None:
         work.unlink()
     elif work.is_dir():
         old = work / _OLD
-        if old.exists():
+        if os.path.lexists(old):
             # Renamed before it is removed, so that what bears this name is always complete.
             os.rename(old, work / _REMOVED if path.exists() else path)
-        for name in (_NEW, _REMOVED):
-            if (work / name).exists():
-                shutil.rmtree(work / name)
+        for rubbish in (work / _NEW, work / _REMOVED):
+            if rubbish.is_symlink():
+                rubbish.unlink()
+            elif rubbish.exists():
+                shutil.rmtree(rubbish)
         if not any(work.iterdir()):
             work.rmdir()
 

@@ -53,6 +53,22 @@ def test_a_new_folder_replaces_the_old_one_whole(tmp_path):
     assert names(tmp_path) == ["final"]
 
 
+@pytest.mark.parametrize("target", ["there", "gone"])
+def test_a_link_is_replaced_and_removed_and_what_it_points_to_stays(tmp_path, target):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("x")
+    link = tmp_path / "folder"
+    link.symlink_to(tmp_path / target)
+    with atomic_io.write_folder_atomically(link) as folder:
+        (folder / "new").touch()
+    assert not link.is_symlink() and [path.name for path in link.iterdir()] == ["new"]
+    link.rename(tmp_path / "written")
+    link.symlink_to(tmp_path / target)
+    atomic_io.remove_folder(link)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there", "written"]
+    assert (tmp_path / "there" / "file").read_text() == "x"
+
+
 def test_an_exception_leaves_the_old_folder_and_nothing_else(tmp_path):
     path = tmp_path / "final"
     write(path, "old")

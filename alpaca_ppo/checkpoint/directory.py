@@ -70,6 +70,24 @@ def is_in(checkpoint: Path, output_dir: StrPath) -> bool:
     return checkpoint.parent.resolve() == Path(output_dir).resolve()
 
 
+def check_kinds(output_dir: StrPath) -> None:
+    """Checks that what a run writes as a folder is none of another kind in `output_dir`, and likewise its files.
+
+    Raises:
+        ValueError: for a file, or a link to nothing, with the name of a folder, or a folder with that of a file.
+    """
+    for path in sorted(Path(output_dir).glob("*")):
+        if re.fullmatch(r"(abandoned-)?checkpoint-\d+|final|rollouts|eval|runs", path.name):
+            kind, right = "folder", path.is_dir()
+        else:
+            kind, right = "file", path.name not in (LOCK_FILE, HOLDER_FILE, *_RECORDS_OF_A_RUN) or path.is_file()
+        if not right:
+            raise ValueError(
+                f"output_dir ({output_dir}) holds {path.name}, which is no {kind}, as a run would write one; move it "
+                "away, or choose another output_dir"
+            )
+
+
 def check_no_earlier_run(output_dir: StrPath) -> None:
     """Checks that `output_dir` holds no earlier run, finished or not, that a new run would overwrite.
 
@@ -111,8 +129,10 @@ def abandon_later_checkpoints(folder: Path) -> list[Path]:
 
     A run that resumes from `folder` leaves that branch and must not mistake them for its own newest checkpoints.
     """
-    found = [path.resolve() for path in _checkpoints(folder.parent)]
-    later = found[found.index(folder.resolve()) + 1 :] if folder.resolve() in found else []
+    found = _checkpoints(folder.parent)
+    # A link is renamed itself, wherever it points to.
+    places = [path.resolve() for path in found]
+    later = found[places.index(folder.resolve()) + 1 :] if folder.resolve() in places else []
     moved = []
     for path in later:
         numbered = (path.with_name(f"abandoned-{path.name}{f'-{i}' if i else ''}") for i in itertools.count())

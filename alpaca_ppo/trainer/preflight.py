@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, list_committed
-from alpaca_ppo.checkpoint.directory import check_unlocked, resolve_checkpoint, verify_files
+from alpaca_ppo.checkpoint.directory import check_kinds, check_unlocked, resolve_checkpoint, verify_files
 from alpaca_ppo.checkpoint.export import check_login
 from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
@@ -93,13 +93,15 @@ def check_output_dir(args: PPOConfig) -> None:
 
     Raises:
         ValueError: for a tracker that is not installed, a `hub_model_id` that the hub would refuse or that is set
-            without a login, and an `output_dir` in which the main process can create no file.
+            without a login, and an `output_dir` in which the main process can create no file, or that holds something
+            else under a name of the run's.
     """
     tracker_names(args.report_to)
     if args.hub_model_id:
         checked_hub_id(args.hub_model_id)
     # Other ranks write nothing there; on another node the folder may not even exist.
     if launched_rank() == 0:
+        check_kinds(args.output_dir)
         try:
             # Permissions alone tell little: root ignores them, and a disk may be mounted read-only.
             with tempfile.NamedTemporaryFile(dir=_existing_folder(args), prefix=".", suffix=TEMPORARY_SUFFIX):

@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from alpaca_ppo.checkpoint.directory import (
     FILES,
     abandon_later_checkpoints,
+    check_kinds,
     check_no_earlier_run,
     newest_checkpoint,
     remove_run,
@@ -151,3 +154,55 @@ def test_checkpoints_of_an_abandoned_branch_are_renamed_and_not_lost(tmp_path):
     assert (
         abandon_later_checkpoints(tmp_path / "checkpoint-2") == abandon_later_checkpoints(tmp_path / "elsewhere") == []
     )
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """A run whose second checkpoint was moved to another place, and is a link to it."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere" / "moved"
+    make_folders(tmp_path, "run", "run/checkpoint-1", "run/checkpoint-3", "elsewhere", "elsewhere/moved")
+    (elsewhere / "state.pt").write_text("x")
+    (run / "checkpoint-2").symlink_to(elsewhere)
+    yield run
+    assert [path.name for path in elsewhere.iterdir()] == ["state.pt"]
+
+
+def test_a_link_is_rotated_abandoned_and_removed_and_what_it_points_to_stays(linked):
+    moved = abandon_later_checkpoints(linked / "checkpoint-1")
+    assert moved == [linked / "abandoned-checkpoint-2", linked / "abandoned-checkpoint-3"]
+    assert moved[0].is_symlink()
+    moved[0].rename(linked / "checkpoint-2")
+    rotate_checkpoints(linked, 1, keep=[linked / "checkpoint-1"])
+    assert sorted(path.name for path in linked.iterdir()) == ["abandoned-checkpoint-3", "checkpoint-1"]
+    (linked / "final").symlink_to(linked.parent / "elsewhere" / "moved")
+    remove_run(linked)
+    assert list(linked.iterdir()) == []
+
+
+def test_a_link_to_a_checkpoint_is_the_checkpoint_it_names(linked):
+    # One that the user made for himself: the later checkpoints are those of the folder that it points to.
+    (linked / "mine").symlink_to(linked / "checkpoint-1")
+    assert [path.name for path in abandon_later_checkpoints(linked / "mine")] == [
+        "abandoned-checkpoint-2",
+        "abandoned-checkpoint-3",
+    ]
+
+
+def test_what_the_run_would_write_over_in_vain_is_named_at_the_start(tmp_path):
+    make_folders(tmp_path, "checkpoint-3", "notes", "final", "rollouts", "checkpoint-best")
+    for name in ("run.lock", "checkpoint-list.txt", "metrics.jsonl"):
+        (tmp_path / name).write_text("x")
+    check_kinds(tmp_path)
+    check_kinds(tmp_path / "none")
+    (tmp_path / "target").write_text("x")
+    for name in ("checkpoint-4", "abandoned-checkpoint-4", "eval", "runs"):
+        for make in (Path.touch, lambda path: path.symlink_to(tmp_path / "gone")):
+            make(tmp_path / name)
+            with pytest.raises(ValueError, match=rf"output_dir .* holds {name}, which is no folder, .*; move it"):
+                check_kinds(tmp_path)
+            (tmp_path / name).unlink()
+    for name in ("run.lock.txt", "findings.jsonl"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match=f"holds {name}, which is no file, "):
+            check_kinds(tmp_path)
+        (tmp_path / name).rmdir()

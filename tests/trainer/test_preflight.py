@@ -130,6 +130,17 @@ def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_
         check_start(args, True)
 
 
+def test_a_file_or_folder_of_a_name_that_the_run_needs_is_refused_at_the_start(tmp_path):
+    (tmp_path / "checkpoint-3").touch()
+    for start in (lambda: check_start(run_config(tmp_path), None), lambda: tiny_trainer(tmp_path)):
+        with pytest.raises(ValueError, match="output_dir .* holds checkpoint-3, which is no folder"):
+            start()
+    (tmp_path / "checkpoint-3").unlink()
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(ValueError, match="holds run.lock, which is no file"):
+        check_start(run_config(tmp_path), None)
+
+
 def test_the_main_process_alone_needs_a_folder_to_write_to(tmp_path, monkeypatch):
     def read_only(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system")

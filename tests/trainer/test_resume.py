@@ -109,6 +109,19 @@ def test_a_checkpoint_of_other_data_or_another_model_is_refused_before_anything_
     assert len(metric_lines(tmp_path)) == 3, "nothing was overwritten"
 
 
+def test_a_checkpoint_that_was_moved_to_another_disk_and_linked_is_resumed_from_and_rotated(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    settings = {"total_episodes": 30, "save_steps": 1, "save_total_limit": 1}
+    tiny_trainer(run, **{**settings, "total_episodes": 20}).train()
+    (run / "checkpoint-2").rename(elsewhere)
+    (run / "checkpoint-2").symlink_to(elsewhere)
+    held = sorted(path.name for path in elsewhere.iterdir())
+    for _ in range(2):
+        tiny_trainer(run, **settings).train(resume_from_checkpoint=True)
+        assert [path.name for path in run.glob("*checkpoint-*")] == ["checkpoint-3"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == held
+
+
 @pytest.mark.proof
 def test_a_run_resumed_from_an_older_checkpoint_goes_its_own_way_and_resumes_from_that(tmp_path):
     settings = {"total_episodes": 50, "save_steps": 1}
