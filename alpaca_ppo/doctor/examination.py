@@ -4,11 +4,12 @@ import dataclasses
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from alpaca_ppo.atomic_io import StrPath
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.doctor.rules import RULES, History, Severity
 
 ENDED_BY_ERROR = 3
@@ -89,9 +90,20 @@ def examined(
 
 
 def read_findings(folder: StrPath) -> list[Finding]:
-    """Returns what the run of `folder` has found, in the order of the steps; nothing without findings.jsonl."""
-    path = Path(folder) / "findings.jsonl"
-    return [Finding(**row) for row in read_lines(path)] if path.exists() else []
+    """Returns what the run of `folder` has found, in the order of the steps; nothing without findings.jsonl.
+
+    Raises:
+        ValueError: if it holds something else.
+    """
+    path, keys = Path(folder) / "findings.jsonl", {field.name for field in dataclasses.fields(Finding)}
+    rows = list(read_lines(path)) if path.exists() else []
+    for row in rows:
+        if row.keys() != keys or row["severity"] not in get_args(Severity):
+            raise ValueError(
+                f"{path} holds {shown(row)}, which is no finding with a severity of {', '.join(get_args(Severity))}; "
+                "remove the line, or the file"
+            )
+    return [Finding(**row) for row in rows]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

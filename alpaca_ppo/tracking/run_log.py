@@ -228,17 +228,17 @@ def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any
 
 
 def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
-    """Checks that metrics.jsonl is empty or starts with the lines that the checkpoint's run had written, which
+    """Checks that metrics.jsonl, if it is there, starts with the lines that the checkpoint's run had written, which
     `metrics_identity` returned then. More lines may follow.
 
     Raises:
         ValueError: if the lines belong to another run, which resuming would mix with this one.
     """
-    found = metrics_identity(output_dir, written["lines"])
-    if found["lines"] and found != written:
+    path, found = output_dir / "metrics.jsonl", metrics_identity(output_dir, written["lines"])
+    if path.exists() and found != written:
         raise ValueError(
-            f"{output_dir / 'metrics.jsonl'} does not belong to the run that wrote the checkpoint: its first "
-            f"{found['lines']} lines are not those of that run; choose another output_dir, or move the file away"
+            f"{path} does not belong to the run that wrote the checkpoint: its first {found['lines']} lines are not "
+            f"the {written['lines']} of that run; choose another output_dir, or move the file away"
         )
 
 

@@ -46,6 +46,9 @@ def test_findings_of_the_run_are_added_and_the_most_severe_comes_first(tmp_path)
     ]
 
 
+FINDING = {"step": 1, "rule": "kl_runaway", "severity": "error", "sentence": "s", "remedy": "r"}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -53,6 +56,16 @@ def test_findings_of_the_run_are_added_and_the_most_severe_comes_first(tmp_path)
         ("metrics.jsonl", "[]\n", "metrics.jsonl line 1 is no JSON object with a step: b'\\[\\]'"),
         ("metrics.jsonl", "{]\n", "metrics.jsonl line 1 is no JSON object"),
         ("run.yaml", "a: [", "run.yaml is not YAML"),
+        (
+            "findings.jsonl",
+            json.dumps({**FINDING, "severity": "fatal"}),
+            "findings.jsonl holds .*'fatal'.* no finding .*ing, e",
+        ),
+        (
+            "findings.jsonl",
+            '{"step": 1, "severity": "error"}',
+            "findings.jsonl holds .* no finding with a severity of wa",
+        ),
         ("run.yaml", "- a", "run.yaml holds a list instead of options"),
     ],
 )
