@@ -6,14 +6,10 @@ import difflib
 import os
 import signal
 import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from pkgutil import resolve_name
-from types import TracebackType
 
 from alpaca_ppo.library_output import ignore_known_lines
 
@@ -37,8 +33,6 @@ TRACEBACK = "--traceback"
 _SHOW = "ALPACA_PPO_TRACEBACK"
 MISTAKE = 2
 """The exit status; argparse's too."""
-_PACKAGE = Path(__file__).parents[1]
-_LIBRARIES = [Path(path) for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}]
 _OTHER_RANKS_WAIT = 20.0
 """Seconds. Most mistakes are found by all ranks at once. The launcher ends the others as soon as one has ended, so they
 leave it to rank 0 to report the mistake, and report it only if they are still there after this time."""
@@ -76,11 +70,11 @@ def usage() -> str:
 
 
 def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Calls `command` with `argv` and returns its exit status, or 2 for a ValueError or OSError, whose message it
-    prints, or 130 for Ctrl-C where no run was there to be saved.
+    """Calls `command` with `argv` and returns its exit status, or 2 for a mistake of the user, which one sentence
+    reports, or 130 for Ctrl-C where no run was there to be saved.
 
-    With `--traceback` in `argv`, every exception is passed on. So is one from code of the user's own, such as a reward
-    function, because only the traceback says where that is.
+    With `--traceback` in `argv`, every exception is passed on. So is one that a module of the user's has raised, such as
+    a reward function, because only the traceback says where that is.
     """
     if TRACEBACK in argv:
         # For the processes that this one starts, too.
@@ -92,8 +86,13 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
     ignore_known_lines()
     try:
         return command([word for word in argv if word != TRACEBACK])
-    except (ValueError, OSError) as error:
-        if _SHOW in os.environ or runs_own_code(error, error.__traceback__ and error.__traceback__.tb_next):
+    except (ValueError, OSError, ImportError, SyntaxError) as error:
+        # Its libraries are there once a command has run.
+        from alpaca_ppo.config.modules import raised_by
+
+        if (own := raised_by(error)) is not None:
+            error.add_note(f"It was raised in {own}, which is not part of this package.")
+        if _SHOW in os.environ or own is not None:
             raise
         if rank != "0":
             time.sleep(_OTHER_RANKS_WAIT)
@@ -106,13 +105,3 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
         if rank == "0":
             print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
-
-
-def runs_own_code(error: BaseException, frames: TracebackType | None) -> bool:
-    """Whether `error`, or what it was raised from, passed through a file of the user's, called by this package."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(frames)]
-    called = next((i for i, file in enumerate(files) if file.is_relative_to(_PACKAGE)), len(files))
-    libraries = (_PACKAGE, *_LIBRARIES)
-    own = [f for f in files[called:] if f.is_file() and not any(f.is_relative_to(folder) for folder in libraries)]
-    cause = error.__cause__
-    return bool(own) or (cause is not None and runs_own_code(cause, cause.__traceback__))

@@ -1,13 +1,19 @@
-"""Loads Python modules that a user names by file or by dotted name, and functions in them."""
+"""Loads Python modules that a user names by file or by dotted name, and functions in them; and knows them again in a
+traceback.
+"""
 
 import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_LOADED: set[str] = set()
+"""The names of the modules that were loaded for a user."""
 
 
 def import_modules(names: Sequence[str]) -> None:
@@ -61,8 +67,11 @@ def load_module(name: str, *, what: str) -> ModuleType:
     # `python script.py` puts the script's folder on Python's path, not the current one.
     folder = str(file.parent if file else Path.cwd())
     sys.path.insert(0, folder)
+    # The prefix keeps a file named json.py from replacing the module of that name.
+    known_as = name if file is None else f"_user_file_{file.stem}_{abs(hash(file)):x}"
+    _LOADED.add(known_as)
     try:
-        return importlib.import_module(name) if file is None else _load_file(file)
+        return importlib.import_module(name) if file is None else _load_file(file, known_as)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if file is not None or (name != missing and not name.startswith(f"{missing}.")):
@@ -74,9 +83,7 @@ def load_module(name: str, *, what: str) -> ModuleType:
         sys.path.remove(folder)
 
 
-def _load_file(path: Path) -> ModuleType:
-    # The prefix keeps a file named json.py from replacing the module of that name.
-    name = f"_user_file_{path.stem}_{abs(hash(path)):x}"
+def _load_file(path: Path, name: str) -> ModuleType:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None, path
@@ -87,3 +94,13 @@ def _load_file(path: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def raised_by(error: BaseException) -> str | None:
+    """The function, with its file, of a module loaded for a user through which `error` or its cause has passed, last of
+    all; None if there is none.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__") in _LOADED:
+            return f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {line})"
+    return None if error.__cause__ is None else raised_by(error.__cause__)

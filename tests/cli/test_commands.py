@@ -1,11 +1,15 @@
 """The dispatcher: what it prints without a subcommand, how a mistake ends, and that every entry has its function."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+import yaml
 
+import alpaca_ppo
 from alpaca_ppo.cli import commands
 from alpaca_ppo.cli.commands import COMMANDS, exit_status, main
 
@@ -92,6 +96,35 @@ def test_an_error_in_a_function_of_the_users_keeps_its_traceback(tmp_path, monke
         main([*run, "mine.py"])
     assert main([*run, "missing.py"]) == 2
     assert "missing.py does not exist" in capsys.readouterr().err
+
+
+LIBRARIES = [str(Path(module.__file__).parents[1]) for module in (yaml, alpaca_ppo)]
+
+
+@pytest.mark.parametrize("layout", [".pth", "user", "PYTHONPATH"])
+def test_a_mistake_is_a_sentence_wherever_the_libraries_live(layout, tmp_path):
+    """PyYAML finds the tab, in a folder that is not the interpreter's site-packages."""
+    (tmp_path / "run.yaml").write_text("seed:\t1\n\t- 2\n")
+    code = "import sys\nfrom alpaca_ppo.cli.commands import main\nsys.exit(main(['train', '--config', 'run.yaml']))"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    flags: list[str] = []
+    if layout == ".pth":
+        (tmp_path / "libraries.pth").write_text("\n".join(LIBRARIES))
+        flags, code = ["-S"], f"import site\nsite.addsitedir({str(tmp_path)!r})\n{code}"
+    elif layout == "user":
+        folder = tmp_path / f"base/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+        folder.mkdir(parents=True)
+        for source in (path for library in LIBRARIES for path in Path(library).iterdir()):
+            if source.name == "alpaca_ppo" or source.parent == Path(LIBRARIES[0]):
+                (folder / source.name).symlink_to(source)
+        environment["PYTHONUSERBASE"] = str(tmp_path / "base")
+    else:
+        flags, environment["PYTHONPATH"] = ["-S"], os.pathsep.join(LIBRARIES)
+    python = sys._base_executable if layout == "user" else sys.executable
+    command = [python, *flags, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr.count("\n  File ")) == (2, 0), done.stderr
+    assert done.stderr.startswith("error: --config run.yaml cannot be read as YAML")
 
 
 def test_help_and_light_subcommands_import_no_library():
