@@ -5,6 +5,7 @@ among them.
 """
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,18 @@ def ignore_known_lines() -> None:
     warnings.filterwarnings("ignore", renamed, FutureWarning, r"transformers\.modeling_utils\Z")
     # A filter stays on the logger that DeepSpeed sets up when it is imported.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
+
+
+def say(text: str) -> None:
+    """Prints `text` on the main process, beside what a command returns."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
+
+
+def say_loading() -> None:
+    """Says that libraries are being loaded, which takes seconds, unless they are there already."""
+    if "torch" not in sys.modules:
+        say("loading the libraries ...")
 
 
 def has_screen() -> bool:

@@ -73,8 +73,8 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
     """Calls `command` with `argv` and returns its exit status, or 2 for a mistake of the user, which one sentence
     reports, or 130 for Ctrl-C where no run was there to be saved.
 
-    With `--traceback` in `argv`, every exception is passed on. So is one that a module of the user's has raised, such as
-    a reward function, because only the traceback says where that is.
+    With `--traceback` in `argv`, every exception is passed on. So is one that a module of the user's has raised, such
+    as that of a reward function, because only the traceback says where that is.
     """
     if TRACEBACK in argv:
         # For the processes that this one starts, too.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from alpaca_ppo.config.parser import parse_args, read_preset
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import EstimateArguments, LoraArguments
+from alpaca_ppo.library_output import say_loading
 from alpaca_ppo.migrate import translate
 from alpaca_ppo.presets import preset_names, preset_path
 
@@ -58,6 +59,7 @@ def estimate_memory(argv: Sequence[str]) -> int:
         [EstimateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo estimate-memory"
     )
     # They import torch, for which `--help` need not wait.
+    say_loading()
     from alpaca_ppo.estimate_memory.estimator import estimate, table
 
     result = estimate(script, lora, args)

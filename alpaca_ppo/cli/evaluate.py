@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alpaca_ppo.config.fields import argument, options_of
-from alpaca_ppo.config.names import check_model_name
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import MEASURED, LoraArguments, ScriptArguments
 from alpaca_ppo.evaluation.results import results_text
+from alpaca_ppo.library_output import say_loading
 
 _GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")
 _OTHERS = "seed dtype reference load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
@@ -44,13 +45,14 @@ class EvaluateArguments(ScriptArguments):
     )
     model: str = argument(
         "",
-        "Model to evaluate: a folder or hub id, of an adapter too, or a run's folder (its final/policy). Required.",
+        "Model to evaluate: a folder or hub id, of an adapter too, or a run's folder (its final/policy); by default "
+        "model_name_or_path, which model stands for in a file. One of them is required.",
         group="Evaluate",
     )
     results_dir: str = argument("outputs/evaluation", "Folder for results.json, answers.jsonl and the tables.")
     overwrite: bool = argument(False, "Replace the results of an earlier evaluation in results_dir.")
 
-    required = ("model",)
+    required = ("model or model_name_or_path",)
     needed_objects = MEASURED
 
 
@@ -61,7 +63,8 @@ def evaluate(argv: Sequence[str]) -> int:
         ValueError: as `model_folder`, and for a `results_dir` whose files must not be lost.
     """
     script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo evaluate")
-    model, folder = model_folder(script_args.model), Path(script_args.results_dir)
+    model = model_folder("model", script_args.model or script_args.model_name_or_path)
+    folder = Path(script_args.results_dir)
     if (folder / "final").exists() or any(folder.glob("checkpoint-*")):
         raise ValueError(f"results_dir is {str(folder)!r}, the folder of a training run; choose another, or one in it")
     if (folder / "results.json").exists() and not script_args.overwrite:
@@ -78,27 +81,10 @@ def evaluate(argv: Sequence[str]) -> int:
     # The defaults of a run without a critic for what an evaluation does not read.
     args = PPOConfig(**{**kept, **_WITHOUT_TRAINING, "output_dir": str(folder)})
     # They import torch, for which `--help` and the errors of a configuration need not wait.
+    say_loading()
     from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments
 
     results = evaluate_from_arguments(model, script_args, args)
     if results is not None:
         print(f"{results_text(results)}\nresults and answers are in {folder}")
     return 0
-
-
-def model_folder(name: str) -> str:
-    """Returns what to load for `name`: the final policy of a run's folder, anything else as it is.
-
-    Raises:
-        ValueError: as `check_model_name`; for a folder that holds no model, such as a checkpoint.
-    """
-    path = Path(name)
-    check_model_name("model", name)
-    if (path / "final" / "policy").is_dir():
-        return str(path / "final" / "policy")
-    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
-        raise ValueError(
-            f"model is {name!r}, a folder without a model or a run's final/policy; make FOLDER/policy of a checkpoint "
-            f"with alpaca-ppo export {name} --to FOLDER"
-        )
-    return name

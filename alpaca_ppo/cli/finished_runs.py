@@ -11,6 +11,7 @@ from alpaca_ppo.config.names import check_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments, ModelArguments
+from alpaca_ppo.library_output import say_loading
 
 
 def report(argv: Sequence[str]) -> int:
@@ -69,6 +70,7 @@ def export(argv: Sequence[str]) -> int:
         [ModelArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
     )
     # They import torch, for which `--help` need not wait.
+    say_loading()
     from alpaca_ppo.checkpoint.directory import newest_checkpoint
     from alpaca_ppo.checkpoint.export import save_final
     from alpaca_ppo.checkpoint.model_card import TrainedRun

@@ -16,6 +16,7 @@ from alpaca_ppo.config.fields import argument, check_fields, options_of
 from alpaca_ppo.config.names import did_you_mean
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
+from alpaca_ppo.library_output import say_loading
 
 _CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate_configs").glob("*.yaml"))}
 _DEEPSPEED_CONFIGS = Path(__file__).parent / "deepspeed_configs"
@@ -88,6 +89,7 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
     A mistake has been reported by the process that found it. Another failure is named with its rank.
     """
     # Seconds, which a mistake in the command line need not wait for.
+    say_loading()
     import logging
     from subprocess import CalledProcessError
 

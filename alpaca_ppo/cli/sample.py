@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from alpaca_ppo.cli.evaluate import model_folder
 from alpaca_ppo.config.checks import REFERENCES
-from alpaca_ppo.config.names import check_model_name
+from alpaca_ppo.config.names import check_model_name, model_folder
 from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.config.run_file import IN_MEMORY, PROVENANCE
+from alpaca_ppo.library_output import say_loading
 
 _LONGEST_PROMPT = 1_000_000
 """Tokens; the model's own limit shows when it is exceeded."""
@@ -42,7 +42,7 @@ def sample(argv: Sequence[str]) -> int:
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
     given = parser.parse_args(argv)
-    policy, record = model_folder(given.model), Path(given.model) / "run.yaml"
+    policy, record = model_folder("model", given.model), Path(given.model) / "run.yaml"
     run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
     template = given.prompt_template or run.get("prompt_template")
     temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
@@ -52,6 +52,7 @@ def sample(argv: Sequence[str]) -> int:
         how |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     check_model_name("--reference", None if given.reference == "none" else given.reference)
     # They import torch, for which `--help` need not wait.
+    say_loading()
     import torch
 
     from alpaca_ppo.adapters.files import is_adapter, read_policy_adapter

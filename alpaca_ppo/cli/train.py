@@ -9,6 +9,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
+from alpaca_ppo.library_output import say_loading
 
 PROG = "alpaca-ppo train"
 _TYPES = [ScriptArguments, LoraArguments, PPOConfig]
@@ -33,13 +34,15 @@ def train(argv: Sequence[str]) -> int:
         run_training(rest)
         return 0
     # What is wrong with the options is reported once, before processes start.
-    parse_options(_TYPES, rest, prog=PROG)
+    script_args, _, args = parse_options(_TYPES, rest, prog=PROG).instances
+    script_args.check_before_loading(args)
     return launch(launcher, rest)
 
 
 def sft(argv: Sequence[str]) -> int:
     """Fine-tunes a causal language model; returns the exit status."""
     _help_of_supervised([SFTArguments], "alpaca-ppo sft", argv)
+    say_loading()
     from alpaca_ppo.supervised.sft import train_sft
 
     train_sft(argv)
@@ -49,6 +52,7 @@ def sft(argv: Sequence[str]) -> int:
 def reward(argv: Sequence[str]) -> int:
     """Trains a reward model on preference pairs; returns the exit status."""
     _help_of_supervised([RewardModelArguments, LoraArguments], "alpaca-ppo reward", argv)
+    say_loading()
     from alpaca_ppo.supervised.reward_model import train_reward_model
 
     train_reward_model(argv)
@@ -73,6 +77,7 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     """
     parsed = parse_options(_TYPES, argv, prog=PROG)
     script_args, lora, args = parsed.instances
+    script_args.check_before_loading(args)
     record = Path(args.output_dir).resolve() / "run.yaml"
     for name, content in parsed.config_files.items():
         # A record itself may be replaced.
@@ -82,6 +87,7 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
                 "rename the file, or choose another output_dir"
             )
     # They import torch, for which `--help` and the errors of a configuration need not wait.
+    say_loading()
     from alpaca_ppo.distributed.launcher import launcher_command
     from alpaca_ppo.tracking.run_record import RunRecord
     from alpaca_ppo.trainer.from_arguments import train_from_arguments

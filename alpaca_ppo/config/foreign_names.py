@@ -137,7 +137,7 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
         valid: the names that there are.
         sections: sections of the table in which names are looked up.
     """
-    lines, foreign, lost, of_grpo = [], set(), False, False
+    lines, foreign, of_grpo = [], set(), False
     for name, value in given.items():
         if name in valid:
             continue
@@ -150,8 +150,7 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             in_python = f" (in a script: {', '.join(script)})" if script else ""
             lines.append(f"  {name} ({_origin(name, entry)}): {entry.advice(value)}{in_python}")
         else:
-            close = did_you_mean(name, valid)
-            lost = lost or not close
+            close = did_you_mean(name, valid, likeness=0.6)
             lines.append(f"  {name}:{close or ' there is no such name'}")
     for name in given if foreign else ():
         entry = find_foreign_name(name, sections) if name in valid else None
@@ -159,8 +158,6 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             lines.append(f"  {name} is an option here too, but {entry.unit}")
     if "adv_estimator" in valid and not {"adv_estimator", "scale_rewards"} & set(given) and of_grpo:
         lines.append("  adv_estimator: grpo is TRL's GRPOTrainer; without it this is PPO with a critic (gae)")
-    if lost:
-        lines.append(f"The valid names are {', '.join(sorted(valid))}.")
     return "\n".join([*lines, *([_HINT] if foreign else [])])
 
 

@@ -4,13 +4,14 @@ traceback.
 
 import importlib
 import importlib.util
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from alpaca_ppo.config.names import did_you_mean
 
 _LOADED: set[str] = set()
 """The names of the modules that were loaded for a user."""
@@ -43,8 +44,10 @@ def load_function(spec: str, *, what: str) -> Callable[..., Any]:
     module = load_module(target, what=f"{what} {spec!r}")
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        found = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise ValueError(f"{what} {spec!r}: {target} has no function {name!r}, only {found}")
+        own = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        found = [key for key in own if not key.startswith("_")]
+        hint = did_you_mean(name, found, likeness=0.6) or f" it has {', '.join(found) or 'none'}"
+        raise ValueError(f"{what} {spec!r}: {target} has no function {name!r};{hint}")
     return function
 
 

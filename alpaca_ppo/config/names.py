@@ -10,13 +10,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from alpaca_ppo.library_output import say
+
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def check_model_name(field: str, name: str | None) -> None:
     """Checks that `name` is a folder or could be a hub id.
 
-    "outputs/ppo" could be both. If there is a folder `outputs` and no `ppo` in it, the former is meant.
+    "outputs/ppo" could be both. If there is a folder `outputs` and no `ppo` in it, the former is meant; and so it is
+    if a folder has almost the name.
 
     Args:
         field: the option or argument that has the name, for the error.
@@ -31,10 +34,35 @@ def check_model_name(field: str, name: str | None) -> None:
         raise ValueError(
             f"{field} is {name!r}, which is neither a folder nor a hub id (name or owner/name):{where(name)}"
         )
-    if os.path.isdir(os.path.dirname(name) or os.devnull):
+    there = where(name)
+    if os.path.isdir(os.path.dirname(name)) or ("/" not in name and "did you mean" in there):
         raise ValueError(
-            f"{field} is {name!r}, but{where(name)} (for a model of that name on the hub, start from another folder)"
+            f"{field} is {name!r}, but{there} (for a model of that name on the hub, start from another folder)"
         )
+
+
+def model_folder(field: str, name: str) -> str:
+    """Returns what to load for `name`, a language model: of a run's folder, as is printed, the final policy; anything
+    else as it is.
+
+    Raises:
+        ValueError: as `check_model_name`; for a folder that holds no model, such as a checkpoint, or a classifier.
+    """
+    check_model_name(field, name)
+    folder = os.path.join(name, "final", "policy")
+    if os.path.isdir(folder):
+        say(f"{field} is {name!r}, a run, whose final/policy is taken")
+    else:
+        folder = name
+    config = Path(folder, "config.json")
+    if os.path.isdir(folder) and not config.is_file() and not Path(folder, "adapter_config.json").is_file():
+        raise ValueError(
+            f"{field} is {name!r}, a folder without a model or a run's final/policy; make FOLDER/policy of a "
+            f"checkpoint with alpaca-ppo export {name} --to FOLDER"
+        )
+    if config.is_file() and (found := re.search(r"\w+ForSequenceClassification", config.read_text(errors="replace"))):
+        raise ValueError(f"{field} is {name!r}, a {found[0]}, which writes no text; name a causal language model")
+    return folder
 
 
 def check_folder(field: str, name: str) -> Path:
@@ -67,9 +95,9 @@ def where(name: str, *, what: str = "folder") -> str:
     return f" there is no such {what}{base}{close and f';{close}'}"
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.75) -> str:
     """ " did you mean x?" for the one of `known` that is spelled almost as `word` is; empty if none is."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.75)
+    close = get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" did you mean {close[0]}?" if close else ""
 
 

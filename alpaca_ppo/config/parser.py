@@ -29,6 +29,8 @@ _SOURCES = {
     "preset": "NAME: options by the name of a preset, read as such a file: {}.",
 }
 HELP = ("help", "help_all")
+_ALIASES = {"model": "model_name_or_path"}
+"""What an option is called in Python, as by TRL."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def parse_options(
         sys.exit(0)
     if unknown := {name: " ".join(words) for name, words in found if name not in {*options, *_SOURCES}}:
         raise ValueError(
-            f"unknown command-line arguments: {', '.join(unknown)}; --help lists the valid ones\n"
+            f"unknown command-line arguments: {', '.join(unknown)}; --help-all lists the valid ones\n"
             + explain_names(unknown, [*options, *_SOURCES], CONFIG_SECTIONS)
         )
     instances = [cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types]
@@ -122,6 +124,7 @@ def _split(words: Sequence[str], options: Mapping[str, Option]) -> list[tuple[st
         of_verl = equals and "." in flag and flag.replace(".", "").lstrip("+~").isidentifier()
         if word.startswith("--") or word == "-h":
             name = "help" if word == "-h" else flag[2:].replace("-", "_")
+            name = name if name in options else _ALIASES.get(name, name)
             positive = name.removeprefix("no_")
             if name not in options and name != positive and positive in options and not equals:
                 found.append((positive, ["false"]))
@@ -162,12 +165,15 @@ def _from_word(option: Option, word: str) -> Any:
 def _from_file(content: Mapping[str, Any], options: Mapping[str, Option], where: str) -> dict[str, Any]:
     """The values of a YAML file: text as the number or the like that the field takes, and one entry as a list of it."""
     given = {name: value for name, value in content.items() if name != PROVENANCE}
+    for alias, name in _ALIASES.items():
+        if alias in given and name in options and name not in given:
+            given[name] = given.pop(alias)
     if unknown := sorted(map(str, set(given) - set(options))):
         # Of verl's sections, `critic` alone has the name of an option.
         nested = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
         names = flattened(nested) | {k: v for k, v in given.items() if k not in nested}
         raise ValueError(
-            f"unknown keys in {where}: {', '.join(unknown)}; --help lists the valid ones\n"
+            f"unknown keys in {where}: {', '.join(unknown)}; --help-all lists the valid ones\n"
             + explain_names(names, options, CONFIG_SECTIONS)
         )
     values = {}

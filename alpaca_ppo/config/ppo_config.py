@@ -7,6 +7,7 @@ one rollout plus the updates on it; `max_steps`, `logging_steps`, `save_steps`, 
 combinations are checked in `checks`. Nothing here depends on models, devices or the number of processes.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,7 +43,9 @@ class PPOConfig(LearningOptions):
 
     learning_rate: float = argument(1e-6, ge=0, group="Optimizer")
     """Learning rate of AdamW."""
-    lr_scheduler_type: str = "constant"
+    lr_scheduler_type: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+    ] = "constant"
     """Schedule of transformers.get_scheduler; only constant, constant_with_warmup and inverse_sqrt let a finished run
     be made longer."""
     warmup_steps: WarmupSteps = argument(0, needs=unless("lr_scheduler_type", "constant"))
@@ -81,6 +84,8 @@ class PPOConfig(LearningOptions):
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", [self.report_to])
         check_fields(self)
+        # A reward function may change the current folder.
+        object.__setattr__(self, "output_dir", os.path.abspath(self.output_dir))
         check_needs(self)
         check_combinations(self)
 

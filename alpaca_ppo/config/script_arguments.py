@@ -112,21 +112,26 @@ class ScriptArguments(CheckedArguments):
                 f"dataset_test_split ({self.dataset_test_split!r}) is set too; name every eval set in eval_datasets"
             )
 
-    def check_names(self, args: Any) -> None:
-        """Checks that there is a reward, and that each model's name is a folder or could be a hub id. Whether the hub
-        has the model shows when it is loaded.
+    def check_before_loading(self, args: Any) -> None:
+        """Checks that there is a reward, that the options of `args` can act, and that each model's name is a folder or
+        could be a hub id. Whether the hub has the model shows when it is loaded.
 
         Args:
-            args: the run's `PPOConfig`, for its reference and its reward adapter.
+            args: the run's `PPOConfig`.
 
         Raises:
-            ValueError: when there is no reward, or for a name that is neither; names the option, its value and the
-                folder from which relative paths count.
+            ValueError: when there is no reward, for an option without effect, or for a name that is neither; names the
+                option, its value and the remedy.
         """
         rewards = ("reward_model_name_or_path", "reward_funcs", "reward_url")
         # Whether an environment gives a reward shows once it is there.
         if not (any(getattr(self, name) for name in rewards) or args.reward_adapter or self.environments):
             raise ValueError(f"there is no reward; give at least one of --{', --'.join(rewards)} and --reward_adapter")
+        check_needs(
+            args,
+            eval_set=bool(self.eval_dataset_name or self.eval_datasets or self.dataset_test_split),
+            environments_or_tools=bool(self.environments or self.tools),
+        )
         check_model_name("reference", None if args.reference in REFERENCES else args.reference)
         check_model_name("reward_adapter", args.reward_adapter)
         for name in ("model_name_or_path", "value_model_name_or_path"):

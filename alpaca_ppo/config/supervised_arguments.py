@@ -6,6 +6,7 @@ from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_keywords
 from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.names import check_model_name
 from alpaca_ppo.config.script_arguments import CheckedArguments
 
 
@@ -29,6 +30,10 @@ class _SupervisedArguments(CheckedArguments):
     """Demonstrations, or for a reward model preferences: a hub id, a folder, or a data file."""
 
     required = ("model_name_or_path", "dataset_name")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_model_name("model_name_or_path", self.model_name_or_path)
 
 
 @dataclass(frozen=True)

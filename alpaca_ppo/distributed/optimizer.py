@@ -192,12 +192,6 @@ class _Groups(torch.optim.Optimizer):
 def make_scheduler(optimizer: torch.optim.Optimizer, args: PPOConfig, warmup: float, total_steps: int) -> Any:
     """The schedule that `args` name, over `total_steps` optimizer steps. Of a `warmup` that is a share of these, the
     number of steps is rounded up, as in transformers.
-
-    Raises:
-        ValueError: when transformers has no schedule of that name.
     """
     steps = math.ceil(warmup * total_steps) if warmup < 1 else int(warmup)
-    try:
-        return get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=steps, num_training_steps=total_steps)
-    except ValueError as error:
-        raise ValueError(f"lr_scheduler_type is {args.lr_scheduler_type!r}: {error}") from error
+    return get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=steps, num_training_steps=total_steps)

@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from alpaca_ppo.adapters.files import check_whole_model
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.library_output import has_screen, transformers_bars
 
@@ -31,6 +32,7 @@ def trainer_data(arguments: Any, training: TrainingArguments, tokenize: Callable
     training.disable_tqdm = training.disable_tqdm or not has_screen()
     # Its default warns on a machine without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
+    arguments.model_name_or_path = model_folder("model_name_or_path", arguments.model_name_or_path)
     check_whole_model("model_name_or_path", arguments.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -13,6 +13,7 @@ from peft import PeftConfig
 from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.modules import load_function
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
@@ -38,15 +39,15 @@ def train_from_arguments(
     """
     resume, peft_config = script_args.resume_from_checkpoint, lora.peft_config("CAUSAL_LM")
     check_start(args, resume)
-    script_args.check_names(args)
+    policy = model_folder("model_name_or_path", script_args.model_name_or_path)
     environments, rewards = named_environments(script_args), reward_sources(script_args)
     if not resume and peft_config is None:
-        check_room_for_policy(args, script_args.model_name_or_path)
+        check_room_for_policy(args, policy)
     name, config = script_args.dataset_name, script_args.dataset_config
     split = script_args.dataset_train_split
     # Models are given by name, so that the trainer checks prompts, tokens and reward functions before it loads one.
     trainer = PPOTrainer(
-        model=script_args.model_name_or_path,
+        model=policy,
         reward_funcs=rewards,
         args=args,
         train_dataset=load_prompt_dataset(name, split=split, config_name=config) if name else None,
@@ -113,7 +114,7 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
         "success": None if above is None else f"{settings.success_by} above {above:g}",
         "metrics": stats,
     }
-    write_results(Path(script_args.results_dir), results, trainer.evaluator.answers)
+    write_results(Path(args.output_dir), results, trainer.evaluator.answers)
     return results
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from alpaca_ppo.checkpoint.compatibility import start_identity
 from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.fields import check_needs
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
@@ -112,6 +113,7 @@ class PPOTrainer(EvaluatingTrainer):
     ) -> None:
         given = dict(locals())
         args = preflight.check_config_class(args)
+        model = model_folder("model", model) if isinstance(model, str) else model
         preflight.check_output_dir(args)
         kinds = make_kinds(tools, environment_factory)
         evaluation = preflight.check_evaluation(args, reward_funcs, metric_funcs, kinds)

@@ -127,6 +127,30 @@ def test_a_mistake_is_a_sentence_wherever_the_libraries_live(layout, tmp_path):
     assert done.stderr.startswith("error: --config run.yaml cannot be read as YAML")
 
 
+TRAIN = ["train", "--model", "m", "--dataset_name", "d", "--reward_funcs", "my:f"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        (TRAIN, 7, "loading the libraries ...\n"),
+        (["sft", "--model", "m", "--dataset_name", "d"], 7, "loading the libraries ...\n"),
+        ([*TRAIN, "--eval_steps", "3"], 2, "error: eval_steps is 3, without effect: needs eval set"),
+        ([*TRAIN, "--lr_scheduler_type", "zigzag"], 2, "error: lr_scheduler_type is 'zigzag'"),
+        ([*TRAIN[:2], "./none", *TRAIN[3:]], 2, "error: model_name_or_path is './none'"),
+        ([*TRAIN, "--num_processes", "2", "--eval_steps", "3"], 2, "error: eval_steps is 3"),
+    ],
+)
+def test_loading_is_said_first_and_a_mistake_before_it(argv, status, said, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)\n")
+    code = "import sys\nfrom alpaca_ppo.cli.commands import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *argv]
+    path = os.pathsep.join([str(tmp_path), str(Path(alpaca_ppo.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == status and done.stderr.startswith(said), done.stderr
+
+
 def test_help_and_light_subcommands_import_no_library():
     """What takes time is importing them: without, each command needs a fraction of a second."""
     code = (

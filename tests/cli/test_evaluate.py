@@ -7,7 +7,8 @@ import pytest
 import yaml
 from peft import LoraConfig
 
-from alpaca_ppo.cli.evaluate import evaluate, model_folder
+from alpaca_ppo.cli.evaluate import evaluate
+from alpaca_ppo.config.names import model_folder
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
@@ -110,17 +111,20 @@ def test_what_cannot_be_evaluated_is_refused(flags, message, base, tmp_path):
 def test_a_model_must_be_given_and_a_checkpoint_is_none(base, tmp_path):
     with pytest.raises(ValueError, match="model is not set; give --model"):
         evaluate(options(base, tmp_path))
+    # In a file, model is the one that the run started from.
+    with pytest.raises(ValueError, match="there is no reward"):
+        evaluate([*options(base, tmp_path, model=str(base / "model"))])
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(ValueError, match="with alpaca-ppo export .*checkpoint-3 --to FOLDER$"):
-        model_folder(str(tmp_path / "checkpoint-3"))
-    assert model_folder("owner/name") == "owner/name"
+        model_folder("model", str(tmp_path / "checkpoint-3"))
+    assert model_folder("model", "owner/name") == "owner/name"
 
 
 def test_the_help_asks_for_a_model_alone(capsys):
     with pytest.raises(SystemExit):
         evaluate(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith("usage: alpaca-ppo evaluate [--config") and shown.count("Required.") == 1
+    assert shown.startswith("usage: alpaca-ppo evaluate [--config") and shown.count("equired.") == 1
 
 
 def test_earlier_results_are_kept_unless_they_are_to_be_replaced(base, tmp_path):

@@ -147,7 +147,7 @@ def test_the_keys_of_a_file_are_explained_with_their_whole_path(tmp_path):
     }
     path.write_text(yaml.safe_dump(given))
     text = refusal(parse_args, [PPOConfig], ["--config", str(path)])
-    assert text.startswith(f"unknown keys in the --config file {path}: actor_rollout_ref, data, gama; --help lists")
+    assert text.startswith(f"unknown keys in the --config file {path}: actor_rollout_ref, data, gama; --help-all lists")
     assert line(text, "data.train_batch_size") == "data.train_batch_size (verl): rollout_batch_size: 4"
     assert line(text, "critic.optim.lr") == "critic.optim.lr (verl): critic_learning_rate: 1e-05"
     assert "step_batch_size: 2 * num_return_sequences" in line(text, "actor_rollout_ref.actor.ppo_mini_batch_size")

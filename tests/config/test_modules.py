@@ -87,8 +87,10 @@ def test_a_function_or_class_is_found_in_the_current_folder_before_installed_mod
         ("this:", "must be 'module:function'"),
         ("package.outer:mine", ": there is no module 'package.outer' in .* use the file's path instead"),
         ("missing.py:mine", ": the file .*missing.py does not exist"),
-        ("this:yours", r": this has no function 'yours', only \['mine'\]"),
-        ("this.py:limit", r": this.py has no function 'limit', only \['mine'\]"),
+        ("this:yours", ": this has no function 'yours'; it has mine, Game$"),
+        ("this.py:limit", ": this.py has no function 'limit'; it has mine, Game$"),
+        ("this:miine", ": this has no function 'miine'; did you mean mine?"),
+        ("this:Nope", ": this has no function 'Nope'; it has mine, Game$"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(project, spec, message):

@@ -3,7 +3,7 @@
 import pytest
 
 from alpaca_ppo.cli.commands import main
-from alpaca_ppo.config.names import check_folder, check_model_name, where
+from alpaca_ppo.config.names import check_folder, check_model_name, model_folder, where
 
 
 @pytest.fixture
@@ -22,11 +22,28 @@ def test_folders_and_possible_hub_ids_are_accepted(outputs, name):
     check_model_name("model", name)
 
 
+def test_of_a_run_the_final_policy_is_taken_and_a_classifier_is_no_policy(outputs, capsys):
+    policy = outputs / "outputs/ppo/final/policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert model_folder("model", "outputs/ppo") == "outputs/ppo/final/policy"
+    assert capsys.readouterr().err == "model is 'outputs/ppo', a run, whose final/policy is taken\n"
+    assert model_folder("model", str(policy)) == str(policy)
+    assert model_folder("model", "org/model") == "org/model"
+    with pytest.raises(ValueError, match="model is 'outputs/sft', a folder without a model"):
+        model_folder("model", "outputs/sft")
+    (policy / "config.json").write_text('{"architectures": ["GPT2ForSequenceClassification"]}')
+    with pytest.raises(ValueError, match="m is 'outputs/ppo', a GPT2ForSequenceClassification, which writes no text"):
+        model_folder("m", "outputs/ppo")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("outputs/ppoo", "m is 'outputs/ppoo', but there is no such folder (relative paths count from {}); did you "
          "mean outputs/ppo? (for a model of that name on the hub, start from another folder)"),
+        ("outputss", "m is 'outputss', but there is no such folder (relative paths count from {}); did you mean "
+         "outputs? (for a model of that name on the hub, start from another folder)"),
         ("outputs/reward", "m is 'outputs/reward', but there is no such folder (relative paths count from {}) "
          "(for a model of that name on the hub, start from another folder)"),
         ("./outputt", "m is './outputt', which is neither a folder nor a hub id (name or owner/name): there is no such "
@@ -54,6 +71,10 @@ def test_a_folder_that_must_exist_and_a_file_have_neighbours_too(outputs):
     ("argv", "message"),
     [
         (["sample", "outputs/ppoo", "--prompt", "x"], "error: model is 'outputs/ppoo', but there is no such folder"),
+        (
+            ["sft", "--model", "outputss", "--dataset_name", "d"],
+            "error: model_name_or_path is 'outputss', but there is no such folder",
+        ),
         (
             ["sample", "m", "--prompt", "x", "--reference", "outputs/sfft"],
             "error: --reference is 'outputs/sfft', but there is no",

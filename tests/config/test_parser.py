@@ -88,6 +88,7 @@ def test_null_is_refused_where_it_is_no_value(tmp_path):
         ("lam_policy", "null", None),
         ("padding_free", "auto", "auto"),
         ("padding_free", "False", False),
+        ("padding_free", '"false"', False),
         ("bf16", "yes", True),
         ("report_to", "none", ["none"]),
         ("report_to", "[a, b]", ["a", "b"]),
@@ -115,6 +116,20 @@ def test_a_flag_may_have_several_words_other_spellings_or_none():
     for flags in (["--bf16"], ["--bf16=true"], ["--bf16", "false", "--bf16", "True"]):
         assert parse_args([PPOConfig], flags)[0].bf16 is True
     assert parse_args([PPOConfig], ["--chat_template_kwargs", '{"a": null}'])[0].chat_template_kwargs == {"a": None}
+
+
+def test_model_is_another_word_for_model_name_or_path(tmp_path):
+    path = write(tmp_path, "model: m\n")
+    for flags in (["--model", "m"], ["--model=m"], ["--config", path]):
+        assert parse_args([ScriptArguments], [*REQUIRED[2:], *flags])[0].model_name_or_path == "m"
+        assert parse_args([SFTArguments], ["--dataset_name", "d", *flags])[0].model_name_or_path == "m"
+    assert "  model: " in refusal([ScriptArguments], ["--config", write(tmp_path, "{model: m, model_name_or_path: m}")])
+
+
+def test_an_unknown_name_suggests_the_nearest_and_lists_no_others():
+    text = refusal(TYPES, ["--rollout_size", "8", "--zzz", "1"])
+    assert "  rollout_size: did you mean rollout_batch_size?" in text and "  zzz: there is no such name" in text
+    assert len(text) < 400 and "valid names" not in text
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("no", None), ("null", None), ("run/c-2", "run/c-2")])
@@ -246,8 +261,8 @@ def test_a_run_without_a_model_a_dataset_or_a_reward_is_refused():
         ScriptArguments(**given, tool_call_parser="a:b")
     arguments = ScriptArguments(model_name_or_path="m", dataset_name="d")
     with pytest.raises(ValueError, match="there is no reward"):
-        arguments.check_names(PPOConfig())
-    arguments.check_names(PPOConfig(reward_adapter="owner/adapter"))
+        arguments.check_before_loading(PPOConfig())
+    arguments.check_before_loading(PPOConfig(reward_adapter="owner/adapter"))
 
 
 def test_lora_arguments_become_pefts():
@@ -322,8 +337,8 @@ def test_a_path_that_is_no_folder_is_named_before_the_hub_is_asked(tmp_path, fie
     else:
         arguments, args = ScriptArguments(**{**given, field: name}), PPOConfig()
     with pytest.raises(ValueError, match=f"^{field} is '{name}', which is neither a folder nor a hub id"):
-        arguments.check_names(args)
+        arguments.check_before_loading(args)
     given = {"model_name_or_path": str(tmp_path), "dataset_name": "d", "reward_model_name_or_path": ["gpt2"]}
-    ScriptArguments(**given).check_names(PPOConfig(reference="Qwen/Qwen3-0.6B"))
+    ScriptArguments(**given).check_before_loading(PPOConfig(reference="Qwen/Qwen3-0.6B"))
     with pytest.raises(ValueError, match="^reward_model_name_or_path is './such'"):
-        ScriptArguments(**{**given, "reward_model_name_or_path": ["gpt2", "./such"]}).check_names(PPOConfig())
+        ScriptArguments(**{**given, "reward_model_name_or_path": ["gpt2", "./such"]}).check_before_loading(PPOConfig())

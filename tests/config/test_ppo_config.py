@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from alpaca_ppo import PPOConfig, functional
 from alpaca_ppo.config.fields import options_of
@@ -39,6 +40,7 @@ GRPO = {"adv_estimator": "grpo", "num_return_sequences": 2}
         ({"critic": "iqn", "risk_level": 1.5}, "risk_level is '1.5'"),
         ({"critic": "iqn", "risk_level": "bold"}, "risk_level is 'bold'"),
         ({"critic": "iqn", "risk_level": 2**20000}, "risk_level is a number of 20001 bits;"),
+        ({"lr_scheduler_type": "zigzag"}, "lr_scheduler_type is 'zigzag' 'constant' 'cosine'"),
         ({"adv_estimator": "a2c"}, "adv_estimator is 'a2c'; gae grpo import_modules"),
         ({"adv_estimator": "rloo"}, "num_return_sequences is 1; gae reinforce_plus_plus"),
         ({"policy_loss": "gspo"}, "loss_agg_mode is 'token-mean'; policy_loss 'gspo' seq-mean-token-mean"),
@@ -146,6 +148,17 @@ def test_the_group_estimators_are_the_built_in_ones_that_need_a_group():
     # gdpo compares several scores of each response, in a function of its own.
     assert functional.GROUP_ESTIMATORS == names
     assert ADV_ESTIMATORS.names_with(needs_group=True) == (*names, "gdpo")
+
+
+def test_every_schedule_is_one_of_transformers_that_needs_no_further_argument():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    for name in choices(options_of(PPOConfig)["lr_scheduler_type"]):
+        get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=2)
+
+
+def test_the_output_folder_counts_from_where_the_configuration_was_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert PPOConfig(output_dir="run").output_dir == str(tmp_path / "run")
 
 
 def test_a_single_tracker_needs_no_list():

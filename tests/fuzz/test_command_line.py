@@ -1,6 +1,7 @@
 """Flags with every kind of value: what is accepted has the value that was given, the rest is refused by name."""
 
 import dataclasses
+import os
 import re
 from typing import Any
 
@@ -43,6 +44,8 @@ def expected(name: str, values: list[str]) -> Any:
     read = [_read(value, kinds(option)) for value in values]
     found = read if option.is_list else read[-1]
     # Normalised when the configuration is made.
+    if name == "output_dir":
+        return os.path.abspath(found)
     return None if name == "resume_from_checkpoint" and found is False else found
 
 
@@ -85,7 +88,7 @@ def test_any_list_of_arguments_is_read_or_refused(flags, tail):
     if not isinstance(found, Refused):
         last = {name: value for name, value in flags if name in OPTIONS}
         for name in set(OPTIONS) - set(last) - {"model_name_or_path", "dataset_name", "reward_funcs"}:
-            assert found[name] == DEFAULTS[name] or name == "report_to", name
+            assert found[name] == DEFAULTS[name] or name in ("report_to", "output_dir"), name
 
 
 @fuzz(100, name=st.sampled_from(FLAGS), first=given, second=given)

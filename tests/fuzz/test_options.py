@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -39,5 +40,7 @@ def test_any_object_is_kept_or_refused_by_the_fields_name(field, value):
         assert (type(kept), kept) == (int, value)
     elif name == "resume_from_checkpoint" and value is False:
         assert kept is None
+    elif name == "output_dir":
+        assert kept == os.path.abspath(value)
     else:
         assert kept is value and not (isinstance(value, float) and math.isnan(value))

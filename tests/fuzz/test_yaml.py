@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import re
 from typing import Any
 
@@ -65,6 +66,8 @@ def read(name: str, value: Any) -> Any:
     kind = str(FIELDS[name].type)
     if value is None:
         return None
+    if name == "output_dir":
+        return os.path.abspath(value)
     # As the option's help says.
     if name == "resume_from_checkpoint":
         return None if value is False else value
@@ -101,7 +104,7 @@ def says_where(text: str, file: Any, plain: Any, valid: dict[str, Any]) -> bool:
     if not isinstance(plain, dict) or "cannot be read as YAML" in text:
         return str(file) in text
     changed = [n for n in {**plain, **valid} if n not in plain or n not in valid or not same(plain[n], valid[n])]
-    said, _, _ = text.partition("; --help lists the valid ones")
+    said, _, _ = text.partition("; --help-all lists the valid ones")
     words = set(re.findall(r"\w+", said))
     # A key such as "" or "x" is part of any message; only the list of unknown keys shows it.
     unknown = said.startswith("unknown keys in the --config file")

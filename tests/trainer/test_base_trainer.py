@@ -1,7 +1,11 @@
 """The loop belongs to BaseTrainer: it counts steps whatever a subclass overrides, and saves what a subclass adds."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
@@ -127,3 +131,20 @@ def test_an_early_stop_needs_the_kl_of_the_policy_loss(tmp_path):
     trainer = tiny_trainer(tmp_path, trainer_class=Silent, target_kl_stop=0.1)
     with pytest.raises(ValueError, match="target_kl_stop is 0.1, but the policy loss measured no approx_kl_k3"):
         trainer.step(trainer.prompt_batches(0))
+
+
+def test_a_reward_function_that_changes_the_folder_does_not_split_the_run(tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def moves(completions, **columns):
+        os.chdir(other)
+        return [float(len(text)) for text in completions]
+
+    trainer = tiny_trainer("run", trainer_arguments={"reward_funcs": moves}, save_steps=1)
+    trainer.train()
+    assert Path.cwd() == other and list(other.iterdir()) == []
+    assert len(metric_lines(tmp_path / "run")) == 2
+    assert {"checkpoint-2", "final", "run.yaml"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert yaml.safe_load((tmp_path / "run/run.yaml").read_text())["output_dir"] == str(tmp_path / "run")

@@ -49,4 +49,4 @@ def test_options_name_one_source_after_the_others_and_run_yaml_has_no_credential
     with pytest.raises(ValueError, match="reward_url holds 'host', which is no address"):
         arguments(reward_url=["host"])
     with pytest.raises(ValueError, match="no reward; .* --reward_url and --reward_adapter"):
-        arguments().check_names(args)
+        arguments().check_before_loading(args)

@@ -54,10 +54,6 @@ def test_a_critic_has_one_label_and_a_linear_score():
         load_sequence_classifier(classifier)
 
 
-def test_an_unknown_schedule_is_named(tmp_path):
-    refused(tmp_path, "lr_scheduler_type is 'zigzag'", lr_scheduler_type="zigzag")
-
-
 def test_a_policy_that_nothing_stops_is_refused(tmp_path):
     model, tokenizer = tiny_causal_lm("llama"), tiny_tokenizer()
     model.generation_config.eos_token_id = None
