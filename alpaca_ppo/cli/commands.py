@@ -91,7 +91,7 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
         from alpaca_ppo.config.modules import raised_by
 
         if (own := raised_by(error)) is not None:
-            error.add_note(f"It was raised in {own}, which is not part of this package.")
+            error.add_note(f"It came through {own}, which this run has loaded.")
         if _SHOW in os.environ or own is not None:
             raise
         if rank != "0":

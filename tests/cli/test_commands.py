@@ -92,8 +92,12 @@ def test_an_error_in_a_function_of_the_users_keeps_its_traceback(tmp_path, monke
     (tmp_path / "mine.py").write_text("def f(x):\n    return int(x)\n\nf('one')\n")
     monkeypatch.chdir(tmp_path)
     run = ["train", "--model_name_or_path", "m", "--dataset_name", "d", "--import_modules"]
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(ValueError, match="invalid literal") as caught:
         main([*run, "mine.py"])
+    assert f"f ({tmp_path}/mine.py, line 2)" in caught.value.__notes__[0]
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    assert main([*run, "broken.py"]) == 2
+    assert "invalid syntax (broken.py, line 1)" in capsys.readouterr().err
     assert main([*run, "missing.py"]) == 2
     assert "missing.py does not exist" in capsys.readouterr().err
 
