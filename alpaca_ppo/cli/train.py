@@ -77,7 +77,6 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     """
     parsed = parse_options(_TYPES, argv, prog=PROG)
     script_args, lora, args = parsed.instances
-    script_args.check_before_loading(args)
     record = Path(args.output_dir).resolve() / "run.yaml"
     for name, content in parsed.config_files.items():
         # A record itself may be replaced.
@@ -86,6 +85,7 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
                 f"--config {name} is where the run writes its own record, output_dir ({args.output_dir}) / run.yaml; "
                 "rename the file, or choose another output_dir"
             )
+    script_args.check_before_loading(args)
     # They import torch, for which `--help` and the errors of a configuration need not wait.
     say_loading()
     from alpaca_ppo.distributed.launcher import launcher_command

@@ -82,7 +82,7 @@ def test_a_mistake_in_the_options_ends_before_processes_start(monkeypatch, capsy
     assert "learning_rat: did you mean learning_rate?" in capsys.readouterr().err
     started = []
     monkeypatch.setattr("alpaca_ppo.cli.train.launch", lambda how, words: started.append(words) or 7)
-    run = ["--model_name_or_path", "m", "--dataset_name", "d"]
+    run = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a:b"]
     assert main(["train", *run, "--num_processes", "2"]) == 7
     assert started == [run]
 

@@ -1,5 +1,6 @@
 """examples/train_ppo.py as a user starts it: folders and files in, a trained model out."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -173,4 +174,5 @@ def test_every_preset_is_valid(path):
     script_args, args = parse_args([ScriptArguments, PPOConfig], ["--config", str(path), *flags])
     for name, value in given.items():
         parsed = getattr(script_args, name, None) if hasattr(script_args, name) else getattr(args, name)
+        value = os.path.abspath(value) if name == "output_dir" else value
         assert parsed == (value if not isinstance(parsed, list) or isinstance(value, list) else [value]), name

@@ -35,6 +35,7 @@ def no_model(monkeypatch):
 @pytest.mark.usefixtures("no_model")
 def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
+    (tmp_path / "config.json").write_text("{}")
     named = {"model": str(tmp_path)}
     refused(tmp_path, "report_to names 'smoke'", arguments=named, report_to=["smoke"])
     refused(tmp_path / "file", "output_dir is '.*file', .*Not a directory", arguments=named)
@@ -73,7 +74,7 @@ def test_a_reward_adapter_is_checked_before_a_model_is_loaded(tmp_path):
 
 def test_a_name_that_holds_no_model_or_tokenizer_is_named_with_the_remedy(tmp_path):
     missing = {"model": str(tmp_path / "none")}
-    refused(tmp_path, "no model can be loaded from '.*none' .*; check model_name_or_path", arguments=missing)
+    refused(tmp_path, "model is '.*none', which is neither a folder nor a hub id", arguments=missing)
     tiny_causal_lm("llama").save_pretrained(tmp_path / "policy", safe_serialization=True)
     (tmp_path / "policy/model.safetensors").unlink()
     refused(tmp_path, "no model can be loaded from '.*policy'", arguments={"model": str(tmp_path / "policy")})
