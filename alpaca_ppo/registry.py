@@ -192,9 +192,9 @@ GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
 
 
 DoctorRule = Literal[
-    "constant_reward", "reward_falling", "eval_falling", "overoptimization", "uniform_groups", "policy_does_not_move",
-    "kl_runaway", "entropy_collapse", "length_collapse", "all_truncated", "update_too_large", "skipped_updates",
-    "sampler_mismatch", "first_ratio_off", "critic_useless",
+    "empty_answers", "constant_reward", "reward_falling", "eval_falling", "overoptimization", "uniform_groups",
+    "policy_does_not_move", "kl_runaway", "entropy_collapse", "length_collapse", "all_truncated", "update_too_large",
+    "skipped_updates", "logprobs_disagree", "critic_useless",
 ]  # fmt: skip
 DOCTOR_RULES: tuple[DoctorRule, ...] = get_args(DoctorRule)
 """The rules of `doctor.rules`, in the order in which findings are reported."""

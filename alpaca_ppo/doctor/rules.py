@@ -145,6 +145,19 @@ def found(error: bool, **numbers: float | str) -> Found:
 
 
 @_rule(
+    "the run starts from a policy that answers with nothing: {name} is {share:.0%}",
+    "write the prompts as the model was trained to read them: compare the first prompt that the run prints with the "
+    "model's own template, down to a newline at its end",
+)
+def empty_answers(history: History) -> Found | None:
+    """Before any training, many responses hold nothing but the token that ends them."""
+    names = [name for name in history.names if name.endswith("/empty_fraction")]
+    first = [(value, name) for name in names for step, value in history.series(name)[:1] if step <= 1]
+    share, name = max(first, default=(0.0, ""))
+    return found(share > 0.5, name=name, share=share) if share > 0.1 else None
+
+
+@_rule(
     "every response gets the same reward: objective/scores is {score:.4g} without any spread in {steps} steps",
     "read rollouts/ and call the reward function by hand on a good and a bad response; take easier prompts or a "
     "better model; if the task is solved, stop here",
@@ -358,30 +371,24 @@ def skipped_updates(history: History) -> Found | None:
 
 
 @_rule(
-    "sampler and trainer disagree: by {now:.3g} nats per token, of which rounding explains {limit:g}",
-    "try generation_backend: generate, or set old_policy: correct; docs/troubleshooting.md has the causes one by one",
+    "log-probs of the same tokens disagree before any update: {what}",
+    "set old_policy: recompute, or correct where the sampler cannot be mended; try generation_backend: generate; look "
+    "at dropout in a custom model, and at hooks that change log-probs or masks; docs/troubleshooting.md has the causes",
 )
-def sampler_mismatch(history: History) -> Found | None:
-    """Sampler and trainer give the same tokens different probabilities."""
-    recent, limit = history.last("mismatch/logprob_abs_mean"), 1e-3
-    if history.half_precision:
+def logprobs_disagree(history: History) -> Found | None:
+    """Sampler and trainer, or old and new policy before the first optimizer step, give tokens other probabilities."""
+    half, kinds = history.half_precision, list[Found]()
+    mismatch, limit = history.last("mismatch/logprob_abs_mean"), 1e-3
+    if half:
         limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1)
-    if not recent or recent[0] <= limit:
-        return None
-    return found(recent[0] > 0.1 and history.config.get("old_policy") != "correct", now=recent[0], limit=limit)
-
-
-@_rule(
-    "the first ratio is not 1: before any update, it is off by {now:.3g}",
-    "set old_policy: recompute; switch dropout off in a custom model; look at hooks that change log-probs or masks",
-)
-def first_ratio_off(history: History) -> Found | None:
-    """Before the first optimizer step, the ratio of new and old policy is not 1."""
-    recent, half = history.last("ppo/policy/first_ratio_error_max"), history.half_precision
+    if mismatch and mismatch[0] > limit:
+        what = f"sampler and trainer by {mismatch[0]:.3g} nats per token, of which rounding explains {limit:g}"
+        kinds.append(found(mismatch[0] > 0.1 and history.config.get("old_policy") != "correct", what=what))
+    ratio = history.last("ppo/policy/first_ratio_error_max")
     # bfloat16 may double the ratio of a single unlikely token; float32 rounds by 1e-5.
-    if not recent or recent[0] <= (3.0 if half else 1e-3):
-        return None
-    return found(recent[0] > 0.1 and not half, now=recent[0])
+    if ratio and ratio[0] > (3.0 if half else 1e-3):
+        kinds.append(found(ratio[0] > 0.1 and not half, what=f"the policy's first ratio is off 1 by {ratio[0]:.3g}"))
+    return min(kinds, key=lambda kind: kind.severity, default=None)
 
 
 @_rule(

@@ -11,7 +11,7 @@ from alpaca_ppo.evaluation.comparisons import FunctionJudge
 TOTAL = "scores"
 """The weighted sum of the reward sources."""
 RESERVED = (
-    "scores scores_std rewards kl_sum_seq response_length truncated_fraction masked_rows correct "
+    "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction masked_rows correct "
     "win_rate unjudged length_difference prompt response set"
 ).split()
 """Names of metrics of every evaluation, and of columns of answers.jsonl, which no metric function may have."""
@@ -89,14 +89,14 @@ def check_set_names(names: Mapping[str, Any]) -> None:
     """Checks the names of eval sets, which become names of metrics and of folders.
 
     Raises:
-        ValueError: for a mapping without entries, and a name that is not of letters, digits, dashes, dots and
-            underscores.
+        ValueError: for a mapping without entries, and a name that is not of at most 100 letters, digits, dashes, dots
+            and underscores.
     """
     if not names:
         raise ValueError("eval_dataset is an empty mapping; give it an entry for each eval set, or pass None")
     for name in names:
-        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII):
             raise ValueError(
-                f"eval_dataset has a set named {name!r}; use letters, digits, dashes, dots and underscores: the name "
-                "is part of metrics (eval/<set>/scores) and of folders"
+                f"eval_dataset has a set named {name!r}; use at most 100 letters, digits, dashes, dots and "
+                "underscores: the name is part of metrics (eval/<set>/scores) and of folders"
             )

@@ -73,10 +73,11 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
     tensors = outputs.logprobs, batch["logprobs"], batch["advantages"], mask
     returned = POLICY_LOSSES.get(args.policy_loss)(*tensors, args=args, weights=weights, denominator=denominator)
     policy = _checked(f"policy_loss {args.policy_loss!r}", returned)
-    stats = {"loss/policy": policy.loss} | {f"policy/{name}": stat for name, stat in policy.stats.items()}
+    # One KL of the update is logged: k3, which estimates what k1 does with less noise.
+    logged = {f"policy/{name}": stat for name, stat in policy.stats.items() if name != "approx_kl_k1"}
+    stats = {"loss/policy": policy.loss} | logged
     if outputs.entropies is not None:
         stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
-    stats["policy/approxkl"] = 0.5 * masked_mean((outputs.logprobs - batch["logprobs"]).square(), mask)
 
     def aggregated(losses: Tensor) -> Tensor:
         weighted = losses if weights is None else losses * weights

@@ -208,6 +208,7 @@ def response_stats(rollouts: Rollouts) -> dict[str, float]:
         "scores_std": standard_deviation(rollouts["scores"]),
         "response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
         "truncated_fraction": float((~rollouts["stopped"]).float().mean()),
+        "empty_fraction": float((rollouts["stopped"] & (rollouts["response_mask"].sum(dim=1) == 1)).float().mean()),
     }
     if "num_turns" in rollouts:
         stats["turns"] = float(rollouts["num_turns"].float().mean())

@@ -133,6 +133,8 @@ class Updater:
             for with_policy, with_critic in passes:
                 ends = (with_policy, with_critic) == passes[-1]
                 with (
+                    # A reward function or a callback may have left them off.
+                    torch.enable_grad(),
                     engine.passing(last_batch=batch.last, last_pass=ends),
                     # Gradient checkpointing recomputes activations of the critic with its adapter.
                     nullcontext() if with_policy else engine.actor_critic.critic_active(),

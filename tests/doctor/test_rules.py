@@ -74,6 +74,8 @@ def evaluations(*scores, error=None):
 
 FLAT = {"objective/scores": 1.0, "objective/scores_std": 0.0, "objective/scores_std/grade": 0.0}
 FAULTS = {
+    "empty_answers warning": lambda t: {"objective/empty_fraction": 0.25},
+    "empty_answers error": lambda t: {"objective/empty_fraction": 0.6},
     # A constant reward: no spread, no advantages, no gradient, so that the policy stays where it is.
     "constant_reward error": lambda t: FLAT,
     "constant_reward warning": lambda t: {"objective/scores_std": 0.0 if t > 20 else 0.8},
@@ -101,10 +103,8 @@ FAULTS = {
     "update_too_large warning": lambda t: {"ppo/policy/approx_kl_k3": 0.12},
     "update_too_large error": lambda t: {"ppo/policy/clipfrac": 0.7},
     "skipped_updates warning": lambda t: {"ppo/policy/skipped_updates": float(t == 30)},
-    "sampler_mismatch warning": lambda t: {"mismatch/logprob_abs_mean": 0.01},
-    "sampler_mismatch error": lambda t: {"mismatch/logprob_abs_mean": 0.2},
-    "first_ratio_off warning": lambda t: {"ppo/policy/first_ratio_error_max": 0.05},
-    "first_ratio_off error": lambda t: {"ppo/policy/first_ratio_error_max": 0.5},
+    "logprobs_disagree warning": lambda t: {"mismatch/logprob_abs_mean": 0.01},
+    "logprobs_disagree error": lambda t: {"mismatch/logprob_abs_mean": 0.2},
     "critic_useless warning": lambda t: {"ppo/val/explained_variance": -0.3},
     "critic_useless error": lambda t: {"ppo/val/explained_variance": -3.0},
 }
@@ -141,8 +141,7 @@ def test_every_rule_has_a_fault_and_a_row_on_the_page():
         ("overoptimization error", {"reward_weights": [1.0, -1.0]}),
         ("kl_runaway error", {"reference": "none"}),
         ("update_too_large error", {"policy_loss": "gspo"}),
-        ("sampler_mismatch warning", {"bf16": True}),
-        ("first_ratio_off error", {"dtype": "bfloat16"}),
+        ("logprobs_disagree warning", {"bf16": True}),
     ],
 )
 def test_what_the_run_is_meant_to_be_is_no_finding(fault, settings):
@@ -155,6 +154,9 @@ def test_what_the_run_is_meant_to_be_is_no_finding(fault, settings):
         # A fall by 0.35 is not more than half of 0.8.
         lambda t: {"objective/scores": 1.0 if t < 21 else 0.65},
         lambda t: {"objective/scores/gold": 0.4 if t < 11 else 0.2},
+        lambda t: {"objective/empty_fraction": 0.1},
+        # It has learned to answer with nothing: its length and its reward tell.
+        lambda t: {"objective/empty_fraction": 0.0 if t == 1 else 0.6},
         lambda t: {"objective/uniform_groups": 0.9},
         lambda t: {"ppo/policy/approx_kl_k3": 2e-5, "objective/kl_avg_seq": 0.0},
         lambda t: {"ppo/policy/approx_kl_k3": 0.0, "objective/kl_avg_seq": 2e-3},
@@ -216,6 +218,27 @@ def test_an_evaluation_that_ends_below_its_start_is_found_as_far_as_its_errors_t
     assert Doctor(alone).examine() == []
 
 
+def test_a_ratio_that_is_off_before_any_update_is_a_disagreement_too():
+    def found(ratio, mismatch=1e-6, **settings):
+        fault = {"ppo/policy/first_ratio_error_max": ratio, "mismatch/logprob_abs_mean": mismatch}
+        return [(each.severity, each.sentence) for each in examined(lambda t: fault, **settings).values()]
+
+    ((severity, sentence),) = found(0.05)
+    assert severity == "warning" and "ratio" in sentence and "0.05" in sentence
+    assert found(0.5)[0][0] == "error" and found(0.5, dtype="bfloat16") == []
+    # Of two that are found, the worse one is told.
+    ((severity, sentence),) = found(0.5, mismatch=0.01)
+    assert severity == "error" and "0.5" in sentence
+
+
+def test_a_policy_that_starts_with_empty_answers_is_found_by_its_first_evaluation():
+    start = {"eval/hard/empty_fraction": 0.25, "eval/empty_fraction": 0.0}
+    (finding,) = examined(before=start).values()
+    assert (finding.rule, finding.severity, finding.step) == ("empty_answers", "warning", 1)
+    assert "25%" in finding.sentence and "eval/hard/empty_fraction" in finding.sentence
+    assert examined(lambda t: start if t == 10 else {}) == {}, "what comes later is not the start"
+
+
 def test_one_cause_is_one_finding():
     def constant(t):
         return FLAT | {"objective/uniform_groups": 1.0, **FAULTS["policy_does_not_move error"](t)}
@@ -248,8 +271,8 @@ def test_options_decide_how_severe_a_finding_is():
         assert examined(FAULTS["kl_runaway error"], **settings)["kl_runaway"].severity == "warning"
     held = examined(FAULTS["kl_runaway error"], kl_coef=0.0, kl_loss_coef=0.1)
     assert held["kl_runaway"].severity == "error"
-    corrected = examined(FAULTS["sampler_mismatch error"], old_policy="correct")
-    assert corrected["sampler_mismatch"].severity == "warning"
+    corrected = examined(FAULTS["logprobs_disagree error"], old_policy="correct")
+    assert corrected["logprobs_disagree"].severity == "warning"
     assert examined(FAULTS["all_truncated warning"], mask_truncated=True)["all_truncated"].severity == "error"
 
 

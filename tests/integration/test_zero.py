@@ -362,6 +362,6 @@ def test_a_bfloat16_run_starts_where_its_reference_is(stage, name, runs):
     assert first["ppo/policy/first_ratio_error_max"] < 1e-4 and abs(first["ppo/val/mean"]) < 1e-6
     exact = metric_lines(runs / "single" / name)[0]
     assert first["objective/entropies"] == pytest.approx(exact["objective/entropies"], rel=0.02)
-    assert "first_ratio_off" not in (runs / stage / "output.txt").read_text()
+    assert "logprobs_disagree" not in (runs / stage / "output.txt").read_text()
     weights = torch.load(runs / stage / name / "weights.pt", weights_only=True)
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}, "what a checkpoint holds is not rounded"

@@ -123,6 +123,15 @@ def test_objective_stats_are_over_tokens_or_sequences_and_never_over_padding():
     assert stats["mismatch/ratio_max"] == 1.0
 
 
+def test_a_response_of_its_stop_token_alone_is_empty():
+    given = rollouts()
+    # The second has one token too, and was cut off.
+    assert metrics.response_stats(given)["empty_fraction"] == 0.0
+    given["stopped"] = torch.tensor([True, True])
+    assert metrics.response_stats(given)["empty_fraction"] == 0.5
+    assert metrics.objective_stats(given, source_names=["a", "b"])["objective/empty_fraction"] == 0.5
+
+
 def test_a_step_without_entropies_or_a_pass_of_the_policy_has_no_such_metrics():
     given = rollouts()
     whole = metrics.objective_stats(given, source_names=["a", "b"])

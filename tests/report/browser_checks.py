@@ -170,7 +170,7 @@ def test_the_essentials_are_the_first_nine_whatever_else_was_logged(opened):
     shown = [figure.get_attribute("data-metric") for figure in page.locator(".essential > *").all()]
     assert shown == [
         "objective/scores", "eval/hard/pass_at_1", "objective/kl_sum_seq", "objective/response_length",
-        "objective/truncated_fraction", "ppo/val/explained_variance", "ppo/policy/entropy", "ppo/policy/approxkl",
+        "objective/truncated_fraction", "ppo/val/explained_variance", "ppo/policy/entropy", "ppo/policy/approx_kl_k3",
         None,
     ]  # fmt: skip
     # pass@1 and avg@4 are the same numbers, and pass@1 has a standard error.

@@ -113,7 +113,7 @@ def make_evaluated_run(path: Path, *, preset: str, commit: str) -> Path:
             line |= {f"objective/{name}": 0.125 * step + k for k, name in enumerate(every)}
             line |= {"objective/scores": 1.0 * step, "objective/kl_sum_seq": 0.25 * step, "ppo/policy/entropy": 2.0}
             line |= {"objective/entropies": 2.0} if step == 1 else {}
-            line |= {"ppo/val/explained_variance": 0.5, "ppo/policy/approxkl": 0.01, "ppo/policy/clipfrac": 0.0}
+            line |= {"ppo/val/explained_variance": 0.5, "ppo/policy/approx_kl_k3": 0.01, "ppo/policy/clipfrac": 0.0}
             line |= {"ppo/policy/grad_norm": 1.0, "ppo/val/grad_norm": 1.0, "tokens/per_second": 900.0}
         if step % 2 == 0:
             for k, name in enumerate(("easy", "hard")):

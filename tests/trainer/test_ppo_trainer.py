@@ -142,7 +142,7 @@ def test_a_ratio_off_one_before_any_update_is_a_finding(tmp_path):
     # exp(0.1) - 1 = 0.10517
     assert metric_lines(tmp_path)[0]["ppo/policy/first_ratio_error_max"] == pytest.approx(0.10517, abs=1e-4)
     findings = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
-    assert ("first_ratio_off", "error", 1) in [(each["rule"], each["severity"], each["step"]) for each in findings]
+    assert ("logprobs_disagree", "error", 1) in [(each["rule"], each["severity"], each["step"]) for each in findings]
 
 
 def test_callbacks_hear_of_everything_and_can_stop_save_and_evaluate(tmp_path):

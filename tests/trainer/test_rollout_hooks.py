@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples, per_token
-from tests.tiny_runs import tiny_trainer
+from tests.tiny_runs import tiny_trainer, weights
 
 
 def holed(trainer_class=PPOTrainer, score=None):
@@ -185,3 +185,21 @@ def test_the_reward_of_a_response_goes_to_its_last_chosen_token():
     mask = torch.tensor([[True, True, False], [True, False, True]])
     assert per_token(torch.tensor([1.0, 3.0]), mask).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 3.0]]
     assert per_token(torch.eye(2, 3), mask).tolist() == torch.eye(2, 3).tolist()
+
+
+def test_a_reward_function_that_leaves_gradients_off_changes_no_update(tmp_path):
+    def even(completion_ids, **columns):
+        return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
+
+    def careless(completion_ids, **columns):
+        torch.set_grad_enabled(False)
+        return even(completion_ids)
+
+    trained = []
+    for reward in (even, careless):
+        # Its end puts the mode back.
+        with torch.enable_grad():
+            trainer = tiny_trainer(tmp_path / reward.__name__, trainer_arguments={"reward_funcs": reward})
+            trainer.train()
+        trained.append(weights(trainer))
+    assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())

@@ -8,7 +8,7 @@ const MAIN = [
   ["ppo/val/explained_variance", "Explained variance", "of the critic; 1 is perfect"],
   ["objective/entropies", "Entropy", "nats a token"],
   ["ppo/policy/entropy", "Entropy", "nats a token, during the updates"],
-  ["ppo/policy/approxkl", "KL of the update", "old policy to new, a token"],
+  ["ppo/policy/approx_kl_k3", "KL of the update (k3)", "old policy to new, a token"],
   ["ppo/policy/clipfrac", "Clip fraction", "share of tokens"],
   ["ppo/policy/grad_norm", "Gradient norm, policy", "before clipping"],
   ["ppo/val/grad_norm", "Gradient norm, critic", "before clipping"],
