@@ -1,6 +1,7 @@
 """Supervised fine-tuning and reward modelling on tiny models: what they learn from, and what they write."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ def test_a_length_without_room_is_an_error():
         sft_arguments(max_length=1)
 
 
-def test_supervised_training_writes_a_model_that_learned_its_demonstration(model_folder, tmp_path):
+def test_supervised_training_writes_a_model_that_learned_its_demonstration(model_folder, tmp_path, capsys):
     tokenizer = tiny_tokenizer()
     row = {"prompt": words(tokenizer, 10, 11), "completion": words(tokenizer, 12, 13)}
     data = write(tmp_path / "sft.jsonl", [row] * 16)
@@ -142,6 +143,30 @@ def test_supervised_training_writes_a_model_that_learned_its_demonstration(model
         best = model(**tokenizer(row["prompt"] + " " + row["completion"], return_tensors="pt")).logits[0].argmax(-1)
     assert best[1:].tolist() == [12, 13, tokenizer.eos_token_id]
     assert [path.suffix for path in (tmp_path / "out").glob("model*")] == [".safetensors"]
+    *_, done, where, following = capsys.readouterr().out.splitlines()
+    assert done.startswith("done: 20 steps in ") and where == f"model:       {tmp_path / 'out'}"
+    assert "alpaca-ppo train" in following and f"--model_name_or_path {tmp_path / 'out'}" in following
+
+
+def test_training_ends_by_saying_how_the_held_out_loss_has_changed_and_its_numbers_stay(model_folder, tmp_path, capsys):
+    tokenizer = tiny_tokenizer()
+    rows = [{"prompt": words(tokenizer, 10, i), "completion": words(tokenizer, 12, 13)} for i in range(20, 36)]
+    data = write(tmp_path / "sft.jsonl", rows)
+    trained = []
+    for name, evaluation in (("plain", []), ("held", ["--dataset_test_split", "train[:4]"])):
+        names = [
+            "--model_name_or_path",
+            str(model_folder),
+            "--dataset_name",
+            data,
+            "--output_dir",
+            str(tmp_path / name),
+        ]
+        sft.train_sft([*names, *QUICK, *evaluation, "--num_train_epochs", "2", "--logging_steps", "1"])
+        trained.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert trained[0] == trained[1]
+    plain, held = re.findall(r"^  (.*loss) +([\d.]+) -> +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+    assert (plain[0], held[0]) == ("training loss", "eval loss") and float(held[1]) > float(held[2])
 
 
 def pairs(tokenizer, number):
@@ -202,7 +227,9 @@ def test_reward_training_writes_a_classifier_that_scores_as_the_trainer_will_ask
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
     evaluation = ["--dataset_test_split", "train[:8]", "--eval_strategy", "epoch", "--logging_strategy", "epoch"]
     reward_model.train_reward_model([*names, *QUICK, *evaluation, "--num_train_epochs", "4"])
-    assert "'eval_accuracy': '1'" in capsys.readouterr().out.splitlines()[-2]
+    said = capsys.readouterr().out
+    assert re.search(r"^  eval accuracy +[01]\.\d+ -> +1\.000$", said, re.MULTILINE)
+    assert f"--reward_model_name_or_path {tmp_path / 'out'}" in said.splitlines()[-1]
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as weights:
         assert "score.weight" in weights.keys()
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.num_labels == 1
