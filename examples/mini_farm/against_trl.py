@@ -27,7 +27,7 @@ from typing import Any
 from alpaca_ppo.config.parser import parse_args, read_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_options import RunOptions
-from examples import trl_environment
+from examples import trl_virtualenv
 from examples.mini_farm.compare import difference, standard_error
 from examples.mini_farm.evaluation import Summary
 from examples.mini_farm.overopt import WINDOW, over_optimised
@@ -37,7 +37,7 @@ from examples.mini_farm.quickstart import describe, summaries_of
 from examples.mini_farm.report import REPORT, SECTIONS, machine, write_section
 from examples.mini_farm.stages import run_stage
 
-OWN, TRL = "alpaca_ppo", f"TRL {trl_environment.VERSION}"
+OWN, TRL = "alpaca_ppo", f"TRL {trl_virtualenv.VERSION}"
 RIVALS: Mapping[str, bool] = {f"{TRL}, its defaults": True, f"{TRL}, these settings": False}
 """What TRL is called with each kind of settings, and whether they are its defaults."""
 STEPS, SECONDS = "ppo/policy/optimizer_steps", "time/step"
@@ -112,7 +112,7 @@ class AgainstTrlArguments:
     seeds: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 5], metadata={"help": "Seeds of both programs."})
     quick: bool = field(default=False, metadata={"help": "Small models, two seeds; no report is written."})
     trl_environment: str = field(
-        default=str(trl_environment.FOLDER), metadata={"help": "TRL's virtual environment, made if it does not exist."}
+        default=str(trl_virtualenv.FOLDER), metadata={"help": "TRL's virtual environment, made if it does not exist."}
     )
     report: str = field(default=str(REPORT), metadata={"help": "File to write."})
 
@@ -254,7 +254,7 @@ def trl_run(lab: Lab, python: str, args: PPOConfig, *, seed: int, defaults: bool
         lab.root / f"trl_{'defaults' if defaults else 'these_settings'}_seed_{seed}",
         f"TRL, {'its defaults' if defaults else 'these settings'}, seed {seed}",
         fill,
-        settings={**settings, "trl": trl_environment.VERSION, "value_model": args.init_value_with_reward},
+        settings={**settings, "trl": trl_virtualenv.VERSION, "value_model": args.init_value_with_reward},
         parents=[lab.data, lab.sft, lab.reward_model],
         sources=[here.with_name(f"{module}.py") for module in ("trl_ppo", "annotators", "lexicon")],
     )
@@ -382,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     lab, args = Lab(lab_arguments), own_options(lab_arguments)
     prompts = lab_arguments.unlabeled_rows
     trl_settings(args, prompts=prompts, seed=0)
-    python = trl_environment.trl_python(Path(arguments.trl_environment))
+    python = trl_virtualenv.trl_python(Path(arguments.trl_environment))
     if python is None:
         sys.exit(1)
     folders: dict[str, Path] = {}

@@ -4,6 +4,8 @@ train_ppo.py and the YAML beneath them, callbacks and subclasses in a trainer.
 
 import json
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -137,3 +139,24 @@ def test_process_rewards_pay_new_tokens_and_the_score_at_the_end(tmp_path):
     for row, keep in enumerate(rollouts["response_mask"]):
         distinct = len(set(rollouts["responses"][row][keep].tolist()))
         assert float(shaped[row].sum()) == pytest.approx(0.1 * distinct + float(rollouts["scores"][row]), abs=1e-5)
+
+
+def test_the_page_says_what_an_advantage_is_estimated_from(tmp_path):
+    seen = {}
+
+    class Recorder(PPOTrainer):
+        def _estimate_advantage(self, rewards, values, response_mask, **extra):
+            seen.update(extra, rewards=rewards, tokenizer=self.processing_class)
+            return super()._estimate_advantage(rewards, values, response_mask, **extra)
+
+    page = (Path(__file__).parents[2] / "docs/customization.md").read_text()
+    trainer = tiny_trainer(tmp_path, trainer_class=Recorder, kl_coef=0.5, ppo_epochs=1)
+    for step in range(2):
+        rollouts = trainer.rollout(trainer.prompt_batches(step))
+        trainer.step(trainer.prompt_batches(step))
+    rows = set(re.findall(r"^\| `(\w+)` \| \(B", page, re.MULTILINE))
+    assert set(seen) - {"rewards", "tokenizer"} == rows
+    assert "`self.processing_class`" in page and seen["tokenizer"].decode([10])
+    # The policy has moved: the KL counts in them, and the score is a part.
+    assert not torch.allclose(seen["rewards"].sum(dim=1), seen["scores"])
+    assert torch.equal(seen["scores"], rollouts["rewards"])

@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from examples import trl_environment
+from examples import trl_virtualenv
 from tests.tools.benchmarks import report, workloads
 from tests.tools.benchmarks.programs import ROOT, started, take_turns
 from tests.tools.benchmarks.report import BARE, BARE_TORCH_GELU, OWN, TRL, Comparison, Growth, Machine
@@ -68,13 +68,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=None, help="steps of each program; 7, with --quick 2")
     parser.add_argument("--without_growth", action="store_true", help="the two workloads only")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every program")
-    parser.add_argument(
-        "--trl_environment", type=Path, default=trl_environment.FOLDER, help="made if it does not exist"
-    )
+    parser.add_argument("--trl_environment", type=Path, default=trl_virtualenv.FOLDER, help="made if it does not exist")
     args = parser.parse_args()
     sizes = QUICK if args.quick else {}
     rounds = args.rounds or (2 if args.quick else 7)
-    trl = trl_environment.trl_python(args.trl_environment)
+    trl = trl_virtualenv.trl_python(args.trl_environment)
     pythons = ({} if trl is None else {TRL: trl}) | dict.fromkeys((BARE, BARE_TORCH_GELU, OWN), sys.executable)
     machine = Machine.begin(args.threads)
     comparisons = [
