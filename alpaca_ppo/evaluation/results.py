@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from alpaca_ppo.atomic_io import write_text_atomically
 def results_text(results: Mapping[str, Any]) -> str:
     """Returns what was evaluated and how, and the metrics, each with its standard error if it has one.
 
-    Of the scores, and of the shares of successes, those with the same number share a line.
+    Metrics of a set with the same number and the same standard error share a line.
     """
     sets, n, temperature = results["prompts"], results["samples_per_prompt"], results["temperature"]
     prompts = ", ".join(f"{count} prompts" + (f" of {name}" if name else "") for name, count in sets.items())
@@ -34,13 +33,10 @@ def results_text(results: Mapping[str, Any]) -> str:
 
 
 def _same_line(name: str, stats: Mapping[str, float], sets: Sequence[str]) -> Any:
-    """A key that two metrics of one set have in common if they are equal and measure the same kind of thing."""
+    """A key that two metrics of one set have in common if they and their standard errors are equal."""
     of_set = next((each for each in sets if each and name.startswith(f"{each}/")), "")
-    metric = name.removeprefix(f"{of_set}/")
-    is_score = metric in ("scores", "rewards") or metric.startswith("scores/")
-    if not (is_score or re.match("(pass|avg)_at_", metric)) or math.isnan(stats[name]):
-        return name
-    return of_set, is_score, *(f"{stats.get(key, math.nan):.5g}" for key in (name, f"{name}_se"))
+    value, se = stats[name], stats.get(f"{name}_se", math.nan)
+    return name if math.isnan(value + se) else (of_set, f"{value:.5g}", f"{se:.5g}")
 
 
 def write_results(folder: Path, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:

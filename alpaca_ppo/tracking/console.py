@@ -164,7 +164,10 @@ class Console(TrainerCallback):
             return [f"best step:   none is better than before training ({metric} {number(value)})"]
         folder = Path(self._args.output_dir) / f"checkpoint-{step}"
         kept = f"kept in {folder}" if folder.is_dir() else "not kept; metric_for_best_model keeps it"
-        lines = [f"best step:   {step} ({metric} {number(value)}, {kept})"]
+        found = (
+            "best step:   " if state.best_global_step or metric.startswith("eval/") else "highest training batch: step "
+        )
+        lines = [f"{found}{step} ({metric} {number(value)}, {kept})"]
         if (before := better_before_training(history, metric, value, greater_is_better=greater)) is not None:
             lines.append(f"             worse than before training ({metric} {number(before)})")
         return lines
@@ -226,7 +229,7 @@ def evaluation_lines(stats: Metrics, start: Metrics, *, step: int) -> list[str]:
             text = column.text(now) + (f" ±{number(error)}" if error is not None else "")
             if step and before is not None and now is not None:
                 text = f"{column.text(before)} -> {text}"
-                text += f" ({now - before:+.3f})" if column.title == "reward" else ""
+                text += f" ({now - before:+.3f})" if column.key.endswith("/rewards") else ""
             parts.append(f"{column.title} {text}")
         lines.append("  ".join(parts))
     return lines
@@ -238,7 +241,10 @@ def eval_sets(stats: Metrics) -> list[str]:
 
 
 def _shown(stats: Metrics, prefix: str) -> list[Column]:
-    """The metrics of an eval set that are shown: without those of other sets, spreads, and what the reward sums up."""
+    """The metrics of an eval set that are shown: without those of other sets, spreads, and what the reward sums up.
+
+    Those with the same number and the same standard error, such as reward and pass@1 of one sample, are one.
+    """
     nested = tuple(other for other in eval_sets(stats) if other != prefix and other.startswith(prefix))
     keys = [key for key in stats if key.startswith(prefix) and not (nested and key.startswith(nested))]
     names = [key.removeprefix(prefix) for key in keys if not key.endswith(("_se", "scores_std"))]
@@ -246,7 +252,14 @@ def _shown(stats: Metrics, prefix: str) -> list[Column]:
     hidden = ["scores", "masked_rows", *(sources if len(sources) == 1 else [])]
     columns = [column._replace(key=prefix + name) for name, column in _EVALUATED.items() if name in names]
     others = [name for name in names if name not in _EVALUATED and name not in hidden]
-    return columns + [Column(prefix + name, name.removeprefix("scores/")) for name in others]
+    columns += [Column(prefix + name, name.removeprefix("scores/")) for name in others]
+    distinct: dict[Any, Column] = {}
+    for column in columns:
+        value, error = stats[column.key], stats.get(f"{column.key}_se")
+        same = column.key if value is None or error is None else (f"{value:.5g}", f"{error:.5g}")
+        first = distinct.get(same)
+        distinct[same] = first._replace(title=f"{first.title} = {column.title}") if first else column
+    return list(distinct.values())
 
 
 def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> list[str]:
@@ -270,7 +283,7 @@ def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> li
     wide = max((len(column.title) for column, _ in found), default=0)
     return [
         f"  {column.title:{wide}} {column.text(ends.start):>10} -> {column.text(ends.end):>10}"
-        + (f"  ({ends.end - ends.start:+.3f})" if column.title.endswith("reward") else "")
+        + (f"  ({ends.end - ends.start:+.3f})" if column.key.endswith("/rewards") else "")
         for column, ends in found
     ]
 

@@ -209,9 +209,9 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 stats = self.step(self.prompt_batches(step))
                 # An overridden `step` or `step_with_rollouts` may not have counted it.
                 self.state.global_step = step + 1
+                steps.update()
                 self.log_rollouts()
                 self._end_step(stats)
-                steps.update()
             self.poll()
             if self.args.load_best_model_at_end:
                 self.checkpoints.load_best(self.state.global_step)

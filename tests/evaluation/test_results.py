@@ -57,17 +57,19 @@ def test_the_text_says_what_was_drawn_and_names_each_number_once():
             "eval/avg_at_4_se": 0.1,
             "eval/pass_at_1": 0.5,
             "eval/pass_at_1_se": 0.1,
+            "eval/right": 0.5,
+            "eval/right_se": 0.1,
             "eval/truncated_fraction": 0.5,
         },
     }
     assert results_text(results).splitlines() == [
         "outputs/ppo: 64 prompts, 4 answers to each, sampled at temperature 0.7",
         "a success is an answer with scores/short above 0.5",
-        # Their sorted order; another error is another number, and so is one of another kind.
-        "avg_at_4 = pass_at_1         0.5  ±0.1",
-        "rewards = scores            0.25  ±0.031",
-        "scores/short                0.25  ±0.02",
-        "truncated_fraction           0.5",
+        # Their sorted order; another error is another number, and so is one that has none.
+        "avg_at_4 = pass_at_1 = right         0.5  ±0.1",
+        "rewards = scores                    0.25  ±0.031",
+        "scores/short                        0.25  ±0.02",
+        "truncated_fraction                   0.5",
     ]
     two = {**results, "prompts": {"a": 3, "b": 2}, "samples_per_prompt": 1, "temperature": 0.0, "success": None}
     two["metrics"] = {"eval/a/scores": 1.0, "eval/b/scores": 1.0}

@@ -53,6 +53,25 @@ def test_an_only_source_is_not_shown_beside_the_reward():
     assert line.endswith("  even 0.500 ±0.100  odd 0.250")
 
 
+def test_numbers_that_are_the_same_are_shown_once():
+    same = {f"eval/{name}{end}": value for name in ("rewards", "pass_at_1", "right") for end, value in SAME.items()}
+    stats = EVAL | same | {"eval/other": 0.5, "eval/other_se": 0.2}
+    (line,) = evaluation_lines(stats, {}, step=0)
+    assert line == (
+        "eval before training:  reward = pass_at_1 = right 0.500 ±0.100  KL 0.000  length 10.0  cut off 25.0%"
+        "  other 0.500 ±0.200"
+    )
+    (line,) = evaluation_lines(
+        stats | dict.fromkeys(("eval/rewards", "eval/pass_at_1", "eval/right"), 0.75), stats, step=9
+    )
+    assert "reward = pass_at_1 = right 0.500 -> 0.750 ±0.100 (+0.250)  KL" in line
+    lines = change_lines([{"step": 0, **stats}, {"step": 9, **stats}])
+    assert lines[1] == "  eval reward = pass_at_1 = right      0.500 ->      0.500  (+0.000)"
+
+
+SAME = {"": 0.5, "_se": 0.1}
+
+
 def test_a_metric_without_a_value_before_or_now_has_no_arrow():
     lines = evaluation_lines(EVAL | {"eval/rewards": None}, EVAL | {"eval/kl_sum_seq": None}, step=3)
     assert lines[0].startswith("eval at step 3:  reward -  KL 0.000  length 10.0 -> 10.0")

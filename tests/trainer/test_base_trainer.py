@@ -9,7 +9,7 @@ import yaml
 from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
-from tests.tiny_runs import metric_lines, one_update, tiny_trainer
+from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer
 
 
 def test_an_update_of_ones_own_without_super_works_and_ends(tmp_path):
@@ -148,3 +148,32 @@ def test_a_reward_function_that_changes_the_folder_does_not_split_the_run(tmp_pa
     assert len(metric_lines(tmp_path / "run")) == 2
     assert {"checkpoint-2", "final", "run.yaml"} <= {path.name for path in (tmp_path / "run").iterdir()}
     assert yaml.safe_load((tmp_path / "run/run.yaml").read_text())["output_dir"] == str(tmp_path / "run")
+
+
+def test_the_bar_is_at_the_step_that_is_evaluated(tmp_path):
+    class Steps:
+        def __init__(self, total, *, initial):
+            self.at = initial
+
+        def update(self):
+            self.at += 1
+
+        def __enter__(self):
+            bars.append(self)
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    class Watched(PPOTrainer):
+        def evaluate(self):
+            seen.append((self.state.global_step, bars[-1].at if bars else None))
+            return super().evaluate()
+
+    bars, seen = [], []
+    trainer = tiny_trainer(
+        tmp_path, trainer_class=Watched, eval_steps=1, trainer_arguments={"eval_dataset": prompts(2)}
+    )
+    trainer.run_log.bar.steps = Steps
+    trainer.train()
+    assert seen == [(0, None), (1, 1), (2, 2)]
