@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.config.fields import options_of
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.doctor.examination import read_lines
 from alpaca_ppo.report.runs import Run, TableFile, number_or_none, plain, rounded
 from alpaca_ppo.tracking.results import better_before_training, means_in_words, start_and_end
@@ -24,6 +27,8 @@ MAX_POINTS = 1500
 """Most points of a curve; those of longer runs are means over neighbouring steps."""
 OF_ONE_RUN = {"seed", "output_dir", "run_name", "provenance", "hub_model_id"}
 """Options in which the seeds of one experiment differ."""
+OPTIONS = (ScriptArguments, LoraArguments, PPOConfig)
+"""The options that run.yaml holds."""
 MAX_ANSWERS = 5000
 """Most answers in the tables of one report."""
 READ_TIMES = 8
@@ -62,6 +67,7 @@ def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
         "tokens": answers.tokens,
         "left_out": left_out,
         "of_one_run": sorted(OF_ONE_RUN),
+        "defaults": {name: plain(option.default) for of in OPTIONS for name, option in options_of(of).items()},
     }
 
 

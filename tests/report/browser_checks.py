@@ -246,11 +246,20 @@ def test_runs_are_overlaid_averaged_over_seeds_and_hidden(opened):
     assert "learning_rate\t0.001\t0.001\t0.002" in differences and "adv_estimator" in differences
 
 
+def test_what_differs_from_the_defaults_stands_first(opened):
+    page = opened("whole", "configuration")
+    assert text_of(page, "#configuration-view").startswith("Options that are not at their default")
+    rows = [row.split("\t") for row in text_of(page, "table.config >> nth=0").split("\n")]
+    assert rows[0] == ["Option", "whole", "Default"] and ["learning_rate", "0.001", "0.000001"] in rows
+    # What names the run alone comes last.
+    assert [row[0] for row in rows[1:]] == ["learning_rate", "output_dir", "seed"]
+
+
 def test_what_people_compare_of_where_runs_come_from_is_shown_and_the_rest_folded(opened):
     page = opened("both", "configuration")
     tables = page.locator("table.config")
     assert text_of(page, "#configuration-view").startswith("Differences between the runs\n\nThe runs have the same")
-    rows = tables.first.inner_text().split("\n")
+    rows = tables.nth(1).inner_text().split("\n")
     assert [row.split("\t") for row in rows[1:]] == [
         ["Preset", "dapo", "vapo"],
         ["Configuration files", "my.yaml", "my.yaml"],
@@ -259,7 +268,7 @@ def test_what_people_compare_of_where_runs_come_from_is_shown_and_the_rest_folde
         ["Processes", "2 on cuda", "2 on cuda"],
         ["Started", "2026-01-02T03:04:05+00:00", "2026-01-02T03:04:05+00:00"],
     ]
-    assert tables.first.locator("tr.differs").count() == 2
+    assert tables.nth(1).locator("tr.differs").count() == 2
     assert not page.locator("#provenance table").is_visible()
     page.click("#provenance summary")
     assert "command_line\ttrain --preset dapo\ttrain --preset vapo" in text_of(page, "#provenance table")
@@ -328,7 +337,11 @@ def test_prompt_scores_and_columns_stand_beside_an_answer(opened):
 def test_an_answer_is_followed_through_training_beside_the_reference(opened):
     page = opened("whole", "answers")
     page.click("[data-value=followed]")
+    # The two prompts of the evaluation whose tokens are logged; those of the rollouts were sampled again by chance.
+    assert page.locator("tr[data-answer]").count() == 2 and text_of(page, "#count").startswith("2 of ")
     open_answer(page, "after training")
+    # What is asked stays in sight beside what is inspected.
+    assert page.locator("td.prompt").first.is_visible() and "Question" in text_of(page, "td.prompt >> nth=0")
     names = page.locator(".side h3").all_inner_texts()
     assert names[0].startswith("Step 4 score 4") and "Step 0" in names[1]
     assert "before training: the reference's own answer" in names[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from alpaca_ppo import LoraArguments, PPOConfig
 from alpaca_ppo.cli.finished_runs import report
 from alpaca_ppo.report import page
 from alpaca_ppo.report.page import choose_answers, report_data, report_page, spread_order
@@ -90,6 +91,13 @@ def test_runs_are_named_by_as_much_of_their_path_as_differs_and_given_once(tmp_p
     assert [run.name for run in read_runs(runs)] == ["a/ppo", "b/ppo", "b/grpo"]
     with pytest.raises(ValueError, match="a run is given twice.*grpo"):
         read_runs([runs[2], tmp_path / "a/../b/grpo"])
+
+
+def test_the_page_knows_the_default_of_each_option(tmp_path):
+    data = report_data(read_runs([make_run(tmp_path / "run")]), token_mb=1)
+    assert data["defaults"]["lora_r"] == LoraArguments().lora_r and data["defaults"]["seed"] == PPOConfig().seed
+    assert data["defaults"]["report_to"] == list(PPOConfig().report_to)
+    json.dumps(data["defaults"], allow_nan=False)
 
 
 def test_runs_that_differ_by_seed_and_folder_are_one_group(tmp_path):

@@ -73,7 +73,7 @@ const PRESETS = {
   "most-kl": { label: "Most KL", sort: "kl", down: true, keep: (i) => A("kl", i) !== null, why: "No answer has a KL." },
   truncated: { label: "Truncated", sort: "step", down: true, keep: (i) => A("stopped", i) === false, why: "Every answer came to its end." },
   identical: { label: "Identical", sort: "copies", down: true, keep: (i) => copies(i) > 1, why: "No two answers of a run are the same." },
-  followed: { label: "Followed prompts", sort: "step", down: true, keep: isLast, why: "No prompt was answered at two steps: it takes an eval dataset, or num_inspected_prompts." },
+  followed: { label: "Followed prompts", sort: "step", down: true, keep: (i) => isLast(i) && A("table", i) !== "rollouts" && Boolean(tokensOf(i)), why: "No prompt was followed through training: it takes num_inspected_prompts." },
 };
 const several = (name) => new Set(ANSWERS[name]).size > 1;
 const FIELDS = [

@@ -29,11 +29,11 @@ const ORIGINS = [
   ["Started", (p) => p.started],
 ];
 
-// A row for each [name, values], with a value for each run.
-function comparison(heading, rows) {
+// A row for each [name, values], with a value for each of the columns.
+function comparison(heading, rows, columns = RUNS.map((run) => run.name)) {
   const differ = rows.map(([, values]) => moreThanOne(values.map(written)));
   return el("div", { class: "scroll" }, el("table", { class: "plain config" },
-    el("thead", {}, el("tr", {}, el("th", {}, heading), RUNS.map((run) => el("th", {}, run.name)))),
+    el("thead", {}, el("tr", {}, el("th", {}, heading), columns.map((column) => el("th", {}, column)))),
     el("tbody", {}, rows.map(([name, values], n) => el("tr", { class: differ[n] && !differ.every(Boolean) ? "differs" : null }, el("th", {}, name), values.map((value) => el("td", {}, written(value))))))));
 }
 
@@ -51,13 +51,16 @@ function configuration() {
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.config)))].filter((name) => name !== "provenance");
   const row = (name) => [name, RUNS.map((run) => run.config[name])];
   const differ = names.filter((name) => moreThanOne(row(name)[1].map(written)));
+  const given = names.filter((name) => name in DATA.defaults && RUNS.some((run) => name in run.config && written(run.config[name]) !== written(DATA.defaults[name])));
   // Options in which the seeds of one experiment differ come last.
-  differ.sort((a, b) => DATA.of_one_run.includes(a) - DATA.of_one_run.includes(b));
+  for (const some of [differ, given]) some.sort((a, b) => DATA.of_one_run.includes(a) - DATA.of_one_run.includes(b));
+  const own = given.length ? comparison("Option", given.map((name) => [name, [...row(name)[1], DATA.defaults[name]]]), [...RUNS.map((run) => run.name), "Default"]) : el("p", { class: "empty" }, "Every option is at its default.");
   const all = el("div");
   const draw = (wanted) => all.replaceChildren(comparison("Option", names.filter((name) => name.toLowerCase().includes(wanted)).map(row)));
   draw("");
   return el("section", { id: "configuration-view" },
     RUNS.length > 1 ? [el("h2", {}, "Differences between the runs"), differ.length ? comparison("Option", differ.map(row)) : el("p", { class: "empty" }, "The runs have the same options.")] : "",
+    names.length ? [el("h2", {}, "Options that are not at their default"), own] : "",
     provenance(),
     el("h2", {}, "All options"), names.length ? [
       el("div", { class: "controls" }, el("input", { type: "search", placeholder: "Search options", "aria-label": "Search options", oninput: (event) => draw(event.target.value.trim().toLowerCase()) })), all]
