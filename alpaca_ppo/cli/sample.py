@@ -15,6 +15,7 @@ from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.config.run_file import IN_MEMORY, PROVENANCE
 from alpaca_ppo.library_output import say_loading
 
+_FORM = ("prompt_template", "user_template", "system_prompt", "chat_template_kwargs")
 _LONGEST_PROMPT = 1_000_000
 """Tokens; the model's own limit shows when it is exceeded."""
 
@@ -36,7 +37,10 @@ def sample(argv: Sequence[str]) -> int:
     source.add_argument("--prompts", metavar="DATA", help="answer the prompts of a file, a folder or a hub dataset")
     add("--num_prompts", type=int, default=8, help="how many of --prompts (default: %(default)s)")
     add("--prompt_column", help="column of --prompts (default: the run's, or prompt)")
-    add("--prompt_template", help="named template or format string (default: the run's); '{text}' sends text as it is")
+    template = parser.add_mutually_exclusive_group()
+    template.add_argument("--prompt_template", help="for text (default: the run's); '{text}' sends it as it is")
+    template.add_argument("--user_template", help="for messages (default: the run's)")
+    add("--system_prompt", help="of messages (default: the run's)")
     add("--max_new_tokens", type=int, help="tokens of an answer (default: the run's, or 256)")
     add("--temperature", type=float, help="0 = the likeliest token (default: the run's, or 1)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -44,7 +48,11 @@ def sample(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     policy, record = model_folder("model", given.model), Path(given.model) / "run.yaml"
     run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
-    template = given.prompt_template or run.get("prompt_template")
+    form: dict[str, Any] = {name: run.get(name) for name in _FORM}
+    if given.prompt_template or given.user_template:
+        form |= {"prompt_template": given.prompt_template, "user_template": given.user_template}
+    form["system_prompt"] = given.system_prompt or form["system_prompt"]
+    form["prompt_column"] = "prompt" if given.prompt else given.prompt_column or run.get("prompt_column", "prompt")
     temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
     max_new_tokens = run.get("response_len", 256) if given.max_new_tokens is None else given.max_new_tokens
     how: Any = {"max_new_tokens": max_new_tokens, "do_sample": temperature != 0}
@@ -57,20 +65,19 @@ def sample(argv: Sequence[str]) -> int:
 
     from alpaca_ppo.adapters.files import is_adapter, read_policy_adapter
     from alpaca_ppo.data import PromptForm, prepare_prompts
+    from alpaca_ppo.data.prompts import prompt_text
     from alpaca_ppo.generation import resolve_stop_tokens, resolve_turn_end
     from alpaca_ppo.models.loading import load_causal_lm, load_processing_class
 
     tokenizer = load_processing_class(policy, trust_remote_code=given.trust_remote_code, field="model")
     prompts = prepare_prompts(
-        _dataset(given, template, tokenizer),
+        _dataset(given, PromptForm(**form), tokenizer),
         tokenizer,
         query_len=_LONGEST_PROMPT,
-        form=PromptForm(
-            "prompt" if given.prompts is None else given.prompt_column or run.get("prompt_column", "prompt"),
-            template,
-            run.get("chat_template_kwargs"),
-        ),
+        form=PromptForm(**form),
     )
+    if difference := prompts.other_wording(tokenizer):
+        print(difference)
     base = str(read_policy_adapter(policy).base_model_name_or_path) if is_adapter(policy) else None
     reference = given.reference or run.get("reference")
     if reference in (None, *REFERENCES) and reference != "none":
@@ -95,10 +102,9 @@ def sample(argv: Sequence[str]) -> int:
     turn_end = resolve_turn_end(tokenizer) if prompts.are_messages else None
     also = [] if turn_end is None else [turn_end]
     for number in range(len(prompts)):
-        ids, text = prompts[number]["input_ids"], prompts[number]["row"]["prompt"]
+        ids = prompts[number]["input_ids"]
         if given.prompts is not None:
-            # The text itself, because a tokenizer may not know all of its words; of messages, what the template made.
-            print(f"prompt {number + 1}: {text if isinstance(text, str) else tokenizer.decode(ids)}")
+            print(f"prompt {number + 1}: {prompt_text(prompts[number], tokenizer)}")
         for name, model in models.items():
             stop = list(resolve_stop_tokens(tokenizer, model.generation_config, also))
             torch.manual_seed(given.seed + number)
@@ -108,21 +114,19 @@ def sample(argv: Sequence[str]) -> int:
     return 0
 
 
-def _dataset(given: argparse.Namespace, template: str | None, tokenizer: Any) -> Any:
+def _dataset(given: argparse.Namespace, form: Any, tokenizer: Any) -> Any:
     """The rows that `--prompts` names, or the one row of `--prompt`: in the column of the template, or as a message if
     the tokenizer has a chat template.
     """
     from datasets import Dataset
 
-    from alpaca_ppo.data import PROMPT_TEMPLATES, PromptTemplate, load_prompt_dataset
+    from alpaca_ppo.data import load_prompt_dataset
 
     if given.prompts is not None:
         dataset = load_prompt_dataset(given.prompts)
         return dataset.select(range(min(given.num_prompts, len(dataset))))
-    if template is None:
-        messages = [{"role": "user", "content": given.prompt}]
-        return Dataset.from_list([{"prompt": messages if tokenizer.chat_template else given.prompt}])
-    columns = (PROMPT_TEMPLATES.get(template) or PromptTemplate(template)).columns
-    if len(columns) != 1:
-        raise ValueError(f"prompt_template {template!r} has {len(columns)} columns {columns}; give --prompts FILE")
-    return Dataset.from_list([{columns[0]: given.prompt}])
+    if len(form.columns) != 1:
+        raise ValueError(f"{form} has {len(form.columns)} columns {form.columns}; give --prompts FILE")
+    messages = [{"role": "user", "content": given.prompt}]
+    as_message = tokenizer.chat_template and form.template is None
+    return Dataset.from_list([{form.columns[0]: messages if as_message else given.prompt}])

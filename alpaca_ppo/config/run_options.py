@@ -87,10 +87,16 @@ class RunOptions(ExplainsUnknownNames):
     """Maximum length of a prompt, in tokens."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
     """Prompts longer than query_len are dropped and counted, lose their beginning and are counted, or are an error."""
-    prompt_column: str = argument("prompt", needs=unless("prompt_template"))
-    """Dataset column that holds the prompt, as text or messages."""
+    prompt_column: str = argument("prompt", needs=(unless("prompt_template"), unless("user_template")))
+    """Dataset column that holds the prompt, as text or messages. Without it, Alpaca's columns instruction and input are
+    a user's message for a tokenizer with a chat template, and text of the template alpaca for others."""
     prompt_template: str | None = None
-    """Named template or format string over the dataset's columns, instead of prompt_column."""
+    """Named template or format string over the dataset's columns, which writes text without the chat template."""
+    user_template: str | None = argument(None, needs=unless("prompt_template"))
+    """Format string over the dataset's columns, which writes a user's message, such as "{instruction}\n{input}"; input
+    may be empty."""
+    system_prompt: str | None = argument(None, needs=unless("prompt_template"))
+    """System message before the user's, unless the row has one; text in prompt_column then is the user's."""
     chat_template_kwargs: dict[str, JsonValue] | None = argument(None, needs=when("prompts that are messages"))
     """Arguments of the chat template, such as enable_thinking: false for Qwen3, as YAML or JSON; reward models keep
     their own template as it is."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_keywords
-from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.fields import argument, unless
 from alpaca_ppo.config.names import check_model_name
 from alpaca_ppo.config.script_arguments import CheckedArguments
 
@@ -21,7 +21,11 @@ class _SupervisedArguments(CheckedArguments):
     prompt_column: str = "prompt"
     """Column of the prompt: text or messages."""
     prompt_template: str | None = None
-    """Named template or format string instead."""
+    """Named template or format string instead, which writes text without the chat template."""
+    user_template: str | None = argument(None, needs=unless("prompt_template"))
+    """Format string instead, which writes a user's message."""
+    system_prompt: str | None = argument(None, needs=unless("prompt_template"))
+    """System message before the user's, unless the row has one."""
     max_length: int = argument(1024, ge=2)
     """Tokens of prompt and completion; longer rows are dropped."""
     model_name_or_path: str = ""

@@ -5,8 +5,8 @@ are not here.
 """
 
 from alpaca_ppo.data.loading import load_prompt_dataset
-from alpaca_ppo.data.prompts import PromptDataset, collate_prompts, prepare_prompts
-from alpaca_ppo.data.templates import PROMPT_TEMPLATES, PromptForm, PromptTemplate, resolve_template
+from alpaca_ppo.data.prompts import PromptDataset, collate_prompts, introduction, prepare_prompts
+from alpaca_ppo.data.templates import PROMPT_TEMPLATES, PromptForm, PromptTemplate
 
 __all__ = [
     "PROMPT_TEMPLATES",
@@ -14,7 +14,7 @@ __all__ = [
     "PromptForm",
     "PromptTemplate",
     "collate_prompts",
+    "introduction",
     "load_prompt_dataset",
     "prepare_prompts",
-    "resolve_template",
 ]

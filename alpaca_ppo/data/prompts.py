@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
-from functools import partial
+from os.path import commonprefix
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.data.templates import PromptForm
+from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
 _CHUNK = 1000
-_BLANK = [{"role": "user", "content": ""}]
+_WORDING = "prompt_wording"
+"""The entry in a tokenizer's configuration that holds the `wording` of the prompts on which its model was trained."""
 _NOT_TEXT = ("image", "images", "pixel_values", "video", "videos")
 """Columns that trainers of models with vision read, beside the prompt."""
 
@@ -36,20 +38,21 @@ class PromptDataset(Sequence[dict[str, Any]]):
 
     The index of a prompt is stable; it is the `prompt_id` that keys the prompt's random numbers. `ds[i]` is
     `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text or messages
-    before tokenization (with a template, the rendered text, which replaces a column of that name).
+    before tokenization (what a template has made replaces a column of that name).
     """
 
     _dataset: Dataset
     _input_ids: "Sequence[array[int]]"
-    _prompt_of: Callable[[Mapping[str, Any]], Any]
+    form: PromptForm
+    """How rows become prompts."""
+    wording: str
+    """How prompts are written, up to the policy's answer: that of the first row, with `PROBE` for its own text."""
     fingerprint: str
     """A hash of the token ids and of all columns, independent of where the rows were loaded from."""
     num_dropped: int
     """Prompts that were longer than `query_len`."""
     num_cut: int
     """Prompts that were too long, and whose beginning was cut off."""
-    from_template: bool
-    """Whether the prompts are rendered by a prompt template, rather than those of a column."""
 
     def __len__(self) -> int:
         return len(self._input_ids)
@@ -69,11 +72,28 @@ class PromptDataset(Sequence[dict[str, Any]]):
     @property
     def any_blank(self) -> bool:
         """Whether a prompt is blank, for its environment to write."""
-        return any(not ids for ids in self._input_ids) or self[0]["row"]["prompt"] == _BLANK
+        first = self[0]["row"]["prompt"]
+        return any(not ids for ids in self._input_ids) or (isinstance(first, list) and not first[-1]["content"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         row = self._dataset[index]
-        return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self._prompt_of(row)}}
+        return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self.form.prompt_of(row)}}
+
+    def record_wording(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Notes in `tokenizer`, which is saved with the model, how the prompts were written that the model learned."""
+        tokenizer.init_kwargs[_WORDING] = self.wording
+
+    def other_wording(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Says how the wording differs from what `tokenizer` notes, from shortly before the place. Empty if it does
+        not, or if the first prompt begins and ends as noted: a column may hold what a template has written.
+        """
+        learned, text = tokenizer.init_kwargs.get(_WORDING, self.wording), prompt_text(self[0], tokenizer)
+        begin, end = learned.partition(PROBE)[0], learned.rpartition(PROBE)[2]
+        if learned == self.wording or (text.startswith(begin) and text.endswith(end)) or self.any_blank:
+            return ""
+        start = max(0, len(commonprefix([learned, self.wording])) - 30)
+        then, now = (_shortened(text[start:]) for text in (learned, self.wording))
+        return f"the model was trained on prompts written {then}, but these are written {now} ({PROBE}: their own text)"
 
 
 def prepare_prompts(
@@ -81,6 +101,7 @@ def prepare_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     query_len: int,
+    limit: str = "query_len",
     form: PromptForm | None = None,
     overlong: str = "drop",
     tools_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None,
@@ -88,13 +109,13 @@ def prepare_prompts(
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
 
     Args:
-        dataset: rows with a prompt column. It holds text, or messages (a list of {"role", "content"}), to which the
-            chat template is applied with the generation prompt. Without a prompt column, rows with Alpaca's
-            `instruction` (and `input`, which may be empty) are rendered with the `alpaca` template.
+        dataset: rows with the columns of `form`. A column of prompts holds text, or messages (a list of {"role",
+            "content"}), to which the chat template is applied with the generation prompt.
         tokenizer: the policy's tokenizer. Text gets the special tokens that it prepends; an eos that it appends is
             removed, because it would end the prompt.
         query_len: the longest prompt, in tokens.
-        form: how rows become prompts; by default, those of the column `prompt`.
+        limit: the option that sets it, which errors name.
+        form: how rows become prompts; see `PromptForm.resolved`.
         overlong: what happens to a longer prompt: "drop" and "truncate" count it, "error" refuses it. A prompt is cut
             at its beginning, because a response continues its end, which in a chat is what the template writes before
             an answer; a bos at its very beginning stays. The text in `row` is not cut.
@@ -107,11 +128,9 @@ def prepare_prompts(
     """
     assert query_len >= 1 and overlong in ("drop", "truncate", "error")
     _check_dataset(dataset)
-    form = form or PromptForm()
-    template = form.template(dataset.column_names)
-    prompt_of = template.render if template else partial(_column_prompt, column=form.prompt_column)
+    form = (form or PromptForm()).resolved(dataset.column_names, chat=bool(tokenizer.chat_template))
     digest = hashlib.sha256()
-    kept, input_ids, num_cut = list[int](), list["array[int]"](), 0
+    kept, lengths, input_ids, num_cut = list[int](), list[int](), list["array[int]"](), 0
     kind: type | None = None
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
@@ -120,7 +139,7 @@ def prepare_prompts(
         prompts, tools = list[Any](), list[Sequence[Mapping[str, Any]]]()
         for number, row in enumerate(rows, start):
             try:
-                prompt = prompt_of(row)
+                prompt = form.prompt_of(row)
                 tools += [tools_of(row)] if tools_of else []
             except ValueError as error:
                 raise ValueError(f"row {number}: {error}") from error
@@ -134,12 +153,13 @@ def prepare_prompts(
             prompts.append(prompt)
         shown_tools = tools if tools_of else None
         tokenized = tokenize_prompts(prompts, tokenizer, form.chat_template_kwargs, tools=shown_tools, start=start)
+        lengths += map(len, tokenized)
         for number, ids in enumerate(tokenized, start):
             if len(ids) > query_len:
                 if overlong == "error":
                     raise ValueError(
-                        f"the prompt in row {number} has {len(ids)} tokens, more than query_len ({query_len}); raise "
-                        "query_len, or set overlong_prompts: drop or truncate"
+                        f"the prompt in row {number} has {len(ids)} tokens, more than {limit} ({query_len}); raise "
+                        f"{limit}, or set overlong_prompts: drop or truncate"
                     )
                 if overlong == "drop":
                     continue
@@ -151,16 +171,45 @@ def prepare_prompts(
             input_ids.append(array("i", ids))
             digest.update(input_ids[-1])
     if not kept:
-        raise ValueError(f"all {len(dataset)} prompts have more tokens than query_len ({query_len}); raise query_len")
+        shortest, median, longest = min(lengths), median_low(lengths), max(lengths)
+        raise ValueError(
+            f"all {len(dataset)} prompts of {form} have more tokens than {limit} ({query_len}): the shortest "
+            f"{shortest}, the median {median}, the longest {longest}; raise {limit}"
+        )
     return PromptDataset(
         dataset.select(kept),
         input_ids,
-        prompt_of,
+        form,
+        form.wording(dataset[kept[0]], tokenizer),
         fingerprint=digest.hexdigest()[:16],
         num_dropped=len(dataset) - len(kept),
         num_cut=num_cut,
-        from_template=template is not None,
     )
+
+
+def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The lines that a run prints about its prompts at its start: what makes them, the first one as the model reads it,
+    and how they differ from those that the model was trained on. None for prompts that environments make.
+    """
+    if prompts.any_blank:
+        return []
+    text, kind = prompt_text(prompts[0], tokenizer), "messages" if prompts.are_messages else "text"
+    marks = filter(str.strip, [*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens])
+    if tokenizer.chat_template and not prompts.are_messages and not any(mark in text for mark in marks):
+        kind += " without the tokenizer's chat template (user_template makes messages)"
+    first = f"prompts are {kind}, of {prompts.form}; the first: {_shortened(text)}"
+    return [line for line in (first, prompts.other_wording(tokenizer)) if line]
+
+
+def prompt_text(item: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of an item of a `PromptDataset`; of messages, what the chat template made of them."""
+    prompt = item["row"]["prompt"]
+    # A tokenizer may not know all words of a text.
+    return prompt if isinstance(prompt, str) else str(tokenizer.decode(item["input_ids"]))
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 320 else f"{text[:200]} [...] {text[-100:]}")
 
 
 def _json_value(value: Any) -> Any:
@@ -186,28 +235,9 @@ def _check_dataset(dataset: Dataset) -> None:
         )
 
 
-def _column_prompt(row: Mapping[str, Any], *, column: str) -> Any:
-    """Returns the column's text or messages.
-
-    Arrow sets a key to None in messages that lack it, if any message has it. Such keys are removed, because chat
-    templates test for their presence.
-    """
-    prompt = row[column]
-    if not isinstance(prompt, list):
-        return prompt
-    return [
-        {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
-        for message in prompt
-    ]
-
-
 def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
-    if isinstance(prompt, str):
-        if not prompt.strip() and not may_be_blank:
-            raise ValueError(f"the prompt in row {number} is empty; drop such rows")
-        return
-    messages = prompt if isinstance(prompt, list) else []
-    whole = all(
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    whole = isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     )
     if not messages or not whole:
@@ -215,7 +245,9 @@ def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
             f"the prompt in row {number} is {shown(prompt)}; it must be text, or a list of messages with 'role' and "
             "'content', both text"
         )
-    if prompt[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "user" and not messages[-1]["content"].strip() and not may_be_blank:
+        raise ValueError(f"the prompt in row {number} is empty; drop such rows")
+    if messages[-1]["role"] == "assistant":
         raise ValueError(
             f"the messages in row {number} end with an assistant message, which the policy is to generate; remove it"
         )

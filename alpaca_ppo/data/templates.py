@@ -1,43 +1,15 @@
-"""Prompt templates: from dataset columns to prompt text. Chat templates belong to the tokenizer and are not here."""
+"""From dataset columns to prompts: text of a template, or messages. Chat templates belong to the tokenizer and are not
+here.
+"""
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-
-@dataclass(frozen=True)
-class PromptForm:
-    """How the rows of a dataset become prompts: the options of these names."""
-
-    prompt_column: str = "prompt"
-    """The column with the prompt, as text or messages, to which the chat template is applied."""
-    prompt_template: str | None = None
-    """A named template or a format string over any columns, used instead of `prompt_column`: see `resolve_template`."""
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    """Further arguments of the chat template."""
-
-    @classmethod
-    def of(cls, options: Any) -> "PromptForm":
-        """The form that a configuration, or a namespace of other options, names."""
-        return cls(**{name: value for name, value in vars(options).items() if name in cls.__dataclass_fields__})
-
-    def template(self, columns: Sequence[str]) -> "PromptTemplate | None":
-        """The template of the prompts, given the dataset's columns; None if they are a column of messages or text.
-
-        Raises:
-            ValueError: for neither the column nor one of Alpaca's, and as `resolve_template`.
-        """
-        if self.prompt_template is not None:
-            return resolve_template(self.prompt_template, columns)
-        if self.prompt_column in columns:
-            return None
-        if self.prompt_column == "prompt" and "instruction" in columns:
-            return resolve_template("alpaca", columns)
-        raise ValueError(
-            f"the dataset has no column {self.prompt_column!r}; its columns are {columns}; set prompt_column to the "
-            "one with the prompt, or set a prompt_template such as 'Question: {question}'"
-        )
+PROBE = "…"
+"""Stands for the text of a prompt where it is said how prompts are written."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +17,7 @@ class PromptTemplate:
     """A format string over dataset columns, optionally with a second one for rows whose optional column is empty."""
 
     text: str
-    """The format string."""
+    """The format string: its fields are plain column names, and literal braces are doubled."""
     optional: str | None = None
     """The column that may be missing, None or blank; `without_optional` is used then."""
     without_optional: str | None = None
@@ -53,7 +25,11 @@ class PromptTemplate:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that every row must have, in the order of their first use."""
+        """The columns that every row must have, in the order of their first use.
+
+        Raises:
+            ValueError: for an invalid format string, and a field that is not a plain name.
+        """
         return tuple(name for name in _field_names(self.text) if name != self.optional)
 
     def render(self, row: Mapping[str, Any]) -> str:
@@ -90,45 +66,124 @@ PROMPT_TEMPLATES: dict[str, PromptTemplate] = {
 }
 
 
-def resolve_template(template: str, columns: Sequence[str]) -> PromptTemplate:
-    """Returns the named template, or `template` itself as a format string such as "Question: {question}\\nAnswer:".
+@dataclass(frozen=True)
+class PromptForm:
+    """How the rows of a dataset become prompts: the options of these names."""
 
-    Args:
-        template: a key of PROMPT_TEMPLATES, or a format string whose fields are plain column names. Double literal
-            braces.
-        columns: the dataset's columns.
+    prompt_column: str = "prompt"
+    """The column with the prompt, as text or messages."""
+    prompt_template: str | None = None
+    """A named template, or a format string over any columns, which writes text."""
+    user_template: str | None = None
+    """A format string over any columns, which writes a user's message; its column `input` may be missing or blank."""
+    system_prompt: str | None = None
+    """A system message before those of a row that has none; text of a column becomes the user's message after it."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Further arguments of the chat template."""
 
-    Raises:
-        ValueError: for an unknown name, an invalid format string, a field that is not a plain name, or a field that is
-            not a column.
-    """
-    resolved = PROMPT_TEMPLATES.get(template)
-    if resolved is None:
-        if "{" not in template:
+    @classmethod
+    def of(cls, options: Any) -> "PromptForm":
+        """The form that a configuration names."""
+        return cls(**{name: value for name, value in vars(options).items() if name in cls.__dataclass_fields__})
+
+    def resolved(self, columns: Sequence[str], *, chat: bool) -> "PromptForm":
+        """The form for a dataset with these columns and, if `chat`, a tokenizer with a chat template. Without a prompt
+        column, Alpaca's `instruction` and `input` become a user's message, or text of the `alpaca` template.
+
+        Raises:
+            ValueError: for neither the column nor Alpaca's, and for a template that is invalid or has other columns.
+        """
+        form = self
+        if self.template is None and self.prompt_column not in columns:
+            if self.prompt_column != "prompt" or "instruction" not in columns:
+                raise ValueError(
+                    f"the dataset has no column {self.prompt_column!r}; its columns are {list(columns)}; set "
+                    "prompt_column to the one with the prompt, or user_template to such as '{question}'"
+                )
+            if chat or self.system_prompt is not None:
+                form = replace(self, user_template="{instruction}\n{input}")
+            else:
+                form = replace(self, prompt_template="alpaca")
+        if missing := [name for name in form.columns if name not in columns]:
             raise ValueError(
-                f"prompt_template {template!r} is neither a named template ({', '.join(sorted(PROMPT_TEMPLATES))}) "
-                "nor a format string with a column in braces, such as 'Question: {question}'"
+                f"{form} uses {missing}, but the dataset's columns are {list(columns)}; rename the field (or double "
+                "the braces of a literal one)"
             )
-        resolved = PromptTemplate(text=template)
-    missing = [name for name in resolved.columns if name not in columns]
-    if missing:
-        raise ValueError(
-            f"prompt_template {template!r} uses {missing}, but the dataset's columns are {list(columns)}; "
-            "rename the field (or double the braces of a literal one)"
-        )
-    return resolved
+        return form
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a row needs.
+
+        Raises:
+            ValueError: for an invalid template.
+        """
+        try:
+            return (self.prompt_column,) if self.template is None else self.template.columns
+        except ValueError as error:
+            raise ValueError(f"{self} {error}") from error
+
+    def __str__(self) -> str:
+        """The option that says where prompts come from, and its value."""
+        names = ("prompt_template", "user_template", "prompt_column")
+        return next(f"{name} {getattr(self, name)!r}" for name in names if getattr(self, name) is not None)
+
+    @cached_property
+    def template(self) -> PromptTemplate | None:
+        """What renders the columns; None if a prompt is a column."""
+        if self.prompt_template is not None:
+            return PROMPT_TEMPLATES.get(self.prompt_template) or PromptTemplate(self.prompt_template)
+        if self.user_template is None:
+            return None
+        without = self.user_template.replace("{input}", "")
+        # A template of this column alone needs it.
+        optional = ("input", without) if "{" in without and without != self.user_template else ()
+        return PromptTemplate(self.user_template, *optional)
+
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        """The text or messages of one row.
+
+        Raises:
+            ValueError: see `PromptTemplate.render`.
+        """
+        prompt: Any = row[self.prompt_column] if self.template is None else self.template.render(row)
+        if self.prompt_template is not None:
+            return prompt
+        if isinstance(prompt, str) and (self.user_template is not None or self.system_prompt is not None):
+            prompt = [{"role": "user", "content": prompt.strip()}]
+        if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+            return prompt
+        # Arrow sets a key that only other messages have to None; chat templates test for its presence.
+        prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        if self.system_prompt is not None and all(message.get("role") != "system" for message in prompt):
+            return [{"role": "system", "content": self.system_prompt}, *prompt]
+        return prompt
+
+    def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
+        """How prompts such as that of `row` are written, up to the policy's answer, with PROBE for their own text."""
+        if self.template is not None:
+            row = {**dict.fromkeys(_field_names(self.template.text), ""), self.template.columns[0]: PROBE}
+        prompt = self.prompt_of(row)
+        if isinstance(prompt, str):
+            return PROBE if self.template is None else prompt
+        users = [number for number, message in enumerate(prompt) if message["role"] == "user"]
+        if self.template is None:
+            prompt = [*prompt[: users[0]], {**prompt[users[0]], "content": PROBE}] if users else prompt
+        # Some templates write the date; this one writes its format.
+        undated = tokenizer.get_chat_template().replace("strftime_now(", "(")
+        how = {"add_generation_prompt": True, **(self.chat_template_kwargs or {}), "chat_template": undated}
+        return str(tokenizer.apply_chat_template(prompt, tokenize=False, **how))
 
 
 def _field_names(text: str) -> list[str]:
     try:
         parts = [part for part in string.Formatter().parse(text) if part[1] is not None]
     except ValueError as error:
-        raise ValueError(
-            f"prompt_template {text!r} is not a valid format string ({error}); double each literal brace"
-        ) from error
+        raise ValueError(f"is not a valid format string ({error}); double each literal brace") from error
     # Attribute access, indexing and conversions would let a template read an object's internals.
     if not parts or any(not str(name).isidentifier() or spec or conversion for _, name, spec, conversion in parts):
         raise ValueError(
-            f"prompt_template {text!r} needs a field, and each field must be a plain column name, such as {{question}}"
+            f"needs a field, and each field must be a plain column name, such as {{question}}; a named template is one "
+            f"of {', '.join(sorted(PROMPT_TEMPLATES))}"
         )
     return list(dict.fromkeys(str(name) for _, name, _, _ in parts))

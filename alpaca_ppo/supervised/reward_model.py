@@ -27,23 +27,19 @@ from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments
-from alpaca_ppo.data import PromptForm, prepare_prompts
+from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
 
 PAIR = ("chosen", "rejected")
 
 
-def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: RewardModelArguments) -> Dataset:
+def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, arguments: RewardModelArguments) -> Dataset:
     """Rows of token ids `chosen` and `rejected` (prompt included) and `length`, the longer of the two.
 
     Raises:
-        ValueError: when a column is missing or no pair fits.
+        ValueError: when no pair fits.
     """
-    missing = [column for column in PAIR if column not in dataset.column_names]
-    if missing:
-        raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; rename its columns to {PAIR}")
-    prompts = prepare_prompts(dataset, tokenizer, query_len=arguments.max_length, form=PromptForm.of(arguments))
     pairs = []
     for row in (item["row"] for item in prompts):
         chosen, rejected = (_sequence(tokenizer, row["prompt"], row[column]) for column in PAIR)
@@ -90,7 +86,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
         [RewardModelArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo reward"
     )
     training.remove_unused_columns = False
-    data = trainer_data(arguments, training, tokenize)
+    data = trainer_data(arguments, training, PAIR, tokenize)
     tokenizer = data["processing_class"]
     # Head and adapter start at random, before the trainer seeds.
     set_seed(training.seed)

@@ -1,15 +1,15 @@
 """What supervised fine-tuning and reward modelling share: their rows, and a run of the `Trainer`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from alpaca_ppo.adapters.files import check_whole_model
 from alpaca_ppo.config.names import model_folder
-from alpaca_ppo.data import load_prompt_dataset
+from alpaca_ppo.data import PromptDataset, PromptForm, introduction, load_prompt_dataset, prepare_prompts
 from alpaca_ppo.library_output import has_screen, transformers_bars
 
 
@@ -25,9 +25,30 @@ def rows_that_fit(rows: Iterable[dict[str, Any]], max_length: int) -> Dataset:
     return Dataset.from_list(kept)
 
 
-def trainer_data(arguments: Any, training: TrainingArguments, tokenize: Callable[..., Dataset]) -> dict[str, Any]:
-    """The tokenizer and the datasets of a `Trainer`, as its arguments; `tokenize` makes the rows. Sets in `training`
-    what nobody need set.
+def prompts_of(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: Any, columns: Sequence[str]
+) -> PromptDataset:
+    """The dataset's prompts that leave room in `max_length`; their rows have `columns`.
+
+    Raises:
+        ValueError: when a column is missing, and as `prepare_prompts`.
+    """
+    if missing := [column for column in columns if column not in dataset.column_names]:
+        raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; rename its columns")
+    form = PromptForm.of(arguments)
+    return prepare_prompts(dataset, tokenizer, query_len=arguments.max_length, form=form, limit="max_length")
+
+
+def trainer_data(
+    arguments: Any, training: TrainingArguments, columns: Sequence[str], tokenize: Callable[..., Dataset]
+) -> dict[str, Any]:
+    """The tokenizer and the datasets of a `Trainer`, as its arguments. Sets in `training` what nobody need set.
+
+    Args:
+        arguments: `SFTArguments` or `RewardModelArguments`.
+        training: of the `Trainer`.
+        columns: that a row needs beside the prompt.
+        tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
     """
     training.disable_tqdm = training.disable_tqdm or not has_screen()
     # Its default warns on a machine without a GPU.
@@ -38,9 +59,13 @@ def trainer_data(arguments: Any, training: TrainingArguments, tokenize: Callable
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     data = {"processing_class": tokenizer}
     named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
-    for kind, split in (("train", arguments.dataset_train_split), ("eval", arguments.dataset_test_split)):
+    for kind, split in (("eval", arguments.dataset_test_split), ("train", arguments.dataset_train_split)):
         if split:
-            data[f"{kind}_dataset"] = tokenize(load_prompt_dataset(**named, split=split), tokenizer, arguments)
+            prompts = prompts_of(load_prompt_dataset(**named, split=split), tokenizer, arguments, columns)
+            data[f"{kind}_dataset"] = tokenize(prompts, tokenizer, arguments)
+    if training.process_index == 0:
+        print(*introduction(prompts, tokenizer), sep="\n", flush=True)
+    prompts.record_wording(tokenizer)
     return data
 
 

@@ -11,7 +11,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Traine
 
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.supervised_arguments import SFTArguments
-from alpaca_ppo.data import PromptForm, prepare_prompts
+from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.generation import resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
@@ -19,7 +19,7 @@ from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
 IGNORED = -100
 
 
-def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SFTArguments) -> Dataset:
+def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, arguments: SFTArguments) -> Dataset:
     """Rows of `input_ids`, `labels` (prompt tokens ignored, the end learned) and `length`, none above `max_length`.
 
     A completion ends with the eos, or, if the prompts are messages, with what ends a turn in the chat template. One of
@@ -27,17 +27,13 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: SF
     tokenized as it is, and that of other roles than `policy` is not learned.
 
     Raises:
-        ValueError: when the completion column is missing, a completion is neither text nor turns, or no row fits.
+        ValueError: when a completion is neither text nor turns, or no row fits.
     """
-    column = arguments.completion_column
-    if column not in dataset.column_names:
-        raise ValueError(f"the dataset has no column {column!r}, only {dataset.column_names}; set --completion_column")
-    prompts = prepare_prompts(dataset, tokenizer, query_len=arguments.max_length - 1, form=PromptForm.of(arguments))
     turn_end = resolve_turn_end(tokenizer, arguments.chat_template_kwargs) if prompts.are_messages else None
     end = tokenizer.eos_token_id if turn_end is None else turn_end
     examples = []
     for item in prompts:
-        prompt, completion = item["input_ids"], item["row"][column]
+        prompt, completion = item["input_ids"], item["row"][arguments.completion_column]
         ids, labels = [*prompt], [IGNORED] * len(prompt)
         for learned, text in _parts(completion):
             part = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -66,6 +62,6 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
     arguments, training = parse_args([SFTArguments, TrainingArguments], argv, prog="alpaca-ppo sft")
-    data = trainer_data(arguments, training, tokenize)
+    data = trainer_data(arguments, training, [arguments.completion_column], tokenize)
     collator = DataCollatorForSeq2Seq(data["processing_class"], label_pad_token_id=IGNORED)
     train(Trainer(load_causal_lm(arguments.model_name_or_path), training, collator, **data))

@@ -282,6 +282,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         engine, lock = self.updater.engine, nullcontext() if output_dir else self.run_lock.held()
         with lock, engine.gathered_parameters(self.actor_critic), collectives.raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
+                self.train_prompts.record_wording(self.processing_class)
                 export.save_final(
                     folder,
                     self.actor_critic,

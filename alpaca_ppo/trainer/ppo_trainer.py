@@ -20,6 +20,7 @@ from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
 from alpaca_ppo.config.fields import check_needs
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.data import introduction
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.collectives import max_over_ranks
 from alpaca_ppo.distributed.preemption import PreemptionHandler
@@ -125,7 +126,8 @@ class PPOTrainer(EvaluatingTrainer):
         self.accelerator, trust = make_accelerator(args, accelerator), args.trust_remote_code
         self.processing_class = processing_class or load_processing_class(model, trust_remote_code=trust)
         self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args, kinds)
-        setup.report_plain_text(self.train_prompts, self.processing_class, self.accelerator)
+        for line in introduction(self.train_prompts, self.processing_class):
+            self.accelerator.print(line)
         self.eval_prompts = setup.make_eval_prompts(eval_dataset, self.processing_class, args, kinds)
         chat = any(prompts.are_messages for prompts in (self.train_prompts, *self.eval_prompts.values()))
         device = self.accelerator.device

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 
 from alpaca_ppo.adapters.files import read_reward_adapter
@@ -68,7 +67,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         (name,) = kinds
         row = {args.prompt_column: blank, **({} if name is None else {"environment": name})}
         dataset = Dataset.from_list([row] * args.rollout_batch_size)
-    elif kinds and isinstance(dataset, Dataset) and not args.prompt_template:
+    elif kinds and isinstance(dataset, Dataset) and not (args.prompt_template or args.user_template):
         if not {args.prompt_column, "instruction"} & {*dataset.column_names}:
             dataset = dataset.add_column(args.prompt_column, [blank] * len(dataset))
     if isinstance(dataset, Dataset):
@@ -82,19 +81,6 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         overlong=args.overlong_prompts,
         tools_of=(lambda row: [tool.schema for tool in kind_of(kinds, row).tools]) if kinds else None,
     )
-
-
-def report_plain_text(prompts: PromptDataset, processing_class: Any, accelerator: Accelerator) -> None:
-    """Prints, on the main process, that a chat model is given text in which none of its tokens marks a turn."""
-    if prompts.are_messages or prompts.from_template or prompts.any_blank or not processing_class.chat_template:
-        return
-    text = prompts[0]["row"]["prompt"]
-    marks = {*processing_class.get_added_vocab(), *processing_class.all_special_tokens}
-    if not any(mark.strip() and mark in text for mark in marks):
-        accelerator.print(
-            "the tokenizer has a chat template, but the prompts are plain text: for a chat model, make them messages "
-            "([{'role': 'user', 'content': ...}] in prompt_column), to which the template is applied"
-        )
 
 
 def make_eval_prompts(

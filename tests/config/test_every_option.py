@@ -45,6 +45,7 @@ config/test_option_effects.py
     eval_top_k eval_top_p generation_backend logprob_chunk_size num_logged_rollouts padding_free
     max_steps prompt_template report response_len rollout_per_device_batch_size step_per_device_batch_size total_epochs
   test_prompts_come_from_the_column_that_is_named: prompt_column
+  test_columns_become_the_messages_of_system_and_user: system_prompt user_template
   test_the_chat_template_gets_the_arguments_of_the_run: chat_template_kwargs
   test_bf16_computes_in_half_precision_and_keeps_the_weights: bf16
   test_the_command_takes_critic_and_prompts_from_where_it_is_told: dataset_train_split value_model_name_or_path

@@ -16,6 +16,8 @@ from alpaca_ppo.environments.episode import EnvironmentFailure
 from alpaca_ppo.trainer import from_arguments
 from alpaca_ppo.trainer.setup import make_prompts
 from tests.environments.test_games import Silent, play
+from tests.data.tokenizers import CHATML, turn_tokenizer
+from tests.environments.chat import chat_bytes
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
 
@@ -226,6 +228,17 @@ def test_the_chat_template_gets_the_arguments_of_the_run(tmp_path):
     }
     trainer = tiny_trainer(tmp_path, chat_template_kwargs={"think": True}, trainer_arguments=given)
     assert first_prompt(trainer) == 2
+
+
+def test_columns_become_the_messages_of_system_and_user(tmp_path):
+    tokenizer = turn_tokenizer(CHATML, special=["<|im_start|>", "<|im_end|>"])
+    rows = Dataset.from_list([{"question": "w10", "input": "w11"}])
+    template = {"user_template": "{question} {input}", "system_prompt": "w12"}
+    (item,) = make_prompts(rows, tokenizer, PPOConfig(**template))
+    user = {"role": "user", "content": "w10 w11"}
+    assert item["row"]["prompt"] == [{"role": "system", "content": "w12"}, user]
+    (item,) = make_prompts(rows, tokenizer, PPOConfig(user_template=template["user_template"]))
+    assert item["row"]["prompt"] == [user]
 
 
 def test_a_run_is_recorded_in_its_folder_under_its_name_and_replaces_another_only_if_told(tmp_path, monkeypatch):

@@ -76,6 +76,9 @@ SILENT = [
     {"run_name": "mine", "report_to": "none"},
     {"eval_success_by": "gold"},
     {"prompt_column": "question", "prompt_template": "{question}"},
+    {"prompt_column": "question", "user_template": "{question}"},
+    {"user_template": "{question}", "prompt_template": "{question}"},
+    {"system_prompt": "Be brief.", "prompt_template": "{question}"},
     *({**GRPO, **one} for one in (
         {"gamma": 0.9}, {"lam": 0.5}, {"lam_policy": "adaptive"}, {"lam_critic": 1.0}, {"turn_gamma": 0.5},
         {"critic": "iqn"}, {"critic_layout": "shared"}, {"vf_coef": 1.0}, {"cliprange_value": 0.5},

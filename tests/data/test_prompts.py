@@ -139,11 +139,6 @@ def test_none_in_a_template_column_is_refused_with_row_and_column():
         prepare([{"question": "one"}, {"question": None}], prompt_template="{question}")
 
 
-def test_a_dataset_with_only_overlong_prompts_is_refused():
-    with pytest.raises(ValueError, match=r"all 1 prompts have more tokens than query_len \(1\)"):
-        prepare([{"prompt": "one two"}], query_len=1)
-
-
 @pytest.mark.parametrize("rows", [[{"prompt": "one"}], DatasetDict({"train": Dataset.from_list([{"prompt": "one"}])})])
 def test_anything_but_a_single_split_is_refused(rows):
     with pytest.raises(ValueError, match="pass one split as a datasets.Dataset"):

@@ -1,12 +1,16 @@
 import pytest
 
-from alpaca_ppo.data import PROMPT_TEMPLATES, resolve_template
+from alpaca_ppo.data import PROMPT_TEMPLATES, PromptForm
 
 ALPACA = ["instruction", "input", "output"]
 
 
+def template(text, columns):
+    return PromptForm(prompt_template=text).resolved(columns, chat=False).template
+
+
 def test_alpaca_template_has_the_published_wording_with_an_input():
-    rendered = resolve_template("alpaca", ALPACA).render({"instruction": "Add.", "input": "1 2", "output": "3"})
+    rendered = template("alpaca", ALPACA).render({"instruction": "Add.", "input": "1 2", "output": "3"})
     assert rendered == (
         "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
         "response that appropriately completes the request.\n\n"
@@ -24,16 +28,16 @@ def test_alpaca_template_omits_the_input_section_without_an_input(row):
 
 
 def test_format_string_takes_any_columns_and_keeps_doubled_braces():
-    template = resolve_template("{{json}} {question} ({level}) {question}", ["question", "level", "answer"])
-    assert template.columns == ("question", "level")
+    found = template("{{json}} {question} ({level}) {question}", ["question", "level", "answer"])
+    assert found.columns == ("question", "level")
     # Braces in a value are plain text.
-    assert template.render({"question": "{x}²?", "level": 3}) == "{json} {x}²? (3) {x}²?"
+    assert found.render({"question": "{x}²?", "level": 3}) == "{json} {x}²? (3) {x}²?"
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("text", "message"),
     [
-        ("vicuna", "neither a named template \\(alpaca\\) nor a format string"),
+        ("vicuna", "prompt_template 'vicuna' needs a field.*; a named template is one of alpaca"),
         ("Q: {query}", "uses \\['query'\\], but the dataset's columns are \\['question', 'answer'\\]"),
         ("Q: {question", "not a valid format string .*double each literal brace"),
         ("Q: {}", "plain column name"),
@@ -45,9 +49,9 @@ def test_format_string_takes_any_columns_and_keeps_doubled_braces():
         ("Q: {{question}}", "needs a field"),
     ],
 )
-def test_an_invalid_template_is_refused_before_any_row_is_read(template, message):
+def test_an_invalid_template_is_refused_before_any_row_is_read(text, message):
     with pytest.raises(ValueError, match=message):
-        resolve_template(template, ["question", "answer"])
+        template(text, ["question", "answer"])
 
 
 @pytest.mark.parametrize("value", [0, False])

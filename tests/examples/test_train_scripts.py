@@ -16,6 +16,7 @@ from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArgu
 from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.supervised import reward_model, sft
+from alpaca_ppo.supervised.run import prompts_of
 from alpaca_ppo.trainer import setup
 from tests.adapters.test_files import save_policy
 from tests.data.tokenizers import PHI_3, turn_tokenizer
@@ -34,6 +35,14 @@ def model_folder(tmp_path):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def demonstrations(dataset, tokenizer, arguments):
+    return sft.tokenize(prompts_of(dataset, tokenizer, arguments, [arguments.completion_column]), tokenizer, arguments)
+
+
+def preferences(dataset, tokenizer, arguments):
+    return reward_model.tokenize(prompts_of(dataset, tokenizer, arguments, reward_model.PAIR), tokenizer, arguments)
 
 
 def words(tokenizer, *ids):
@@ -56,7 +65,7 @@ def pair_arguments(**changes):
 def test_the_supervised_loss_is_on_the_completion_and_its_end_only():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list([{"prompt": words(tokenizer, 10, 11), "completion": words(tokenizer, 12)}])
-    (example,) = sft.tokenize(dataset, tokenizer, sft_arguments())
+    (example,) = demonstrations(dataset, tokenizer, sft_arguments())
     assert example == {
         "input_ids": [10, 11, 12, tokenizer.eos_token_id],
         "labels": [-100, -100, 12, tokenizer.eos_token_id],
@@ -74,7 +83,7 @@ def test_of_several_turns_those_of_the_policy_are_learned():
     closed = [*turns[:3], {"role": "policy", "text": words(tokenizer, 14, end)}]
     rows = [{"prompt": words(tokenizer, 10), "turns": given} for given in (turns, closed)]
     # What ends with the end of a turn already, as what was sampled does, gets no second one.
-    for example in sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(completion_column="turns")):
+    for example in demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments(completion_column="turns")):
         assert example["input_ids"] == [10, 12, 13, 20, 21, 22, 14, end]
         assert example["labels"] == [-100, 12, 13, -100, -100, -100, 14, end]
 
@@ -84,18 +93,18 @@ def test_turns_that_cannot_be_learned_are_named(turns):
     tokenizer = tiny_tokenizer()
     rows = Dataset.from_list([{"prompt": words(tokenizer, 10), "completion": turns}])
     with pytest.raises(ValueError, match=r"the completion \[.* is a list; it must be text, or a list of turns"):
-        sft.tokenize(rows, tokenizer, sft_arguments())
+        demonstrations(rows, tokenizer, sft_arguments())
 
 
 def test_a_completion_of_a_conversation_ends_as_a_turn_of_the_chat_template_does():
     tokenizer = turn_tokenizer(PHI_3, special=["<|user|>", "<|assistant|>", "<|end|>"])
     rows = [{"prompt": [{"role": "user", "content": words(tokenizer, 10)}], "completion": words(tokenizer, 12)}]
-    (example,) = sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments())
+    (example,) = demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments())
     # <|user|> is 4, <|assistant|> 5 and <|end|> 6.
     assert example["input_ids"] == [4, 10, 6, 5, 12, 6]
     assert example["labels"] == [-100, -100, -100, -100, 12, 6]
     tokenizer.chat_template = "{% if think %}" + words(tokenizer, 30) + " {% endif %}" + PHI_3
-    (example,) = sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(chat_template_kwargs={"think": True}))
+    (example,) = demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments(chat_template_kwargs={"think": True}))
     assert example["input_ids"] == [30, 4, 10, 6, 5, 12, 6]
     with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize'; the run sets it itself"):
         sft_arguments(chat_template_kwargs={"tokenize": False})
@@ -104,19 +113,19 @@ def test_a_completion_of_a_conversation_ends_as_a_turn_of_the_chat_template_does
 def test_demonstrations_longer_than_max_length_are_left_out():
     tokenizer = tiny_tokenizer()
     rows = [{"prompt": words(tokenizer, 10), "completion": words(tokenizer, *range(12, 12 + n))} for n in (2, 3)]
-    kept = sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=4))
+    kept = demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=4))
     assert [row["length"] for row in kept] == [4]
     with pytest.raises(ValueError, match="no row fits into max_length .3."):
-        sft.tokenize(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=3))
+        demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments(max_length=3))
 
 
 def test_unusable_demonstrations_are_named():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list([{"prompt": "a", "answer": 3}])
-    with pytest.raises(ValueError, match="no column 'completion', only .'prompt', 'answer'."):
-        sft.tokenize(dataset, tokenizer, sft_arguments())
+    with pytest.raises(ValueError, match="lacks .'completion'.; it has .'prompt', 'answer'."):
+        demonstrations(dataset, tokenizer, sft_arguments())
     with pytest.raises(ValueError, match="the completion 3 is a int; it must be text"):
-        sft.tokenize(dataset, tokenizer, sft_arguments(completion_column="answer"))
+        demonstrations(dataset, tokenizer, sft_arguments(completion_column="answer"))
 
 
 @pytest.mark.parametrize("arguments", [sft_arguments, pair_arguments])
@@ -184,7 +193,7 @@ def pairs(tokenizer, number):
 def test_a_pair_is_tokenised_as_two_whole_texts():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list(pairs(tokenizer, 2))
-    assert reward_model.tokenize(dataset, tokenizer, pair_arguments())[1] == {
+    assert preferences(dataset, tokenizer, pair_arguments())[1] == {
         "chosen": [11, 14, 20, 15],
         "rejected": [11, 14, 30, 15],
         "length": 4,
@@ -196,7 +205,7 @@ def test_a_conversation_is_tokenised_by_the_chat_template():
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     row = {"prompt": [{"role": "user", "content": words(tokenizer, 10)}], "chosen": words(tokenizer, 20)}
     dataset = Dataset.from_list([row | {"rejected": words(tokenizer, 30)}])
-    (pair,) = reward_model.tokenize(dataset, tokenizer, pair_arguments())
+    (pair,) = preferences(dataset, tokenizer, pair_arguments())
     assert (pair["chosen"], pair["rejected"]) == ([10, 20], [10, 30])
 
 
@@ -204,9 +213,9 @@ def test_unusable_pairs_are_named():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list(pairs(tokenizer, 1))
     with pytest.raises(ValueError, match="lacks .'rejected'."):
-        reward_model.tokenize(dataset.remove_columns("rejected"), tokenizer, pair_arguments())
+        preferences(dataset.remove_columns("rejected"), tokenizer, pair_arguments())
     with pytest.raises(ValueError, match="no row fits into max_length .2."):
-        reward_model.tokenize(dataset, tokenizer, pair_arguments(max_length=2))
+        preferences(dataset, tokenizer, pair_arguments(max_length=2))
 
 
 def test_the_pair_loss_is_bradley_terry():

@@ -10,10 +10,9 @@ import yaml
 
 from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.parser import read_preset, read_yaml
-from alpaca_ppo.data.templates import resolve_template
+from alpaca_ppo.data import PromptForm
 from alpaca_ppo.ppo.minibatches import plan_updates
 from alpaca_ppo.presets import preset_names, preset_path
-from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import acting, tiny_trainer, weights
 
 ROOT = Path(__file__).parents[2]
@@ -125,8 +124,8 @@ OWN_CHOICES = {
     | {"eval_steps"},
     "trl": {"rollout_batch_size", "step_batch_size", "init_value_with_reward"},
     "verl": set(),
-    "verl_gsm8k": {"dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template", "bf16"}
-    | {"policy_loss", "loss_agg_mode", "weight_decay"},
+    "verl_gsm8k": {"dataset_config", "dataset_train_split", "dataset_test_split", "user_template", "system_prompt"}
+    | {"bf16", "policy_loss", "loss_agg_mode", "weight_decay"},
     "dapo": set(),
     "cispo": {"query_len", "response_len", "rollout_batch_size", "num_return_sequences"}
     | {"step_batch_size", "ppo_epochs", "temperature", "cliprange", "learning_rate", "lr_scheduler_type"}
@@ -190,7 +189,7 @@ def test_a_preset_takes_a_step(name, tmp_path):
         "bf16": False,
         "gradient_checkpointing": False,
     }
-    settings = acting({**given, **TINY, **sizes, "prompt_template": None})
+    settings = acting({**given, **TINY, **sizes, "prompt_template": None, "user_template": None, "system_prompt": None})
     trainer = tiny_trainer(tmp_path, **settings)
     before = weights(trainer)
     stats = trainer.train()
@@ -206,25 +205,16 @@ def test_every_preset_is_checked_here_and_names_no_model_reward_or_folder():
         assert not {"model_name_or_path", "reward_funcs", "reward_model_name_or_path", "output_dir"} & set(given)
 
 
-# What Qwen2.5's template makes of messages without a system message: ChatML with a system message of its own.
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
 @pytest.mark.parametrize("config", [str(preset_path("verl_gsm8k")), str(ROOT / "examples/configs/gsm8k_qwen.yaml")])
-def test_the_prompt_on_gsm8k_is_what_qwens_chat_template_renders(config):
+def test_the_prompt_on_gsm8k_is_messages_with_the_system_prompt_that_qwens_template_writes_by_default(config):
     request = "1 + 1?\nReason step by step. Write the result on a last line of the form #### number."
     messages = [
         {"role": "system", "content": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."},
         {"role": "user", "content": request},
     ]
-    rendered = tiny_tokenizer().apply_chat_template(
-        messages, chat_template=CHATML, tokenize=False, add_generation_prompt=True
-    )
-    template = resolve_template(read_yaml(config)["prompt_template"], ["question", "answer"])
-    assert template.render({"question": "1 + 1?", "answer": "2"}) == rendered
+    given = read_yaml(config)
+    form = PromptForm(**{name: given.get(name) for name in ("prompt_template", "user_template", "system_prompt")})
+    assert form.prompt_of({"question": "1 + 1?", "answer": "2"}) == messages
 
 
 def test_the_example_on_gsm8k_gives_the_critic_five_to_ten_times_the_rate_and_a_start():

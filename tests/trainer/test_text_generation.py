@@ -112,17 +112,25 @@ def test_a_run_has_max_steps_and_its_callbacks_can_be_added_and_removed(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("text", "template", "warns"), [("w10", None, True), ("<|im_start|> w10", None, False), ("w10", "{prompt}", False)]
+    ("options", "said"),
+    [
+        ({}, "text without the tokenizer's chat template (user_template makes messages), of prompt_column 'prompt'"),
+        (
+            {"prompt_template": "{prompt}\n"},
+            "text without the tokenizer's chat template (user_template makes messages)",
+        ),
+        ({"user_template": "{prompt}"}, "messages, of user_template '{prompt}'; the first: '<|im_start|>"),
+    ],
 )
-def test_plain_text_for_a_chat_model_is_reported_once(tmp_path, capsys, text, template, warns):
+def test_the_start_of_a_run_says_once_what_its_prompts_are(tmp_path, capsys, options, said):
     given = {
         "processing_class": turn_tokenizer(CHATML, special=["<|im_start|>", "<|im_end|>"]),
-        "train_dataset": prompts().map(lambda row: {"prompt": text}),
+        "train_dataset": prompts(),
         "eval_dataset": prompts(2),
     }
-    tiny_trainer(tmp_path, trainer_arguments=given, prompt_template=template)
-    said = capsys.readouterr().out
-    assert said.count("the tokenizer has a chat template, but the prompts are plain text") == warns
+    tiny_trainer(tmp_path, trainer_arguments=given, **{"query_len": 12, **options})
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("prompts are")]
+    assert line.startswith(f"prompts are {said}")
 
 
 def test_evaluations_without_an_eval_set_are_refused(tmp_path):
