@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a causal language model on prompts and completions; the loss is on the completions only.
 
     python examples/train_sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name tatsu-lab/alpaca \
-        --prompt_template alpaca --completion_column output --output_dir outputs/sft --learning_rate 1e-5
+        --completion_column output --output_dir outputs/sft --learning_rate 1e-5
 
 It does what `alpaca-ppo sft` does, for launchers that start a script. Every argument of
 `transformers.TrainingArguments` is a flag too, and `--config run.yaml` reads them from a file. The output folder is a

@@ -1,6 +1,7 @@
 """`SFTArguments` and `RewardModelArguments`: models and data of supervised fine-tuning and of reward modelling."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import JsonValue
 
@@ -66,3 +67,6 @@ class RewardModelArguments(_SupervisedArguments):
     Raises:
         ValueError: when the model or the dataset is not named, or `max_length` leaves no room.
     """
+
+    chat_template_kwargs: ClassVar[None] = None
+    """Reward models keep their chat template as it is."""

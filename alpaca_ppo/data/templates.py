@@ -82,9 +82,11 @@ class PromptForm:
     """Further arguments of the chat template."""
 
     @classmethod
-    def of(cls, options: Any) -> "PromptForm":
+    def of(cls, args: Any) -> "PromptForm":
         """The form that a configuration names."""
-        return cls(**{name: value for name, value in vars(options).items() if name in cls.__dataclass_fields__})
+        return cls(
+            args.prompt_column, args.prompt_template, args.user_template, args.system_prompt, args.chat_template_kwargs
+        )
 
     def resolved(self, columns: Sequence[str], *, chat: bool) -> "PromptForm":
         """The form for a dataset with these columns and, if `chat`, a tokenizer with a chat template. Without a prompt

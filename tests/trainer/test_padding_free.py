@@ -66,17 +66,17 @@ def test_a_model_that_needs_padding_is_refused_where_there_must_be_none(tmp_path
         tiny_trainer(tmp_path, model=tiny_causal_lm("bloom"), padding_free=True)
 
 
-def test_the_first_line_says_why_rows_have_padding_where_they_need_not(tmp_path, capsys):
+def test_the_line_about_batches_says_why_rows_have_padding_where_they_need_not(tmp_path, capsys):
     said = []
     for number, (arch, choice) in enumerate((("bloom", "auto"), ("bloom", False), ("llama", "auto"))):
         model = tiny_causal_lm(arch)
         trainer = tiny_trainer(tmp_path / str(number), model=model, padding_free=choice, critic_layout="shared")
         trainer._begin(None)
         assert trainer.actor_critic.padding_free is (arch == "llama")
-        said.append(capsys.readouterr().out.splitlines()[0].partition(" tokens on each of 1 processes")[2])
+        said.append(capsys.readouterr().out.splitlines()[1].partition(" tokens on each of 1 processes")[2])
     reason = packing_problem(tiny_causal_lm("bloom"))
     generated = ", sampled by model.generate"
     assert reason and said == [f", with padding: policy, reference: {reason}{generated}", f"{generated}: {reason}", ""]
     trainer = tiny_trainer(tmp_path / "other", trainer_arguments={"ref_model": tiny_causal_lm("bloom")})
     trainer._begin(None)
-    assert capsys.readouterr().out.splitlines()[0].endswith(f" 1 processes, with padding: reference: {reason}")
+    assert capsys.readouterr().out.splitlines()[1].endswith(f" 1 processes, with padding: reference: {reason}")
