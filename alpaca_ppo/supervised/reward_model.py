@@ -105,4 +105,5 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
         sequences = [row[column] for column in PAIR for row in rows]
         return dict(tokenizer.pad({"input_ids": sequences}, padding_side="right", return_tensors="pt"))
 
-    train(RewardTrainer(model, training, collate, compute_metrics=accuracy, **data))
+    trainer = RewardTrainer(model, training, collate, compute_metrics=accuracy, **data)
+    train(trainer, "alpaca-ppo train --model_name_or_path ... --dataset_name ... --reward_model_name_or_path")

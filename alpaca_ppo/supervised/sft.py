@@ -64,4 +64,5 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
     arguments, training = parse_args([SFTArguments, TrainingArguments], argv, prog="alpaca-ppo sft")
     data = trainer_data(arguments, training, [arguments.completion_column], tokenize)
     collator = DataCollatorForSeq2Seq(data["processing_class"], label_pad_token_id=IGNORED)
-    train(Trainer(load_causal_lm(arguments.model_name_or_path), training, collator, **data))
+    trainer = Trainer(load_causal_lm(arguments.model_name_or_path), training, collator, **data)
+    train(trainer, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")

@@ -15,9 +15,8 @@ from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.environments.episode import EnvironmentFailure
 from alpaca_ppo.trainer import from_arguments
 from alpaca_ppo.trainer.setup import make_prompts
-from tests.environments.test_games import Silent, play
 from tests.data.tokenizers import CHATML, turn_tokenizer
-from tests.environments.chat import chat_bytes
+from tests.environments.test_games import Silent, play
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
 
