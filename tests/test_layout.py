@@ -30,7 +30,7 @@ PERMITTED_SKIP = (
     r'pytest\.skip\(f"network namespaces are not permitted: \{reason\}"\)'
 )
 TIERS = (
-    {"types", "registry", "presets", "async_calls", "atomic_io", "saved_models", "library_output"},
+    {"types", "registry", "presets", "async_calls", "atomic_io", "control_tokens", "saved_models", "library_output"},
     {"functional", "adapters", "config"},
     {"models"},
     {"generation", "data", "rewards", "tracking", "doctor", "migrate"},

@@ -100,6 +100,9 @@ class RunOptions(ExplainsUnknownNames):
     chat_template_kwargs: dict[str, JsonValue] | None = argument(None, needs=when("prompts that are messages"))
     """Arguments of the chat template, such as enable_thinking: false for Qwen3, as YAML or JSON; reward models keep
     their own template as it is."""
+    control_tokens_from: Literal["template", "prompts", "everything"] = "prompts"
+    """Whose text may write control tokens, such as <|im_end|>: the chat template's alone, the prompts' too, or also
+    that of tools and environments; all other text has the same characters as ordinary tokens."""
     total_epochs: int | None = argument(None, ge=1)
     """Passes over the prompts; null = 1, unless total_episodes or max_steps is set."""
     total_episodes: int | None = argument(None, ge=1)

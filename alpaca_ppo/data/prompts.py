@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
+from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
@@ -105,6 +106,7 @@ def prepare_prompts(
     form: PromptForm | None = None,
     overlong: str = "drop",
     tools_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None,
+    control_tokens: ControlTokens | None = None,
 ) -> PromptDataset:
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
 
@@ -121,6 +123,7 @@ def prepare_prompts(
             an answer; a bos at its very beginning stays. The text in `row` is not cut.
         tools_of: given where environments answer: returns the schemas of the tools that a row's prompt shows. A prompt
             may then be blank, for the environment to write; it has no tokens.
+        control_tokens: given where prompts must not write any.
 
     Raises:
         ValueError: for a missing column, an empty or malformed prompt (with its row), an overlong prompt under "error",
@@ -151,8 +154,14 @@ def prepare_prompts(
                     f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
                 )
             prompts.append(prompt)
-        shown_tools = tools if tools_of else None
-        tokenized = tokenize_prompts(prompts, tokenizer, form.chat_template_kwargs, tools=shown_tools, start=start)
+        tokenized = tokenize_prompts(
+            [control_tokens.protect(prompt) for prompt in prompts] if control_tokens else prompts,
+            tokenizer,
+            form.chat_template_kwargs,
+            tools=tools if tools_of else None,
+            control_tokens=control_tokens,
+            start=start,
+        )
         lengths += map(len, tokenized)
         for number, ids in enumerate(tokenized, start):
             if len(ids) > query_len:
@@ -259,6 +268,7 @@ def tokenize_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
     tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    control_tokens: ControlTokens | None = None,
     start: int = 0,
 ) -> list[list[int]]:
     """Returns the token ids of texts or of conversations, one or more each.
@@ -269,14 +279,19 @@ def tokenize_prompts(
         chat_template_kwargs: further arguments of the chat template.
         tools: given where environments answer: the schemas that the chat template shows with each prompt. An empty text
             is then left to its environment, and has no tokens.
+        control_tokens: given where prompts have parts that it protects.
         start: the row of the first prompt.
 
     Raises:
         ValueError: for messages without a chat template or that it refuses, and for a prompt without tokens.
     """
     if isinstance(prompts[0], str):
-        whole = tokenizer(prompts, add_special_tokens=True)["input_ids"]
-        plain = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        whole, plain = (
+            tokenizer(prompts, add_special_tokens=added)["input_ids"]
+            if control_tokens is None
+            else [control_tokens.encode(prompt, add_special_tokens=added) for prompt in prompts]
+            for added in (True, False)
+        )
         # An eos inside the text is kept. If the ids do not end with the plain ids, the tokenizer has appended the eos.
         of_prompts = [
             list(ids[:-1])
@@ -290,7 +305,8 @@ def tokenize_prompts(
             "model, set tokenizer.chat_template, or use text prompts"
         )
     else:
-        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(chat_template_kwargs or {})}
+        how = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
+        how["tokenize"] = control_tokens is None
         of_prompts = []
         for number, messages in enumerate(prompts):
             with_tools = {"tools": list(tools[number])} if tools and tools[number] else {}
@@ -302,7 +318,11 @@ def tokenize_prompts(
                     f"the chat template refuses the messages in row {start + number}, {shown(messages)}: "
                     f"{type(error).__name__}: {error}; change the row, or the tokenizer"
                 ) from error
-            of_prompts.append(list(encoded["input_ids"]))
+            of_prompts.append(
+                list(encoded["input_ids"])
+                if control_tokens is None
+                else control_tokens.encode(encoded, add_special_tokens=False)
+            )
     for number, (prompt, ids) in enumerate(zip(prompts, of_prompts, strict=True), start):
         if tools is not None and not prompt:
             ids.clear()

@@ -13,6 +13,7 @@ from os.path import commonprefix
 from typing import Any
 
 from alpaca_ppo.async_calls import error_text
+from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.prompts import tokenize_prompts
 
 Message = dict[str, Any]
@@ -47,6 +48,10 @@ class Conversation:
         messages: whether prompts are messages, which the chat template writes; otherwise replies are plain text.
         chat_template_kwargs: further arguments of the chat template.
         stop_token_ids: what ends a turn.
+        control_tokens_from: the option.
+
+    Raises:
+        ValueError: for a tokenizer that cannot tell control tokens from text.
     """
 
     def __init__(
@@ -56,15 +61,22 @@ class Conversation:
         messages: bool,
         chat_template_kwargs: Mapping[str, Any] | None,
         stop_token_ids: Sequence[int],
+        control_tokens_from: str = "prompts",
     ) -> None:
         self.tokenizer, self.messages = tokenizer, messages
+        self._prompts_may, self.trusting = control_tokens_from != "template", control_tokens_from == "everything"
+        self._control_tokens = ControlTokens(tokenizer, trusting=self.trusting)
         self._keywords = dict(chat_template_kwargs or {})
         self._stop = frozenset(stop_token_ids)
         self._special = frozenset(tokenizer.all_special_ids)
 
-    def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids of text or messages; the tools of `schemas` are shown to the policy."""
-        return tokenize_prompts([prompt], self.tokenizer, self._keywords, tools=[schemas])[0]
+    def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]], observation: str = "") -> list[int]:
+        """The token ids of the dataset's text or messages with `observation` at their end; the tools of `schemas` are
+        shown to the policy.
+        """
+        tokens = self._control_tokens
+        prompt = with_observation(prompt if self._prompts_may else tokens.protect(prompt), tokens.protect(observation))
+        return tokenize_prompts([prompt], self.tokenizer, self._keywords, tools=[schemas], control_tokens=tokens)[0]
 
     @cached_property
     def prompt_end(self) -> str:
@@ -105,6 +117,7 @@ class Conversation:
         """
         if columns is not None:
             replies = [{**message, "content": self._beginning(message["content"], columns)} for message in replies]
+        replies = self._control_tokens.protect(replies)
         if not self.messages:
             return self._ids("".join(message["content"] for message in replies))
         written = self._written(self._thought(0) + _ANSWER, replies, tool_calls, schemas)
@@ -159,14 +172,14 @@ class Conversation:
         messages, written = [_USER], self._render([_USER], schemas, add_generation_prompt=True)
         for turn in range(min(max(_TURNS, max_turns or 0), _MOST_TURNS)):
             thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
-            first = self._written(thought + _ANSWER, answers, calls, schemas)
+            first = self._written(thought + _ANSWER, self._control_tokens.protect(answers), calls, schemas)
             if thought and _ANSWER in first.text and _THOUGHT not in first.text:
                 raise self._refused("leaves out what the policy thinks between <think> and </think>")
             if len(self._ids(first.closing)) > 1 and not first.text.endswith(first.closing + first.suffix):
                 raise self._refused(f"does not end a turn with tool calls as one without, with {first.closing!r}")
             answer = _words("answer", turn)
             messages += [_assistant(thought + answer, self._named(calls)), *answers]
-            written += first.text.replace(_ANSWER, answer)
+            written += self._control_tokens.restored(first.text).replace(_ANSWER, answer)
             found = self._render(messages, schemas, add_generation_prompt=True)
             if found != written:
                 raise self._refused(f"writes a message in another way later: {_difference(written, found)}")
@@ -249,7 +262,7 @@ class Conversation:
         return text
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._control_tokens.encode(text, add_special_tokens=False)
 
 
 def _assistant(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:
@@ -274,7 +287,14 @@ def _replies(
 def _words(name: str, number: int, of_turn: int | None = None) -> str:
     """Text that ends like no other; the longer, the later the turn."""
     size = min(_LONGEST, 16 * 2 ** (number if of_turn is None else of_turn))
-    return "More & 2 " * (size // 9) + f"of {name} {number:02d}"
+    return "More & 2 " * (size // 9) + f"of {name} {number:02d} [<b>]"
+
+
+def with_observation(prompt: Any, observation: str) -> Any:
+    """The prompt with what `reset` returned at the end of its text, or of its last message."""
+    if isinstance(prompt, str):
+        return prompt + observation
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
 
 
 def _difference(expected: str, found: str) -> str:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, error_text
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message
+from alpaca_ppo.control_tokens import ControlTokens
+from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message, with_observation
 from alpaca_ppo.environments.kinds import EnvironmentKind
 from alpaca_ppo.environments.tool_calls import (
     ToolCall,
@@ -70,8 +71,10 @@ class Episode:
     number: int
     settings: EpisodeSettings
     environment: Any = None
+    observation: str = ""
+    """What `reset` returned."""
     prompt: Any = None
-    """Text or messages, with what `reset` returned."""
+    """Text or messages, with the observation."""
     messages: list[Message] = field(default_factory=list)
     """What came after the prompt, both sides; with a chat template."""
     num_turns: int = 0
@@ -140,15 +143,36 @@ class Episode:
         observation = yield from self._own(self.environment.reset, arguments, "reset")
         if observation is not None and not isinstance(observation, str):
             raise self._failure(f"reset returned {shown(observation)}; it must return text or None")
-        self.prompt = _with_observation(self.row["prompt"], observation and encodable(observation))
+        self.observation = encodable(observation or "")
+        self.prompt = with_observation(self.row["prompt"], self.observation)
         # An empty message without tools says nothing to the policy.
         silent = isinstance(self.prompt, list) and not self.prompt[-1].get("content") and not self.kind.tools
         if not self.prompt or silent:
             raise self._failure("reset returned no text, and the row has no prompt; one of them must have it")
 
+    @property
+    def trusted(self) -> bool:
+        """Whether what the environment and tools say may write control tokens."""
+        return self.settings.conversation.trusting
+
+    def protected(self, completion: Any, control_tokens: ControlTokens) -> tuple[Any, Any]:
+        """The prompt, and the completion as `rewards.batch` has it, with what the environment and tools said protected
+        for a reward model's tokenizer.
+        """
+        prompt = with_observation(self.row["prompt"], control_tokens.protect(self.observation))
+        if isinstance(completion, str):
+            return prompt, completion
+        said = [
+            {**message, "content": control_tokens.protect_turn(message["content"])}
+            if message["role"] == "assistant"
+            else control_tokens.protect(message)
+            for message in completion
+        ]
+        return prompt, said
+
     def prompt_ids(self) -> list[int]:
         """The token ids of the prompt."""
-        return self.settings.conversation.prompt_ids(self.prompt, self.schemas)
+        return self.settings.conversation.prompt_ids(self.row["prompt"], self.schemas, self.observation)
 
     def take(self, turn: Turn) -> Steps[Reply]:
         """What follows a turn of the policy: None if the episode has ended.
@@ -299,12 +323,3 @@ class Episode:
         return EnvironmentFailure(
             f"environment {self.kind.name!r}, prompt {self.number}, {turn}: {problem}\n  row: {shown(self.row)}"
         )
-
-
-def _with_observation(prompt: Any, observation: str | None) -> Any:
-    """The prompt with what `reset` returned at the end of its text, or of its last message."""
-    if observation is None:
-        return prompt
-    if isinstance(prompt, str):
-        return prompt + observation
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]

@@ -241,8 +241,7 @@ def _with_prompts(
     for number, episode in enumerate(episodes):
         tokens, mask = prompts["queries"][number // n], prompts["query_attn_masks"][number // n]
         # Unless `reset` has added to it, the prompt is the one that was tokenized before the run.
-        added = episode.prompt != episode.row["prompt"]
-        written.append(episode.prompt_ids() if added else tokens[mask.bool()].tolist())
+        written.append(episode.prompt_ids() if episode.observation else tokens[mask.bool()].tolist())
         if len(written[-1]) > query_len:
             raise ValueError(
                 f"the prompt of environment {episode.kind.name!r} has {len(written[-1])} tokens after reset, more than "

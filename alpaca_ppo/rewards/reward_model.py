@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from alpaca_ppo.adapters.files import is_adapter
+from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.functional.packing import RowLayout, pack_rows
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.models.packed_attention import sequence_keywords
@@ -106,17 +107,24 @@ class ModelReward:
         # BLOOM's configuration, for one, has no max_position_embeddings.
         positions = getattr(self._config, "max_position_embeddings", self.tokenizer.model_max_length)
         limit = min(positions, self.tokenizer.model_max_length)
+        protects = bool(batch.episodes) and not batch.episodes[0].trusted
+
+        def encode(text: Any, **how: bool) -> Any:
+            return self._control_tokens.encode(text, **how) if protects else self.tokenizer(text, **how)["input_ids"]
+
         sequences = []
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
+            if protects:
+                prompt, completion = batch.episodes[row].protected(completion, self._control_tokens)
             if isinstance(prompt, str) and isinstance(completion, str):
-                ids: Any = self.tokenizer(prompt + completion)["input_ids"]
+                ids: Any = encode(prompt + completion)
             else:
                 spoken = (("user", prompt), ("assistant", completion))
                 turns = [[{"role": role, "content": said}] if isinstance(said, str) else said for role, said in spoken]
                 rendered = self.tokenizer.apply_chat_template([*turns[0], *turns[1]], tokenize=False)
                 # The template has written the special tokens. Not add_special_tokens=True above: some tokenizers have
                 # a default of their own.
-                ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+                ids = encode(rendered, add_special_tokens=False)
             if not 0 < len(ids) <= limit:
                 problem = f"takes 1 to {limit} tokens but got {len(ids)}; change query_len or response_len"
                 raise RewardError(self.name, problem, batch, row)
@@ -140,6 +148,10 @@ class ModelReward:
             groups[-1].append(row)
             tokens += more
         return groups
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
 
     @cached_property
     def _packs(self) -> bool:

@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from alpaca_ppo.adapters.files import read_reward_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data import PromptDataset, PromptForm, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.environments.conversation import Conversation
@@ -73,6 +74,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
     if isinstance(dataset, Dataset):
         for kind in kinds.values():
             kind.reset_arguments(dict.fromkeys([*dataset.column_names, "prompt"]), 0)
+    trusted = args.control_tokens_from != "template"
     return prepare_prompts(
         dataset,
         processing_class,
@@ -80,6 +82,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         form=PromptForm.of(args),
         overlong=args.overlong_prompts,
         tools_of=(lambda row: [tool.schema for tool in kind_of(kinds, row).tools]) if kinds else None,
+        control_tokens=None if trusted else ControlTokens(processing_class),
     )
 
 
@@ -269,6 +272,7 @@ def make_environments(
         messages=messages,
         chat_template_kwargs=args.chat_template_kwargs,
         stop_token_ids=(*sampling_params.stop_token_ids, *sampling_params.truncate_token_ids),
+        control_tokens_from=args.control_tokens_from,
     )
     for kind in kinds.values():
         if kind.answers:

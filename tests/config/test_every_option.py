@@ -61,6 +61,8 @@ distributed/test_deepspeed_config.py
 environments/test_command.py
   test_a_run_without_a_dataset_is_repeated_and_its_policy_evaluated: environments
   test_what_names_do_not_fit_is_said: tool_call_parser tools
+environments/test_control_tokens.py
+  test_the_option_says_whose_text_may_write_control_tokens: control_tokens_from
 environments/test_games.py
   test_an_episode_of_too_many_turns_is_truncated: max_turns
   test_an_episode_alternates_turns_and_holes_and_its_rewards_stand_on_the_turns_last_tokens: max_turn_tokens

@@ -44,7 +44,11 @@ class Played:
 
     def say(self, text):
         """The answer to a turn, as text; None at the end."""
-        start, ids = len(self.response), CHAT(text, add_special_tokens=False)["input_ids"]
+        return self.say_ids(CHAT(text, add_special_tokens=False)["input_ids"])
+
+    def say_ids(self, ids):
+        """The same of token ids."""
+        start = len(self.response)
         self.response += ids
         self.mask += [True] * len(ids)
         stopped = ids[-1] == CHAT.eos_token_id

@@ -92,6 +92,8 @@ def test_the_courses_of_a_trainer_are_these_as_often_as_they_are_likely(tmp_path
         rollout_batch_size=10,
         num_return_sequences=200,
         rollout_per_device_batch_size=500,
+        # One of the three words is the end of a turn.
+        control_tokens_from="everything",
         trainer_arguments={"environment_factory": Game, "reward_funcs": None},
     )
     rollouts = trainer.rollout(trainer.prompt_batches(0))

@@ -1,0 +1,133 @@
+"""Control tokens, such as <|im_end|>, in text of which only a part may write them.
+
+`ControlTokens.protect` prepares text that may not: what tools and environments say. It then goes through a chat
+template, or stands behind a prompt, and `encode` makes token ids of the whole. A control token that the template has
+written is one id; the same characters in protected text are the tokens of ordinary text, whatever the template does
+with them (it may strip, shorten or join texts) and the tokenizer (it may normalise look-alikes).
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_GUARD = "\ufdd0"
+"""A code point that Unicode keeps free for use within a program."""
+_NO_WORD = re.compile(r"[<>\[\]{}|#]")
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+
+
+def _stand_in(letter: str) -> str:
+    return f"{_GUARD}{ord(letter)}{_GUARD}"
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer: its special tokens, and added ones that are no words, such as <tool_call>.
+
+    White space is none, nor is the unknown token, which stands for other text.
+
+    Args:
+        tokenizer: of the policy or of a reward model.
+        trusting: whether protected text may write them all the same, as every tokenizer allows.
+
+    Raises:
+        ValueError: for a tokenizer that cannot write its control tokens as ordinary text.
+    """
+
+    def __init__(self, tokenizer: Any, *, trusting: bool = False) -> None:
+        self._tokenizer = tokenizer
+        unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+        tokens = {
+            number: token
+            for number, token in ({} if trusting else tokenizer.added_tokens_decoder).items()
+            if (token.special or _NO_WORD.search(token.content)) and token.content.strip() and number not in unknown
+        }
+        self._ids = {token.content: number for number, token in tokens.items()}
+        self._parts = re.compile(f"{_GUARD}([0-9]+){_GUARD}|({_any_of(self._ids)})")
+        self._special = re.compile(_any_of(token.content for token in tokens.values() if token.special))
+        # Without its first character no text is a control token, and what precedes a text may be the beginning of one.
+        self._starts = frozenset(text.strip()[0] for text in self._ids)
+        self._rests = tuple({text[i:] for text in self._ids for i in range(1, len(text))})
+        self._insides = "\0".join(text[1:] for text in self._ids)
+        self._names = {text: f"{_GUARD}<{number}>{_GUARD}" for text, number in self._ids.items()}
+        self._control = frozenset(self._ids.values())
+        try:
+            self._renamed = self._rename() if self._ids else None
+            faults = [text for text in self._ids if not self._is_text(text)]
+        # The library raises what it likes, and a tokenizer that is written in Python lacks what is looked for.
+        except Exception as error:
+            faults = [f"{type(error).__name__}: {error}"]
+        if faults:
+            name = tokenizer.name_or_path or type(tokenizer).__name__
+            raise ValueError(
+                f"the tokenizer {name} cannot write its control tokens as ordinary text ({faults[0]}), so tools and "
+                "environments could; use a fast tokenizer, or let them: control_tokens_from: everything"
+            )
+
+    def protect(self, said: Any) -> Any:
+        """`said`, a text, a message or several, with stand-ins for what would make control tokens of it."""
+        if isinstance(said, list):
+            return [self.protect(message) for message in said]
+        if isinstance(said, dict):
+            return {key: value if key == "role" else self.protect(value) for key, value in said.items()}
+        if not isinstance(said, str):
+            return said
+        said = said.replace(_GUARD, "")
+        text = said.strip()
+        at = said.find(text) if text.startswith(self._rests) or text in self._insides else -1
+        return "".join(_stand_in(c) if i == at or c in self._starts else c for i, c in enumerate(said))
+
+    def protect_turn(self, text: str) -> str:
+        """A turn of the policy in which nothing but special tokens is protected: those that it chose are no part of the
+        text, so these it has spelled out; a tag such as <think> may be one token.
+        """
+        return self._special.sub(lambda found: _stand_in(found[0][0]) + found[0][1:], text.replace(_GUARD, ""))
+
+    def restored(self, text: str, names: dict[str, str] | None = None) -> str:
+        """`text` as it was before `protect`; with `names` for the control tokens that it may write."""
+        names = names or {}
+        return self._parts.sub(lambda part: chr(int(part[1])) if part[1] else names.get(part[2], part[2]), text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of text with protected parts: the tokenizer's own where it finds the control tokens that the
+        text may write, and no others.
+        """
+        plain = self.restored(text)
+        ids = list(self._tokenizer(plain, add_special_tokens=False)["input_ids"])
+        written = [self._ids[part[2]] for part in self._parts.finditer(text) if part[2]]
+        if self._control_of(ids) != written:
+            assert self._renamed is not None
+            return self._renamed.encode(self.restored(text, self._names), add_special_tokens=add_special_tokens).ids
+        return list(self._tokenizer(plain)["input_ids"]) if add_special_tokens else ids
+
+    def _control_of(self, ids: list[int]) -> list[int]:
+        return [token for token in ids if token in self._control]
+
+    def _is_text(self, text: str) -> bool:
+        """Whether a control token is one where it may be written, and something else where it is protected."""
+        ids = self.encode(text + self.protect(text), add_special_tokens=False)
+        return self._control_of(ids) == [self._ids[text]] != ids
+
+    def _rename(self) -> Tokenizer:
+        """The tokenizer, with names for its control tokens that no text has.
+
+        `split_special_tokens` would leave added tokens that are not special, and those that the vocabulary itself
+        contains, as that of a unigram model does.
+        """
+        state = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        state |= {"truncation": None, "padding": None}
+        for token in state["added_tokens"]:
+            if token["content"] in self._names:
+                token |= {"content": self._names[token["content"]], "normalized": False, "single_word": False}
+        words = state["model"]["vocab"]
+        if isinstance(words, dict):
+            words = {self._names.get(text, text): number for text, number in words.items()}
+        else:
+            words = [[self._names.get(text, text), score] for text, score in words]
+        state["model"]["vocab"] = words
+        return Tokenizer.from_str(json.dumps(state))
