@@ -28,6 +28,7 @@ from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.ppo.minibatches import trained_mask, with_reward
 from alpaca_ppo.types import Rollouts
 
+_DIGITS = {"mismatch/logprob_abs_mean": 4, "mismatch/k3": 5, "mismatch/ratio_max": 2}
 ENTROPY_STEPS = 10
 """Steps between two whose metrics include entropies, which cost time."""
 
@@ -113,6 +114,19 @@ def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
     }
 
 
+def mismatch_of(rollouts: Rollouts) -> dict[str, float]:
+    """Returns `mismatch/*` of rollouts that the trainer has evaluated.
+
+    Where environments answer, which rows the sampler computes together depends on when they do, and so do the last
+    digits of its log-probs: to a tenth of what rounding explains, equal runs have equal numbers, and decide alike.
+    """
+    stats = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], rollouts["response_mask"])
+    found = {name: float(value) for name, value in stats.items()}
+    if "environment_tokens" not in rollouts or not bool(rollouts["environment_tokens"].any()):
+        return found
+    return {name: round(found[name], digits) for name, digits in _DIGITS.items()}
+
+
 def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[str, float]:
     """Returns `objective/*` and `mismatch/*` of a step: rewards, KL and entropies in nats, lengths in tokens.
 
@@ -144,10 +158,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
     if "entropies" in rollouts:
         stats["objective/entropies"] = float(masked_mean(rollouts["entropies"], mask))
-    if "recomputed" not in rollouts:
-        return stats
-    mismatch = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)
-    return stats | {name: float(value) for name, value in mismatch.items()}
+    return stats | mismatch_of(rollouts) if "recomputed" in rollouts else stats
 
 
 def group_stats(rollouts: Rollouts) -> dict[str, float]:

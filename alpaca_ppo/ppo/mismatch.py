@@ -19,7 +19,7 @@ from alpaca_ppo.distributed.collectives import max_over_ranks
 from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.ppo.metrics import mismatch_stats
+from alpaca_ppo.ppo.metrics import mismatch_of, mismatch_stats
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -198,8 +198,7 @@ class SamplerCheck:
             SamplerMismatch: as `check`.
         """
         if "recomputed" in rollouts:
-            mask = rollouts["response_mask"]
-            self.check(self._largest(mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], mask)))
+            self.check(self._largest(mismatch_of(rollouts)))
 
     def check(self, stats: Mapping[str, float]) -> None:
         """Judges `mismatch/*` of all ranks' responses in one step.
@@ -223,7 +222,7 @@ class SamplerCheck:
         """Restores the decision that `state_dict` returned, if it was made under the same conditions."""
         self._spares = state["spares"] if list(state["conditions"]) == self._conditions else None
 
-    def _largest(self, stats: Mapping[str, Tensor]) -> dict[str, float]:
+    def _largest(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """The largest of each number on any rank, so that all ranks decide alike."""
         return max_over_ranks({name: float(value) for name, value in stats.items()}, self._collector.accelerator)
 

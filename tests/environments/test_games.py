@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from datasets import Dataset
 from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.ppo.metrics import mismatch_of
 from tests.environments.chat import chat_bytes
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
@@ -262,3 +264,21 @@ def test_every_evaluation_has_the_same_tasks(tmp_path):
 def test_what_a_trainer_lacks_is_named(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         tiny_trainer(tmp_path, trainer_arguments=arguments, **GAME if arguments.get("reward_funcs", 1) else {})
+
+
+def test_when_an_answer_came_decides_nothing(tmp_path):
+    trainer = play(tmp_path)
+    rollouts, found = trainer.rollout(trainer.prompt_batches(0)), []
+    # Rounding of the sampler, on either side of the bound that ends a run, 0.1 nats.
+    for error in (4e-6, -4e-6):
+        rollouts["rollout_logprobs"] = rollouts["logprobs"] + 0.1 + error
+        with warnings.catch_warnings():
+            # It is warned of, once.
+            warnings.simplefilter("ignore")
+            trainer.sampler_check.check_rollouts(rollouts)
+        found.append(
+            (mismatch_of(rollouts), mismatch_of({k: v for k, v in rollouts.items() if k != "environment_tokens"}))
+        )
+    (answered, other), (again, different) = found
+    assert answered == again == {"mismatch/logprob_abs_mean": 0.1, "mismatch/k3": 0.00517, "mismatch/ratio_max": 0.9}
+    assert all(other[name] != different[name] for name in other)
