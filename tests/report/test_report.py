@@ -189,6 +189,18 @@ def test_the_best_and_then_the_worst_answers_get_their_tokens_first(tmp_path):
     assert list(kept) == [39, 38, 37, 36, 35, 34, 33, 32, 0, 1]
 
 
+def test_tokens_are_kept_of_followed_prompts_first_then_of_the_most_kl_and_of_what_was_cut_off(tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = [answer(i, "same words", score=float(i), kl=-abs(i - 15.25), stopped=i != 25) for i in range(40)]
+    write_lines(run / "rollouts/step_000001.jsonl", rows)
+    write_lines(run / "eval/step_000001.jsonl", [answer(i, "same words", score=20.0, kl=-99.0) for i in range(2)])
+    kept = choose_answers([read_run(run, "run")], token_mb=20)
+    order = [(kept.columns["table"][i], kept.columns["prompt_id"][i]) for i in kept.tokens]
+    best_and_worst, most_kl = [*range(39, 31, -1), *range(8)], [15, 16, 14, 17, 13, 18, 12, 19]
+    assert order[:2] == [("eval", 0), ("eval", 1)]
+    assert order[2:27] == [("rollouts", i) for i in [*best_and_worst, *most_kl, 25]]
+
+
 def test_tables_larger_than_what_is_read_are_thinned_by_steps(tmp_path):
     run = make_run(tmp_path / "run")
     # Forty files of half a megabyte; 8 MB are read for a budget of 1 MB, so sixteen of them.

@@ -81,6 +81,11 @@ def test_what_ends_a_turn_of_the_chat_template_ends_a_response(tmp_path):
         tmp_path / "c", trainer_arguments={"eval_dataset": chat_prompts(phi)["train_dataset"], "processing_class": phi}
     )
     assert trainer.sampling_params.stop_token_ids == (EOS, 6)
+    # The template gets the arguments of the run.
+    phi.chat_template = PHI_3.replace("<|end|>", "{{ mark }}")
+    given = {"chat_template_kwargs": {"mark": "<|end|>"}, "query_len": 8}
+    trainer = tiny_trainer(tmp_path / "d", trainer_arguments=chat_prompts(phi), **given)
+    assert trainer.sampling_params.stop_token_ids == (EOS, 6)
 
 
 def test_a_turn_end_that_the_user_or_the_model_names_is_left_to_them(tmp_path):
