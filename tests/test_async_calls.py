@@ -1,6 +1,5 @@
 import asyncio
 import threading
-import time
 from concurrent.futures import wait
 from functools import partial
 
@@ -49,14 +48,14 @@ def test_sync_and_async_functions_return_and_raise(calls):
 
 
 def test_no_more_run_at_once_than_allowed_and_the_others_in_order(calls):
-    at_once, most, began, lock = 0, 0, [], threading.Lock()
+    at_once, most, began, lock, three = 0, 0, [], threading.Lock(), threading.Barrier(3)
 
     def work(number):
         nonlocal at_once, most
         with lock:
             at_once, most = at_once + 1, max(most, at_once + 1)
             began.append(number)
-        time.sleep(0.01)
+        three.wait(60)
         with lock:
             at_once -= 1
 
@@ -76,7 +75,7 @@ def test_async_calls_wait_together(calls):
 
     here = 0
     for row in range(3):
-        calls.start(row, Call(meet, timeout=5))
+        calls.start(row, Call(meet, timeout=60))
     assert all(e.error is None for e in made(calls, 0, 1, 2).values())
 
 
@@ -84,7 +83,7 @@ def test_a_call_that_is_too_slow_is_left_behind_and_its_late_result_is_dropped(c
     release, done = threading.Event(), threading.Event()
 
     def hang():
-        release.wait(5)
+        release.wait(60)
         done.set()
         return "late"
 
@@ -99,7 +98,7 @@ def test_a_call_that_is_too_slow_is_left_behind_and_its_late_result_is_dropped(c
     calls.start(0, Call(lambda: "next"))
     assert made(calls, 0)[0].value == "next"
     release.set()
-    assert done.wait(5)
+    assert done.wait(60)
     calls.start(0, Call(lambda: "after"))
     assert made(calls, 0)[0].value == "after"
 
@@ -110,18 +109,18 @@ def test_a_call_that_was_too_slow_says_when_it_is_over(calls):
     async def async_hang():
         await asyncio.sleep(60)
 
-    calls.start(0, Call(release.wait, {"timeout": 5}, timeout=0.01))
+    calls.start(0, Call(release.wait, {"timeout": 60}, timeout=0.01))
     calls.start(1, Call(async_hang, timeout=0.01))
     ended = made(calls, 0, 1)
     # One that waits is cancelled.
-    assert wait([ended[1].outcome], 5).done
+    assert wait([ended[1].outcome], 60).done
     assert not ended[0].outcome.done()
     release.set()
-    assert ended[0].outcome.result(5)
+    assert ended[0].outcome.result(60)
 
 
 async def blocks(release):
-    release.wait(10)
+    release.wait(60)
 
 
 def test_an_async_function_that_blocks_is_named_and_later_ones_go_on(calls, monkeypatch):
@@ -130,7 +129,7 @@ def test_an_async_function_that_blocks_is_named_and_later_ones_go_on(calls, monk
     calls.start(0, Call(blocks, {"release": release}, timeout=0.05))
     assert type(made(calls, 0)[0].error) is CallTimeout
     with pytest.warns(UserWarning, match=r"^blocks \(.*test_async_calls.py, line \d+\) is async, but works with"):
-        calls.start(0, Call(slow, {"value": 5}, timeout=5))
+        calls.start(0, Call(slow, {"value": 5}, timeout=60))
     assert made(calls, 0)[0].value == 5
     release.set()
 
@@ -139,7 +138,7 @@ def test_waiting_for_nothing_returns_and_abandoned_calls_are_named(calls):
     assert calls.finished(60) == []
     release = threading.Event()
     for row in range(4):
-        calls.start(row, Call(release.wait, {"timeout": 5}))
+        calls.start(row, Call(release.wait, {"timeout": 60}))
     assert calls.finished(0.0) == []
     assert calls.abandon() == {0, 1, 2}
     assert calls.finished(60) == []

@@ -279,7 +279,7 @@ def test_any_bytes_are_an_error_of_the_server():
 
     found = []
     with RawServer(mutated) as server:
-        reward = RemoteReward(server.url, timeout=5.0)
+        reward = RemoteReward(server.url, timeout=60.0)
         rows = make_reward_batch(["p"] * 100, ["x"] * 100, [[1]] * 100, [{}] * 100)
         for row in range(100):
             try:
