@@ -1,6 +1,7 @@
 """The DeepSpeed configuration before there is an engine: which entries a run fills in, and which it refuses by name."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,3 +171,13 @@ def test_a_group_of_both_cannot_be_clipped_in_part(tmp_path):
     both = torch.optim.AdamW(trainer.actor_critic.parameters())
     with pytest.raises(ValueError, match="group 0 of the optimizer has parameters of policy and critic"):
         DeepSpeedEngine(trainer.accelerator, trainer.actor_critic, both, trainer.args)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_reduced_in_the_last_pass_and_under_stage_3_in_each_of_the_last_batch(stage):
+    told = []
+    engine = SimpleNamespace(stage=stage, model=SimpleNamespace(set_gradient_accumulation_boundary=told.append))
+    for last_batch in (False, True):
+        for last_pass in (False, True):
+            DeepSpeedEngine.passing(engine, last_batch=last_batch, last_pass=last_pass)
+    assert told == [False, False, stage == 3, True]

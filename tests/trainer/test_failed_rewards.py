@@ -210,7 +210,7 @@ def test_a_signal_in_the_pause_before_a_retry_ends_the_run_at_once(tmp_path):
             timer.start()
         raise TimeoutError
 
-    trainer = trainer_of(tmp_path, down, reward_retries=20, **MASK)
+    trainer = trainer_of(tmp_path, down, reward_retries=4, **MASK)
     with pytest.raises(Interrupted) as caught:
         trainer.train()
     assert caught.value.code == 128 + signal.SIGTERM and len(calls) < 5

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.report import refresher
 from alpaca_ppo.tracking.rollout_tables import rollout_rows
+from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
@@ -59,6 +60,15 @@ def test_training_prompts_are_followed_greedily_and_without_a_score(runs):
     assert all(entry["kl"] == 0 and entry["values"] == 0 for row in first for entry in row["tokens"])
     assert any(entry["kl"] != 0 for row in last for entry in row["tokens"])
     assert {"entropies", "logprobs", "ref_logprobs"} < set(last[0]["tokens"][0])
+
+
+def test_a_long_run_is_looked_at_ten_times(tmp_path, monkeypatch):
+    trainer, looked = tiny_trainer(tmp_path, num_inspected_prompts=1, total_episodes=250), []
+    inspected = TrainingPromptInspector(trainer)
+    monkeypatch.setattr(inspected, "answer", looked.append)
+    for step in range(1, 26):
+        inspected.on_step_end(None, SimpleNamespace(global_step=step), None)
+    assert looked == [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
 
 
 def test_eval_prompts_are_followed_in_the_table_of_the_evaluation(runs):
