@@ -56,6 +56,12 @@ def test_saved_datasets_and_folders_of_files_are_loaded_by_split(tmp_path):
         load_prompt_dataset(str(tmp_path / "saved"))
 
 
+def test_a_folder_of_other_files_is_read_as_datasets_reads_it(tmp_path):
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words/train.txt").write_text("one\ntwo\n")
+    assert load_prompt_dataset(str(tmp_path / "words")).to_list() == [{"text": "one"}, {"text": "two"}]
+
+
 def test_a_hub_id_is_loaded_with_its_configuration(monkeypatch):
     asked = []
 

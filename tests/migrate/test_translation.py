@@ -48,6 +48,7 @@ def test_the_grpo_quickstart_with_trls_defaults(tmp_path):
         accepted(result, tmp_path),
         model_name_or_path="Qwen/Qwen2-0.5B-Instruct",
         dataset_name="trl-lib/tldr",
+        use_peft=False,
         dataset_train_split="train",
         output_dir="Qwen2-0.5B-GRPO",
         reward_funcs=["rewards.py:reward_len"],
