@@ -103,15 +103,6 @@ def test_a_mutated_json_file_is_what_it_says_or_refused(folder, content):
         assert strict(found) == full(rows if isinstance(rows, list) else [rows])
 
 
-def json_of(text: str) -> Any:
-    """What JSON, or lines of it, hold. A line may end with a carriage return alone, which JSON takes for a blank."""
-    with suppress(ValueError):
-        return json.loads(text)
-    with suppress(ValueError):
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
-    return [json.loads(line) for line in io.StringIO(text, newline=None) if line.strip()]
-
-
 def table(rows: list[list[Any]], separator: str = ",") -> bytes:
     text = io.StringIO()
     csv.writer(text, delimiter=separator, lineterminator="\n").writerows(rows)
