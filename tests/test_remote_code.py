@@ -8,11 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    dynamic_module_utils,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 
 from alpaca_ppo.checkpoint.export import save_merged
 from alpaca_ppo.estimate_memory.fake_models import without_weights

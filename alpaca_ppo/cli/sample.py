@@ -71,10 +71,7 @@ def sample(argv: Sequence[str]) -> int:
 
     tokenizer = load_processing_class(policy, trust_remote_code=given.trust_remote_code, field="model")
     prompts = prepare_prompts(
-        _dataset(given, PromptForm(**form), tokenizer),
-        tokenizer,
-        query_len=_LONGEST_PROMPT,
-        form=PromptForm(**form),
+        _dataset(given, PromptForm(**form), tokenizer), tokenizer, query_len=_LONGEST_PROMPT, form=PromptForm(**form)
     )
     if difference := prompts.other_wording(tokenizer):
         print(difference)

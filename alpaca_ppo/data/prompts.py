@@ -334,11 +334,7 @@ def tokenize_prompts(
 
 
 def collate_prompts(
-    items: Sequence[dict[str, Any]],
-    indices: Sequence[int],
-    *,
-    pad_token_id: int,
-    query_len: int,
+    items: Sequence[dict[str, Any]], indices: Sequence[int], *, pad_token_id: int, query_len: int
 ) -> PromptBatch:
     """Returns one batch of B prompts, each padded on the left to `query_len` tokens.
 

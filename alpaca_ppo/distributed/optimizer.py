@@ -30,10 +30,7 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
     critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
     common = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     groups: list[dict[str, Any]] = []
-    for parameters, rate in (
-        (model.policy_parameters(), args.learning_rate),
-        (model.critic_parameters(), critic_rate),
-    ):
+    for parameters, rate in ((model.policy_parameters(), args.learning_rate), (model.critic_parameters(), critic_rate)):
         matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
         for own, decay in ((matrices, args.weight_decay), (vectors, 0.0)):
             if own:

@@ -249,11 +249,7 @@ class Conversation:
         tools = {"tools": list(schemas)} if schemas else {}
         try:
             text: str = self.tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._keywords,
-                **tools,
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._keywords, **tools
             )
         # A template refuses what it does not know with an error of its own choice.
         except Exception as error:

@@ -52,12 +52,7 @@ class Environments:
 
     @contextmanager
     def episodes(
-        self,
-        prompts: PromptBatch,
-        sampling_params: SamplingParams,
-        *,
-        query_len: int,
-        poll: Callable[[], Any],
+        self, prompts: PromptBatch, sampling_params: SamplingParams, *, query_len: int, poll: Callable[[], Any]
     ) -> Iterator["Episodes"]:
         """A block in which the episodes of `prompts` exist, `sampling_params.num_return_sequences` for each.
 

@@ -24,12 +24,7 @@ class Choice(NamedTuple):
 
 
 def choose_tokens(
-    logits: Tensor,
-    uniforms: Tensor | None,
-    *,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    logits: Tensor, uniforms: Tensor | None, *, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Choice:
     """Returns a token for each row, drawn by its uniform number or the most likely one, and its log-prob.
 

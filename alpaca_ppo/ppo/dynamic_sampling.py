@@ -37,11 +37,7 @@ def informative(rollouts: Rollouts, args: PPOConfig) -> Tensor:
 
 
 def replace_uninformative(
-    rollouts: Rollouts,
-    prompts: StepPrompts,
-    rollout: Callable[[list[int], int], Rollouts],
-    *,
-    args: PPOConfig,
+    rollouts: Rollouts, prompts: StepPrompts, rollout: Callable[[list[int], int], Rollouts], *, args: PPOConfig
 ) -> tuple[Rollouts, dict[str, float]]:
     """The global rollouts of a step in which prompts without information are replaced, round by round, and the metrics
     of what was drawn.

@@ -323,8 +323,7 @@ class EvaluatingTrainer(RolloutTrainer):
         ids = tokenize_prompts(texts, self.processing_class, self.args.chat_template_kwargs)
         query_len = max(map(len, ids))
         check_lengths(
-            self.actor_critic.policy.model.config,
-            {"the prompt": query_len, "max_new_tokens": params.max_new_tokens},
+            self.actor_critic.policy.model.config, {"the prompt": query_len, "max_new_tokens": params.max_new_tokens}
         )
         items = [{"input_ids": own, "row": {}} for own in ids]
         batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)

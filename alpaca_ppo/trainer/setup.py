@@ -20,24 +20,13 @@ from alpaca_ppo.environments.episodes import Environments, kind_of
 from alpaca_ppo.environments.kinds import NoEnvironment
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.evaluation.settings import check_set_names
-from alpaca_ppo.generation import (
-    StopStrings,
-    resolve_stop_tokens,
-    resolve_truncate_tokens,
-    resolve_turn_end,
-)
+from alpaca_ppo.generation import StopStrings, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.models.loading import check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.trial import packing_problem
-from alpaca_ppo.rewards import (
-    AdapterClassifier,
-    FailurePolicy,
-    ModelReward,
-    RewardScorer,
-    build_reward,
-)
+from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.trainer.preflight import REWARD_ADAPTER, Kinds
 
 

@@ -17,13 +17,7 @@ from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.supervised.sft import train_sft
 from examples.long_horizon.base import write_base
 from examples.long_horizon.other_data import uneven_prompts
-from examples.long_horizon.rows import (
-    GRADES,
-    SMALL_CRITIC,
-    UNEVEN_PROMPTS,
-    Sizes,
-    settings_of,
-)
+from examples.long_horizon.rows import GRADES, SMALL_CRITIC, UNEVEN_PROMPTS, Sizes, settings_of
 from examples.long_horizon.task import Teacher, draw_prompt
 from examples.mini_farm.pipeline import EXAMPLES, KEEP_NOTHING, PACKAGE, PRESETS, SUPERVISED
 from examples.mini_farm.splits import write_rows

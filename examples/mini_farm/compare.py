@@ -34,12 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hl_gauss critic": {"critic": "hl_gauss", "value_support": [-4.0, 4.0]},
     "quantile critic": {"critic": "quantile", "quantile_huber_kappa": 0.1},
     "iqn critic": {"critic": "iqn", "quantile_huber_kappa": 0.1},
-    "k3 KL in the loss": {
-        "kl_coef": 0.0,
-        "kl_loss_coef": 0.05,
-        "kl_loss_type": "k3",
-        "loss_agg_mode": "token-mean",
-    },
+    "k3 KL in the loss": {"kl_coef": 0.0, "kl_loss_coef": 0.05, "kl_loss_type": "k3", "loss_agg_mode": "token-mean"},
     "GRPO": {"adv_estimator": "grpo", **WITHOUT_CRITIC},
     "RLOO": {"adv_estimator": "rloo", **WITHOUT_CRITIC},
 }

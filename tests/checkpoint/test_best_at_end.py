@@ -97,8 +97,7 @@ def test_a_resumed_run_knows_the_best_of_before_and_so_does_one_that_only_writes
 
 
 @pytest.mark.parametrize(
-    ("values", "step"),
-    [([1, 3], WeightsStep(2, 2, NAME, 3.0)), ([float("nan"), float("inf")], WeightsStep(2, 2))],
+    ("values", "step"), [([1, 3], WeightsStep(2, 2, NAME, 3.0)), ([float("nan"), float("inf")], WeightsStep(2, 2))]
 )
 def test_where_the_last_step_is_the_best_or_none_is_the_weights_stay(tmp_path, values, step):
     trainer = best_run(tmp_path, values, steps=2)

@@ -131,12 +131,7 @@ def test_a_folder_that_a_killed_run_was_about_to_replace_counts(tmp_path, name, 
 
 @pytest.mark.parametrize(
     ("limit", "keep", "left"),
-    [
-        (None, [], [2, 9, 10, 30]),
-        (2, [], [10, 30]),
-        (3, [2, 30], [2, 10, 30]),
-        (1, [2, 30], [2, 30]),
-    ],
+    [(None, [], [2, 9, 10, 30]), (2, [], [10, 30]), (3, [2, 30], [2, 10, 30]), (1, [2, 30], [2, 30])],
 )
 def test_the_oldest_checkpoints_go_and_the_kept_one_stays(tmp_path, limit, keep, left):
     make_folders(tmp_path, "checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-30", "other")

@@ -15,12 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from alpaca_ppo.checkpoint.fingerprints import (
-    SAMPLED_WEIGHTS,
-    callable_identity,
-    model_state,
-    tensors_fingerprint,
-)
+from alpaca_ppo.checkpoint.fingerprints import SAMPLED_WEIGHTS, callable_identity, model_state, tensors_fingerprint
 from alpaca_ppo.config.modules import load_module
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import tiny_config

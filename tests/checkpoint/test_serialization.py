@@ -118,10 +118,7 @@ def refuse(run, folder, message):
     assert snapshot(run) == before
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"amsgrad": True}, {"optimizer": torch.optim.SGD, "momentum": 0.9}],
-)
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"optimizer": torch.optim.SGD, "momentum": 0.9}])
 def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, options):
     seed_all(1)
     whole = make_run(**options)

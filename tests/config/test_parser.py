@@ -146,10 +146,7 @@ def test_the_file_resumes_as_the_flag_does(tmp_path, text, value):
 
 def test_fields_of_other_libraries_are_read_too(tmp_path):
     path = write(tmp_path, 'lr_scheduler_type: cosine\nsave_strategy: "no"\nlearning_rate: 1e-4\n')
-    (training,) = parse_args(
-        [TrainingArguments],
-        ["--config", path, "--output_dir", str(tmp_path), "--max_steps", "3"],
-    )
+    (training,) = parse_args([TrainingArguments], ["--config", path, "--output_dir", str(tmp_path), "--max_steps", "3"])
     assert (training.lr_scheduler_type, training.save_strategy, training.learning_rate) == ("cosine", "no", 1e-4)
     assert training.max_steps == 3
 

@@ -71,11 +71,7 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
             [],
             r"in another way later: '.*answer 00.*', not '.*First question",
         ),
-        (
-            WITH_TOOLS.replace("in messages %}", "in messages[-40:] %}"),
-            [],
-            r"in another way later: ",
-        ),
+        (WITH_TOOLS.replace("in messages %}", "in messages[-40:] %}"), [], r"in another way later: "),
         # The results of earlier turns are left out.
         (
             WITH_TOOLS.replace(
@@ -85,11 +81,7 @@ NUMBERED = WITH_TOOLS.replace("{{ m.content }}", "({{ loop.index }}) {{ m.conten
             r"in another way later: .*omitted.*, not .*2 of result 00",
         ),
         # The text around a message depends on its position, or on its length.
-        (
-            NUMBERED,
-            SCHEMAS,
-            r"in another way later: '.*\(4\) .*, not '.*\(2\) ",
-        ),
+        (NUMBERED, SCHEMAS, r"in another way later: '.*\(4\) .*, not '.*\(2\) "),
         (
             WITH_TOOLS.replace("{{ m.content }}", "{{ '[long] ' if m.content|length > 1000 }}{{ m.content }}"),
             [],

@@ -62,8 +62,5 @@ def vault_reward(environments, **kwargs) -> list[float]:
 
 
 VAULTS = Dataset.from_dict(
-    {
-        "prompt": [[{"role": "user", "content": "Open the vault."}]] * 10,
-        "code": [i % 4 for i in range(10)],
-    }
+    {"prompt": [[{"role": "user", "content": "Open the vault."}]] * 10, "code": [i % 4 for i in range(10)]}
 )

@@ -33,8 +33,7 @@ def test_equal_scores_are_half_a_win():
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "message"),
-    [([1.0], "eval_judge f returned .* for 2 pairs"), ([1.0, 2.0], "2.0. for 2 pairs")],
+    ("verdicts", "message"), [([1.0], "eval_judge f returned .* for 2 pairs"), ([1.0, 2.0], "2.0. for 2 pairs")]
 )
 def test_a_function_must_return_a_verdict_for_each_pair(verdicts, message):
     with pytest.raises(ValueError, match=message):

@@ -17,13 +17,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import (
-    decoupled_gae,
-    gae,
-    gdpo_advantages,
-    group_advantages,
-    length_adaptive_lam,
-)
+from alpaca_ppo.functional import decoupled_gae, gae, gdpo_advantages, group_advantages, length_adaptive_lam
 
 pytestmark = pytest.mark.proof
 
@@ -219,12 +213,7 @@ LAMBDAS = {
         "0.0, 0.0, 0.0",
     ),
     "`lam_policy: adaptive`, `lam_alpha: 1`": ({"alpha": 1.0}, "3.1, 2.8, 0.8", "62.8, 31.3, 22.5", None),
-    "`gae(lam=0.5, turn_lam=1)`": (
-        {"lam": 0.5, "turn_lam": 1.0},
-        "0.0, 0.0, 0.0",
-        "84.8, 5.3, 0.0",
-        "42.3, 15.9, 0.0",
-    ),
+    "`gae(lam=0.5, turn_lam=1)`": ({"lam": 0.5, "turn_lam": 1.0}, "0.0, 0.0, 0.0", "84.8, 5.3, 0.0", "42.3, 15.9, 0.0"),
 }
 """Each setting of GAE, and in percent for one, two and three turns the bias of its update with an exact critic and with
 one that errs, and that of the returns which the latter learns. `None`: not `lam_policy`'s.

@@ -14,14 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.generation import (
-    Generation,
-    SamplingHooks,
-    SamplingParams,
-    StopStrings,
-    Turns,
-    generate,
-)
+from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, StopStrings, Turns, generate
 from alpaca_ppo.generation.slots import sample_in_slots
 from alpaca_ppo.generation.stopping import token_bytes
 from tests.generation.test_generate import padded

@@ -36,15 +36,7 @@ from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes  # noqa: E402
 from alpaca_ppo.models import trial  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
-from tests.tiny_runs import (  # noqa: E402
-    FillDisk,
-    LargestFile,
-    Steep,
-    count_even,
-    poisoned,
-    prompts,
-    tiny_trainer,
-)
+from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 

@@ -23,11 +23,7 @@ from tests.tiny_runs import metric_lines
 
 ADAPTERS = {"lora": True, "critic_layout": "adapter"}
 # Six optimizer steps, all of them clipped, the critic's with settings of its own.
-CLIPPED = {
-    "total_episodes": 10,
-    "ppo_epochs": 2,
-    "max_grad_norm": 0.1,
-}
+CLIPPED = {"total_episodes": 10, "ppo_epochs": 2, "max_grad_norm": 0.1}
 RUNS: dict[str, dict[str, Any]] = {
     "adapters": {
         **ADAPTERS,
@@ -49,11 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {
         **{"eval_opponent": "reference", "eval_judge": "LlamaForSequenceClassification"},
     },
     # transformers' loop, which skips its processors on a rank that has done.
-    "generate": {
-        "generation_backend": "generate",
-        "rollout_per_device_batch_size": 1,
-        "response_len": 12,
-    },
+    "generate": {"generation_backend": "generate", "rollout_per_device_batch_size": 1, "response_len": 12},
     # The policy whole on every rank while it samples, and one rank without a prompt, in a step that takes the sampler's
     # log-probs. Without a reference, agreement in critic pretraining would count.
     "ragged": {
@@ -217,11 +209,7 @@ def test_a_run_under_zero_is_that_of_one_process(stage, name, runs):
 
 @pytest.mark.parametrize(
     ("stage", "name", "table"),
-    [
-        case("zero3", "adapters", "inspected"),
-        case("zero3", "uneven", "eval"),
-        case("zero3", "ragged", "inspected"),
-    ],
+    [case("zero3", "adapters", "inspected"), case("zero3", "uneven", "eval"), case("zero3", "ragged", "inspected")],
 )
 def test_sharded_models_log_the_tokens_of_followed_prompts(stage, name, table, runs):
     def tokens(stage):

@@ -126,10 +126,7 @@ def test_a_padded_plan_has_the_least_cost_that_so_many_micro_batches_allow():
     # Rows that fill a micro-batch exactly share it.
     assert plan_padded_micro_batches([2, 2, 2, 2], num_ranks=1, max_tokens=4) == [[[0, 1], [2, 3]]]
     # At most 12 cells would be 4 4 2 | 2 2 2, but 4 4 | 2 2 2 2 has 8 and 8.
-    assert plan_padded_micro_batches([4, 4, 2, 2, 2, 2], num_ranks=2, max_tokens=12) == [
-        [[0, 1]],
-        [[2, 3, 4, 5]],
-    ]
+    assert plan_padded_micro_batches([4, 4, 2, 2, 2, 2], num_ranks=2, max_tokens=12) == [[[0, 1]], [[2, 3, 4, 5]]]
     # At most 10 cells would be 6 | 6 | 2 2 2 2 2 | 2; of four runs on two ranks none need cost more than 6.
     plan = plan_padded_micro_batches(lengths, num_ranks=2, max_tokens=10)
     assert sorted(cells(lengths, batch) for part in plan for batch in part) == [6, 6, 6, 6]

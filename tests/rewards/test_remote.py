@@ -67,10 +67,7 @@ def test_columns_can_be_chosen_and_episodes_are_not_sent():
     with RawServer(right) as server:
         assert scored(RemoteReward(server.url, columns=["answer"]), batch) == [0.0]
         assert server.requests[0].body["columns"] == {"answer": ["7"]}
-        with pytest.raises(
-            RewardError,
-            match=r"a column of \['answer', 'picture'\] or a prompt cannot be sent as J",
-        ):
+        with pytest.raises(RewardError, match=r"a column of \['answer', 'picture'\] or a prompt cannot be sent as J"):
             scored(RemoteReward(server.url), batch)
         with pytest.raises(RewardError, match="cannot be sent as JSON"):
             scored(RemoteReward(server.url), make_reward_batch(["p"], ["x"], [[1]], [{"answer": float("nan")}]))
@@ -155,10 +152,7 @@ HOSTILE = {
     "no object": (response([1, 2, 3]), r"sent \[1, 2, 3\]; it must send"),
     "another key": (response({"reward": [1, 2, 3]}), "sent .*'reward'.*; it must send"),
     "status": (response(b"broken", status="500 No"), "answered with HTTP status 500: 'broken'; check its log"),
-    "refusal": (
-        response(b"key?", status="401 No"),
-        "status 401: 'key\\?'; check .*REWARD_API_KEY",
-    ),
+    "refusal": (response(b"key?", status="401 No"), "status 401: 'key\\?'; check .*REWARD_API_KEY"),
     "redirect": (
         response(b"", status="307 Elsewhere", headers="Location: http://u:hunter2@evil.example/x?token=abc123\r\n"),
         "HTTP status 307: ''; check",

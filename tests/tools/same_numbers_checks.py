@@ -162,9 +162,7 @@ def test_a_renamed_metric_is_compared_under_its_new_name(outputs, monkeypatch):
             path.write_text(path.read_text().replace(f'"{key}"', f'"{compare.RENAMED[key]}"'))
     assert differences(outputs) == []
     replace(outputs[1] / "metrics.jsonl", "0.2", "0.3")
-    assert differences(outputs) == [
-        "metrics.jsonl line 2 (step 2) objective/divergence: 0.2 in base, 0.3 in tree",
-    ]
+    assert differences(outputs) == ["metrics.jsonl line 2 (step 2) objective/divergence: 0.2 in base, 0.3 in tree"]
 
 
 def test_the_share_of_responses_that_did_not_stop_has_either_name():

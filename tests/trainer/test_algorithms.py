@@ -47,9 +47,7 @@ def test_the_updates_of_a_step_end_when_the_policy_has_moved_too_far(tmp_path):
     assert stats["ppo/policy/optimizer_steps"] == 1 and stats["ppo/policy/kl_stopped"] == 1
     once = tiny_trainer(tmp_path / "once", learning_rate=1e-2, ppo_epochs=4)
     one_update(
-        once,
-        with_advantages(once, once.prompt_batches(0)),
-        plan_updates(10, once.args, 0, critic_only=False)[0].rows,
+        once, with_advantages(once, once.prompt_batches(0)), plan_updates(10, once.args, 0, critic_only=False)[0].rows
     )
     for name, tensor in weights(once).items():
         assert torch.equal(tensor, weights(stopped)[name])

@@ -58,11 +58,7 @@ def even_share(completion_ids, **columns):
     return [None if len(ids) == 1 else sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-NAMED = {
-    "eval_num_samples": 4,
-    "eval_temperature": 1.5,
-    "eval_success_above": 1.5,
-}
+NAMED = {"eval_num_samples": 4, "eval_temperature": 1.5, "eval_success_above": 1.5}
 
 
 def test_named_sets_with_several_samples_have_metrics_and_tables_of_their_own(tmp_path):

@@ -39,11 +39,7 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     named = {"model": str(tmp_path)}
     refused(tmp_path, "report_to names 'smoke'", arguments=named, report_to=["smoke"])
     refused(tmp_path / "file", "output_dir is '.*file', .*Not a directory", arguments=named)
-    refused(
-        tmp_path / "file" / "run",
-        "output_dir is '.*run', .*Not a directory",
-        arguments=named,
-    )
+    refused(tmp_path / "file" / "run", "output_dir is '.*run', .*Not a directory", arguments=named)
     message = "hub_model_id is 'a/b/c', which the hub does not accept .*; write it as 'name' or 'organization/name'"
     refused(tmp_path, message, arguments=named, hub_model_id="a/b/c")
     # Root may write anywhere, but nobody can create a file there.

@@ -85,8 +85,7 @@ def prefill_once(model: PreTrainedModel) -> None:
     queries, mask = (batch[key].repeat_interleave(4, 0) for key in ("queries", "query_attn_masks"))
     repeated = PromptBatch(queries=queries, query_attn_masks=mask, prompt_ids=torch.arange(32), rows=[])
     once, each = seconds(
-        lambda: generate(model, batch, params(16, [2], num_return_sequences=4)),
-        lambda: generate(model, repeated, how),
+        lambda: generate(model, batch, params(16, [2], num_return_sequences=4)), lambda: generate(model, repeated, how)
     )
     print(f"4 samples of 256-token prompts: a prefill for each / one for all {each / once:.2f} ({once:.3f} s)")
 

@@ -77,10 +77,7 @@ def main() -> None:
     machine = Machine.begin(args.threads)
     comparisons = [
         compare(workload, pythons, rounds=rounds, threads=args.threads, name=name)
-        for name, workload in (
-            ("realistic", workloads.realistic(**sizes)),
-            ("fixed", workloads.fixed(**sizes)),
-        )
+        for name, workload in (("realistic", workloads.realistic(**sizes)), ("fixed", workloads.fixed(**sizes)))
     ]
     growths = []
     if not (args.quick or args.without_growth):

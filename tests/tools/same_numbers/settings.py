@@ -10,11 +10,7 @@ from typing import Any
 
 RENAMED_FIELDS: dict[str, str] = {}
 """Old name of a field of PPOConfig to its name in the working tree."""
-LIKE_EARLIER: dict[str, Any] = {
-    "padding_free": False,
-    "num_inspected_prompts": 0,
-    "report": False,
-}
+LIKE_EARLIER: dict[str, Any] = {"padding_free": False, "num_inspected_prompts": 0, "report": False}
 """Fields with the values at which a run does what commits without the field did; those are not given it."""
 
 COMMON: dict[str, Any] = {
