@@ -40,7 +40,8 @@ def workplace(tmp_path, monkeypatch, model_folder) -> Iterator[Path]:
     """
     monkeypatch.chdir(tmp_path)
     os.symlink(ROOT / "examples", tmp_path / "examples")
-    for name in ("model", HUB_MODEL, "Qwen/Qwen3-0.6B", "outputs/sft", "outputs/ppo/final/policy"):
+    own = ("model", "outputs/sft", "outputs/gsm8k_tiny/base", "outputs/ppo/final/policy")
+    for name in (HUB_MODEL, "Qwen/Qwen3-0.6B", *own):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         os.symlink(model_folder, tmp_path / name)
     for name in ("run.yaml", "outputs/ppo/run.yaml"):
