@@ -86,17 +86,14 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
         [RewardModelArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo reward"
     )
     training.remove_unused_columns = False
-    data = trainer_data(arguments, training, PAIR, tokenize)
+    model_name = arguments.model_name_or_path
+    data = trainer_data(model_name, arguments, training, PAIR, tokenize)
     tokenizer = data["processing_class"]
     # Head and adapter start at random, before the trainer seeds.
     set_seed(training.seed)
     with transformers_bars(shown=has_screen()):
         model = AutoModelForSequenceClassification.from_pretrained(
-            arguments.model_name_or_path,
-            num_labels=1,
-            dtype=torch.float32,
-            pad_token_id=tokenizer.pad_token_id,
-            trust_remote_code=False,
+            model_name, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id, trust_remote_code=False
         )
     if config := lora.peft_config("SEQ_CLS"):
         model = inject_adapter(get_peft_model, model, config)

@@ -11,7 +11,6 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
 from alpaca_ppo.adapters.files import check_whole_model
-from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.data import PromptDataset, PromptForm, introduction, load_prompt_dataset, prepare_prompts
 from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.library_output import has_screen, transformers_bars
@@ -45,11 +44,12 @@ def prompts_of(
 
 
 def trainer_data(
-    arguments: Any, training: TrainingArguments, columns: Sequence[str], tokenize: Callable[..., Dataset]
+    model: str, arguments: Any, training: TrainingArguments, columns: Sequence[str], tokenize: Callable[..., Dataset]
 ) -> dict[str, Any]:
     """The tokenizer and the datasets of a `Trainer`, as its arguments. Sets in `training` what nobody need set.
 
     Args:
+        model: the name or folder that the run starts from.
         arguments: `SFTArguments` or `RewardModelArguments`.
         training: of the `Trainer`.
         columns: that a row needs beside the prompt.
@@ -58,9 +58,8 @@ def trainer_data(
     training.disable_tqdm = training.disable_tqdm or not has_screen()
     # Its default warns on a machine without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
-    arguments.model_name_or_path = model_folder("model_name_or_path", arguments.model_name_or_path)
-    check_whole_model("model_name_or_path", arguments.model_name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
+    check_whole_model("model_name_or_path", model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     data = {"processing_class": tokenizer}
     named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}

@@ -9,6 +9,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.supervised_arguments import SFTArguments
 from alpaca_ppo.data import PromptDataset
@@ -62,7 +63,8 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
     arguments, training = parse_args([SFTArguments, TrainingArguments], argv, prog="alpaca-ppo sft")
-    data = trainer_data(arguments, training, [arguments.completion_column], tokenize)
+    model_name = model_folder("model_name_or_path", arguments.model_name_or_path)
+    data = trainer_data(model_name, arguments, training, [arguments.completion_column], tokenize)
     collator = DataCollatorForSeq2Seq(data["processing_class"], label_pad_token_id=IGNORED)
-    trainer = Trainer(load_causal_lm(arguments.model_name_or_path), training, collator, **data)
+    trainer = Trainer(load_causal_lm(model_name), training, collator, **data)
     train(trainer, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")
