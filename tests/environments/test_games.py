@@ -17,7 +17,6 @@ from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer
 
 GAME = {"response_len": 20, "query_len": 6, "max_turn_tokens": 3}
-ONE_STEP = {"total_episodes": None, "total_epochs": None}
 
 
 class Recorder(PPOTrainer):
@@ -223,19 +222,6 @@ def test_an_environment_that_only_makes_prompts_needs_no_slots(tmp_path):
         trainer.train()
         runs.append(trainer.last["responses"])
     assert torch.equal(*runs)
-
-
-@pytest.mark.parametrize("given", [None, Dataset.from_list([{"level": i} for i in range(10)])])
-def test_prompts_that_environments_make_may_have_a_column_of_another_name(given, tmp_path):
-    class Asks(Silent):
-        def reset(self, **row):
-            assert row["question"] == ""
-            return "w9"
-
-    arguments = {"train_dataset": given, "reward_funcs": count_even}
-    trainer = play(tmp_path, Asks, prompt_column="question", max_steps=1, trainer_arguments=arguments, **ONE_STEP)
-    rollouts = trainer.rollout(trainer.prompt_batches(0))
-    assert rollouts["queries"][rollouts["query_attn_masks"].bool()].tolist() == [9] * 10
 
 
 def test_of_a_reply_longer_than_a_response_little_is_tokenized(tmp_path):
