@@ -32,7 +32,7 @@ PERMITTED_SKIP = (
 TIERS = (
     {"types", "registry", "presets", "async_calls", "atomic_io", "control_tokens", "saved_models", "library_output"},
     {"functional", "adapters", "config"},
-    {"models"},
+    {"models", "http_json"},
     {"generation", "data", "rewards", "tracking", "doctor", "migrate"},
     {"distributed", "environments"},
     {"ppo", "checkpoint", "evaluation", "report", "supervised"},

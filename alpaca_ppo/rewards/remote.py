@@ -1,42 +1,23 @@
 """`RemoteReward`: a reward source that asks HTTP servers, which may be slow, broken or hostile.
 
-The scores are checked as those of any function. `examples/reward_server.py` is a server. An answer has a limit in time,
-its last byte included, and in size; it is read as it is sent, because a small compressed one may be huge, and redirects
-are not followed, because they would take the data and the key elsewhere. Calling again after a failure is left to
-`reward_retries`.
+The scores are checked as those of any function. `examples/reward_server.py` is a server. Calling again after a failure
+is left to `reward_retries`.
 """
 
 import asyncio
 import json
 import math
-import os
-import ssl
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-import httpx2 as httpx
-
-from alpaca_ppo.config.credentials import REMOVED, without_credentials
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.names import check_url, shown_url
+from alpaca_ppo.http_json import RequestFailed, key_from, ask_json
 from alpaca_ppo.rewards.batch import Prompt
 
 KEY_VARIABLE = "REWARD_API_KEY"
 """The environment variable whose key is sent to every server, as a bearer token."""
-_CONNECT_SECONDS = 10.0
-"""To a host that does not answer at all, so that another server can be asked soon."""
-
-
-class RequestFailed(Exception):
-    """A server gave no usable answer: no connection, none in time, an HTTP status other than success, or something that
-    is too large, no JSON or of another form. The message names the server and shows no credential.
-    """
-
-    def __init__(self, url: str, problem: str) -> None:
-        super().__init__(f"{shown_url(url)} {without_credentials(problem)}")
 
 
 class RemoteServersFailed(Exception):
@@ -143,7 +124,7 @@ class RemoteReward:
         for number in range(len(self.urls)):
             url = self.urls[(turn + number) % len(self.urls)]
             try:
-                answer = await post_json(
+                answer = await ask_json(
                     url, body, key_variable=KEY_VARIABLE, seconds=self.timeout, max_bytes=max_bytes
                 )
                 rewards = answer.get("rewards") if isinstance(answer, dict) else None
@@ -161,69 +142,3 @@ def _parts(prompts: Sequence[Prompt], count: int) -> list[slice]:
     begins = [row for row, prompt in enumerate(prompts) if row == 0 or prompt != prompts[row - 1]]
     borders = [*begins[:: math.ceil(len(begins) / count)], len(prompts)]
     return [slice(*ends) for ends in pairwise(borders)]
-
-
-def key_from(variable: str) -> str:
-    """The key in an environment variable, empty if it is not set.
-
-    Raises:
-        ValueError: for a key that no HTTP header can carry; the message does not show it.
-    """
-    key = os.environ.get(variable, "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"the environment variable {variable} holds characters that no HTTP header can; set it anew")
-    return key
-
-
-async def post_json(url: str, body: bytes, *, key_variable: str, seconds: float, max_bytes: int) -> Any:
-    """Sends `body` and returns the JSON value of the answer.
-
-    Args:
-        url: where to. A user and a password in it are sent as basic authentication, in place of the key.
-        body: JSON.
-        key_variable: the environment variable whose key, if it is set, is sent as a bearer token.
-        seconds: that the request may take, from its beginning to the last byte of the answer.
-        max_bytes: that the answer may have.
-
-    Raises:
-        RequestFailed: see there.
-    """
-    parts, key, answer = urlsplit(url), key_from(key_variable), bytearray()
-    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
-    headers |= {"Authorization": f"Bearer {key}"} if key and not parts.username else {}
-    try:
-        async with (
-            asyncio.timeout(seconds),
-            httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS), verify=_ssl()) as client,
-            client.stream("POST", url, content=body, headers=headers) as response,
-        ):
-            async for part in response.aiter_raw():
-                answer += part
-                if len(answer) > max_bytes:
-                    break
-        said = shown(answer.decode(errors="replace"))
-        if not response.is_success:
-            status = response.status_code
-            problem = f"answered with HTTP status {status}: {said}; check its log, address and {key_variable}"
-        elif len(answer) > max_bytes:
-            problem = f"sent an answer of more than {max_bytes} bytes; check its address"
-        else:
-            try:
-                return json.loads(answer.decode())
-            # Deep nesting is a RecursionError.
-            except (ValueError, RecursionError) as error:
-                problem = f"sent an answer that is no JSON ({type(error).__name__}): {said}; check its address"
-    except TimeoutError:
-        problem = f"did not answer within {seconds:g} s; allow it more time, or send less"
-    # Their texts may hold the address, so that they are neither chained nor shown as they are.
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        problem = f"could not be asked ({type(error).__name__}: {shown(str(error))}); check that it runs"
-    for secret in filter(None, (key, parts.password, unquote(parts.password or ""))):
-        problem = problem.replace(secret, REMOVED)
-    raise RequestFailed(url, problem) from None
-
-
-@cache
-def _ssl() -> ssl.SSLContext:
-    """Made once: it reads the certificates of all authorities."""
-    return httpx.create_ssl_context()

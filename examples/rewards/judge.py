@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alpaca_ppo.config.names import check_url
-from alpaca_ppo.rewards.remote import post_json
+from alpaca_ppo.http_json import ask_json
 
 RUBRIC = """\
 Grade the answer to this request from 0 (useless or wrong) to 10 (it could not be better): is it correct, does it do \
@@ -164,7 +164,7 @@ class JudgedReward:
                 )
         self.spent["requests"] += 1
         body = json.dumps({"model": self._model, "messages": messages, "temperature": 0}).encode()
-        answer = await post_json(self._url, body, key_variable="OPENAI_API_KEY", seconds=_SECONDS, max_bytes=_MAX_BYTES)
+        answer = await ask_json(self._url, body, key_variable="OPENAI_API_KEY", seconds=_SECONDS, max_bytes=_MAX_BYTES)
         try:
             text, usage = answer["choices"][0]["message"]["content"], answer.get("usage") or {}
             tokens = usage.get("total_tokens", 0)
