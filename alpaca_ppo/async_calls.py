@@ -189,11 +189,10 @@ class RowCall:
 
 
 class RowCalls:
-    """Calls functions for rows, one at a time for each row and at most `MOST_CALLS` in all. All methods are for one
-    thread.
-    """
+    """Calls functions for rows, one at a time for each row and `most` in all. All methods are for one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_CALLS) -> None:
+        self._most = most
         self._waiting: deque[tuple[int, Call]] = deque()
         self._running: dict[int, RowCall] = {}
 
@@ -235,7 +234,7 @@ class RowCalls:
         return rows
 
     def _begin(self) -> None:
-        while self._waiting and len(self._running) < MOST_CALLS:
+        while self._waiting and len(self._running) < self._most:
             row, call = self._waiting.popleft()
             deadline = math.inf if call.timeout is None else time.monotonic() + call.timeout
             running, loop = RowCall(row, deadline), _event_loop().loop

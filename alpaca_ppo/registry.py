@@ -186,7 +186,7 @@ CRITIC_HEADS: Registry[Any] = Registry(
 probabilities to returns between two ends, `PPOConfig.value_support`."""
 
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
-    "generation_backend", {"auto": {}, "slots": {}, "generate": {}}
+    "generation_backend", {"auto": {}, "slots": {}, "generate": {}, "vllm": {}}
 )
 """Each makes a `generation.Backend` of the run's configuration."""
 

@@ -34,6 +34,7 @@ _FREE_TO_CHANGE = frozenset(
     rollout_per_device_batch_size step_per_device_batch_size max_tokens_per_micro_batch gradient_checkpointing
     padding_free logprob_chunk_size use_cpu deepspeed ddp_timeout
     tool_timeout trust_remote_code reward_retries failed_rewards mismatch_action
+    vllm_python vllm_urls vllm_gpu_memory_utilization
     """.split()
 )
 """What a run reports, evaluates and saves; its length; memory and speed; what a fault does."""

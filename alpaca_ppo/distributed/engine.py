@@ -184,16 +184,18 @@ class Engine:
         with self._whole(*(parameter for module in modules for parameter in module.parameters())):
             yield
 
-    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def policy_weights(self, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The name and the whole tensor, as the policy computes with it, of everything in the state dictionary of its
-        language model, tied weights once; with adapters, of the policy's adapter alone. All ranks must take all of
-        them. A tensor is empty once the next one is asked for, so that a rank holds only one beside its shards.
+        language model, tied weights once; with adapters, of the policy's adapter alone, or with `base` of all but
+        adapters. All ranks must take all of them. A tensor is empty once the next one is asked for, so that a rank
+        holds only one beside its shards.
         """
         policy = self.actor_critic.policy
         own = None if policy.adapters is None else {id(p) for p in policy.adapters.parameters_of(POLICY)}
         given: set[int] = set()
         for name, tensor in policy.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in given and (own is None or id(tensor) in own):
+            wanted = own is None or (".lora_" not in name if base else id(tensor) in own)
+            if wanted and id(tensor) not in given:
                 given.add(id(tensor))
                 with self._whole(tensor) as (whole,):
                     yield name, whole

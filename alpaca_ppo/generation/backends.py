@@ -1,15 +1,16 @@
 """`generate`, the entry point of the sampler, and the backends that it runs; `register_generation_backend` adds one.
 
-The built-in ones sample from the model that training holds, and choose each token by the same numbers, so they sample
-the same tokens.
+The built-in ones but vLLM sample from the model that training holds, and choose each token by the same numbers, so they
+sample the same tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -20,6 +21,10 @@ from alpaca_ppo.generation.turns import Turns
 from alpaca_ppo.models.policy import Policy, eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch
+
+PolicyWeights = Callable[..., Iterator[tuple[str, Tensor]]]
+"""`Engine.policy_weights`: yields the name and the whole tensor of each of the policy's weights; with adapters, of its
+own adapter, or with `base=True` of all but adapters."""
 
 
 class Backend(ABC):
@@ -35,6 +40,8 @@ class Backend(ABC):
     """Whether the token that completes one of `params.stop_strings.strings` ends a response."""
     has_own_weights = False
     """Whether it samples from weights of its own, which `sync` brings up to date, instead of from `model`."""
+    half_precision = False
+    """Whether weights of its own compute in less than 32 bits, from the last `sync` on."""
     name = ""
     """The value of `generation_backend` that selects it."""
     version: int | None = None
@@ -60,7 +67,8 @@ class Backend(ABC):
         `params.random_keys(prompts["prompt_ids"])`.
 
         Args:
-            model: the policy's language model, in eval mode, with all of its parameters.
+            model: the policy's language model, in eval mode, with all of its parameters unless the backend has weights
+                of its own.
             prompts: on the device of `model`, without columns that are padding in every row.
             params: how tokens are chosen and what ends a response.
             rows_at_once: the most responses to sample at a time; None sets no limit.
@@ -68,9 +76,14 @@ class Backend(ABC):
             hooks: a slow backend should call `before_token` regularly, so that a signal ends the sampling.
         """
 
-    def sync(self, policy: Policy) -> None:  # noqa: B027
+    def sync(self, policy: Policy, weights: PolicyWeights) -> None:  # noqa: B027
         """Takes over the weights of `policy`; called on every process, before the first responses and whenever the
-        weights have changed since, with all parameters at hand.
+        weights have changed since. The parameters of `policy` may be sharded.
+
+        Args:
+            policy: the policy.
+            weights: called, it yields the name and the whole tensor of each weight (`Engine.policy_weights`). Every
+                process must take all of them, and copy a tensor before it takes the next.
         """
 
     def wake(self) -> None:  # noqa: B027
@@ -252,3 +265,12 @@ class AutoBackend(SlotsBackend):
         if how["turns"] is None and (self.fallback or slot_problem(model)):
             return sample_with_generate(model, prompts, params, rows_at_once=how["rows_at_once"], hooks=how["hooks"])
         return super().generate(model, prompts, params, **how)
+
+
+@GENERATION_BACKENDS.implement("vllm")
+def make_vllm_backend(args: PPOConfig | None) -> Backend:
+    """vLLM servers in processes of their own."""
+    # Nothing else needs an HTTP client.
+    from alpaca_ppo.generation.vllm.backend import VLLMBackend
+
+    return VLLMBackend(args)

@@ -146,8 +146,10 @@ class SamplerCheck:
 
     @property
     def half_precision(self) -> bool:
-        """Whether the policy computes in less than 32 bits."""
-        return in_half_precision(self._collector.engine.actor_critic, self._collector.accelerator)
+        """Whether policy or sampler computes in less than 32 bits."""
+        collector = self._collector
+        narrow = collector.backend.half_precision
+        return narrow or in_half_precision(collector.engine.actor_critic, collector.accelerator)
 
     @property
     def compares(self) -> bool:
@@ -174,6 +176,7 @@ class SamplerCheck:
             ValueError: on every rank, if an update would be meaningless and `mismatch_action` is stop.
         """
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
+        self._collector.sync()
         samples = self._collector.sample(prompts, short)
         logprobs = self._collector.evaluate(samples, POLICY_ALONE, temperature=short.temperature)["logprobs"]
         pair = samples["rollout_logprobs"], samples["response_mask"]

@@ -5,6 +5,7 @@ reads the sizes of passes alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -275,6 +276,15 @@ class RolloutCollector:
         rollouts: Rollouts = gathered
         return rollouts
 
+    def sync(self) -> None:
+        """Gives a backend with weights of its own those of the engine's policy, if they have changed. Every rank must
+        call it before any of them samples.
+        """
+        engine, backend = self.engine, self.backend
+        if backend.has_own_weights and backend.version != engine.weights_version:
+            backend.sync(engine.actor_critic.policy, engine.policy_weights)
+            backend.version = engine.weights_version
+
     def sample(
         self,
         prompts: PromptBatch,
@@ -297,13 +307,9 @@ class RolloutCollector:
             if episodes is not None:
                 episodes.finish(rows, finished)
 
-        if backend.has_own_weights and backend.version != engine.weights_version:
-            policy = engine.actor_critic.policy
-            with engine.gathered_parameters(policy):
-                backend.sync(policy)
-            backend.version = engine.weights_version
         backend.wake()
-        with engine.autocast(), engine.sampling() as model, self.preemption.part():
+        whole = nullcontext(engine.actor_critic.policy.model) if backend.has_own_weights else engine.sampling()
+        with engine.autocast(), whole as model, self.preemption.part():
             samples = sample_responses(
                 model,
                 prompts,

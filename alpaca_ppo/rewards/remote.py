@@ -13,7 +13,7 @@ from typing import Any
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.names import check_url, shown_url
-from alpaca_ppo.http_json import RequestFailed, key_from, ask_json
+from alpaca_ppo.http_json import RequestFailed, ask_json, key_from
 from alpaca_ppo.rewards.batch import Prompt
 
 KEY_VARIABLE = "REWARD_API_KEY"
@@ -124,9 +124,7 @@ class RemoteReward:
         for number in range(len(self.urls)):
             url = self.urls[(turn + number) % len(self.urls)]
             try:
-                answer = await ask_json(
-                    url, body, key_variable=KEY_VARIABLE, seconds=self.timeout, max_bytes=max_bytes
-                )
+                answer = await ask_json(url, body, key_variable=KEY_VARIABLE, seconds=self.timeout, max_bytes=max_bytes)
                 rewards = answer.get("rewards") if isinstance(answer, dict) else None
                 if isinstance(rewards, list) and len(rewards) == len(completion_ids):
                     return answer, number

@@ -293,7 +293,7 @@ class EvaluatingTrainer(RolloutTrainer):
 
         The same seed gives the same answers, and no random number of the run is touched. Each process samples what it
         is given: under DDP and ZeRO 1 or 2 one of them may call this alone, under ZeRO 3 all must, with the same
-        prompts.
+        prompts, and so must they where the sampler has weights of its own.
 
         Args:
             prompts: one prompt or several: texts, or conversations (lists of messages), to which the chat template is
@@ -327,6 +327,7 @@ class EvaluatingTrainer(RolloutTrainer):
         )
         items = [{"input_ids": own, "row": {}} for own in ids]
         batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)
+        self.collector.sync()
         samples = self.collector.sample(batch, params)
         rows = zip(samples["responses"], samples["response_mask"], strict=True)
         answers = self.processing_class.batch_decode(

@@ -145,6 +145,7 @@ class RolloutTrainer(BaseTrainer):
         """The global rollouts of a step or an evaluation. `measure` adds tensors to this rank's scored samples."""
         n = sampling_params.num_return_sequences
         count = sum(len(batch["rows"]) for batch in prompt_batches)
+        self.collector.sync()
         prompts = self.collector.local_prompts(prompt_batches, self.dummy_prompts)
         local = None
         shown = self.run_log.bar.phase("sampling", count * (n + passes.greedy_baseline))

@@ -112,19 +112,21 @@ class Copied(Backend):
     def generate(self, model: Any, prompts: Any, params: Any, **how: Any) -> Generation:
         return generate(self.model, prompts, params, backend="slots", **how)
 
-    def sync(self, policy: Any) -> None:
+    def sync(self, policy: Any, weights: Any) -> None:
         type(self).synced += 1
         if not hasattr(self, "model"):
             self.model = copy.deepcopy(policy.model)
-        self.model.load_state_dict(policy.model.state_dict())
+        state = self.model.state_dict()
+        for name, tensor in weights():
+            state[name].copy_(tensor)
 
 
 class Stale(Copied):
     """Forgets to take over the weights."""
 
-    def sync(self, policy: Any) -> None:
+    def sync(self, policy: Any, weights: Any) -> None:
         if not hasattr(self, "model"):
-            super().sync(policy)
+            super().sync(policy, weights)
 
 
 LARGE_STEPS = {"learning_rate": 0.05, "total_episodes": 30}
@@ -161,8 +163,8 @@ def test_a_sampler_whose_weights_are_a_step_old_stops_the_run(tmp_path: Any) -> 
 
 
 def test_an_unknown_backend_is_refused_and_auto_is_the_default() -> None:
-    with pytest.raises(ValueError, match="generation_backend is 'vllm'; choose one of auto, slots, generate"):
-        make_backend("vllm")
+    with pytest.raises(ValueError, match="generation_backend is 'sglang'; choose one of auto, slots, generate, vllm"):
+        make_backend("sglang")
     assert make_backend("auto").takes_turns and not make_backend("generate").takes_turns
 
 

@@ -1,0 +1,271 @@
+"""What is said to a vLLM server: weights to load, tokens to sample; and what of its answers is believed."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alpaca_ppo.async_calls import await_all
+from alpaca_ppo.config.names import shown_url
+from alpaca_ppo.generation.responses import SamplingParams
+from alpaca_ppo.http_json import RequestFailed, ask_json
+
+VERSIONS = "0.32"
+"""What has been tried: other versions name routes and fields otherwise, or reset less after new weights."""
+MODEL = "policy"
+"""The name under which servers that this package starts serve the model."""
+KEY_VARIABLE = "VLLM_API_KEY"
+_ASK_SECONDS, _LOAD_SECONDS = 60.0, 1800.0
+_RESETS = 50
+"""Times that an emptied prefix cache is asked for, a tenth of a second apart, while requests that were given up still
+hold blocks of it."""
+_NOT_FINITE = -9999.0
+"""What vLLM sends for a log-prob that is no number."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Weights as files."""
+
+    version: str
+    model: Path
+    """Folder of a whole model: the policy, or the base of its adapter."""
+    adapter: Path | None = None
+    """Folder of the policy's adapter."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one request samples: the tokens that follow those of one row."""
+
+    tokens: list[int]
+    """Of the prompt, and of the response so far."""
+    most: int
+    """Tokens to sample."""
+    seed: int
+    stops: tuple[int, ...]
+    """Tokens that end it; the one that does is part of the answer."""
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of a request, the log-prob of each in nats, and whether a stop token ended them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+
+
+def together(calls: Iterable[Any]) -> list[Any]:
+    """What each of several awaitables returns, which are awaited at once.
+
+    Raises:
+        ValueError: for the first that failed.
+    """
+    found = await_all(list(calls))
+    for value in found:
+        if isinstance(value, RequestFailed):
+            raise ValueError(f"the vLLM server at {value}") from value
+        if isinstance(value, BaseException):
+            raise value
+    return found
+
+
+class Server:
+    """A vLLM server that runs already.
+
+    Args:
+        url: its address.
+        socket: the Unix socket on which it listens instead.
+    """
+
+    def __init__(self, url: str, socket: str | None = None) -> None:
+        self._url, self._socket = url.rstrip("/"), socket
+        self.name = shown_url(url) if socket is None else socket
+        self.config: dict[str, Any] = {}
+        """What `check` has found the server to be started with."""
+        self.loaded: Publication | None = None
+        self._model = MODEL
+        self.asleep: list[str] = []
+        """What `sleep` has freed."""
+
+    async def ask(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        seconds: float = _ASK_SECONDS,
+        max_bytes: int = 2**24,
+        parse: Callable[[str], Any] = json.loads,
+    ) -> Any:
+        """What the server answers; a body, even an empty one, is posted.
+
+        Raises:
+            RequestFailed: see there.
+        """
+        content = None if body is None else json.dumps(body).encode()
+        return await ask_json(
+            self._url + path,
+            content,
+            key_variable=KEY_VARIABLE,
+            seconds=seconds,
+            max_bytes=max_bytes,
+            socket=self._socket,
+            parse=parse,
+        )
+
+    def answers(self) -> bool:
+        """Whether it answers at all."""
+        return not isinstance(await_all([self.ask("/version")])[0], RequestFailed)
+
+    async def check(self, *, lora: bool) -> None:
+        """Reads how the server was started.
+
+        Raises:
+            ValueError: for another version, or without a flag that is needed; names it.
+            RequestFailed: see there.
+        """
+        check_version((await self.ask("/version"))["version"], f"the vLLM server at {self.name}")
+        paths = (await self.ask("/openapi.json"))["paths"]
+        needed = {
+            "/collective_rpc": "VLLM_SERVER_DEV_MODE=1 in its environment",
+            "/inference/v1/generate": "--enable-scale-out",
+        }
+        if lora:
+            needed["/v1/load_lora_adapter"] = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+        missing = [flag for path, flag in needed.items() if path not in paths]
+        if not missing:
+            self.config = (await self.ask("/server_info?config_format=json"))["vllm_config"]
+            if self.config["model_config"]["logprobs_mode"] != "processed_logprobs":
+                missing = ["--logprobs-mode processed_logprobs"]
+        if missing:
+            raise ValueError(f"the vLLM server at {self.name} was started without {missing[0]}; docs/vllm.md has all")
+        if self._socket is None:
+            self._model = (await self.ask("/v1/models"))["data"][0]["id"]
+
+    @property
+    def half_precision(self) -> bool:
+        """Whether it computes in less than 32 bits."""
+        return str(self.config["model_config"]["dtype"]) != "torch.float32"
+
+    @property
+    def longest_row(self) -> int:
+        """The most tokens of a prompt and its response."""
+        return int(self.config["model_config"]["max_model_len"])
+
+    async def load(self, new: Publication, *, started_on: Path | None = None) -> None:
+        """Takes over weights; what was computed from older ones is forgotten.
+
+        Args:
+            new: the weights.
+            started_on: the model that the server has read when it was started, if that is all that it has.
+
+        Raises:
+            RequestFailed: see there.
+            ValueError: if its cache cannot be emptied.
+        """
+        old = self.loaded
+        await self.wake("weights")
+        if started_on != new.model and (old is None or old.model != new.model):
+            arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(new.model)}}
+            await self.ask("/collective_rpc", arguments, seconds=_LOAD_SECONDS)
+        if new.adapter is not None:
+            adapter = {"lora_name": new.version, "lora_path": str(new.adapter)}
+            await self.ask("/v1/load_lora_adapter", adapter, seconds=_LOAD_SECONDS, parse=str)
+        await self.ask("/update_weight_version", {"new_version": new.version})
+        for _ in range(_RESETS):
+            if (await self.ask("/reset_prefix_cache", {}))["success"]:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            raise ValueError(f"the vLLM server at {self.name} still works for somebody; let no other run use it")
+        self.loaded = new
+        if old is not None and old.adapter is not None and started_on is None:
+            await self.ask("/v1/unload_lora_adapter", {"lora_name": old.version}, parse=str)
+
+    async def wake(self, *tags: str) -> None:
+        """Brings back the memory of `tags` (weights, kv_cache) that `sleep` has freed."""
+        if tags := tuple(tag for tag in tags if tag in self.asleep):
+            # Memory that is mapped already must not be mapped again.
+            await self.ask("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {}, seconds=_LOAD_SECONDS)
+            self.asleep = [tag for tag in self.asleep if tag not in tags]
+
+    async def sleep(self) -> None:
+        """Frees the memory of its GPU: weights go to the host, its cache is dropped.
+
+        Level 1, because weights that level 2 has dropped came back wrong (https://github.com/vllm-project/vllm/issues/29341).
+        """
+        await self.ask("/sleep?level=1", {}, seconds=_LOAD_SECONDS)
+        self.asleep = ["weights", "kv_cache"]
+
+    async def sample(self, request: Request, *, delay: float = 0.0) -> Answer:
+        """The tokens that the published weights sample, `delay` seconds from now.
+
+        Raises:
+            RequestFailed: see there; the request may be made again, for the same tokens.
+            ValueError: for an answer that cannot be to this request.
+        """
+        await asyncio.sleep(delay)
+        assert self.loaded is not None, "weights are published before responses are sampled"
+        params, greedy = request.params, not request.params.do_sample
+        body = {
+            "model": self._model if self.loaded.adapter is None else self.loaded.version,
+            "token_ids": request.tokens,
+            "sampling_params": {
+                "max_tokens": request.most,
+                "seed": request.seed,
+                "temperature": 0.0 if greedy else params.temperature,
+                "top_k": -1 if greedy or params.top_k is None else params.top_k,
+                "top_p": 1.0 if greedy or params.top_p is None else params.top_p,
+                "stop_token_ids": list(request.stops),
+                # The model's own stop tokens are among those above.
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+        found = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=2**20 + 2048 * request.most)
+        answer, problem = _read(found, request, self.loaded.version)
+        if answer is None:
+            raise ValueError(
+                f"the vLLM server at {self.name} sent an answer that cannot be right: {problem}; see docs/vllm.md"
+            )
+        return answer
+
+
+def _read(found: Any, request: Request, version: str) -> tuple[Answer | None, str]:
+    """The answer, or None, and what is wrong with it."""
+    try:
+        (choice,) = found["choices"]
+        tokens = [int(token) for token in choice["token_ids"]]
+        entries = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
+        versions = sorted({str(span["version"]) for span in choice["weight_versions"]})
+    # Whatever is missing, or of another type.
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        return None, f"{type(error).__name__} {error}"
+    stopped = bool(tokens) and tokens[-1] in request.stops
+    problems = {
+        f"it is of weights {', '.join(versions)} instead of {version}": versions != [version],
+        f"{len(tokens)} tokens instead of 1 to {request.most}": not 1 <= len(tokens) <= request.most,
+        f"{len(tokens)} tokens without a stop token": len(tokens) < request.most and not stopped,
+        "tokens after a stop token": bool(set(tokens[:-1]) & set(request.stops)),
+        "log-probs of other tokens": [token for token, _ in entries] != tokens,
+        "a log-prob above 0": any(logprob > 1e-3 for _, logprob in entries),
+    }
+    if problem := next((text for text, is_there in problems.items() if is_there), ""):
+        return None, problem
+    return Answer(tokens, [value if value > _NOT_FINITE else math.nan for _, value in entries], stopped), ""
+
+
+def check_version(version: str, where: str) -> None:
+    """Checks the version of vLLM of `where`.
+
+    Raises:
+        ValueError: for one that has not been tried.
+    """
+    if ".".join(version.split(".")[:2]) != VERSIONS:
+        raise ValueError(f"{where} is vLLM {version}; {VERSIONS}.x is needed (alpaca-ppo vllm-env makes it)")

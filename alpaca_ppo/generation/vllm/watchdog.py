@@ -1,0 +1,69 @@
+"""A program of the standard library alone: runs a server, and ends it once the process that has started this one ends,
+however that was; then it removes the folders that belong to it.
+
+    python watchdog.py PARENT FOLDERS COMMAND
+
+`FOLDERS` and `COMMAND` are JSON lists; without a command only the folders are watched over.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_POLL_SECONDS = 0.2
+_END_SECONDS = 10.0
+"""That a server may take to end by itself."""
+
+
+def watch(parent: int, folders: list[str], command: list[str]) -> int:
+    """Returns the exit status of the server that `command` starts."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = subprocess.Popen(command, process_group=0, stdin=subprocess.DEVNULL) if command else None
+    try:
+        while os.getppid() == parent and (server is None or server.poll() is None):
+            time.sleep(_POLL_SECONDS)
+    finally:
+        if server is not None:
+            _end(server)
+        if os.getppid() != parent:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+    return 0 if server is None else server.returncode
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """Ends the server and the processes that it has started, by SIGTERM first: they free their shared memory."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in _others(server):
+            with suppress(OSError):
+                # Python's tracker of shared memory removes what the others have left, and ends after them.
+                if b"resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes():
+                    os.kill(process, number)
+        until = time.monotonic() + _END_SECONDS
+        while _others(server) and time.monotonic() < until:
+            server.poll()
+            time.sleep(_POLL_SECONDS)
+    server.wait()
+
+
+def _others(server: subprocess.Popen[bytes]) -> list[int]:
+    """The live processes of the server's group."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            # After the name, which may hold blanks: the state, the parent, the group.
+            state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(group) == server.pid and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(watch(int(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])))

@@ -1,0 +1,105 @@
+"""The policy's weights as files that vLLM reads: a whole model, or the policy's adapter.
+
+Files and not tensors, because they serve a server on any device and of any number of processes, and a server that is
+started again. They lie in memory where there is room, and each version has a folder of its own, complete or absent.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from alpaca_ppo.adapters.adapter_set import POLICY
+from alpaca_ppo.adapters.files import WEIGHTS
+from alpaca_ppo.atomic_io import write_folder_atomically
+from alpaca_ppo.library_output import transformers_bars
+from alpaca_ppo.models.policy import Policy
+
+MEMORY = Path("/dev/shm")
+
+
+def check_policy(policy: Policy) -> None:
+    """Checks that vLLM can compute what the policy does.
+
+    Raises:
+        ValueError: names what it cannot.
+    """
+    config: Any = None if policy.adapters is None else policy.adapters.config_of(POLICY)
+    quantized = getattr(policy.model, "is_quantized", False)
+    for problem, found in {
+        f"{type(policy).__name__} has an outputs_from_states of its own": type(policy).outputs_from_states
+        is not Policy.outputs_from_states,
+        "load_in_4bit is True, whose base has no weights to write": quantized,
+        "the adapter has use_dora": config is not None and config.use_dora,
+        "the adapter has modules_to_save": config is not None and config.modules_to_save,
+    }.items():
+        if found:
+            raise ValueError(f"generation_backend is 'vllm', but {problem}; set generation_backend: auto")
+
+
+def make_folder(shared: Path | None, size: int) -> Path:
+    """Returns a new folder with room for two versions of weights: in memory, on disk if that is full, or in `shared`.
+
+    Args:
+        shared: where servers on other machines see it; None on this machine.
+        size: bytes of one version.
+
+    Raises:
+        ValueError: where there is no room; names what is needed and what there is.
+    """
+    places = [MEMORY, Path(tempfile.gettempdir())] if shared is None else [shared]
+    room = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
+    for place, free in room.items():
+        if free >= 2 * size:
+            return Path(tempfile.mkdtemp(prefix="alpaca_ppo-vllm-", dir=place))
+    raise ValueError(
+        f"vLLM reads the policy's weights from files, two versions of which have {2 * size} bytes, but there are "
+        + " and ".join(f"{free} in {place}" for place, free in room.items())
+        + "; free some, or give the container more shared memory (--shm-size)"
+    )
+
+
+def bytes_of(policy: Policy, dtype: torch.dtype) -> int:
+    """The bytes of the policy's model in `dtype`."""
+    # Of a parameter that is sharded, `numel` is that of the shard.
+    with torch.device("meta"):
+        whole = type(policy.model)(policy.model.config)
+    return sum(tensor.numel() for tensor in whole.parameters()) * dtype.itemsize
+
+
+def write_model(folder: Path, policy: Policy, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Writes `tensors`, all that the policy's model has without adapters, as a folder for `from_pretrained`."""
+    plain = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
+    with write_folder_atomically(folder) as new, transformers_bars(shown=False):
+        policy.model.save_pretrained(new, state_dict=plain)
+        config = type(policy.model.config).from_dict(policy.model.config.to_dict())
+        config.architectures, config.dtype = [type(policy.model).__name__], dtype
+        config.save_pretrained(new)
+
+
+def write_adapter(folder: Path, policy: Policy, tensors: dict[str, Tensor]) -> None:
+    """Writes `tensors`, those of the policy's adapter in the layers of its model, as a folder of PEFT."""
+    assert policy.adapters is not None
+    named = {f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": tensor for name, tensor in tensors.items()}
+    config = policy.adapters.config_of(POLICY)
+    with write_folder_atomically(folder) as new:
+        config.inference_mode = True
+        config.save_pretrained(str(new))
+        save_file(named, str(new / WEIGHTS))
+
+
+def copied(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
+    """Takes all of `weights`; returns copies of them on the CPU, floating-point ones as `dtype`, or nothing unless
+    they are to be kept.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if keep:
+            to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            found[name] = nn.Parameter.detach(tensor).to("cpu", to, copy=True).contiguous()
+    return found

@@ -1,0 +1,455 @@
+"""The vLLM backend against a server of the same protocol: which requests it makes, and what it believes."""
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from alpaca_ppo.adapters.adapter_set import from_peft_model
+from alpaca_ppo.functional.rng import uniforms
+from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, StopStrings, Turns, generate, make_backend
+from alpaca_ppo.generation.vllm import sampling
+from alpaca_ppo.models import Policy
+from tests.fake_vllm import FakeVLLM, ServedInThread, sample
+from tests.generation.test_generate import PROMPT_IDS, PROMPTS, padded
+from tests.generation.test_turns import ANSWERS, Script
+from tests.tiny_models import EOS, PAD, SMALLEST, tiny_causal_lm, tiny_tokenizer
+from tests.tiny_runs import tiny_config
+
+SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 20,
+    "temperature": 0.9,
+    "pad_token_id": PAD,
+    "stop_token_ids": tuple(range(2, 64, 9)),
+    "seed": 3,
+    "num_return_sequences": 3,
+}
+TRUNCATES = tuple(range(3, 64, 4))
+WORDS = [f"{letter}{number}" for letter in "abcdef" for number in range(10)]
+PIECE = 64
+
+
+def weights_of(policy: Policy, *, base: bool = False) -> Any:
+    for name, tensor in policy.model.state_dict().items():
+        if policy.adapters is None or (".lora_" in name) is not base:
+            if ".reference." not in name:
+                yield name, tensor
+
+
+class Setting:
+    """A policy and a backend whose servers have its weights."""
+
+    def __init__(self, folder: Path, *fakes: FakeVLLM, policy: Policy | None = None, **options: Any) -> None:
+        self.policy = policy or Policy(tiny_causal_lm("llama", **SMALLEST))
+        self._served = [ServedInThread(fake) for fake in fakes]
+        urls = [served.__enter__() for served in self._served]
+        options = {"generation_backend": "vllm", "vllm_urls": urls or None, **options}
+        self.backend: Any = make_backend("vllm", tiny_config(folder, **options))
+
+    def __enter__(self) -> "Setting":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for served in self._served:
+            served.__exit__()
+
+    def sync(self) -> None:
+        self.backend.sync(self.policy, lambda base=False: weights_of(self.policy, base=base))
+
+    def sampled(self, prompts: Any = PROMPTS, ids: Any = PROMPT_IDS, **given: Any) -> Generation:
+        names = SamplingParams.__dataclass_fields__.keys() & given.keys()
+        params = SamplingParams(**{**SETTINGS, **{name: given.pop(name) for name in names}})
+        return generate(self.policy.model, padded(prompts, 0, ids), params, backend=self.backend, **given)
+
+
+def plain(
+    loaded: str, prompt: list[int], key: Tensor, answers: list[list[int]], params: SamplingParams, *, most: int = 20
+) -> tuple[list[int], list[bool], list[float], bool]:
+    """One row by the rules: a request for each turn, or for 64 tokens of it, all tokens so far, and a seed of the row's
+    key and the position; the turn's end looked for token by token.
+    """
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    asked = start = 0
+    late = bool(params.truncate_token_ids and params.truncate_after)
+    stops = params.stop_token_ids if params.truncate_after else params.stop_token_ids + params.truncate_token_ids
+    while True:
+        limit = min(20, start + most)
+        count = min(limit - len(tokens), PIECE if late or params.stop_strings else 20)
+        seed = int(uniforms(key.view(1), len(tokens)) * 2**52)
+        how = {"max_tokens": count, "stop_token_ids": stops, "seed": seed, "temperature": params.temperature}
+        stopped = False
+        for token, logprob in sample(loaded, prompt + tokens, how):
+            tokens, mask, logprobs = [*tokens, token], [*mask, True], [*logprobs, logprob]
+            stopped = token in params.stop_token_ids
+            stopped |= token in params.truncate_token_ids and len(tokens) - start > params.truncate_after
+            if params.stop_strings is not None:
+                text = "".join(WORDS[token - 4] if token >= 4 else "" for token in tokens[start:])
+                stopped |= any(text.find(string) >= 0 for string in params.stop_strings.strings)
+            if stopped:
+                break
+        if len(tokens) == 20 or (not stopped and len(tokens) < limit):
+            if len(tokens) < 20:
+                continue
+            return tokens, mask, logprobs, stopped
+        if asked == len(answers):
+            return tokens, mask, logprobs, stopped
+        appended = answers[asked][: 20 - len(tokens)]
+        asked += 1
+        tokens, mask = tokens + appended, mask + [False] * len(appended)
+        logprobs = logprobs + [0.0] * len(appended)
+        if len(tokens) == 20:
+            return tokens, mask, logprobs, False
+        start = len(tokens)
+
+
+def assert_rows(found: Generation, wanted: list[tuple[list[int], list[bool], list[float], bool]]) -> None:
+    for row, (tokens, mask, logprobs, stopped) in enumerate(wanted):
+        rest = 20 - len(tokens)
+        assert found.responses[row].tolist() == tokens + [PAD] * rest
+        assert found.response_mask[row].tolist() == mask + [False] * rest
+        assert torch.equal(found.logprobs[row], torch.tensor(logprobs + [0.0] * rest))
+        assert bool(found.stopped[row]) == stopped
+
+
+def keys() -> Tensor:
+    return SamplingParams(**SETTINGS).random_keys(torch.tensor(PROMPT_IDS))
+
+
+def test_a_row_s_tokens_depend_on_its_key_alone_on_one_server_or_three(tmp_path: Path) -> None:
+    fakes = [FakeVLLM() for _ in range(4)]
+    with Setting(tmp_path, fakes[0]) as one, Setting(tmp_path, *fakes[1:]) as three:
+        one.sync()
+        three.sync()
+        found = one.sampled()
+        assert_rows(
+            found, [plain("0", PROMPTS[i // 3], key, [], SamplingParams(**SETTINGS)) for i, key in enumerate(keys())]
+        )
+        several = three.sampled(PROMPTS[::-1], PROMPT_IDS[::-1])
+        for i in range(4):
+            assert torch.equal(found.responses[3 * i : 3 * i + 3], several.responses[9 - 3 * i : 12 - 3 * i])
+    # Rows of a prompt go to one server.
+    for fake in fakes[1:]:
+        prompts = [tuple(body["token_ids"]) for path, body in fake.asked if path.endswith("generate")]
+        assert len(prompts) == 3 * len(set(prompts)) > 0
+
+
+def test_a_request_asks_for_the_policy_s_own_distribution(tmp_path: Path) -> None:
+    fake = FakeVLLM()
+    with Setting(tmp_path, fake) as setting:
+        setting.sync()
+        setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
+        setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1, top_k=5, top_p=0.5)
+        setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1, do_sample=False)
+    plain, cut, greedy = [body for path, body in fake.asked if path.endswith("generate")]
+    assert plain["token_ids"] == PROMPTS[0] and plain["model"] == "policy"
+    seed = int(uniforms(keys()[:1], 0) * 2**52)
+    assert plain["sampling_params"] == {
+        "max_tokens": 20,
+        "seed": seed,
+        "temperature": 0.9,
+        "top_k": -1,
+        "top_p": 1.0,
+        "stop_token_ids": list(range(2, 64, 9)),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    assert cut["sampling_params"] == {**plain["sampling_params"], "top_k": 5, "top_p": 0.5}
+    assert greedy["sampling_params"] == {**plain["sampling_params"], "temperature": 0.0}
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_turn_tokens": 4}, {"max_turn_tokens": 40}])
+@pytest.mark.parametrize(
+    "rule", [{}, {"truncate_token_ids": TRUNCATES}, {"truncate_token_ids": TRUNCATES, "truncate_after": 3}]
+)
+def test_turns_are_requests_on_all_tokens_so_far_whenever_answers_come(
+    tmp_path: Path, limits: dict[str, int], rule: dict[str, Any]
+) -> None:
+    params = SamplingParams(**{**SETTINGS, **rule})
+    with Setting(tmp_path, FakeVLLM()) as setting:
+        setting.sync()
+        most = limits.get("max_turn_tokens", 20)
+        wanted = [plain("0", PROMPTS[i // 3], key, ANSWERS[i % 4], params, most=most) for i, key in enumerate(keys())]
+        for delays in (None, random.Random(1)):
+            reported: list[int] = []
+            hooks = SamplingHooks(on_finished=lambda rows, _, reported=reported: reported.extend(rows))
+            found = setting.sampled(turns=Turns(Script(delays), **limits), hooks=hooks, **rule)
+            assert_rows(found, wanted)
+            assert sorted(reported) == list(range(12))
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(tmp_path: Path) -> None:
+    strings = StopStrings(["a1", "3b", "5"], tiny_tokenizer(WORDS), vocab_size=64)
+    with Setting(tmp_path, FakeVLLM()) as setting:
+        setting.sync()
+        found = setting.sampled(stop_strings=strings, stop_token_ids=(EOS,))
+    params = SamplingParams(**{**SETTINGS, "stop_strings": strings, "stop_token_ids": (EOS,)})
+    wanted = [plain("0", PROMPTS[i // 3], key, [], params) for i, key in enumerate(keys())]
+    assert_rows(found, wanted)
+    assert any(stopped and tokens[-1] != EOS for tokens, _, _, stopped in wanted)
+
+
+def test_an_answer_for_a_row_that_waits_for_none_is_an_error(tmp_path: Path) -> None:
+    class Wrong(Script):
+        def ready(self, timeout: float) -> Any:
+            return [(row + 1, None) for row in list(self.pending)[:1]]
+
+    with Setting(tmp_path, FakeVLLM()) as setting:
+        setting.sync()
+        with pytest.raises(ValueError, match="answered row 1, which waits for no answer"):
+            setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1, turns=Turns(Wrong(random.Random(0))))
+
+
+def test_each_version_is_a_folder_that_is_loaded_and_replaces_the_last(tmp_path: Path) -> None:
+    fake = FakeVLLM()
+    with Setting(tmp_path, fake) as setting:
+        setting.sync()
+        ((folder,),) = [[b["kwargs"]["weights_path"] for p, b in fake.asked if p == "/collective_rpc"]]
+        assert folder.startswith("/dev/shm/")
+        written = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for name, tensor in setting.policy.model.state_dict().items():
+            assert torch.equal(written[name], tensor), name
+        first, count = setting.sampled(), len(fake.asked)
+        with torch.no_grad():
+            setting.policy.head.weight += 1
+        setting.sync()
+        other = str(Path(folder).parent / "1")
+        version = f"{Path(folder).parent.name}-1"
+        assert fake.asked[count:] == [
+            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": other}}),
+            ("/update_weight_version", {"new_version": version}),
+            ("/reset_prefix_cache", {}),
+        ]
+        assert not Path(folder).exists()
+        assert torch.equal(load_file(f"{other}/model.safetensors")["lm_head.weight"], setting.policy.head.weight)
+        assert not torch.equal(setting.sampled().responses, first.responses)
+
+
+def test_of_an_adapter_the_base_is_loaded_once_and_then_each_version_under_its_own_name(tmp_path: Path) -> None:
+    model = tiny_causal_lm("llama", **SMALLEST)
+    peft = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    adapters = from_peft_model(peft)
+    for parameter in adapters.parameters_of("default"):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    fake = FakeVLLM()
+    with Setting(tmp_path, fake, policy=Policy(adapters.model, adapters)) as setting:
+        setting.sync()
+        first = setting.sampled()
+        base, adapter = [body for path, body in fake.asked if path in ("/collective_rpc", "/v1/load_lora_adapter")]
+        written = AutoModelForCausalLM.from_pretrained(base["kwargs"]["weights_path"])
+        for name, tensor in tiny_causal_lm("llama", **SMALLEST).state_dict().items():
+            assert torch.equal(written.state_dict()[name], tensor), name
+        again = get_peft_model(written, adapters.config_of("default"))
+        again.load_adapter(adapter["lora_path"], "loaded")
+        for name, tensor in adapters.tensors_of("default").items():
+            name = name.replace(".weight", ".loaded.weight")
+            assert torch.equal(again.state_dict()[name], tensor), name
+        count = len(fake.asked)
+        setting.sync()
+        old, new = adapter["lora_name"], f"{adapter['lora_name'][:-1]}1"
+        assert fake.asked[count:] == [
+            ("/v1/load_lora_adapter", {"lora_name": new, "lora_path": adapter["lora_path"][:-1] + "1"}),
+            ("/update_weight_version", {"new_version": new}),
+            ("/reset_prefix_cache", {}),
+            ("/v1/unload_lora_adapter", {"lora_name": old}),
+        ]
+        assert not torch.equal(setting.sampled().responses, first.responses)
+        assert {body["model"] for path, body in fake.asked[count:] if path.endswith("generate")} == {new}
+
+
+def changed(**fields: Any) -> Any:
+    def change(answer: dict[str, Any]) -> Any:
+        answer["choices"][0].update(fields)
+        return answer
+
+    return change
+
+
+def entries(*logprobs: float, first: int = 40) -> dict[str, Any]:
+    content = [{"token_id": first + i, "logprob": value} for i, value in enumerate(logprobs)]
+    return {"token_ids": list(range(40, 40 + len(logprobs))), "logprobs": {"content": content}}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (changed(weight_versions=[{"version": "old", "start": 0, "end": 1}]), "of weights old instead of"),
+        (changed(weight_versions=[]), "weights  instead of"),
+        (changed(**entries(-1.0, -1.0)), "2 tokens without a stop token"),
+        (changed(**entries(*[-1.0] * 21)), "21 tokens instead of 1 to 20"),
+        (changed(**entries(*[0.5] * 20)), "a log-prob above 0"),
+        (changed(**entries(*[-1.0] * 20, first=41)), "log-probs of other tokens"),
+        (changed(**entries(*[-1.0] * 20)), "tokens after a stop token"),
+        (changed(**entries()), "0 tokens instead of 1 to 20"),
+        (changed(token_ids=["x"] * 20), "ValueError"),
+        (changed(logprobs=None), "TypeError"),
+        (lambda answer: {"choices": []}, "cannot be right"),
+        (lambda answer: [], "cannot be right"),
+    ],
+)
+def test_an_answer_that_cannot_be_right_ends_the_run(tmp_path: Path, change: Any, problem: str) -> None:
+    fake = FakeVLLM()
+    fake.after = change
+    with Setting(tmp_path, fake) as setting:
+        setting.sync()
+        stops = (45,) if problem == "tokens after a stop token" else (EOS,)
+        with pytest.raises(ValueError, match=problem):
+            setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1, stop_token_ids=stops)
+
+
+def test_logits_that_are_not_finite_are_said_to_be(tmp_path: Path) -> None:
+    fake = FakeVLLM(answer=lambda loaded, tokens, params: [(40, -9999.0)] * params["max_tokens"])
+    with Setting(tmp_path, fake) as setting:
+        setting.sync()
+        with pytest.raises(ValueError, match="logits of row 0 are not finite at response position 0"):
+            setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
+
+
+def test_a_request_whose_connection_drops_is_made_again_for_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "RETRY_DELAYS", (0.0, 0.0, 0.0))
+    fake, other = FakeVLLM(), FakeVLLM()
+    dropped = dict[int, int]()
+
+    def drop(path: str, body: Any) -> Any:
+        if path.endswith("generate"):
+            seed = body["sampling_params"]["seed"]
+            dropped[seed] = dropped.get(seed, 0) + 1
+            if dropped[seed] <= 3:
+                return b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{" if dropped[seed] == 2 else b""
+        return None
+
+    fake.before = drop
+    with Setting(tmp_path, fake) as setting, Setting(tmp_path, other) as undisturbed:
+        setting.sync()
+        undisturbed.sync()
+        assert torch.equal(setting.sampled().responses, undisturbed.sampled().responses)
+        assert set(dropped.values()) == {4}
+        fake.before = lambda path, body: b""
+        with pytest.raises(ValueError, match=r"127\.0\.0\.1.* could not be asked"):
+            setting.sampled()
+
+
+def test_a_request_that_takes_too_long_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "RETRY_DELAYS", ())
+    fake, released = FakeVLLM(), threading.Event()
+    with Setting(tmp_path, fake, ddp_timeout=1) as setting:
+        setting.sync()
+        fake.before = lambda path, body: released.wait(60) and None
+        with pytest.raises(ValueError, match="did not answer within 1 s"):
+            setting.sampled(PROMPTS[:1], PROMPT_IDS[:1])
+        released.set()
+
+
+def test_a_signal_gives_up_what_is_being_sampled(tmp_path: Path) -> None:
+    fake, released, arrived = FakeVLLM(), threading.Event(), threading.Semaphore(0)
+
+    def hold(path: str, body: Any) -> None:
+        arrived.release()
+        released.wait(60)
+
+    def before_token() -> None:
+        if arrived.acquire(timeout=0.01):
+            raise KeyboardInterrupt
+
+    with Setting(tmp_path, fake) as setting:
+        setting.sync()
+        fake.before = hold
+        with pytest.raises(KeyboardInterrupt):
+            setting.sampled(hooks=SamplingHooks(before_token=before_token))
+        released.set()
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        ({"version": "0.33.1"}, r"is vLLM 0\.33\.1; 0\.32\.x is needed"),
+        ({"without": ["/collective_rpc"]}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"without": ["/inference/v1/generate"]}, "--enable-scale-out"),
+        ({"config": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode processed_logprobs"),
+        ({"working": 1}, "still works for somebody"),
+        ({"without": ["/update_weight_version"]}, "HTTP status 404"),
+    ],
+)
+def test_a_server_that_cannot_serve_a_run_is_refused_by_name(
+    tmp_path: Path, broken: dict[str, Any], problem: str
+) -> None:
+    fake = FakeVLLM(**broken.get("config", {}))
+    fake.version, fake.working = broken.get("version", "0.32.0"), broken.get("working", 0)
+    fake.routes = [route for route in fake.routes if route not in broken.get("without", ())]
+    with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match=problem):
+        setting.sync()
+
+
+def test_half_precision_and_the_longest_row_are_the_server_s(tmp_path: Path) -> None:
+    with Setting(tmp_path, FakeVLLM(dtype="torch.bfloat16", max_model_len=26)) as setting:
+        assert not setting.backend.half_precision
+        setting.sync()
+        assert setting.backend.half_precision
+        setting.sampled(PROMPTS[1:], PROMPT_IDS[1:])
+        with pytest.raises(ValueError, match="up to 27 tokens, but the vLLM server takes 26.*--max-model-len"):
+            setting.sampled()
+        with pytest.raises(ValueError, match="token 64, but the model knows 64"):
+            setting.sampled([[64]], [0])
+
+
+def test_weights_are_written_in_the_server_s_dtype(tmp_path: Path) -> None:
+    fake = FakeVLLM()
+    with Setting(tmp_path, fake, vllm_dtype="bfloat16") as setting:
+        setting.sync()
+        folder = next(body["kwargs"]["weights_path"] for path, body in fake.asked if path == "/collective_rpc")
+        assert {tensor.dtype for tensor in load_file(f"{folder}/model.safetensors").values()} == {torch.bfloat16}
+
+
+class OwnLogits(Policy):
+    def outputs_from_states(self, *positional: Any, **named: Any) -> Any:
+        return super().outputs_from_states(*positional, **named)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (None, "OwnLogits has an outputs_from_states of its own"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+    ],
+)
+def test_what_vllm_cannot_compute_is_refused_by_name(tmp_path: Path, config: Any, problem: str) -> None:
+    model = tiny_causal_lm("llama", **SMALLEST)
+    if config is None:
+        policy: Policy = OwnLogits(model)
+    else:
+        adapters = from_peft_model(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], **config)))
+        policy = Policy(adapters.model, adapters)
+    with Setting(tmp_path, FakeVLLM(), policy=policy) as setting, pytest.raises(ValueError, match=problem):
+        setting.sync()
+
+
+def test_too_little_room_for_two_versions_is_said_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 1000})())
+    with Setting(tmp_path, FakeVLLM()) as setting:
+        size = sum(p.numel() for p in setting.policy.model.parameters()) * 4
+        with pytest.raises(ValueError, match=f"{2 * size} bytes.*1000 in /dev/shm.*--shm-size"):
+            setting.sync()
+
+
+def test_the_options_name_a_server_or_a_way_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="vllm_python and vllm_urls are null"):
+        make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm"))
+    with pytest.raises(ValueError, match="needs the options of a run"):
+        make_backend("vllm")
+    with pytest.raises(ValueError, match="vllm_args has '--port=3'"):
+        options: dict[str, Any] = {"vllm_python": "python", "vllm_args": ["--port=3"]}
+        make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **options))

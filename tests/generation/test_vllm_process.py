@@ -1,0 +1,220 @@
+"""The process of a vLLM server, in whose place `fake_vllm` runs: its start, its deaths, and what they leave behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from alpaca_ppo.async_calls import await_all
+from alpaca_ppo.generation import Turns, make_backend
+from alpaca_ppo.generation.vllm import sampling
+from alpaca_ppo.generation.vllm.server import Publication, Server
+from tests.fake_vllm import FakeVLLM, ServedInThread, fake_python
+from tests.generation.test_turns import Script
+from tests.generation.test_vllm import Setting
+from tests.tiny_runs import tiny_config
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests.generation.test_vllm import Setting
+if __name__ == "__main__":
+    setting = Setting(Path(sys.argv[1]), vllm_python=sys.argv[2])
+    setting.sync()
+    print("ready", flush=True)
+    {then}
+"""
+
+
+def folders() -> set[Path]:
+    return set(Path("/dev/shm").glob("alpaca_ppo-vllm-*"))
+
+
+def servers(folder: Path) -> list[psutil.Process]:
+    """The servers that were started with the interpreter in `folder`, by their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("STARTED_BY") == str(folder) and "fake_vllm.py" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [process for process in found if "watchdog.py" not in " ".join(process.cmdline())]
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "in vain for a minute"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
+    """A setting whose server runs; at the end nothing of it is left."""
+    monkeypatch.setenv("STARTED_BY", str(tmp_path))
+    monkeypatch.setattr(sampling, "RETRY_DELAYS", (0.1, 0.1, 0.1))
+    before = folders()
+    options = {"query_len": 40, "vllm_args": ["--max-num-seqs", "7"]}
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path), **options)
+    setting.sync()
+    assert len(servers(tmp_path)) == 1 and len(folders() - before) == 1
+    yield setting
+    del setting.backend
+    until(lambda: not servers(tmp_path) and folders() <= before)
+
+
+def test_a_server_is_started_on_the_weights_and_listens_on_a_socket_alone(started: Setting, tmp_path: Path) -> None:
+    (process,) = servers(tmp_path)
+    words = process.cmdline()
+    given = dict(zip(words, words[1:], strict=False))
+    assert given["--dtype"] == "float32" and given["--max-model-len"] == "45" and given["--max-num-seqs"] == "7"
+    assert given["--logprobs-mode"] == "processed_logprobs" and {"--enable-scale-out", "--skip-tokenizer-init"} < {
+        *words
+    }
+    assert Path(given["--uds"]).parent.stat().st_mode & 0o777 == 0o700
+    assert not process.net_connections("inet")
+    variables = process.environ()
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1" and variables["VLLM_NO_USAGE_STATS"] == "1"
+    assert not {"PYTHONPATH", "RANK", "MASTER_PORT"} & {*variables}
+
+
+def test_a_server_that_is_killed_in_a_rollout_is_started_again_for_the_same_tokens(
+    started: Setting, tmp_path: Path
+) -> None:
+    class KillsAtFirstTurn(Script):
+        killed = 0
+
+        def on_stop(self, turn: Any) -> Any:
+            if not self.killed:
+                (process,) = servers(tmp_path)
+                self.killed = process.pid
+                process.kill()
+            return super().on_stop(turn)
+
+    started.sync()
+    expected, script = started.sampled(turns=Turns(Script())), KillsAtFirstTurn()
+    with pytest.warns(UserWarning, match="has ended .signal SIGKILL: .*, and is started again"):
+        found = started.sampled(turns=Turns(script))
+    assert torch.equal(found.responses, expected.responses)
+    assert script.killed not in [process.pid for process in servers(tmp_path)]
+    # One that has ended between two rollouts is started on the new weights.
+    servers(tmp_path)[0].kill()
+    until(lambda: not servers(tmp_path))
+    started.sync()
+    assert "/2" in " ".join(servers(tmp_path)[0].cmdline())
+
+
+def test_a_server_that_ends_twice_ends_the_run(started: Setting, tmp_path: Path) -> None:
+    class KillsAtEachTurn(Script):
+        def on_stop(self, turn: Any) -> Any:
+            for process in servers(tmp_path):
+                process.kill()
+            return super().on_stop(turn)
+
+    with pytest.warns(UserWarning, match="started again"), pytest.raises(ValueError, match="vLLM server .*SIGKILL"):
+        started.sampled(turns=Turns(KillsAtEachTurn()))
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ('sys.exit("torch.OutOfMemoryError: CUDA out of memory")', "exit status 1: torch.OutOfMemoryError: CUDA out"),
+        (
+            'sys.exit("(Worker) ValueError: head_dim 8 is not supported\\nRuntimeError: see root cause above")',
+            "exit status 1: ValueError: head_dim 8 is not supported",
+        ),
+        ('sys.exit("no such model")', "exit status 1: no such model"),
+        ("sys.exit(3)", "exit status 3: without a word"),
+        ("import os; os.kill(os.getpid(), 11)", "signal SIGSEGV"),
+    ],
+)
+def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path, first: str, said: str) -> None:
+    before, python = folders(), fake_python(tmp_path, first=first)
+    setting = Setting(tmp_path, vllm_python=python)
+    with pytest.raises(ValueError, match=f"could not be started: {said}.*its log is {tmp_path}/vllm_0.log"):
+        setting.sync()
+    del setting
+    until(lambda: folders() <= before)
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ("no/such/python", "vllm_python is 'no/such/python', which cannot be run"),
+        (sys.executable, "whose environment has no vLLM; alpaca-ppo vllm-env DIR makes one"),
+        ("0.31.2", r"is vLLM 0\.31\.2; 0\.32\.x is needed"),
+    ],
+)
+def test_an_interpreter_without_the_right_vllm_is_refused_before_models_load(
+    tmp_path: Path, python: str, said: str
+) -> None:
+    python = fake_python(tmp_path, version=python) if python[0].isdigit() else python
+    with pytest.raises(ValueError, match=said):
+        make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_python=python))
+
+
+@pytest.mark.parametrize(
+    ("then", "number"),
+    [
+        ("sys.stdin.read()", signal.SIGKILL),
+        ("pass", None),
+    ],
+)
+def test_nothing_is_left_of_a_server_however_the_run_ends(
+    tmp_path: Path, then: str, number: signal.Signals | None
+) -> None:
+    before, script = folders(), tmp_path / "run.py"
+    script.write_text(PROGRAM.format(then=then))
+    root = str(Path(__file__).parents[2])
+    run = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path), fake_python(tmp_path)],
+        env={**os.environ, "STARTED_BY": str(tmp_path), "PYTHONPATH": root},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert run.stdout is not None and run.stdin is not None
+    with run.stdout, run.stdin:
+        assert b"ready\n" in run.stdout
+        if number is not None:
+            assert len(servers(tmp_path)) == 1
+            run.send_signal(number)
+        run.wait(timeout=60)
+    until(lambda: not servers(tmp_path) and folders() <= before)
+
+
+def test_a_server_ends_although_its_watchdog_was_killed(started: Setting, tmp_path: Path) -> None:
+    (process,) = servers(tmp_path)
+    watchdog = process.parent()
+    assert watchdog is not None and "watchdog.py" in " ".join(watchdog.cmdline())
+    watchdog.kill()
+    # The fixture waits until nothing is left.
+
+
+def test_the_server_s_gpu_memory_is_freed_between_rollouts_and_woken_in_parts(tmp_path: Path) -> None:
+    fake = FakeVLLM()
+    (tmp_path / "config.json").touch()
+    with ServedInThread(fake) as url:
+        server = Server(url)
+
+        async def both() -> None:
+            await server.sleep()
+            await server.load(Publication("1", tmp_path))
+            await server.wake("weights", "kv_cache")
+            await server.wake("weights", "kv_cache")
+            await server.sleep()
+            await server.wake("weights", "kv_cache")
+
+        assert await_all([both()]) == [None]
+    paths = [path for path, _ in fake.asked]
+    load = ["/collective_rpc", "/update_weight_version", "/reset_prefix_cache"]
+    first = ["/sleep?level=1", "/wake_up?tags=weights", *load, "/wake_up?tags=kv_cache"]
+    assert paths == [*first, "/sleep?level=1", "/wake_up?tags=weights&tags=kv_cache"]
