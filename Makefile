@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci browser-test check
+.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -83,6 +83,15 @@ proof-ci: $(INSTALLED_FOR_TESTS)
 		tests/examples/test_games.py tests/examples/test_long_horizon.py tests/examples/test_mini_farm_against_trl.py \
 		tests/examples/test_mini_farm_plots.py tests/examples/test_mini_farm_sampling.py \
 		tests/examples/test_mini_farm_stages.py tests/examples/test_mini_farm_world.py)
+
+# A real vLLM on the CPU, in an environment that takes two minutes to make; VLLM_TEST='-m "not proof"' for one family.
+VLLM_TEST ?= -m "proof or not proof"
+vllm-test: $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
+	$(call timed,vllm-test,VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest $(VLLM_TEST) --durations 5 tests/integration/vllm_checks.py)
+
+$(VENV)-vllm/.installed: alpaca_ppo/cli/vllm_environment.py | $(INSTALLED)
+	$(BIN)/alpaca-ppo vllm-env $(VENV)-vllm --device cpu
+	touch $@
 
 # The report in a headless Chromium, which must be installed; SCREENSHOTS=<folder> keeps what it looked like.
 browser-test: $(INSTALLED_FOR_TESTS)

@@ -23,6 +23,7 @@ COMMANDS = {
     "export": ("finished_runs:export", "write any checkpoint of a run as a folder for from_pretrained"),
     "estimate-memory": ("configurations:estimate_memory", "estimate the memory of a run without loading weights"),
     "presets": ("configurations:presets", "list the presets, or show one"),
+    "vllm-env": ("vllm_environment:vllm_env", "make an environment with vLLM, which samples"),
     "migrate": ("configurations:migrate", "translate the configuration of TRL or verl"),
 }
 """Each subcommand with its function, in a module of this folder, and its summary. The function takes the words after

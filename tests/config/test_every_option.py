@@ -74,6 +74,12 @@ examples/test_train_ppo.py
   test_each_dataset_is_read_with_its_own_configuration: dataset_config dataset_test_split
 generation/test_stop_strings.py
   test_a_run_ends_its_responses_at_stop_strings: stop_strings
+generation/test_vllm.py
+  test_a_row_s_tokens_depend_on_its_key_alone_on_one_server_or_three: vllm_urls
+  test_weights_are_written_in_the_server_s_dtype: vllm_dtype
+generation/test_vllm_process.py
+  test_a_server_is_started_on_the_weights_and_listens_on_a_socket_alone:
+    vllm_args vllm_gpu_memory_utilization vllm_python
 models/test_loading_arguments.py
   test_every_model_that_the_run_loads_gets_them: model_init_kwargs
 ppo/test_minibatches.py

