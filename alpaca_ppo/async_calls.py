@@ -189,10 +189,10 @@ class RowCall:
 
 
 class RowCalls:
-    """Calls functions for rows, one at a time for each row and `most` in all. All methods are for one thread."""
+    """Calls functions for rows, one at a time for each row, `most` (None = MOST_CALLS) in all, from one thread."""
 
-    def __init__(self, most: int = MOST_CALLS) -> None:
-        self._most = most
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most or MOST_CALLS
         self._waiting: deque[tuple[int, Call]] = deque()
         self._running: dict[int, RowCall] = {}
 

@@ -7,6 +7,7 @@ Without a GPU the same checks run on the CPU with tiny shapes, which only shows 
 """
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -205,6 +206,17 @@ def half_precision_mismatch(machine: Machine) -> str:
     )
 
 
+def vllm_beside_the_trainer(machine: Machine) -> str:
+    """A vLLM server on the trainer's own GPU: it gets the weights, wakes, samples and sleeps three times."""
+    if not (python := os.environ.get("VLLM_PYTHON")):
+        raise NotHere("needs VLLM_PYTHON, the interpreter that alpaca-ppo vllm-env has made")
+    options = {"generation_backend": "vllm", "vllm_python": python, "mismatch_action": "ignore"}
+    _, steps = train(machine, 3, bf16=machine.gpus > 0, **options)
+    gap, bound = max(s["mismatch/logprob_abs_mean"] for s in steps), BOUNDS["mismatch/logprob_abs_mean"].warn_half
+    seconds = [round(step["time/rollout"], 2) for step in steps]
+    return require(gap <= bound, f"mean difference {gap:.1e} nats (bound {bound}), rollouts of {seconds} s")
+
+
 def saves_a_pass(machine: Machine) -> str:
     """`old_policy: auto` in float32: the sampler's log-probs serve from the second step on."""
     _, steps = train(machine, 4, old_policy="auto")
@@ -277,6 +289,7 @@ CHECKS: dict[str, Check] = {
     "refilled slots = model.generate, float32": slots_are_generate,
     "sampler = trainer in bfloat16": half_precision_mismatch,
     "old_policy: auto saves a pass": saves_a_pass,
+    "vLLM on the trainer's GPU = trainer in bfloat16": vllm_beside_the_trainer,
     "two processes over NCCL = one": lambda machine: same_run_on_gpus(machine, "ddp"),
     "ZeRO 2 = one process": lambda machine: same_run_on_gpus(machine, "zero2"),
     "ZeRO 3 = one process": lambda machine: same_run_on_gpus(machine, "zero3"),

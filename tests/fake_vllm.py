@@ -1,10 +1,11 @@
 """A server that speaks as much of vLLM's protocol as this package uses, without vLLM: for tests of seconds.
 
-A token is a function of the version of the weights, the tokens before it, the request's seed and the number of tokens
+A token is a function of the files of the weights, the tokens before it, the request's seed and the number of tokens
 drawn from that seed, so that whoever sends other seeds, tokens or stale weights gets other tokens. It is a program of
 the standard library, which the script of `fake_python` starts in place of vLLM, or runs in a thread of a test.
 """
 
+import hashlib
 import json
 import random
 import socketserver
@@ -22,6 +23,12 @@ ROUTES = (
     "/version /openapi.json /server_info /v1/models /collective_rpc /v1/load_lora_adapter /v1/unload_lora_adapter "
     "/update_weight_version /reset_prefix_cache /sleep /wake_up /inference/v1/generate"
 ).split()
+
+
+def digest(folder: Path) -> str:
+    """What a model or an adapter in `folder` is known by."""
+    (file,) = folder.glob("*model.safetensors")
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
 
 
 def sample(loaded: str, tokens: list[int], params: dict[str, Any]) -> list[tuple[int, float]]:
@@ -78,11 +85,11 @@ class FakeVLLM:
                 assert body["method"] == "reload_weights"
                 folder = Path(body["kwargs"]["weights_path"])
                 assert (folder / "config.json").is_file()
-                self.loaded = folder.name
+                self.loaded = digest(folder)
                 return {"results": [None]}
             case "/v1/load_lora_adapter":
                 assert (Path(body["lora_path"]) / "adapter_config.json").is_file()
-                self.adapters[body["lora_name"]] = Path(body["lora_path"]).name
+                self.adapters[body["lora_name"]] = digest(Path(body["lora_path"]))
             case "/v1/unload_lora_adapter":
                 del self.adapters[body["lora_name"]]
             case "/update_weight_version":
@@ -182,7 +189,7 @@ def fake_python(folder: Path, *, version: str = "0.32.0", first: str = "") -> st
 def main(words: list[str]) -> None:
     """Serves on the socket that a command line of vLLM names."""
     fake = FakeVLLM(max_model_len=int(words[words.index("--max-model-len") + 1]))
-    fake.loaded = Path(words[words.index("--model") + 1]).name
+    fake.loaded = digest(Path(words[words.index("--model") + 1]))
     first = words.pop(0)
     exec(first, {"words": words, "fake": fake, "time": time, "sys": sys})
     with _UnixServer(words[words.index("--uds") + 1], _Handler) as server:

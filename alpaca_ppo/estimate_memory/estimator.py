@@ -20,10 +20,10 @@ GIB = 2**30
 
 
 def predict(
-    models: Models, args: PPOConfig, shardings: Sequence[Sharding], *, replies: bool = False
+    models: Models, args: PPOConfig, shardings: Sequence[Sharding], *, replies: bool = False, device: float = 0.0
 ) -> list[tuple[list[PhaseMemory], float]]:
     """What `phases` returns for each of the `shardings` over as many processes, from passes that are measured once
-    where they are the same.
+    where they are the same. A vLLM server of the run's own has its share of `device`, in bytes, while it samples.
 
     Raises:
         ValueError: whatever `measure` raises.
@@ -34,7 +34,12 @@ def predict(
         half: measure(models, args, processes=shardings[0].processes, half=half, replies=replies)
         for half in set(halves)
     }
-    return [phases(measured[half], args, sharding) for half, sharding in zip(halves, shardings, strict=True)]
+    found = [phases(measured[half], args, sharding) for half, sharding in zip(halves, shardings, strict=True)]
+    if args.generation_backend != "vllm":
+        return found
+    server = {"activations": 0.0, "kv_cache": 0.0 if args.vllm_urls else args.vllm_gpu_memory_utilization * device}
+    sampling = ("prefill", "sampling")
+    return [([replace(p, **server) if p.phase in sampling else p for p in own], rest) for own, rest in found]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
@@ -59,7 +64,8 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     rewards = script.reward_model_name_or_path or []
     models = Models(script.model_name_or_path, lora.peft_config("CAUSAL_LM"), value, rewards)
     replies = bool(script.environments or script.tools)
-    (own, offloaded), *by_stage = predict(models, args, [sharding, *others], replies=replies)
+    how: dict[str, Any] = {"replies": replies, "device": (script.device_gib or 0.0) * GIB}
+    (own, offloaded), *by_stage = predict(models, args, [sharding, *others], **how)
     peak = max(own, key=lambda phase: phase.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
@@ -86,7 +92,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
             with_lora = replace(lora, use_peft=lora.use_peft or "use_peft" in change).peft_config("CAUSAL_LM")
             try:
                 changed = replace(args, **own_args), [sharding]
-                ((found, _),) = predict(replace(models, lora=with_lora), *changed, replies=replies)
+                ((found, _),) = predict(replace(models, lora=with_lora), *changed, **how)
             except ValueError:
                 # The run would refuse it.
                 continue

@@ -20,8 +20,9 @@ from alpaca_ppo.models import Policy
 from tests.fake_vllm import FakeVLLM, ServedInThread, sample
 from tests.generation.test_generate import PROMPT_IDS, PROMPTS, padded
 from tests.generation.test_turns import ANSWERS, Script
+from tests.integration.run_tiny import Talker
 from tests.tiny_models import EOS, PAD, SMALLEST, tiny_causal_lm, tiny_tokenizer
-from tests.tiny_runs import tiny_config
+from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer
 
 SETTINGS: dict[str, Any] = {
     "max_new_tokens": 20,
@@ -92,7 +93,7 @@ def plain(
             stopped = token in params.stop_token_ids
             stopped |= token in params.truncate_token_ids and len(tokens) - start > params.truncate_after
             if params.stop_strings is not None:
-                text = "".join(WORDS[token - 4] if token >= 4 else "" for token in tokens[start:])
+                text = "".join(WORDS[token - 4] if token >= 4 else "<special>" for token in tokens[start:])
                 stopped |= any(text.find(string) >= 0 for string in params.stop_strings.strings)
             if stopped:
                 break
@@ -130,9 +131,8 @@ def test_a_row_s_tokens_depend_on_its_key_alone_on_one_server_or_three(tmp_path:
         one.sync()
         three.sync()
         found = one.sampled()
-        assert_rows(
-            found, [plain("0", PROMPTS[i // 3], key, [], SamplingParams(**SETTINGS)) for i, key in enumerate(keys())]
-        )
+        params, loaded = SamplingParams(**SETTINGS), fakes[0].loaded
+        assert_rows(found, [plain(loaded, PROMPTS[i // 3], key, [], params) for i, key in enumerate(keys())])
         several = three.sampled(PROMPTS[::-1], PROMPT_IDS[::-1])
         for i in range(4):
             assert torch.equal(found.responses[3 * i : 3 * i + 3], several.responses[9 - 3 * i : 12 - 3 * i])
@@ -175,10 +175,14 @@ def test_turns_are_requests_on_all_tokens_so_far_whenever_answers_come(
     tmp_path: Path, limits: dict[str, int], rule: dict[str, Any]
 ) -> None:
     params = SamplingParams(**{**SETTINGS, **rule})
-    with Setting(tmp_path, FakeVLLM()) as setting:
+    fake = FakeVLLM()
+    with Setting(tmp_path, fake) as setting:
         setting.sync()
+        loaded = fake.loaded
         most = limits.get("max_turn_tokens", 20)
-        wanted = [plain("0", PROMPTS[i // 3], key, ANSWERS[i % 4], params, most=most) for i, key in enumerate(keys())]
+        wanted = [
+            plain(loaded, PROMPTS[i // 3], key, ANSWERS[i % 4], params, most=most) for i, key in enumerate(keys())
+        ]
         for delays in (None, random.Random(1)):
             reported: list[int] = []
             hooks = SamplingHooks(on_finished=lambda rows, _, reported=reported: reported.extend(rows))
@@ -189,11 +193,13 @@ def test_turns_are_requests_on_all_tokens_so_far_whenever_answers_come(
 
 def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(tmp_path: Path) -> None:
     strings = StopStrings(["a1", "3b", "5"], tiny_tokenizer(WORDS), vocab_size=64)
-    with Setting(tmp_path, FakeVLLM()) as setting:
+    fake = FakeVLLM()
+    with Setting(tmp_path, fake) as setting:
         setting.sync()
+        loaded = fake.loaded
         found = setting.sampled(stop_strings=strings, stop_token_ids=(EOS,))
     params = SamplingParams(**{**SETTINGS, "stop_strings": strings, "stop_token_ids": (EOS,)})
-    wanted = [plain("0", PROMPTS[i // 3], key, [], params) for i, key in enumerate(keys())]
+    wanted = [plain(loaded, PROMPTS[i // 3], key, [], params) for i, key in enumerate(keys())]
     assert_rows(found, wanted)
     assert any(stopped and tokens[-1] != EOS for tokens, _, _, stopped in wanted)
 
@@ -254,6 +260,8 @@ def test_of_an_adapter_the_base_is_loaded_once_and_then_each_version_under_its_o
             name = name.replace(".weight", ".loaded.weight")
             assert torch.equal(again.state_dict()[name], tensor), name
         count = len(fake.asked)
+        with torch.no_grad():
+            adapters.parameters_of("default")[0].add_(1)
         setting.sync()
         old, new = adapter["lora_name"], f"{adapter['lora_name'][:-1]}1"
         assert fake.asked[count:] == [
@@ -448,8 +456,45 @@ def test_too_little_room_for_two_versions_is_said_with_both_numbers(
 def test_the_options_name_a_server_or_a_way_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vllm_python and vllm_urls are null"):
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm"))
+    with pytest.raises(ValueError, match="load_in_4bit is True"):
+        four_bits: dict[str, Any] = {"load_in_4bit": True, "critic_layout": "shared", "vllm_python": "python"}
+        make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **four_bits))
+    with pytest.raises(ValueError, match="vllm_urls holds 'localhost:8000', which is no address"):
+        make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_urls=["localhost:8000"]))
     with pytest.raises(ValueError, match="needs the options of a run"):
         make_backend("vllm")
     with pytest.raises(ValueError, match="vllm_args has '--port=3'"):
         options: dict[str, Any] = {"vllm_python": "python", "vllm_args": ["--port=3"]}
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **options))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_with_evaluations_redrawn_prompts_and_turns_repeats_and_resumes(tmp_path: Path, lora: bool) -> None:
+    options: dict[str, Any] = {
+        # The stand-in's log-probs are no policy's.
+        "mismatch_action": "ignore",
+        "generation_backend": "vllm",
+        "num_return_sequences": 2,
+        "dynamic_sampling": 1,
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_turn_tokens": 2,
+    }
+    given: dict[str, Any] = {"eval_dataset": prompts(3), "environment_factory": Talker, "reward_funcs": None}
+    if lora:
+        given["peft_config"] = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+        options["critic_layout"] = "adapter"
+    fake = FakeVLLM()
+    with ServedInThread(fake) as url:
+        for name, episodes in (("whole", 30), ("again", 30), ("parts", 10), ("parts", 30)):
+            trainer = tiny_trainer(
+                tmp_path / name, trainer_arguments=dict(given), vllm_urls=[url], total_episodes=episodes, **options
+            )
+            trainer.train(resume_from_checkpoint=True if (tmp_path / name / "metrics.jsonl").exists() else None)
+        loads = [path for path, _ in fake.asked if path in ("/collective_rpc", "/v1/load_lora_adapter")]
+        answers = trainer.generate("w5", num_return_sequences=3)
+        assert answers == trainer.generate("w5", num_return_sequences=3) and len(set(answers[0])) == 3
+    whole, again, parts = (metric_lines(tmp_path / name) for name in ("whole", "again", "parts"))
+    assert whole == again == parts and len(whole) == 4
+    # Each of the four runs publishes at its start, and after each step for the next or the last evaluation.
+    assert len(loads) == (4 if lora else 0) + 4 + 3 + 3 + 1 + 2

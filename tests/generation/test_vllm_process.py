@@ -147,6 +147,16 @@ def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path, first: str,
     until(lambda: folders() <= before)
 
 
+def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.process.START_SECONDS", 0.0)
+    before = folders()
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first="time.sleep(100)"))
+    with pytest.raises(ValueError, match=f"was not ready within 0 s; see {tmp_path}/vllm_0.log"):
+        setting.sync()
+    del setting
+    until(lambda: folders() <= before)
+
+
 @pytest.mark.parametrize(
     ("python", "said"),
     [
@@ -202,7 +212,8 @@ def test_a_server_ends_although_its_watchdog_was_killed(started: Setting, tmp_pa
 
 def test_the_server_s_gpu_memory_is_freed_between_rollouts_and_woken_in_parts(tmp_path: Path) -> None:
     fake = FakeVLLM()
-    (tmp_path / "config.json").touch()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
     with ServedInThread(fake) as url:
         server = Server(url)
 

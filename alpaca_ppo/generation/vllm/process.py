@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
-_START_SECONDS = 1800.0
+START_SECONDS = 1800.0
 """A large model is read from a slow disk."""
 _POLL_SECONDS = 0.2
 _OF_LAUNCHERS = re.compile(
@@ -91,13 +91,13 @@ class ServerProcess:
         Raises:
             ValueError: if it ends before, or takes too long; with the last error in its log.
         """
-        until = time.monotonic() + _START_SECONDS
+        until = time.monotonic() + START_SECONDS
         while not ready():
             poll()
             if self.ends(_POLL_SECONDS):
                 raise ValueError(f"the vLLM server could not be started: {self.reason()}")
             if time.monotonic() > until:
-                raise ValueError(f"the vLLM server was not ready within {_START_SECONDS:g} s; see {self._log}")
+                raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
 
     def reason(self) -> str:
         """Why the server has ended, in words: its exit status and the last error in its log that does not follow from

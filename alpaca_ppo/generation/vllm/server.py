@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ VERSIONS = "0.32"
 """What has been tried: other versions name routes and fields otherwise, or reset less after new weights."""
 MODEL = "policy"
 """The name under which servers that this package starts serve the model."""
-KEY_VARIABLE = "VLLM_API_KEY"
 _ASK_SECONDS, _LOAD_SECONDS = 60.0, 1800.0
 _RESETS = 50
 """Times that an emptied prefix cache is asked for, a tenth of a second apart, while requests that were given up still
@@ -93,30 +92,15 @@ class Server:
         self.asleep: list[str] = []
         """What `sleep` has freed."""
 
-    async def ask(
-        self,
-        path: str,
-        body: Any = None,
-        *,
-        seconds: float = _ASK_SECONDS,
-        max_bytes: int = 2**24,
-        parse: Callable[[str], Any] = json.loads,
-    ) -> Any:
-        """What the server answers; a body, even an empty one, is posted.
+    async def ask(self, path: str, body: Any = None, **how: Any) -> Any:
+        """What the server answers; a body, even an empty one, is posted. `how` are keywords of `ask_json`.
 
         Raises:
             RequestFailed: see there.
         """
         content = None if body is None else json.dumps(body).encode()
-        return await ask_json(
-            self._url + path,
-            content,
-            key_variable=KEY_VARIABLE,
-            seconds=seconds,
-            max_bytes=max_bytes,
-            socket=self._socket,
-            parse=parse,
-        )
+        given = {"seconds": _ASK_SECONDS, "max_bytes": 2**24, "socket": self._socket, **how}
+        return await ask_json(self._url + path, content, key_variable="VLLM_API_KEY", **given)
 
     def answers(self) -> bool:
         """Whether it answers at all."""

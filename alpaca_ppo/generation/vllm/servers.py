@@ -20,6 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from alpaca_ppo.adapters.adapter_set import POLICY
+from alpaca_ppo.config.names import check_url
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.backends import PolicyWeights
 from alpaca_ppo.generation.vllm import weights as files
@@ -77,6 +78,13 @@ class Servers:
     def __init__(self, args: PPOConfig) -> None:
         self._args = args
         self._urls = args.vllm_urls or []
+        if args.load_in_4bit:
+            raise ValueError(
+                "generation_backend is 'vllm' and load_in_4bit is True, but vLLM gets the base as whole weights; set "
+                "generation_backend: auto"
+            )
+        for url in self._urls:
+            check_url("vllm_urls", url)
         self._remote = not all(map(is_loopback, self._urls))
         if not self._urls:
             if args.vllm_python is None:
@@ -104,28 +112,29 @@ class Servers:
         Raises:
             ValueError: on every process, if one has no room for them, or a server does not take them.
         """
-        new = None if self._current is not None else self._meet(policy)
-        model = self._folder / "base" if policy.adapters else self._folder / str(version)
-        adapter = self._folder / str(version) if policy.adapters else None
-        of_model = None
-        if policy.adapters is None or new:
-            of_model = files.copied(weights(base=True), self._dtype, keep=self._writes)
-        of_adapter = files.copied(weights(), None, keep=self._writes) if policy.adapters else None
-
-        def write() -> None:
-            if self._writes and of_model is not None:
-                files.write_model(model, policy, of_model, self._dtype)
-            if self._writes and adapter is not None and of_adapter is not None:
-                files.write_adapter(adapter, policy, of_adapter)
-
-        everywhere(write)
-        old, self._current = self._current, Publication(f"{self._folder.name}-{version}", model, adapter)
+        old = self._current
+        if old is None:
+            self._meet(policy)
+        folder, adapted = self._folder / str(version), policy.adapters is not None
+        self._current = Publication(f"{self._folder.name}-{version}", folder)
+        if adapted:
+            self._current = Publication(self._current.version, self._folder / "base", folder)
+        if old is None or not adapted:
+            tensors = files.copied(weights(base=True), self._dtype, keep=self._writes)
+            self._write(partial(files.write_model, self._current.model, policy, tensors, self._dtype))
+        if adapted:
+            tensors = files.copied(weights(), None, keep=self._writes)
+            self._write(partial(files.write_adapter, folder, policy, tensors))
         everywhere(partial(self._load, self._current))
         if old is not None and self._writes:
             shutil.rmtree(old.adapter or old.model)
 
-    def _meet(self, policy: Policy) -> bool:
-        """Finds out what the policy needs, who else is on this machine, and where the files go; returns True."""
+    def _write(self, action: Callable[[], Any]) -> None:
+        """Lets the process that writes the files of this machine do so; the others wait for it."""
+        everywhere(action if self._writes else lambda: None)
+
+    def _meet(self, policy: Policy) -> None:
+        """Finds out what the policy needs, who else is on this machine, and where the files go."""
         files.check_policy(policy)
         args, self._device = self._args, policy.model.device
         self._dtype = getattr(torch, args.vllm_dtype or ("bfloat16" if args.bf16 else str(policy.model.dtype)[6:]))
@@ -138,17 +147,15 @@ class Servers:
         place, self._writes = peers.index(rank), rank == peers[0]
 
         def make_folder() -> None:
-            if self._writes:
-                shared = Path(args.output_dir).absolute() if self._remote else None
-                self._folder = files.make_folder(shared, files.bytes_of(policy, self._dtype))
-                self._guard = ServerProcess([], {}, None, [self._folder])
+            shared = Path(args.output_dir).absolute() if self._remote else None
+            self._folder = files.make_folder(shared, files.bytes_of(policy, self._dtype))
+            self._guard = ServerProcess([], {}, None, [self._folder])
 
-        everywhere(make_folder)
+        self._write(make_folder)
         self._folder = gathered(self._folder)[peers[0]]
         own = self._urls[place :: len(peers)]
         self._responsible = bool(own) or not self._urls
         self.all = [Server(url) for url in own or self._urls[place % max(len(self._urls), 1) :][:1]]
-        return True
 
     def _load(self, new: Publication) -> None:
         if not self._urls and (self._process is None or self._has_ended()):
@@ -235,10 +242,8 @@ class Servers:
             room = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
             return found | {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": room}
         number = self._device.index or 0
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        return found | {
-            "CUDA_VISIBLE_DEVICES": visible[number] if number < len(visible) and visible[0] else str(number)
-        }
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        return found | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
 
     def wake(self) -> None:
         """Brings back the memory that `sleep` has freed."""

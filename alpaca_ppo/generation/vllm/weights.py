@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.adapters.files import WEIGHTS
@@ -30,16 +30,13 @@ def check_policy(policy: Policy) -> None:
         ValueError: names what it cannot.
     """
     config: Any = None if policy.adapters is None else policy.adapters.config_of(POLICY)
-    quantized = getattr(policy.model, "is_quantized", False)
-    for problem, found in {
-        f"{type(policy).__name__} has an outputs_from_states of its own": type(policy).outputs_from_states
-        is not Policy.outputs_from_states,
-        "load_in_4bit is True, whose base has no weights to write": quantized,
-        "the adapter has use_dora": config is not None and config.use_dora,
-        "the adapter has modules_to_save": config is not None and config.modules_to_save,
-    }.items():
-        if found:
-            raise ValueError(f"generation_backend is 'vllm', but {problem}; set generation_backend: auto")
+    problem = ""
+    if type(policy).outputs_from_states is not Policy.outputs_from_states:
+        problem = f"{type(policy).__name__} has an outputs_from_states of its own"
+    elif config is not None and (config.use_dora or config.modules_to_save):
+        problem = f"the adapter has {'use_dora' if config.use_dora else 'modules_to_save'}"
+    if problem:
+        raise ValueError(f"generation_backend is 'vllm', but {problem}; set generation_backend: auto")
 
 
 def make_folder(shared: Path | None, size: int) -> Path:
@@ -101,5 +98,5 @@ def copied(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, *, 
     for name, tensor in weights:
         if keep:
             to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            found[name] = nn.Parameter.detach(tensor).to("cpu", to, copy=True).contiguous()
+            found[name] = tensor.detach().to("cpu", to, copy=True).contiguous()
     return found
