@@ -210,7 +210,7 @@ def vllm_beside_the_trainer(machine: Machine) -> str:
     """A vLLM server on the trainer's own GPU: it gets the weights, wakes, samples and sleeps three times."""
     if not (python := os.environ.get("VLLM_PYTHON")):
         raise NotHere("needs VLLM_PYTHON, the interpreter that alpaca-ppo vllm-env has made")
-    options = {"generation_backend": "vllm", "vllm_python": python, "mismatch_action": "ignore"}
+    options: dict[str, Any] = {"generation_backend": "vllm", "vllm_python": python, "mismatch_action": "ignore"}
     _, steps = train(machine, 3, bf16=machine.gpus > 0, **options)
     gap, bound = max(s["mismatch/logprob_abs_mean"] for s in steps), BOUNDS["mismatch/logprob_abs_mean"].warn_half
     seconds = [round(step["time/rollout"], 2) for step in steps]

@@ -37,9 +37,11 @@ def predict(
     found = [phases(measured[half], args, sharding) for half, sharding in zip(halves, shardings, strict=True)]
     if args.generation_backend != "vllm":
         return found
-    server = {"activations": 0.0, "kv_cache": 0.0 if args.vllm_urls else args.vllm_gpu_memory_utilization * device}
-    sampling = ("prefill", "sampling")
-    return [([replace(p, **server) if p.phase in sampling else p for p in own], rest) for own, rest in found]
+    server, while_it = 0.0 if args.vllm_urls else args.vllm_gpu_memory_utilization * device, ("prefill", "sampling")
+    return [
+        ([replace(p, activations=0.0, kv_cache=server) if p.phase in while_it else p for p in own], rest)
+        for own, rest in found
+    ]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
