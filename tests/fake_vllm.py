@@ -50,12 +50,7 @@ class FakeVLLM:
     """
 
     def __init__(self, answer: Callable[..., list[tuple[int, float]]] = sample, **config: Any) -> None:
-        self.config = {
-            "dtype": "torch.float32",
-            "logprobs_mode": "processed_logprobs",
-            "max_model_len": 512,
-            **config,
-        }
+        self.config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 512, **config}
         self.answer, self.version, self.routes = answer, "0.32.0", list(ROUTES)
         self.loaded, self.weights, self.adapters = "", "default", dict[str, str]()
         self.asked: list[tuple[str, Any]] = []

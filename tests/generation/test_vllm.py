@@ -93,7 +93,7 @@ def plain(
             stopped = token in params.stop_token_ids
             stopped |= token in params.truncate_token_ids and len(tokens) - start > params.truncate_after
             if params.stop_strings is not None:
-                text = "".join(WORDS[token - 4] if token >= 4 else "<special>" for token in tokens[start:])
+                text = " ".join(WORDS[token - 4] if token >= 4 else "<special>" for token in tokens[start:])
                 stopped |= any(text.find(string) >= 0 for string in params.stop_strings.strings)
             if stopped:
                 break
@@ -192,7 +192,7 @@ def test_turns_are_requests_on_all_tokens_so_far_whenever_answers_come(
 
 
 def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(tmp_path: Path) -> None:
-    strings = StopStrings(["a1", "3b", "5"], tiny_tokenizer(WORDS), vocab_size=64)
+    strings = StopStrings(["a1", "3 b", "5"], tiny_tokenizer(WORDS), vocab_size=64)
     fake = FakeVLLM()
     with Setting(tmp_path, fake) as setting:
         setting.sync()
