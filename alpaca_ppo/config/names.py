@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from alpaca_ppo.library_output import say
 
+_CLASSIFIER = re.compile(r'"architectures":\s*\[\s*"(\w+ForSequenceClassification)"')
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -60,8 +61,8 @@ def model_folder(field: str, name: str) -> str:
             f"{field} is {name!r}, a folder without a model or a run's final/policy; make FOLDER/policy of a "
             f"checkpoint with alpaca-ppo export {name} --to FOLDER"
         )
-    if config.is_file() and (found := re.search(r"\w+ForSequenceClassification", config.read_text(errors="replace"))):
-        raise ValueError(f"{field} is {name!r}, a {found[0]}, which writes no text; name a causal language model")
+    if config.is_file() and (found := _CLASSIFIER.search(config.read_text(errors="replace"))):
+        raise ValueError(f"{field} is {name!r}, a {found[1]}, which writes no text; name a causal language model")
     return folder
 
 

@@ -269,7 +269,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     "command",
     [
-        ["examples/train_ppo.py", "--model_name_or_path", "m", "--dataset_name", "d"],
+        ["examples/train_ppo.py", "--model_name_or_path", "m", "--dataset_name", "d", "--reward_url", "http://h"],
         ["-m", "examples.mini_farm.quickstart"],
         ["-m", "alpaca_ppo.cli", "estimate-memory", "--model_name_or_path", "m"],
     ],

@@ -50,7 +50,7 @@ def test_the_grpo_quickstart_with_trls_defaults(tmp_path):
         dataset_name="trl-lib/tldr",
         use_peft=False,
         dataset_train_split="train",
-        output_dir="Qwen2-0.5B-GRPO",
+        output_dir=str(Path.cwd() / "Qwen2-0.5B-GRPO"),
         reward_funcs=["rewards.py:reward_len"],
         # TRL: 8 completions on a device, 1 process, 1 micro-batch: one prompt with its 8 completions.
         rollout_batch_size=1,
@@ -220,7 +220,7 @@ def test_verls_gsm8k_grpo_command_line(tmp_path):
         # 5 rollouts of 1024 / 256 = 4 optimizer steps, twice.
         warmup_steps=40,
         lr_scheduler_type="constant_with_warmup",
-        output_dir="checkpoints/verl_grpo/qwen3_8b",
+        output_dir=str(Path.cwd() / "checkpoints/verl_grpo/qwen3_8b"),
         report_to=["wandb"],
     )
     assert "distribution" in listed(result)["actor_rollout_ref.rollout.top_p"]

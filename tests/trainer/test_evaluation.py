@@ -156,6 +156,7 @@ def test_a_score_that_no_source_has_is_missed_before_a_model_is_loaded(settings,
     prompts(4).to_json(tmp_path / "prompts.jsonl")
     rewards = {"reward_model_name_or_path": ["org/rm"], "reward_funcs": [f"{HERE}scores"] * 2}
     options = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "prompts.jsonl")}
+    options["dataset_test_split"] = "train"
     options |= {"metric_funcs": [f"{HERE}two_answers"], "eval_success_above": 0.5, **rewards, **settings}
     options |= {"output_dir": str(tmp_path / "run"), "use_cpu": True}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(options))

@@ -62,12 +62,11 @@ def test_training_prompts_are_followed_greedily_and_without_a_score(runs):
     assert {"entropies", "logprobs", "ref_logprobs"} < set(last[0]["tokens"][0])
 
 
-def test_a_long_run_is_looked_at_ten_times(tmp_path, monkeypatch):
-    trainer, looked = tiny_trainer(tmp_path, num_inspected_prompts=1, total_episodes=250), []
-    inspected = TrainingPromptInspector(trainer)
-    monkeypatch.setattr(inspected, "answer", looked.append)
+def test_a_long_run_is_looked_at_ten_times():
+    looked = []
+    inspected = TrainingPromptInspector(looked.append)
     for step in range(1, 26):
-        inspected.on_step_end(None, SimpleNamespace(global_step=step), None)
+        inspected.on_step_end(None, SimpleNamespace(global_step=step, max_steps=25), None)
     assert looked == [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
 
 
