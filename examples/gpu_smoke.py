@@ -238,8 +238,9 @@ def run_in_one_process(folder: Path) -> Path:
 
 def same_run_on_gpus(machine: Machine, processes: str) -> str:
     """A run on several GPUs (for ZeRO on one, if there is only one) against the same run in one process."""
-    if machine.gpus < (2 if processes == "ddp" else 1):
-        raise NotHere("needs two GPUs" if processes == "ddp" else "needs a GPU; the tests run it on CPUs")
+    need_two = processes in ("ddp", "fsdp")
+    if machine.gpus < (2 if need_two else 1):
+        raise NotHere("needs two GPUs" if need_two else "needs a GPU; the tests run it on CPUs")
     reference = run_in_one_process(machine.folder)
     tokens, count = same_run.MICRO_BATCHES[-1], min(machine.gpus, 2)
     output = same_run.launch(reference.parent, processes, "full", tokens, count=count, **ON_GPU)
@@ -293,6 +294,7 @@ CHECKS: dict[str, Check] = {
     "two processes over NCCL = one": lambda machine: same_run_on_gpus(machine, "ddp"),
     "ZeRO 2 = one process": lambda machine: same_run_on_gpus(machine, "zero2"),
     "ZeRO 3 = one process": lambda machine: same_run_on_gpus(machine, "zero3"),
+    "FSDP2 = one process": lambda machine: same_run_on_gpus(machine, "fsdp"),
     "four roles on one 7B base": four_roles,
     "decoding's share of the memory bandwidth": bandwidth,
 }

@@ -1,5 +1,5 @@
-"""Whether a run is the same on one process and on two, under DDP and ZeRO 1, 2 and 3, and for any number of tokens in a
-micro-batch: `python -m examples.same_run`, or `make same-run`.
+"""Whether a run is the same on one process and on two, under DDP, ZeRO 1, 2 and 3 and FSDP2, and for any number of
+tokens in a micro-batch: `python -m examples.same_run`, or `make same-run`.
 
 Six steps of PPO on a small random Llama on the CPU, training all weights (separate critic, copied reference) and with
 LoRA (critic adapter, reference: adapter off). Each run is started as a user would, with `accelerate launch
@@ -38,6 +38,7 @@ PROCESSES = {
     "zero1": "2 processes, ZeRO 1",
     "zero2": "2 processes, ZeRO 2",
     "zero3": "2 processes, ZeRO 3",
+    "fsdp": "2 processes, FSDP2",
 }
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("all weights", {"critic_layout": "separate", "reference": "copy"}),

@@ -32,7 +32,7 @@ _FREE_TO_CHANGE = frozenset(
     eval_success_above eval_success_by eval_opponent eval_judge
     total_epochs total_episodes max_steps max_kl_to_ref max_skipped_updates
     rollout_per_device_batch_size step_per_device_batch_size max_tokens_per_micro_batch gradient_checkpointing
-    padding_free logprob_chunk_size use_cpu deepspeed ddp_timeout
+    padding_free logprob_chunk_size use_cpu deepspeed fsdp ddp_timeout
     tool_timeout trust_remote_code reward_retries failed_rewards mismatch_action
     vllm_python vllm_urls vllm_gpu_memory_utilization
     """.split()

@@ -77,6 +77,8 @@ class PPOConfig(LearningOptions):
     """Train on the CPU even if a GPU is available."""
     deepspeed: str | None = None
     """DeepSpeed configuration file (JSON, ZeRO stage 1, 2 or 3) for a run under accelerate launch or torchrun."""
+    fsdp: bool = False
+    """Shard weights, gradients and optimizer state over the processes by FSDP2; --accelerate_config fsdp does too."""
     ddp_timeout: int = argument(1800, ge=1)
     """Seconds that a process waits for the others; must exceed the slowest reward computation."""
 

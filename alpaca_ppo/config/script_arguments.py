@@ -4,7 +4,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
@@ -158,6 +158,8 @@ class EstimateArguments(ModelArguments):
     """Processes, one per device."""
     zero_stage: int = argument(0, ge=0, le=3)
     """DeepSpeed ZeRO stage, 1 to 3; 0 = none."""
+    accelerate_config: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] | None = None
+    """The same by the name of the launch configuration of `alpaca-ppo train`."""
     device_gib: float | None = argument(None, gt=RESERVE_GIB)
     """Memory of a device in GiB, of which 1 is reserved; the output then shows whether the run fits."""
     json: bool = False

@@ -22,6 +22,8 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     get_cpu_distributed_information,
+    parse_flag_from_env,
+    patch_environment,
 )
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -30,11 +32,13 @@ from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin
 from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
 from alpaca_ppo.distributed.engine import Engine
+from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp, check_fsdp
+from alpaca_ppo.distributed.fsdp_engine import FSDPEngine
 from alpaca_ppo.distributed.launcher import watch_launcher
 from alpaca_ppo.library_output import ignore_known_lines
 from alpaca_ppo.models import ActorCritic
 
-ENGINES = {DistributedType.DEEPSPEED: DeepSpeedEngine}
+ENGINES = {DistributedType.DEEPSPEED: DeepSpeedEngine, DistributedType.FSDP: FSDPEngine}
 """The engines of other ways to distribute than DDP. A new one is a file and an entry here."""
 
 
@@ -46,7 +50,10 @@ def make_engine(
     Raises:
         ValueError: under DeepSpeed, for an optimizer group with parameters of both policy and critic.
     """
-    return ENGINES.get(accelerator.distributed_type, Engine)(accelerator, actor_critic, optimizer, args)
+    # One process has nothing to shard.
+    fsdp = asks_for_fsdp(args) and accelerator.num_processes > 1
+    kind = DistributedType.FSDP if fsdp else accelerator.distributed_type
+    return ENGINES.get(kind, Engine)(accelerator, actor_critic, optimizer, args)
 
 
 def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) -> Accelerator:
@@ -62,12 +69,14 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     """
     watch_launcher()
     ignore_known_lines()
+    check_fsdp(args, accelerator)
     if accelerator is None:
         accelerator = _made(args)
     else:
         _check(accelerator, args)
-    # Under ZeRO 3, Accelerate makes transformers load models sharded; the engine shards them later.
+    # Under ZeRO 3 and FSDP, Accelerate makes transformers load parts of models; the engine shards them later.
     unset_hf_deepspeed_config()
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     limit_threads(accelerator)
     return accelerator
 
@@ -79,14 +88,16 @@ def _made(args: PPOConfig) -> Accelerator:
     # is Accelerate's default and leaves the choice to it.
     backend = "gloo" if plugin is not None and on_cpu else "nccl"
     try:
-        return Accelerator(
-            # cpu=True makes Accelerate ignore DeepSpeed, but plain DDP without a GPU needs it to form a process group.
-            cpu=on_cpu and plugin is None,
-            mixed_precision="bf16" if args.bf16 else "no",
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-            deepspeed_plugin=plugin,
-            kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=args.ddp_timeout))],
-        )
+        # Without its own FSDP, in place of which `FSDPEngine` shards.
+        with patch_environment(accelerate_use_fsdp="false"):
+            return Accelerator(
+                # cpu=True makes Accelerate ignore DeepSpeed, but DDP without a GPU needs it to form a process group.
+                cpu=on_cpu and plugin is None,
+                mixed_precision="bf16" if args.bf16 else "no",
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+                deepspeed_plugin=plugin,
+                kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=args.ddp_timeout))],
+            )
     except ValueError as error:
         # Accelerate keeps one state per process, so a second trainer (in a notebook, say) cannot have other settings.
         raise ValueError(
@@ -199,7 +210,7 @@ def hardware(accelerator: Accelerator) -> dict[str, Any]:
     plugin, device = accelerator.state.deepspeed_plugin, accelerator.device
     found: dict[str, Any] = {
         "processes": accelerator.num_processes,
-        "distributed": accelerator.distributed_type.value,
+        "distributed": "FSDP" if parse_flag_from_env("ACCELERATE_USE_FSDP") else accelerator.distributed_type.value,
         "zero_stage": None if plugin is None else plugin.zero_stage,
         "mixed_precision": accelerator.mixed_precision,
         "device": device.type,

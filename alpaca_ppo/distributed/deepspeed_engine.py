@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_config import resolve_auto
@@ -108,7 +109,7 @@ class DeepSpeedEngine(Engine):
             # DeepSpeed casts the policy's parameters (not its buffers); the KL to an uncast reference would not be 0.
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16) if parameter.is_floating_point() else parameter.data
-        if self.stage != 3:
+        if self.stage != 3 or not isinstance(model, Policy | PreTrainedModel):
             return
         import deepspeed
 

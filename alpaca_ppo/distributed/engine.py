@@ -238,7 +238,11 @@ class Engine:
         """The optimizer's state dictionary over unsharded parameters; see `weights`."""
         state = self.optimizer.state_dict()
         # In the order of the parameters, not of their first updates, so that all settings write the same checkpoint.
-        return {**state, "state": dict(sorted(state["state"].items()))}
+        saved = {
+            number: {key: self._saved(value) if torch.is_tensor(value) else value for key, value in values.items()}
+            for number, values in sorted(state["state"].items())
+        }
+        return {**state, "state": saved}
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Restores what `optimizer_state` returned."""

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer on one device: whole, replicated by DDP or sharded by DeepSpeed ZeRO.
+"""Weights, gradients and optimizer on one device: whole, replicated by DDP or sharded by DeepSpeed ZeRO or FSDP2.
 
 The arithmetic follows DeepSpeed 0.19.8 as `distributed.deepspeed_engine` uses it, without the padding of its buffers.
 """
@@ -17,7 +17,7 @@ _MAX_LIVE = 10**9
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a run is distributed over `processes`: by ZeRO `stage` 1 to 3, or (0) replicated by DDP."""
+    """How a run is distributed over `processes`: by ZeRO `stage` 1 to 3, by FSDP2, or else replicated by DDP."""
 
     processes: int = 1
     stage: int = 0
@@ -27,6 +27,8 @@ class Sharding:
     """Whether the optimizer state is in host memory."""
     offload_weights: bool = False
     """Whether the shards of the weights are in host memory, under ZeRO 3."""
+    fsdp: bool = False
+    """Sharded by FSDP2."""
 
 
 def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
@@ -36,7 +38,7 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
         ValueError: for a file that the run would refuse, or whose stage is not `stage` (unless that is 0).
     """
     if args.deepspeed is None:
-        return Sharding(processes, stage)
+        return Sharding(processes, stage, fsdp=args.fsdp)
     # Buckets of size 0, which means "auto" here.
     settings = resolve_auto(read_deepspeed_file(args.deepspeed), args, processes=processes, hidden_size=0)
     zero = settings["zero_optimization"]
@@ -77,7 +79,11 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     weights, gradients, elements = sum(measured.weights.values()) - reference, measured.gradients, measured.elements
     policy = measured.weights["policy"]
     gathered = offloaded = 0.0
-    if stage == 0:
+    if sharding.fsdp:
+        # What a layer's gradients take until they are reduced, its activations have left.
+        held, backward, step, optimizer = 0.0, gradients / n, gradients / n, 8 * elements / n
+        weights, gathered = weights / n, measured.layer
+    elif stage == 0:
         # DDP reduces gradients in buckets as large as all of them together.
         held = gradients * (n > 1)
         backward = step = gradients + held
@@ -103,7 +109,7 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
         if sharding.offload_weights and not args.use_cpu:
             offloaded, weights = offloaded + weights, 0.0
     still = PhaseMemory("", weights, held, optimizer)
-    sampling = replace(still, weights=weights + policy * (stage == 3), kv_cache=measured.kv_cache)
+    sampling = replace(still, weights=weights + policy * (sharding.fsdp or stage == 3), kv_cache=measured.kv_cache)
     passing = replace(still, weights=weights + gathered)
     return [
         replace(sampling, phase="prefill", activations=measured.prefill),

@@ -12,6 +12,7 @@ from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import RESERVE_GIB, EstimateArguments, LoraArguments
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit
+from alpaca_ppo.distributed.fsdp_config import check_fsdp
 from alpaca_ppo.estimate_memory.engines import CAUSES, PhaseMemory, Sharding, phases, sharding_of
 from alpaca_ppo.estimate_memory.fake_models import Models
 from alpaca_ppo.estimate_memory.passes import measure
@@ -55,12 +56,19 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     Raises:
         ValueError: for models that cannot be read or contradict the settings.
     """
-    sharding = sharding_of(script.num_processes, script.zero_stage, args)
+    named = script.accelerate_config or "ddp"
+    stage = int(named.removeprefix("zero")) if named.startswith("zero") else script.zero_stage
+    args = replace(args, fsdp=args.fsdp or named == "fsdp")
+    check_fsdp(args)
+    sharding = sharding_of(script.num_processes, stage, args)
     check_four_bit(sharding.stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
     stages = range(3 if args.load_in_4bit else 4) if script.num_processes > 1 else ()
-    others = [sharding if stage == sharding.stage else Sharding(sharding.processes, stage) for stage in stages]
+    others = [Sharding(sharding.processes, stage) for stage in stages]
+    if stages and not args.load_in_4bit:
+        others.append(Sharding(sharding.processes, fsdp=True))
+    others = [sharding if (other.stage, other.fsdp) == (sharding.stage, sharding.fsdp) else other for other in others]
     # A critic without a backbone takes a head and an adapter from a value model, which weigh as much as its own.
     value = script.value_model_name_or_path if args.critic_layout == "separate" else None
     rewards = script.reward_model_name_or_path or []
@@ -79,7 +87,8 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     }
     if by_stage:
         result["peak_by_zero_stage"] = {
-            str(stage): max(phase.total for phase in found) for stage, (found, _) in zip(stages, by_stage, strict=True)
+            "fsdp" if other.fsdp else str(other.stage): max(phase.total for phase in found)
+            for other, (found, _) in zip(others, by_stage, strict=True)
         }
     if offloaded:
         result["offloaded"] = offloaded
@@ -128,7 +137,8 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", f"peak: {result['peak'] / GIB:.2f} GiB ({result['peak_phase']})"]
     if "peak_by_zero_stage" in result:
         stages = result["peak_by_zero_stage"].items()
-        peaks = [f"{value / GIB:.2f} ({f'ZeRO {stage}' if stage != '0' else 'DDP'})" for stage, value in stages]
+        names = {"0": "DDP", "fsdp": "FSDP2"}
+        peaks = [f"{value / GIB:.2f} ({names.get(stage, f'ZeRO {stage}')})" for stage, value in stages]
         lines.append(f"on {result['processes']} processes: {', '.join(peaks)}")
     if "offloaded" in result:
         lines.append(f"offloaded: another {result['offloaded'] / GIB:.2f} GiB of host memory per process")

@@ -233,8 +233,7 @@ class RolloutCollector:
                     equal_passes=engine.synced_forwards,
                     packs_everywhere=lambda packs: not any_rank(not packs, self.accelerator),
                 )
-                if isinstance(source.model, PreTrainedModel):
-                    engine.prepare_frozen_model(source.model)
+                engine.prepare_frozen_model(source.model)
 
     def local_prompts(
         self, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]

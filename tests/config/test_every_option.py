@@ -58,6 +58,8 @@ config/test_parser.py
 distributed/test_deepspeed_config.py
   test_use_cpu_is_refused_where_deepspeed_would_take_a_gpu: use_cpu
   test_a_file_beside_an_accelerator_of_one_s_own_is_refused: deepspeed
+distributed/test_fsdp.py
+  test_the_option_shards_the_models_of_several_processes: fsdp
 environments/test_command.py
   test_a_run_without_a_dataset_is_repeated_and_its_policy_evaluated: environments
   test_what_names_do_not_fit_is_said: tool_call_parser tools

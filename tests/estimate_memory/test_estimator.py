@@ -4,6 +4,7 @@ import atexit
 import json
 import shutil
 import tempfile
+import weakref
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.cli.configurations import estimate_memory as main
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
+from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp
 from alpaca_ppo.estimate_memory.engines import CAUSES, PHASES, Sharding, phases
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate, predict, table
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
@@ -89,6 +93,24 @@ class MeasuredTrainer(PPOTrainer):
         return stats
 
 
+class ResizedBytes(LiveBytes):
+    """Counts everything again after each operation: FSDP2 resizes storages, which is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def track(self, tensors: Any) -> None:
+        for tensor in tree_iter(tensors):
+            if is_traceable_wrapper_subclass(tensor):
+                self.track([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+            elif isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
+                self.seen[id(tensor.untyped_storage())] = weakref.ref(tensor.untyped_storage())
+        self.seen = {key: storage for key, storage in self.seen.items() if storage() is not None}
+        self.live = sum(found.nbytes() for storage in self.seen.values() if (found := storage()) is not None)
+        self.peak = max(self.peak, self.live)
+
+
 def measured_peaks(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None) -> dict[str, int]:
     """Bytes of the second PPO step, at whose start the optimizer's state already exists."""
     return trained(args, peft_config, config).peaks
@@ -96,7 +118,7 @@ def measured_peaks(args: PPOConfig, peft_config: LoraConfig | None, config: Any 
 
 def trained(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None, value: Any = None) -> MeasuredTrainer:
     """A trainer that has made two steps; its critic starts from a language model of the configuration `value`."""
-    live = LiveBytes()
+    live = ResizedBytes() if asks_for_fsdp(args) else LiveBytes()
     live.track_all()
     before = live.live
     words = [f"w{10 + i % 50}" for i in range(args.query_len)]
@@ -433,10 +455,14 @@ def test_a_budget_of_tokens_shrinks_to_one_row(folder):
 
 
 def test_several_processes_get_the_peak_of_each_zero_stage(folder):
-    result = estimated("--model_name_or_path", folder, *FLAGS, "--num_processes=2")
-    assert list(result["peak_by_zero_stage"]) == ["0", "1", "2", "3"]
-    assert result["peak_by_zero_stage"]["0"] == result["peak"] and "ZeRO 3" in table(result)
-    assert result["peak_by_zero_stage"]["3"] < result["peak_by_zero_stage"]["1"] < result["peak"]
+    run = ("--model_name_or_path", folder, *FLAGS, "--num_processes=2")
+    result = estimated(*run)
+    peaks = result["peak_by_zero_stage"]
+    assert list(peaks) == ["0", "1", "2", "3", "fsdp"]
+    assert peaks["0"] == result["peak"] and "ZeRO 3" in table(result) and "(FSDP2)" in table(result)
+    assert peaks["3"] < peaks["1"] < result["peak"] and peaks["fsdp"] < peaks["2"]
+    for flag, key in (("accelerate_config=fsdp", "fsdp"), ("fsdp=true", "fsdp"), ("accelerate_config=zero2", "2")):
+        assert estimated(*run, f"--{flag}")["peak"] == peaks[key]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_a_deepspeed_file_without_settings_is_refused(folder, tmp_path):
     ("flags", "says"),
     [
         ((*ON_A_DEVICE, *TWO, *FOUR_BIT, "--zero_stage=3"), "ZeRO 3 would shard the 4-bit weights without their"),
+        ((*ON_A_DEVICE, *TWO, *FOUR_BIT, "--fsdp=true"), "load_in_4bit is True, which fsdp excludes"),
         ((*FLAGS, *FOUR_BIT), "load_in_4bit and use_cpu are both True"),
         ((*FLAGS, "--query_len=900"), "is more than the model's max_position_embeddings"),
     ],

@@ -26,6 +26,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -187,6 +188,11 @@ def made_trainer(
     return tiny_trainer(output_dir, model=model, trainer_arguments=arguments, **overrides)
 
 
+def here(parameter: torch.Tensor) -> torch.Tensor:
+    """What of a parameter is on this rank."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def resident_shares(trainer: PPOTrainer) -> dict[str, float]:
     """Of the policy and of each frozen model, the share of its weights that lies on this rank between passes."""
     models = {"policy": trainer.actor_critic.policy}
@@ -195,8 +201,8 @@ def resident_shares(trainer: PPOTrainer) -> dict[str, float]:
     models |= {f"reward {i}": s.model for i, s in enumerate(trainer.collector.scorer.sources) if hasattr(s, "model")}
     shares = {}
     for name, model in models.items():
-        sizes = [(p.numel(), getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
-        shares[name] = sum(here for here, _ in sizes) / sum(whole for _, whole in sizes)
+        sizes = [(here(p).numel(), getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
+        shares[name] = sum(part for part, _ in sizes) / sum(whole for _, whole in sizes)
     return shares
 
 

@@ -107,11 +107,17 @@ def test_a_process_that_only_waits_to_be_reaped_has_ended_and_one_that_sleeps_ha
 
 
 @pytest.mark.proof
-def test_ranks_that_hold_parts_of_one_model_end_together_and_go_on_to_the_same_end(tmp_path):
+@pytest.mark.parametrize(
+    "setting", [f"deepspeed={ROOT / 'examples/deepspeed_configs/zero3.json'}", "fsdp=true"], ids=["zero3", "fsdp"]
+)
+def test_ranks_that_hold_parts_of_one_model_end_together_and_go_on_to_the_same_end(setting, tmp_path):
     # Three steps: in the first the update is interrupted, in the second the rollout.
-    zero = (f"deepspeed={ROOT / 'examples/deepspeed_configs/zero3.json'}", "use_cpu=false", "total_episodes=30")
+    zero = (setting, "use_cpu=false", "total_episodes=30")
     assert launch(tmp_path / "whole", *zero).returncode == 0
     parts = tmp_path / "parts"
+    for trouble, cause in (("SIGKILL@update:2", "exitcode  : -9 "), ("raise@reward:1", "the judge has gone home")):
+        ended = launch(parts, *zero, f"trouble={trouble}", "rank=1")
+        assert ended.returncode == 1 and cause in ended.stderr
     # Rank 1 in an update, then rank 0 while its responses are scored.
     for where, rank in (("update:3", 1), ("reward:2", 0)):
         ended = launch(parts, *zero, f"trouble=SIGTERM@{where}", f"rank={rank}")

@@ -21,6 +21,9 @@ ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
         ("zero2", 2, True, {"critic_layout": "adapter", "bf16": True}),
         ("zero3", 3, False, FULL),
         ("zero3", 3, True, ADAPTERS),
+        ("fsdp", 0, False, FULL),
+        ("fsdp", 0, True, ADAPTERS),
+        ("fsdp", 0, False, {**FULL, "bf16": True, "gradient_checkpointing": True}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )

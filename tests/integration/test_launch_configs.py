@@ -81,11 +81,11 @@ def test_a_deepspeed_configuration_starts_by_flag(run, alone, config):
 
 
 def test_the_configurations_are_those_that_the_readme_names():
-    assert set(LAUNCH) == {"single", "ddp", "zero1", "zero2", "zero3", "zero3_offload", "two_nodes"}
+    assert set(LAUNCH) == {"single", "ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp", "two_nodes"}
     assert set(DEEPSPEED) == {"zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_bf16"}
 
 
-@pytest.mark.parametrize("config", sorted(set(STARTED) - FROM_SCRATCH - {"ddp"}))
+@pytest.mark.parametrize("config", sorted(set(STARTED) - FROM_SCRATCH - {"ddp", "fsdp"}))
 def test_what_is_started_in_forked_processes_differs_from_zero3_in_the_deepspeed_file_alone(config):
     settings, scratch = (yaml.safe_load(LAUNCH[name].read_text()) for name in (config, "zero3"))
     assert settings["deepspeed_config"].pop("deepspeed_config_file") == f"examples/deepspeed_configs/{config}.json"
@@ -99,7 +99,7 @@ def test_a_launch_configuration_holds_only_what_accelerate_knows(config):
     assert isinstance(loaded, ClusterConfig)
     flags = vars(launch_command_parser().parse_args(["script.py"]))
     # Accelerate hands these to the launcher by name and does not refuse the ones that it does not know.
-    assert loaded.deepspeed_config.keys() <= flags.keys()
+    assert loaded.deepspeed_config.keys() | loaded.fsdp_config.keys() <= flags.keys()
     assert (ROOT / loaded.deepspeed_config.get("deepspeed_config_file", ".")).exists()
     assert loaded.mixed_precision is None, "the run's bf16 decides"
 

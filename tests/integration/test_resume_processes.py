@@ -29,9 +29,16 @@ KINDS = {
     "lora": (*COMMON, "lora=true", "critic_layout=adapter", "noisy=true", "save_total_limit=2"),
 }
 # Where each setting resumes runs of settings that come before it.
-FROM_OTHERS = {"ddp": [], "zero3": ["ddp"], "zero2": ["ddp"], "single": ["zero3", "ddp"], "zero1": ["single"]}
-# `make test` moves between DDP and ZeRO 3, and resumes in place under each; the others are for `make proof`.
-KEPT: dict[str, list[str]] = {"ddp": [], "zero3": ["ddp"], "single": ["zero3"]}
+FROM_OTHERS = {
+    "ddp": [],
+    "fsdp": ["ddp"],
+    "zero3": ["ddp", "fsdp"],
+    "zero2": ["ddp"],
+    "single": ["zero3", "ddp", "fsdp"],
+    "zero1": ["single"],
+}
+# `make test` moves between DDP, ZeRO 3 and FSDP2, and resumes in place under each; the others are for `make proof`.
+KEPT: dict[str, list[str]] = {"ddp": [], "fsdp": ["ddp"], "zero3": ["ddp"], "single": ["zero3", "fsdp"]}
 
 
 def case(*settings: str) -> Any:

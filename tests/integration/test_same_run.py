@@ -17,7 +17,7 @@ from tests.tools.warm_python import warm_python
 
 pytestmark = pytest.mark.proof
 SMALL, MIDDLE, LARGE = same_run.MICRO_BATCHES
-PART = [("ddp", "full", SMALL), ("zero2", "lora", MIDDLE), ("zero3", "full", LARGE)]
+PART = [("ddp", "full", SMALL), ("zero2", "lora", MIDDLE), ("zero3", "full", LARGE), ("fsdp", "full", SMALL)]
 
 
 @pytest.fixture(scope="module", autouse=True)

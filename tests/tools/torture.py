@@ -99,7 +99,7 @@ def sweep(folder: Path, *, before: str = "", stride: int = 1) -> int:
 class Victim:
     """A real start of the run, in a session of its own; `hold` seconds are spent in every reward call."""
 
-    def __init__(self, folder: Path, processes: int, hold: float = 0.02) -> None:
+    def __init__(self, folder: Path, processes: int, hold: float = 0.02, *, fsdp: bool = False) -> None:
         self.folder, self.processes, self.earlier = folder, processes, set[int]()
         # Ranks of an earlier start, whose launcher was killed, may still be there and note their phases.
         self.earlier = {self.phase(rank)[0] for rank in range(processes)}
@@ -107,7 +107,7 @@ class Victim:
             (folder / f"phase{rank}.txt").unlink(missing_ok=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.log = open(folder.with_suffix(".log"), "a")
-        own = command(SCRIPT, folder, f"hold={hold}", config=None if processes == 1 else "ddp")
+        own = command(SCRIPT, folder, f"hold={hold}", f"fsdp={fsdp}", config=None if processes == 1 else "ddp")
         self.process = subprocess.Popen(own, env=ENVIRONMENT, stdout=self.log, stderr=self.log, start_new_session=True)
 
     def phase(self, rank: int) -> tuple[int, str]:
@@ -143,16 +143,18 @@ class Victim:
         return status
 
 
-def torment(folder: Path, *, processes: int, kills: int, chance: random.Random) -> list[tuple[str, ...]]:
+def torment(
+    folder: Path, *, processes: int, kills: int, chance: random.Random, fsdp: bool = False
+) -> list[tuple[str, ...]]:
     """Kills runs until `kills` is reached, starting each again until it ends; returns a row of the table for each."""
-    whole = Victim(folder / "whole", processes)
+    whole = Victim(folder / "whole", processes, fsdp=fsdp)
     assert whole.wait() == 0, _text(folder / "whole.log")
     expected, rows, number = outcome(folder / "whole"), [], 0
     while len(rows) < kills:
         number += 1
         parts = folder / f"parts{number}"
         while True:
-            victim = Victim(parts, processes)
+            victim = Victim(parts, processes, fsdp=fsdp)
             single = range(processes) if processes == 1 else range(LAUNCHER, processes)
             ranks = chance.choice([list(range(processes)), *([rank] for rank in single)])
             aim = {"phase": chance.choice(PHASES), "occurrence": chance.choice([1, 1, 2]), "ranks": ranks}
@@ -181,8 +183,9 @@ def main(folder: Path, *, kills: int, seed: int, stride: int) -> None:
     print(f"likewise {replaced} of a run that a SIGTERM interrupts in an update", flush=True)
     chance, rows = random.Random(seed), []
     print("kill | processes | ranks | in | s to end | exit | goes on from", flush=True)
-    for processes in (1, 2) if kills > 1 else ():
-        rows += torment(folder / str(processes), processes=processes, kills=kills // 2, chance=chance)
+    for processes, fsdp in ((1, False), (2, False), (2, True)) if kills > 2 else ():
+        parts = folder / f"{processes}{'_fsdp' * fsdp}"
+        rows += torment(parts, processes=processes, kills=kills // 3, chance=chance, fsdp=fsdp)
     for phase, count in Counter(row[3] for row in rows).most_common():
         print(f"{count} in {phase}")
     print(
