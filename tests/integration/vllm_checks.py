@@ -78,9 +78,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     process.wait()
 
 
-def check_mismatch(lines: list[dict[str, Any]]) -> None:
+def check_mismatch(lines: list[dict[str, Any]], *, rounded: bool = False) -> None:
     for line in lines:
-        assert 0 < line["mismatch/logprob_abs_mean"] < TOLERANCE and line["mismatch/recomputed"] == 1
+        assert (rounded or 0 < line["mismatch/logprob_abs_mean"]) and line["mismatch/logprob_abs_mean"] < TOLERANCE
+        assert line["mismatch/recomputed"] == 1
         print({name: value for name, value in line.items() if name.startswith("mismatch/")})
 
 
@@ -145,7 +146,8 @@ def test_an_adapter_is_published_alone(served: tuple[str, str], tmp_path: Path) 
 def test_an_environment_answers_between_the_turns(served: tuple[str, str], tmp_path: Path) -> None:
     arguments = {"environment_factory": Talker, "reward_funcs": None}
     trained(tmp_path, served[0], arguments=arguments, vllm_urls=[served[1]], response_len=12, max_turn_tokens=3)
-    check_mismatch(metric_lines(tmp_path))
+    # Rounded, because answers come at different times.
+    check_mismatch(metric_lines(tmp_path), rounded=True)
 
 
 def forget_weights(patch: pytest.MonkeyPatch) -> None:
@@ -204,6 +206,7 @@ def test_several_processes_train_as_one_does(served: tuple[str, str], tmp_path: 
         assert (two[name] - tensor).abs().max() <= 1e-5 * tensor.abs().max(), name
 
 
+@pytest.mark.proof
 def test_a_server_that_is_killed_in_a_rollout_gives_the_same_tokens_again(tmp_path: Path) -> None:
     """Of a process that the trainer starts, which listens on no port, and leaves nothing behind."""
     before = folders()
