@@ -7,8 +7,8 @@ module switches between them and keeps `requires_grad` as it is, which PEFT's ow
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
@@ -55,9 +55,7 @@ class AdapterSet:
     @property
     def model(self) -> PreTrainedModel:
         """The language model, with the adapters in its layers."""
-        model: Any = self.peft.get_base_model()
-        language_model: PreTrainedModel = model
-        return language_model
+        return cast(PreTrainedModel, self.peft.get_base_model())
 
     @property
     def starting_point(self) -> str | None:
@@ -73,12 +71,9 @@ class AdapterSet:
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         before = self.peft.active_adapter
         try:
-            if name is None:
-                with self.peft.disable_adapter():
-                    _restore(flags)
-                    yield
-            else:
+            if name is not None:
                 self.peft.set_adapter(name)
+            with self.peft.disable_adapter() if name is None else nullcontext():
                 _restore(flags)
                 yield
         finally:

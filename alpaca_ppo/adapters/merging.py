@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters.adapter_set import POLICY, AdapterSet
 from alpaca_ppo.adapters.checks import belongs_to
@@ -19,15 +18,22 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
     merged: load it in float32 for those that are stored.
     """
     model = adapters.model
-    base, own = _parts(model)
     merged: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
             merged[f"{name}.weight"] = _merged_layer(layer, layer.get_base_layer())
-    for key, tensor in (base | own).items():
-        if key not in merged:
-            merged[key] = tensor.detach().to("cpu", _at_least_float32(tensor))
-    return merged
+    # What the adapter trains as a whole (modules_to_save) replaces the base's.
+    base, own = {}, {}
+    for key, tensor in model.state_dict().items():
+        parts = key.split(".")
+        if any(part.startswith("lora_") for part in parts):
+            continue
+        if "modules_to_save" not in parts:
+            base[key.replace(".base_layer", "").replace(".original_module", "")] = tensor
+        elif f".modules_to_save.{POLICY}." in key:
+            own[key.replace(f".modules_to_save.{POLICY}", "")] = tensor
+    whole = {key: tensor for key, tensor in (base | own).items() if key not in merged}
+    return merged | {key: tensor.detach().to("cpu", _at_least_float32(tensor)) for key, tensor in whole.items()}
 
 
 def _merged_layer(layer: Any, inner: Any) -> Tensor:
@@ -42,20 +48,6 @@ def _merged_layer(layer: Any, inner: Any) -> Tensor:
         parameter.data = data
     layer.merged_adapters.clear()
     return merged
-
-
-def _parts(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The base's tensors in `model`, and the policy adapter's `modules_to_save`, both under the base's names."""
-    base, own = {}, {}
-    for key, tensor in model.state_dict().items():
-        parts = key.split(".")
-        if any(part.startswith("lora_") for part in parts):
-            continue
-        if "modules_to_save" not in parts:
-            base[key.replace(".base_layer", "").replace(".original_module", "")] = tensor
-        elif f".modules_to_save.{POLICY}." in key:
-            own[key.replace(f".modules_to_save.{POLICY}", "")] = tensor
-    return base, own
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -192,7 +192,5 @@ def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
 
 def architecture(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a model's configuration that affect its outputs, as plain values."""
-    fields = {"model_type": config.model_type}
-    fields |= {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
-    plain: dict[str, Any] = json.loads(json.dumps(fields, default=str))
-    return plain
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
+    return dict(json.loads(json.dumps({"model_type": config.model_type, **fields}, default=str)))

@@ -52,12 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: there is no subcommand {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return MISTAKE
 
-    def command(words: Sequence[str]) -> int:
-        # Importing it may take seconds, in which Ctrl-C has no traceback either.
-        status: int = resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)
-        return status
-
-    return exit_status(command, words)
+    # Importing it may take seconds, in which Ctrl-C has no traceback either.
+    return exit_status(lambda words: int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)), words)
 
 
 def usage() -> str:

@@ -18,13 +18,6 @@ from alpaca_ppo.library_output import say_loading
 
 _GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")
 _OTHERS = "seed dtype reference load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
-_OF_CRITICS = ("whiten_rewards",)
-_WITHOUT_TRAINING = {
-    "num_return_sequences": 1,
-    "report_to": ["none"],
-    "adv_estimator": "reinforce_plus_plus",
-    "kl_coef": 0.0,
-}
 
 
 @dataclass(frozen=True)
@@ -72,14 +65,12 @@ def evaluate(argv: Sequence[str]) -> int:
             f"results_dir is {str(folder)!r}, which holds the results of an earlier evaluation; choose another folder, "
             "or replace them with --overwrite"
         )
-    kept = {
-        name: getattr(args, name)
-        for name, option in options_of(PPOConfig).items()
-        if (option.group in _GROUPS and name not in _OF_CRITICS) or name in _OTHERS
-    }
-
+    read = [name for name, option in options_of(PPOConfig).items() if option.group in _GROUPS or name in _OTHERS]
+    # Rewards are whitened for critics.
+    kept = {name: getattr(args, name) for name in read if name != "whiten_rewards"}
     # The defaults of a run without a critic for what an evaluation does not read.
-    args = PPOConfig(**{**kept, **_WITHOUT_TRAINING, "output_dir": str(folder)})
+    kept |= {"num_return_sequences": 1, "report_to": ["none"], "adv_estimator": "reinforce_plus_plus", "kl_coef": 0.0}
+    args = PPOConfig(**{**kept, "output_dir": str(folder)})
     # They import torch, for which `--help` and the errors of a configuration need not wait.
     say_loading()
     from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments

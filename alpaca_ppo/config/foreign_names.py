@@ -148,7 +148,8 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             missing = set(entry.ours) - set(valid)
             script = [f"PPOTrainer({name}=...)" for name, ours in OPTIONS_OF_ARGUMENT.items() if missing & set(ours)]
             in_python = f" (in a script: {', '.join(script)})" if script else ""
-            lines.append(f"  {name} ({_origin(name, entry)}): {entry.advice(value)}{in_python}")
+            listed = "" if entry.name == name or entry.name.endswith(".*") else f"'s {entry.name}"
+            lines.append(f"  {name} ({entry.of}{listed}): {entry.advice(value)}{in_python}")
         else:
             close = did_you_mean(name, valid, likeness=0.6)
             lines.append(f"  {name}:{close or ' there is no such name'}")
@@ -171,10 +172,6 @@ def flattened(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         else:
             leaves[path] = value
     return leaves
-
-
-def _origin(name: str, entry: ForeignName) -> str:
-    return f"{entry.of}'s {entry.name}" if entry.name != name and not entry.name.endswith(".*") else entry.of
 
 
 def _shown(value: Any) -> str:

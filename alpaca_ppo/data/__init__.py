@@ -9,12 +9,6 @@ from alpaca_ppo.data.prompts import PromptDataset, collate_prompts, introduction
 from alpaca_ppo.data.templates import PROMPT_TEMPLATES, PromptForm, PromptTemplate
 
 __all__ = [
-    "PROMPT_TEMPLATES",
-    "PromptDataset",
-    "PromptForm",
-    "PromptTemplate",
-    "collate_prompts",
-    "introduction",
-    "load_prompt_dataset",
-    "prepare_prompts",
-]
+    "PROMPT_TEMPLATES", "PromptDataset", "PromptForm", "PromptTemplate", "collate_prompts", "introduction",
+    "load_prompt_dataset", "prepare_prompts",
+]  # fmt: skip

@@ -108,17 +108,16 @@ def _load_folder(path: Path, config_name: str | None) -> DatasetDict:
 
 def _read_files(paths: Sequence[Path]) -> Dataset:
     """The rows of all files, which have one suffix."""
-    if _BUILDERS[paths[0].suffix] == "json":
+    suffix, options = paths[0].suffix, dict[str, Any]()
+    if _BUILDERS[suffix] == "json":
         return _read_json(paths)
-    options: dict[str, Any] = {}
-    if _BUILDERS[paths[0].suffix] == "csv":
-        options = {"sep": "\t" if paths[0].suffix == ".tsv" else ","}
+    if _BUILDERS[suffix] == "csv":
+        # By default, pandas reads the answers "NA", "None" and "null" as missing.
+        options = {"sep": "\t" if suffix == ".tsv" else ",", "keep_default_na": False, "na_values": [""]}
         for path in paths:
             _check_cells(path, options["sep"])
-        # By default, pandas reads the answers "NA", "None" and "null" as missing.
-        options |= {"keep_default_na": False, "na_values": [""]}
     names = [str(path) for path in paths]
-    return datasets.load_dataset(_BUILDERS[paths[0].suffix], data_files={"train": names}, split="train", **options)
+    return datasets.load_dataset(_BUILDERS[suffix], data_files={"train": names}, split="train", **options)
 
 
 def _read_json(paths: Sequence[Path]) -> Dataset:

@@ -60,8 +60,7 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     for call, positional in _CALLS.items():
         if found := calls.get(call):
             by_name = [(keyword.arg or f"**{ast.unparse(keyword.value)}", keyword.value) for keyword in found.keywords]
-            for name, value in [*zip(positional, found.args, strict=False), *by_name]:
-                arguments[name] = value
+            arguments |= dict([*zip(positional, found.args, strict=False), *by_name])
     for target, value in assigned:
         if isinstance(target, ast.Attribute) and _called(meant(target.value)) in _KINDS:
             arguments[target.attr] = value

@@ -127,8 +127,7 @@ class CriticHead(nn.Module, ABC):
     @property
     def distributional(self) -> bool:
         """Whether the head learns the distribution of the return, so that a risk level has a meaning."""
-        known: bool = CRITIC_HEADS.trait(self.kind, "distributional")
-        return known
+        return bool(CRITIC_HEADS.trait(self.kind, "distributional"))
 
     def spec(self) -> dict[str, Any]:
         """Kind, settings and hidden size: heads with the same spec can exchange their weights."""

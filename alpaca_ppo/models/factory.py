@@ -93,10 +93,8 @@ def build_actor_critic(
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
     """The first reward source that is a model (a path, an id, or a model in memory), or None."""
     sources = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    for source in sources:
-        if isinstance(source, PreTrainedModel) or (isinstance(source, str) and ":" not in source):
-            return source
-    return None
+    models = (s for s in sources if isinstance(s, PreTrainedModel) or (isinstance(s, str) and ":" not in s))
+    return next(models, None)
 
 
 def make_actor_critic(

@@ -227,7 +227,8 @@ class PackedSequences:
         outputs = []
         for rows, own_parts in zip(self._batches, parts, strict=True):
             _, length, prefix_start, prefix = rows[0]
-            q, k, v = (_as_batch(part, len(rows)) for part in own_parts)
+            # (rows, heads, L, d) of (1, heads, rows * L, d).
+            q, k, v = (part[0].unflatten(1, (len(rows), -1)).transpose(0, 1) for part in own_parts)
             if prefix:
                 shared = slice(prefix_start, prefix_start + prefix)
                 k, v = (
@@ -297,11 +298,6 @@ class PackedSequences:
         ]
         key_ends = _cumulative([span.prefix_length + span.length for span in self.spans], device)
         return torch.cat(columns).to(device), query_ends, key_ends, longest
-
-
-def _as_batch(heads: Tensor, rows: int) -> Tensor:
-    """(1, heads, rows * L, d) as (rows, heads, L, d)."""
-    return heads if rows == 1 else heads[0].unflatten(1, (rows, -1)).transpose(0, 1)
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -124,7 +124,6 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
         ValueError: for an adapter, for a vocabulary smaller than the policy's, and for a language model without a
             backbone that a critic could use; and whatever loading raises.
     """
-    start: Any
     given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.loading_arguments}
     if has_adapter(value_model):
         raise ValueError(
@@ -132,7 +131,7 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
             "critic_layout: adapter for the final/value of such a run, or merge the adapter into its base"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
-        start = load_critic(value_model, **given)
+        start: Any = load_critic(value_model, **given)
         config: Any = start.backbone.config
     else:
         # The critic is trained; a reward model or policy that is the same object must not change.
@@ -182,10 +181,9 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
     else:
         config = read_value_adapter(value_model)
         warn_of_other_base(value_model, config, adapters.model)
-        settings = (
-            {} if describe(config) == describe(adapters.config_of(POLICY)) else {"the adapter's configuration": None}
-        )
-        here = {**adapters.tensors_of(POLICY), **settings}
+        here: dict[str, Tensor | None] = {**adapters.tensors_of(POLICY)}
+        if describe(config) != describe(adapters.config_of(POLICY)):
+            here["the adapter's configuration"] = None
         _check_same_states(value_model, load_file(weights_file("value_model", value_model)), here)
 
 
