@@ -31,7 +31,6 @@ from alpaca_ppo.distributed.accelerator import hardware
 from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
-from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.mismatch import SamplerCheck, SamplerMismatch
 from alpaca_ppo.ppo.rollouts import RolloutCollector
@@ -106,6 +105,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
 
     def set_up_run(self, callbacks: Sequence[Any]) -> None:
         """Builds the run's state, lock, callback handler, checkpoint manager and signal handler."""
+        self.actor_critic = self.updater.engine.actor_critic
+        """Policy and critic without the wrapper of DDP or mixed precision around them."""
         self.run_lock = RunLock(self.accelerator, self.args.output_dir)
         self.state = TrainerState(
             max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
@@ -155,11 +156,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 f"checkpoint_components() returned {', '.join(taken)}, which the trainer saves itself; use another name"
             )
         return own | added
-
-    @property
-    def actor_critic(self) -> ActorCritic:
-        """Policy and critic without the wrapper of DDP or mixed precision around them."""
-        return self.updater.engine.actor_critic
 
     @property
     def model(self) -> Any:
