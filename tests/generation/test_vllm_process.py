@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from alpaca_ppo.async_calls import await_all
 from alpaca_ppo.generation import Turns, make_backend
-from alpaca_ppo.generation.vllm import sampling
+from alpaca_ppo.generation.vllm import sampling, weights
 from alpaca_ppo.generation.vllm.server import Publication, Server
 from tests.fake_vllm import FakeVLLM, ServedInThread, fake_python
 from tests.generation.test_turns import Script
@@ -25,8 +26,10 @@ from tests.tiny_runs import tiny_config
 PROGRAM = """
 import sys
 from pathlib import Path
+from alpaca_ppo.generation.vllm import weights
 from tests.generation.test_vllm import Setting
 if __name__ == "__main__":
+    weights.MEMORY = Path(sys.argv[3])
     setting = Setting(Path(sys.argv[1]), vllm_python=sys.argv[2])
     setting.sync()
     print("ready", flush=True)
@@ -34,8 +37,16 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A place of its own for the weights, because tests of other files write theirs at the same time."""
+    with tempfile.TemporaryDirectory(dir=weights.MEMORY) as folder:
+        monkeypatch.setattr(weights, "MEMORY", Path(folder))
+        yield
+
+
 def folders() -> set[Path]:
-    return set(Path("/dev/shm").glob("alpaca_ppo-vllm-*"))
+    return set(weights.MEMORY.glob("alpaca_ppo-vllm-*"))
 
 
 def servers(folder: Path) -> list[psutil.Process]:
@@ -181,7 +192,7 @@ def test_nothing_is_left_of_a_server_however_the_run_ends(
     script.write_text(PROGRAM.format(then=then))
     root = str(Path(__file__).parents[2])
     run = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path), fake_python(tmp_path)],
+        [sys.executable, str(script), str(tmp_path), fake_python(tmp_path), str(weights.MEMORY)],
         env={**os.environ, "STARTED_BY": str(tmp_path), "PYTHONPATH": root},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
