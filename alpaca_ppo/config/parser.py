@@ -108,10 +108,15 @@ def parse_options(
     if unknown := {name: " ".join(words) for name, words in found if name not in {*options, *_SOURCES}}:
         raise ValueError(
             f"unknown command-line arguments: {', '.join(unknown)}; --help-all lists the valid ones\n"
-            + explain_names(unknown, [*options, *_SOURCES], CONFIG_SECTIONS)
+            + explain_names(unknown, [*_spellings(options, unknown), *_SOURCES], CONFIG_SECTIONS)
         )
     instances = [cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types]
     return ParsedOptions(tuple(instances), tuple(presets), contents)
+
+
+def _spellings(options: Mapping[str, Option], given: Collection[str]) -> list[str]:
+    """The names that one in `given` may mean: a file that has both names of an option has one too many."""
+    return [*options, *(alias for alias, name in _ALIASES.items() if name in options and alias not in given)]
 
 
 def _split(words: Sequence[str], options: Mapping[str, Option]) -> list[tuple[str, list[str]]]:
@@ -174,7 +179,7 @@ def _from_file(content: Mapping[str, Any], options: Mapping[str, Option], where:
         names = flattened(nested) | {k: v for k, v in given.items() if k not in nested}
         raise ValueError(
             f"unknown keys in {where}: {', '.join(unknown)}; --help-all lists the valid ones\n"
-            + explain_names(names, options, CONFIG_SECTIONS)
+            + explain_names(names, _spellings(options, unknown), CONFIG_SECTIONS)
         )
     values = {}
     for name, value in given.items():

@@ -124,6 +124,8 @@ def test_model_is_another_word_for_model_name_or_path(tmp_path):
         assert parse_args([ScriptArguments], [*REQUIRED[2:], *flags])[0].model_name_or_path == "m"
         assert parse_args([SFTArguments], ["--dataset_name", "d", *flags])[0].model_name_or_path == "m"
     assert "  model: " in refusal([ScriptArguments], ["--config", write(tmp_path, "{model: m, model_name_or_path: m}")])
+    for flags in (["--modle", "m"], ["--config", write(tmp_path, "modle: m")]):
+        assert "  modle: did you mean model?" in refusal([ScriptArguments], flags)
 
 
 def test_an_unknown_name_suggests_the_nearest_and_lists_no_others():
