@@ -15,7 +15,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
-    "config": 1455,
+    "config": 1457,
     "trainer": 1513,
     "models": 1437,
     "ppo": 1484,
