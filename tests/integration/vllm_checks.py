@@ -194,7 +194,7 @@ def test_what_is_forgotten_stops_the_run(served: tuple[str, str], tmp_path: Path
         trained(tmp_path, served[0], vllm_urls=[served[1]], learning_rate=0.1)
 
 
-@pytest.mark.parametrize("config", ["ddp", "zero3"])
+@pytest.mark.parametrize("config", ["ddp", "zero3", "fsdp"])
 def test_several_processes_train_as_one_does(served: tuple[str, str], tmp_path: Path, config: str) -> None:
     for name, launch in (("one", "single"), ("two", config)):
         outcome = start(
