@@ -261,7 +261,7 @@ class RowCalls:
 def _make_call(call: Call, loop: asyncio.AbstractEventLoop, outcome: Future[Any]) -> None:
     try:
         value = call.function(**call.arguments)
-        # A partial, or an object whose __call__ is async.
+        # Of an object whose __call__ is async, or a function that returns a coroutine.
         if inspect.isawaitable(value):
             value, error = asyncio.run_coroutine_threadsafe(_outcome(value), loop).result()
             if error is not None:

@@ -37,7 +37,7 @@ def test_sync_and_async_functions_return_and_raise(calls):
     async def async_fail():
         raise ValueError("y")
 
-    # A partial of an async function is called in a thread and awaited in the loop.
+    # A partial of an async function is awaited as that is.
     all_calls = [Call(lambda a: a + 1, {"a": 1}), Call(slow, {"value": 5}), Call(fail), Call(async_fail)]
     for row, call in enumerate([*all_calls, Call(partial(slow, 7), finish=str)]):
         calls.start(row, call)
@@ -153,7 +153,7 @@ def test_an_exit_in_a_call_is_its_error_and_the_loop_goes_on(calls, kind):
     async def async_leave():
         raise kind(3)
 
-    for function in (leave, async_leave, partial(async_leave)):
+    for function in (leave, async_leave, lambda: async_leave()):
         calls.start(0, Call(function))
         assert str(made(calls, 0)[0].error) == f"the call raised {kind.__name__}: 3"
     assert await_all([slow(5)]) == [5]
