@@ -253,7 +253,8 @@ def test_the_policy_s_weights_are_yielded_whole_and_one_at_a_time(stage, name, r
 @pytest.mark.parametrize("name", STAGES["ddp"])
 def test_in_bfloat16_fsdp_trains_what_ddp_trains(name, runs):
     tensors = (torch.load(runs / stage / name / "weights.pt", weights_only=True) for stage in ("fsdp", "ddp"))
-    assert_same_tensors(*tensors, tolerance=1e-5)
+    # A gradient that is summed in another order may round to the next number, of which bfloat16 has 256 in an octave.
+    assert_same_tensors(*tensors, tolerance=1e-3)
 
 
 @pytest.mark.proof
