@@ -160,6 +160,7 @@ class _Passes:
         return dict(zip(ROW_KEYS, (queries, queries + 1, responses, mask), strict=True))
 
     def measure(self, *, replies: bool) -> Measured:
+        """The bytes of models and passes; with `replies` a turn goes on after tokens of an environment."""
         run, args = self._run, self._args
         policy = run.actor_critic.policy
         tensors = {name: [*module.parameters(), *module.buffers()] for name, module in run.modules.items()}

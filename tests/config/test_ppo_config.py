@@ -156,7 +156,7 @@ def test_the_group_estimators_are_the_built_in_ones_that_need_a_group():
 def test_every_schedule_is_one_of_transformers_that_needs_no_further_argument():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     for name in choices(options_of(PPOConfig)["lr_scheduler_type"]):
-        get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=2)
+        assert get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=2).optimizer is optimizer
 
 
 def test_the_output_folder_counts_from_where_the_configuration_was_made(tmp_path, monkeypatch):

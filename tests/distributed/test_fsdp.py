@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
@@ -28,18 +27,6 @@ def launched(monkeypatch):
             monkeypatch.setenv(name, value)
 
     return launch
-
-
-@pytest.fixture
-def group(monkeypatch):
-    """A group of this process alone, whose accelerator says that there are two."""
-    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    torch.distributed.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def made(model, **settings):
@@ -86,7 +73,7 @@ def test_an_accelerator_that_shards_by_itself_is_refused():
         make_accelerator(tiny_config("unused", fsdp=True), own)
 
 
-def test_the_option_shards_the_models_of_several_processes(group, monkeypatch, launched):
+def test_the_option_shards_the_models_of_several_processes(as_torchrun_starts_one_process, monkeypatch, launched):
     model = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared")
     chosen: list[str] = []
     monkeypatch.setattr(Engine, "__init__", lambda self, *parts: chosen.append(type(self).__name__))
@@ -111,7 +98,7 @@ def test_the_option_shards_the_models_of_several_processes(group, monkeypatch, l
     assert hardware(one)["distributed"] == "FSDP"
 
 
-def test_parameters_of_two_dtypes_and_models_without_named_layers_are_refused(group):
+def test_parameters_of_two_dtypes_and_models_without_named_layers_are_refused(as_torchrun_starts_one_process):
     with pytest.raises(ValueError, match="trained parameters are bfloat16 and float32, which FSDP2 cannot"):
         made(tiny_causal_lm("llama", dtype=torch.bfloat16))
     model = tiny_causal_lm("llama")
@@ -120,7 +107,7 @@ def test_parameters_of_two_dtypes_and_models_without_named_layers_are_refused(gr
         made(model)
 
 
-def test_weights_that_do_not_fit_while_sampling_are_named_with_the_remedy(group, monkeypatch):
+def test_weights_that_do_not_fit_while_sampling_are_named_with_the_remedy(as_torchrun_starts_one_process, monkeypatch):
     engine = made(tiny_causal_lm("llama"))
     with engine.sampling() as model:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -134,7 +121,7 @@ def test_weights_that_do_not_fit_while_sampling_are_named_with_the_remedy(group,
             pass
 
 
-def test_a_step_after_an_exception_is_that_of_a_run_without_one(group, tmp_path):
+def test_a_step_after_an_exception_is_that_of_a_run_without_one(as_torchrun_starts_one_process, tmp_path):
     first, second = (made(tiny_causal_lm("llama")) for _ in range(2))
     rows = [torch.ones(2, 3, dtype=torch.long) * 5, torch.ones(2, 3, dtype=torch.long)]
     rows += [torch.full((2, 4), 7), torch.ones(2, 4, dtype=torch.bool)]

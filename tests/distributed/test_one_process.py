@@ -2,20 +2,8 @@
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from tests.tiny_runs import tiny_trainer, weights
-
-
-@pytest.fixture
-def as_torchrun_starts_one_process(monkeypatch):
-    given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    torch.distributed.destroy_process_group()
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
