@@ -70,9 +70,9 @@ def sample(argv: Sequence[str]) -> int:
     from alpaca_ppo.models.loading import load_causal_lm, load_processing_class
 
     tokenizer = load_processing_class(policy, trust_remote_code=given.trust_remote_code, field="model")
-    prompts = prepare_prompts(
-        _dataset(given, PromptForm(**form), tokenizer), tokenizer, query_len=_LONGEST_PROMPT, form=PromptForm(**form)
-    )
+    prompt_form = PromptForm(**form)
+    dataset = _dataset(given, prompt_form, tokenizer)
+    prompts = prepare_prompts(dataset, tokenizer, query_len=_LONGEST_PROMPT, form=prompt_form)
     if difference := prompts.other_wording(tokenizer):
         print(difference)
     base = str(read_policy_adapter(policy).base_model_name_or_path) if is_adapter(policy) else None
