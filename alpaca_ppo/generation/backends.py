@@ -166,11 +166,18 @@ def generate(
     ):
         if given is not None and not taken:
             raise ValueError(f"generation_backend is {backend.name!r}, which does not take {option}; set it to auto")
-    missing = set(range(len(prompts["queries"]) * params.num_return_sequences))
+    shape = (len(prompts["queries"]) * params.num_return_sequences, params.max_new_tokens)
+    missing = set(range(shape[0]))
 
     def report(rows: list[int], finished: Generation) -> None:
         missing.difference_update(rows)
-        hooks.on_finished(rows, _check_finite(finished, rows))
+        if len(bad := (~finished.logprobs.isfinite()).nonzero()):
+            row, position = bad[0].tolist()
+            raise ValueError(
+                f"logits of row {rows[row]} are not finite at response position {position}: the weights have diverged, "
+                "or half precision overflows"
+            )
+        hooks.on_finished(rows, finished)
 
     with eval_mode(model):
         generation = backend.generate(
@@ -181,7 +188,11 @@ def generate(
             turns=turns,
             hooks=replace(hooks, on_finished=report),
         )
-    _check_shapes(generation, backend, (len(prompts["queries"]) * params.num_return_sequences, params.max_new_tokens))
+    # A user's backend may have returned anything.
+    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": shape[:1]}
+    found = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
+    if found != wanted:
+        raise ValueError(f"generation_backend {backend.name!r} returned {found}; it must be a Generation of {wanted}")
     if missing:
         rows = sorted(missing)
         report(rows, generation[rows])
@@ -207,25 +218,6 @@ def _trimmed(prompts: PromptBatch, device: torch.device) -> PromptBatch:
         prompt_ids=prompts["prompt_ids"].to(device),
         rows=prompts["rows"],
     )
-
-
-def _check_shapes(generation: Generation, backend: Backend, shape: tuple[int, int]) -> None:
-    """Raises a ValueError unless a user's backend has returned what it must."""
-    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": shape[:1]}
-    found = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
-    if found != wanted:
-        raise ValueError(f"generation_backend {backend.name!r} returned {found}; it must be a Generation of {wanted}")
-
-
-def _check_finite(generation: Generation, rows: list[int]) -> Generation:
-    finite = generation.logprobs.isfinite()
-    if not bool(finite.all()):
-        row, position = (~finite).nonzero()[0].tolist()
-        raise ValueError(
-            f"logits of row {rows[row]} are not finite at response position {position}: the weights have diverged, or "
-            "half precision overflows"
-        )
-    return generation
 
 
 @GENERATION_BACKENDS.implement("generate")

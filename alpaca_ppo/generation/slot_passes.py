@@ -125,9 +125,7 @@ class SlotCache(Cache):
             kept[other, :, :columns].copy_(states)
 
     def reserve(self, columns: int) -> None:
-        """Enlarges the cache to at least `columns` columns; the states are copied."""
-        if columns <= self.columns:
-            return
+        """Enlarges the cache to `columns` columns, which are more than it has; the states are copied."""
         filled, self.columns = self.columns, columns
         for layer, storage in self._storage.items():
             keys, values = (_zeros(kept, self) for kept in storage)
@@ -285,8 +283,7 @@ class StepAttention:
 
     def __init__(self, lengths: Tensor, columns: int) -> None:
         self._lengths, self._columns = lengths, columns
-        self._allowed: dict[int | None, Tensor] = {}
-        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
@@ -294,22 +291,18 @@ class StepAttention:
         """Returns (slots, 1, heads, width) for query (slots, heads, 1, d), key (slots, kv_heads, columns, d) and value
         (slots, kv_heads, columns, width).
         """
-        window = settings.sliding_window
         plain = settings.softcap is None and settings.sinks is None
-        mask = self._bias(window, query.dtype) if plain else self._allow(window)
+        mask = self._mask(settings.sliding_window, query.dtype if plain else torch.bool)
         return dense_attention(query, key, value, mask, settings).transpose(1, 2)
 
-    def _allow(self, sliding_window: int | None) -> Tensor:
-        """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column."""
-        if sliding_window not in self._allowed:
-            allowed = visible_columns(self._lengths, self._columns, sliding_window=sliding_window)
-            self._allowed[sliding_window] = allowed[:, None, None]
-        return self._allowed[sliding_window]
-
-    def _bias(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
-        """The same as numbers that are added to the scores: torch makes these of a boolean mask in every layer."""
+    def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
+        """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column; in another dtype, the numbers
+        that are then added to the scores, which torch makes of a boolean mask in every layer.
+        """
         kind = (sliding_window, dtype)
-        if kind not in self._biases:
-            allowed = self._allow(sliding_window)
-            self._biases[kind] = torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, float("-inf"))
-        return self._biases[kind]
+        if kind not in self._masks:
+            mask = visible_columns(self._lengths, self._columns, sliding_window=sliding_window)[:, None, None]
+            if dtype != torch.bool:
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+            self._masks[kind] = mask
+        return self._masks[kind]

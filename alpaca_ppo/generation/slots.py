@@ -225,27 +225,24 @@ class _SlotLoop:
         logits = self._prompts.read(placed, appended, self._waiting[0] // n if self._waiting else None)
         self._choose(logits)
 
-    def _start(self, slots: list[int]) -> Tensor:
-        """Writes the rows that the host has put into `slots` to the device, and returns the slots as a tensor."""
-        rows = [self._busy[slot] for slot in slots]
+    def _choose(self, logits: dict[int, Tensor]) -> None:
+        """Writes the rows that the host has put into slots to the device, and chooses their next tokens from the logits
+        (V,) after each.
+        """
+        rows = [self._busy[slot] for slot in logits]
         for row in rows:
             row.turn_start, row.limit = row.position, self._params.max_new_tokens
             if self._turns is not None:
                 row.limit = self._turns.limit(position=row.position, chosen=row.chosen, width=row.limit)
         numbers = [(r.index, r.length, r.position, r.turn_start, r.limit) for r in rows]
-        index, indices, *values = torch.tensor([slots, *zip(*numbers, strict=True)], device=self._keys.device)
+        index, indices, *values = torch.tensor([list(logits), *zip(*numbers, strict=True)], device=self._keys.device)
         out = self.out
         out.rows[index], out.keys[index], out.running[index], out.matched[index] = indices, self._keys[indices], True, 0
         out.lengths[index], out.positions[index], out.turn_starts[index], out.limits[index] = values
-        return index
-
-    def _choose(self, logits: dict[int, Tensor]) -> None:
-        """Chooses the next tokens of the rows that the host has put into slots, from the logits (V,) after each."""
-        index = self._start(list(logits))
         self._hooks.before_token()
-        self.out.choose(torch.stack(list(logits.values())), index)
-        for slot in logits:
-            self._busy[slot].position += 1
+        out.choose(torch.stack(list(logits.values())), index)
+        for row in rows:
+            row.position += 1
 
     def _compact(self) -> None:
         """Moves rows into lower slots if the next step can then be one with fewer slots."""
@@ -271,32 +268,28 @@ class _SlotLoop:
         return min(self._shapes.slot_unit(slots), self._slots)
 
     def _decode(self) -> None:
-        """Makes the steps up to the next look."""
+        """Makes the steps up to the next look: reads the next token of the first slots, and chooses one for those that
+        run. Rows that have ended are computed too, but record nothing and do not advance.
+        """
         steps = min(self._shapes.check_every, max(row.limit - row.position for row in self._busy.values()))
         slots = self._step_slots(max(self._busy) + 1)
         self._idle_steps += steps * len(self._answered())
+        lengths, running, tokens = self.out.lengths[:slots], self.out.running[:slots], self.out.tokens[:slots]
         for _ in range(steps):
             self._hooks.before_token()
             # A row that has ended on the device counts on here until the next look.
             longest = max(row.length for row in self._busy.values())
             # One more column, into which a slot writes whose row ends with this step and then idles.
             self._reserve(longest + 2)
-            self._step(slots, min(self._shapes.columns(1 + longest), self._most_columns))
+            columns = min(self._shapes.columns(1 + longest), self._most_columns)
+            # A row that has ended stays at its last position: the next one may be more than the model has.
+            positions = (lengths + running - 1).clamp(min=0)
+            logits = read_next(self._model, self._cache, tokens, lengths, columns=columns, position_ids=positions)
+            lengths.add_(running)
+            self.out.choose(logits, slice(0, slots))
             for row in self._busy.values():
                 row.length += 1
                 row.position += 1
-
-    def _step(self, slots: int, columns: int) -> None:
-        """Reads the next token of the first `slots` slots, over `columns` columns of the cache, and chooses a token for
-        those that run. Rows that have ended are computed too, but record nothing and do not advance.
-        """
-        lengths, running = self.out.lengths[:slots], self.out.running[:slots]
-        # A row that has ended stays at its last position: the next one may be more than the model has.
-        positions = (lengths + running - 1).clamp(min=0)
-        tokens = self.out.tokens[:slots]
-        logits = read_next(self._model, self._cache, tokens, lengths, columns=columns, position_ids=positions)
-        lengths.add_(running)
-        self.out.choose(logits, slice(0, slots))
 
     def _reserve(self, columns: int) -> None:
         """Enlarges the cache for rows of `columns` columns, rounded up."""

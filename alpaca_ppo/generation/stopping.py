@@ -182,13 +182,11 @@ class StopStrings:
         """Returns the states (N,) int64 after `tokens` (N,) of rows that were in `states` (N,): 0 at a response's
         start, `completed` from the token on that completes a string.
         """
-        steps, kinds = self._tables(tokens.device)
-        return steps[states, kinds[tokens]]
-
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        device = tokens.device
         if device not in self._on_device:
             self._on_device[device] = self._steps.to(device), self._kinds.to(device)
-        return self._on_device[device]
+        steps, kinds = self._on_device[device]
+        return steps[states, kinds[tokens]]
 
 
 def token_bytes(processing_class: PreTrainedTokenizerBase, vocab_size: int) -> list[bytes]:
@@ -248,16 +246,15 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
     that of a completed text, which is never left.
     """
     children: list[dict[int, int]] = [{}]
-    complete = {0: False}
+    complete = set[int]()
     for text in texts:
         state = 0
         for byte in text:
             if byte not in children[state]:
                 children.append({})
                 children[state][byte] = len(children) - 1
-                complete[len(children) - 1] = False
             state = children[state][byte]
-        complete[state] = True
+        complete.add(state)
     steps = np.zeros((len(children) + 1, 256), dtype=np.int64)
     steps[-1] = len(children)
     for byte, child in children[0].items():
@@ -266,14 +263,14 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
     suffix, waiting = {child: 0 for child in children[0].values()}, deque(children[0].values())
     while waiting:
         state = waiting.popleft()
-        complete[state] |= complete[suffix[state]]
+        if suffix[state] in complete:
+            complete.add(state)
         steps[state] = steps[suffix[state]]
         for byte, child in children[state].items():
             suffix[child] = int(steps[state, byte])
             steps[state, byte] = child
             waiting.append(child)
-    done = [state for state in range(len(children)) if complete[state]]
-    steps[np.isin(steps, done)] = len(children)
+    steps[np.isin(steps, list(complete))] = len(children)
     return steps
 
 

@@ -75,15 +75,13 @@ class _Blocks:
         self._weights = weights
         size = weights.size(1)
         rest = size % _BLOCK_SIZE
-        sums = _block_sums(weights[:, : size - rest].unflatten(1, (-1, _BLOCK_SIZE))) if size > rest else None
+        sums = [_block_sums(weights[:, : size - rest].unflatten(1, (-1, _BLOCK_SIZE)))] if size > rest else []
         if rest:
             # Padding the last block alone; padding the rows would copy them.
             last = F.pad(weights[:, size - rest :], (0, _BLOCK_SIZE - rest))
-            last = last.sum(dim=-1, keepdim=True, dtype=torch.float64)
-            sums = last if sums is None else torch.cat([sums, last], dim=1)
-        assert sums is not None, "a vocabulary has tokens"
-        self._sums = sums
-        self.total = sums.sum(dim=-1)
+            sums.append(last.sum(dim=-1, keepdim=True, dtype=torch.float64))
+        self._sums = torch.cat(sums, dim=1)
+        self.total = self._sums.sum(dim=-1)
         """(N,) float64: the sum of each row."""
 
     def inverse_cdf(self, uniforms: Tensor) -> Tensor:
