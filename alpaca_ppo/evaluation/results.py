@@ -23,20 +23,16 @@ def results_text(results: Mapping[str, Any]) -> str:
     stats = {name.removeprefix("eval/"): value for name, value in sorted(results["metrics"].items())}
     shown: dict[Any, list[str]] = {}
     for name in (name for name in stats if not name.endswith("_se")):
-        shown.setdefault(_same_line(name, stats, list(sets)), []).append(name)
+        of_set = next((each for each in sets if each and name.startswith(f"{each}/")), "")
+        value, se = stats[name], stats.get(f"{name}_se", math.nan)
+        same_line = name if math.isnan(value + se) else (of_set, f"{value:.5g}", f"{se:.5g}")
+        shown.setdefault(same_line, []).append(name)
     titles = {" = ".join(names): names[0] for names in shown.values()}
     width = max(map(len, titles))
     for title, name in titles.items():
         se = stats.get(f"{name}_se", math.nan)
         lines.append(f"{title:<{width}}  {stats[name]:>10.4g}" + ("" if math.isnan(se) else f"  ±{se:.2g}"))
     return "\n".join(lines)
-
-
-def _same_line(name: str, stats: Mapping[str, float], sets: Sequence[str]) -> Any:
-    """A key that two metrics of one set have in common if they and their standard errors are equal."""
-    of_set = next((each for each in sets if each and name.startswith(f"{each}/")), "")
-    value, se = stats[name], stats.get(f"{name}_se", math.nan)
-    return name if math.isnan(value + se) else (of_set, f"{value:.5g}", f"{se:.5g}")
 
 
 def write_results(folder: Path, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:

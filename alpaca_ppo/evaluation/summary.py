@@ -119,12 +119,11 @@ def _correctness_estimates(
 
 def _win_stats(by_prompt: Sequence[Sequence[ResponseRecord]]) -> dict[str, float]:
     judged = [[record for record in group if record.win is not None] for group in by_prompt]
-    wins = [[float(record.win or 0.0) for record in group] for group in judged]
-    differences = [[record.length_difference for record in group] for group in judged]
-    rate = clustered_mean(wins)
+    rate = clustered_mean([[float(record.win or 0.0) for record in group] for group in judged])
+    difference = clustered_mean([[record.length_difference for record in group] for group in judged])
     return {
         "win_rate": rate.mean,
         "win_rate_se": rate.se,
-        "length_difference": clustered_mean(differences).mean,
+        "length_difference": difference.mean,
         "unjudged": float(sum(map(len, by_prompt)) - sum(map(len, judged))),
     }

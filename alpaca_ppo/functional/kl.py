@@ -61,9 +61,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     Raises:
         ValueError: for an unknown estimator, and for one that does not return a tensor of the shape of its input.
     """
-    estimate = KL_ESTIMATORS.get(estimator)
     difference = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
-    value = estimate(difference)
+    value = KL_ESTIMATORS.get(estimator)(difference)
     if not isinstance(value, Tensor) or value.shape != difference.shape:
         returned = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ValueError(

@@ -57,15 +57,13 @@ def write_report(runs: Sequence[Run], path: Path, *, token_mb: float = 20.0) -> 
 def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
     """Everything that the page shows, as plain values."""
     answers = choose_answers(runs, token_mb=token_mb)
-    left_out = list(answers.left_out)
-    groups = _groups(runs)
     return {
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "runs": [_run_data(run, group, left_out) for run, group in zip(runs, groups, strict=True)],
+        "runs": [_run_data(run, group, answers.left_out) for run, group in zip(runs, _groups(runs), strict=True)],
         "answers": answers.columns,
         "prompts": answers.prompts,
         "tokens": answers.tokens,
-        "left_out": left_out,
+        "left_out": answers.left_out,
         "of_one_run": sorted(OF_ONE_RUN),
         "defaults": {name: plain(option.default) for of in OPTIONS for name, option in options_of(of).items()},
     }
@@ -82,11 +80,10 @@ def report_page(data: Mapping[str, Any]) -> str:
         "tokens": "{" + ",\n".join(f'"{i}":{text}' for i, text in data["tokens"].items()) + "}",
         "script": "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
-    page = []
-    for i, piece in enumerate((assets / "page.html").read_text(encoding="utf-8").split("@@")):
-        page.append(parts[piece] if i % 2 else piece)
+    pieces = (assets / "page.html").read_text(encoding="utf-8").split("@@")
+    page = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
     # A text of a model may hold half of a surrogate pair, which no encoding has.
-    return "".join(page).encode(errors="replace").decode()
+    return page.encode(errors="replace").decode()
 
 
 def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:

@@ -46,8 +46,7 @@ class ReportRefresher(TrainerCallback):
         """Writes the report as far as the run has come."""
         start = time.monotonic()
         try:
-            run = read_run(self.folder, self.folder.resolve().name)
-            write_report([run], self.folder / "report.html")
+            write_report([read_run(self.folder, self.folder.resolve().name)], self.folder / "report.html")
         except (OSError, ValueError) as error:
             self._say(f"report.html was not written: {error}; `alpaca-ppo report {self.folder}` writes it later")
         self._next = start + (time.monotonic() - start) / SHARE

@@ -112,16 +112,14 @@ def _table_files(run: Path) -> Iterator[TableFile]:
             for path in folder.glob("step_*.jsonl"):
                 number = path.stem.removeprefix("step_")
                 if number.isdigit():
-                    table = folder.relative_to(run).as_posix()
-                    yield TableFile(table, int(number), path, path.stat().st_size)
+                    yield TableFile(folder.relative_to(run).as_posix(), int(number), path, path.stat().st_size)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """The last part of each path, and as many more of the parts before it as it takes to tell the paths apart."""
     if len(set(paths)) < len(paths):
         raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}; name each folder once")
-    depth, names = 0, [""] * len(paths)
-    while depth == 0 or len(set(names)) < len(names):
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-    return names
+    return ["/".join(path.parts[-depth:]) for path in paths]

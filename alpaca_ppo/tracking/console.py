@@ -101,9 +101,8 @@ class Console(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints each set's metrics before training and now."""
         metrics = self._known(kwargs["metrics"])
-        lines = evaluation_lines(metrics, self._before, step=state.global_step)
+        self._print_block(evaluation_lines(metrics, self._before, step=state.global_step))
         self._before = self._before or metrics
-        self._print_block(lines)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints the line of a step that a callback has asked to log, or that turned out to be the last."""
@@ -122,7 +121,10 @@ class Console(TrainerCallback):
         lines = [f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._began)}{resumed}"]
         if changed := change_lines(history, metric=self._args.metric_for_best_model):
             lines += [", ".join(filter(None, ["from start to end", means_in_words(history)])) + ":", *changed]
-        lines += [*self._best(history, state), f"findings:    {self._findings()}"]
+        path = folder / "findings.jsonl"
+        count = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+        found = f"{count} (printed above and in {path})" if count else "none"
+        lines += [*self._best(history, state), f"findings:    {found}"]
         best = self._args.load_best_model_at_end and state.best_global_step
         lines.append(f"policy:      {folder / 'final' / 'policy'}{f' (of step {best})' if best else ''}")
         lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
@@ -175,12 +177,6 @@ class Console(TrainerCallback):
     def _known(self, stats: Metrics) -> Metrics:
         """`stats` without the KL where there is no reference: it is 0 then, and says nothing."""
         return {key: value for key, value in stats.items() if self._has_reference or not key.endswith("kl_sum_seq")}
-
-    def _findings(self) -> str:
-        """How many findings the doctor has printed, and where they are."""
-        path = Path(self._args.output_dir) / "findings.jsonl"
-        found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return f"{len(found)} (printed above and in {path})" if found else "none"
 
     def _history(self) -> list[Metrics]:
         """The lines of metrics.jsonl on the main process. A run may be resumed from another folder's checkpoint."""

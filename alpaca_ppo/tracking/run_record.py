@@ -103,6 +103,11 @@ class RunRecord:
         """Where the run came from and what it runs on, as plain values without credentials; `resumed_step` is that of
         the checkpoint from which it goes on.
         """
+        versions = {"python": platform.python_version()}
+        for name in _PACKAGES:
+            # Of those that are installed.
+            with suppress(importlib.metadata.PackageNotFoundError):
+                versions[name] = importlib.metadata.version(name)
         found = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             **self.command,
@@ -110,7 +115,7 @@ class RunRecord:
             "resumed_after_step": resumed_step if resumed_step > 0 else None,
             "git": git_commit(Path.cwd()),
             "package_commit": package_commit(),
-            "versions": _versions(),
+            "versions": versions,
             "hardware": dict(hardware),
             IN_MEMORY: dict(self.in_memory),
         }
@@ -174,12 +179,3 @@ def _described(value: Any) -> str:
 
 def _shell(words: Sequence[str]) -> str:
     return shlex.join(without_credential_arguments(list(words)))
-
-
-def _versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a run depends on, of those that are installed."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

@@ -387,7 +387,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         self.progress.advance(stats, step_ended=False)
         self._notify("on_step_end", metrics=stats)
         step, stats = self.state.global_step, dict(stats)
-        last = step == self.schedule.num_steps or self.callback_handler.control.should_training_stop
+        last = self._finished
         due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
         if self.eval_prompts and (due or self.callback_handler.control.should_evaluate):
             stats.update(self._evaluate())

@@ -80,8 +80,7 @@ def check_config_class(args: Any) -> PPOConfig:
     if dataclasses.is_dataclass(args) and not isinstance(args, type):
         fields = [field for field in dataclasses.fields(args) if field.init]
         changed = {field.name: value for field in fields if (value := vars(args).get(field.name)) != field.default}
-    valid = [field.name for field in dataclasses.fields(PPOConfig)]
-    lines = explain_names(changed, valid, CONFIG_SECTIONS)
+    lines = explain_names(changed, [field.name for field in dataclasses.fields(PPOConfig)], CONFIG_SECTIONS)
     raise ValueError(
         f"args is of the class {type(args).__module__}.{type(args).__qualname__}; PPOTrainer takes a PPOConfig, "
         "`from alpaca_ppo import PPOConfig`" + (f". The values that are not its defaults:\n{lines}" if lines else "")
