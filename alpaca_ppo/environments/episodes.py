@@ -6,6 +6,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Environments:
 
     def reward_functions(self) -> list[tuple[str, Callable[..., list[Any]]]]:
         """The reward source of each class of environments that has rewards of its own, with its name."""
-        return [(name, _source(name)) for name in rewarding_classes(self.kinds)]
+        return [(name, partial(_rewards_of, name)) for name in rewarding_classes(self.kinds)]
 
     @contextmanager
     def episodes(
@@ -220,12 +221,8 @@ class Episodes:
                 self._answers.append((row, value))
 
 
-def _source(class_name: str) -> Callable[..., list[Any]]:
-    def rewards(episodes: list[Episode], **columns: Any) -> list[Any]:
-        return [episode.rewards_of(class_name) for episode in episodes]
-
-    rewards.__name__ = class_name
-    return rewards
+def _rewards_of(class_name: str, /, episodes: list[Episode], **columns: Any) -> list[Any]:
+    return [episode.rewards_of(class_name) for episode in episodes]
 
 
 def _with_prompts(

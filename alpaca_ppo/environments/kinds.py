@@ -19,7 +19,7 @@ from alpaca_ppo.async_calls import error_text, parameters_of
 EnvironmentFactory = Callable[[], Any]
 """Makes an environment; usually its class."""
 
-_RESERVED = ("reset", "get_reward", "reply")
+_RESERVED = ("reset", "get_reward")
 _SEED = "seed"
 
 
@@ -73,7 +73,10 @@ class EnvironmentKind:
             raise ValueError(
                 f"the environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one"
             )
-        methods = {name: method for name, method in _methods(instance).items() if name not in _RESERVED[:2]}
+        # Properties are left alone: before `reset` they may not have a value.
+        static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
+        public = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
+        methods = {name: each for name, each in public.items() if inspect.ismethod(each) and name not in _RESERVED}
         self.has_reward = callable(getattr(instance, "get_reward", None))
         # Another method of this name is a tool, as in TRL.
         self.has_reply = "reply" in methods and parameters_of(methods["reply"]).names[:1] == ["completion"]
@@ -200,10 +203,3 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
             "with Args:, or begin its name with an underscore if it is no tool (a partner's is reply(completion))"
         ) from error
     return schema
-
-
-def _methods(instance: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of `instance`. Properties are left alone: before `reset` they may not have a value."""
-    static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
-    members = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
-    return {name: member for name, member in members.items() if inspect.ismethod(member)}

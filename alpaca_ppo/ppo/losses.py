@@ -92,8 +92,7 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
         stats |= {"loss/positive_nll": nll.loss, "policy/positive_fraction": nll.stats["positive_fraction"]}
         loss = loss + args.positive_nll_coef * nll.loss
     if args.kl_loss_coef:
-        penalty = kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type)
-        stats["loss/kl"] = aggregated(penalty)
+        stats["loss/kl"] = aggregated(kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type))
         loss = loss + args.kl_loss_coef * stats["loss/kl"]
     if args.entropy_coef:
         assert outputs.entropies is not None

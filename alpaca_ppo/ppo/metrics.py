@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,7 @@ class Timers:
         during: returns a context manager in which a phase, given by name and number of parts, takes place.
     """
 
-    def __init__(
-        self,
-        during: Callable[[str, int | None], AbstractContextManager[Any]] = lambda *_: nullcontext(lambda parts: None),
-    ) -> None:
+    def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
         self.seconds: dict[str, float] = {}
         self._during = during
 
@@ -150,14 +147,13 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         "objective/non_score_rewards": float(rollouts["non_score_rewards"].sum(dim=1).mean()),
         **{f"objective/{name}": value for name, value in of_responses.items()},
     }
-    if "ref_entropies" in rollouts:
-        stats["objective/ref_entropies"] = float(masked_mean(rollouts["ref_entropies"], mask))
+    for name in ("entropies", "ref_entropies"):
+        if name in rollouts:
+            stats[f"objective/{name}"] = float(masked_mean(rollouts[name], mask))
     if "overlong_penalties" in rollouts:
         stats["objective/overlong_penalty"] = float(rollouts["overlong_penalties"].mean())
     if "baseline_scores" in rollouts:
         stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
-    if "entropies" in rollouts:
-        stats["objective/entropies"] = float(masked_mean(rollouts["entropies"], mask))
     return stats | mismatch_of(rollouts) if "recomputed" in rollouts else stats
 
 
@@ -265,9 +261,9 @@ def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[st
 class StatsAccumulator:
     """Combines the statistics of micro-batches exactly. The name of a statistic decides how.
 
-    `loss/*` are divided by the denominator of the whole optimizer-step batch; they are added up, and averaged over
-    optimizer steps. For `*_min` and `*_max` the minimum or maximum is kept. All others are means over the micro-batch's
-    masked tokens, and are averaged with the number of tokens as weight.
+    `loss/*` are divided by the denominator of the whole optimizer-step batch; they are added up. For `*_min`
+    and `*_max` the minimum or maximum is kept. All others are means over the micro-batch's masked tokens, and are
+    averaged with the number of tokens as weight.
     """
 
     def __init__(self) -> None:
@@ -315,10 +311,9 @@ class StatsAccumulator:
         for name, value in other.extremes.items():
             self._extreme(name, value)
 
-    def compute(self, optimizer_steps: int) -> dict[str, float]:
-        """Returns the statistics; `loss/*` are averaged over `optimizer_steps`."""
-        stats = {name: value / optimizer_steps for name, value in self.parts.items()}
-        return stats | {name: total / weight for name, (total, weight) in self.means.items()} | self.extremes
+    def compute(self) -> dict[str, float]:
+        """Returns the statistics, of `loss/*` the sums."""
+        return self.parts | {name: total / weight for name, (total, weight) in self.means.items()} | self.extremes
 
     def _mean(self, name: str, total: float, weight: float) -> None:
         before = self.means.get(name, (0.0, 0.0))
@@ -413,4 +408,4 @@ class StepStats:
         }
         if with_critic:
             counts["val/optimizer_steps"] = total - self._steps.get("policy", 0)
-        return {**together.compute(1), **losses, **{name: float(count) for name, count in counts.items()}}
+        return {**together.compute(), **losses, **{name: float(count) for name, count in counts.items()}}

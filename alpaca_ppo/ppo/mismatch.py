@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelerate import Accelerator
 from torch import Tensor
 
 from alpaca_ppo.distributed.collectives import max_over_ranks
 from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation import SamplingParams
-from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.metrics import mismatch_of, mismatch_stats
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector
 from alpaca_ppo.types import PromptBatch, Rollouts
@@ -90,12 +88,6 @@ def exceeded_bounds(stats: Mapping[str, float], *, half_precision: bool, tempera
     return exceeded
 
 
-def in_half_precision(actor_critic: ActorCritic, accelerator: Accelerator) -> bool:
-    """Whether the policy has weights of less than 32 bits, or computes in less under autocast."""
-    narrow = any(parameter.element_size() < 4 for parameter in actor_critic.policy.parameters())
-    return narrow or accelerator.mixed_precision != "no"
-
-
 def clipped_difference(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Returns the mean absolute difference in nats per token, of which a token counts at most `OUTLIER`.
 
@@ -146,10 +138,11 @@ class SamplerCheck:
 
     @property
     def half_precision(self) -> bool:
-        """Whether policy or sampler computes in less than 32 bits."""
-        collector = self._collector
-        narrow = collector.backend.half_precision
-        return narrow or in_half_precision(collector.engine.actor_critic, collector.accelerator)
+        """Whether the sampler computes in less than 32 bits, or the policy: by its weights, or under autocast."""
+        engine, backend = self._collector.engine, self._collector.backend
+        if backend.half_precision or engine.accelerator.mixed_precision != "no":
+            return True
+        return any(parameter.element_size() < 4 for parameter in engine.actor_critic.policy.parameters())
 
     @property
     def compares(self) -> bool:

@@ -124,22 +124,21 @@ class EvaluatedRows:
         self._rows, self._device = row_tensors(samples), device
         self._group = int(samples["sample_ids"].max()) + 1 if "sample_ids" in samples else 1
         self._batch_size, self._max_tokens, self._most_passes = per_device_batch_size, max_tokens, most_passes
-        self._chunks: dict[bool, list[list[int]]] = {}
-        self._batches: dict[bool, list[DeviceBatch]] = {}
+        self._batches: dict[bool, list[tuple[list[int], DeviceBatch]]] = {}
         self._packed: dict[tuple[bool, int, RowLayout], PackedRows] = {}
 
     def passes(self, model: ActorCritic | Policy) -> Iterator[tuple[list[int], list[Tensor], Any]]:
         """The rows of each pass of `model`, their tensors on the device, and what `model.pack` returns for them."""
         free = model.padding_free
-        if free not in self._chunks:
+        if free not in self._batches:
             lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
             if free and self._max_tokens is not None:
                 chunks = chunks_by_tokens(lengths, self._max_tokens, group=self._group)
             else:
                 chunks = chunks_by_length(lengths, self._batch_size)
-            self._chunks[free] = chunks + [[] for _ in range(self._most_passes(len(chunks)) - len(chunks))]
-            self._batches[free] = list(DeviceRows(self._rows, self._chunks[free], self._device))
-        for number, (rows, batch) in enumerate(zip(self._chunks[free], self._batches[free], strict=True)):
+            chunks += [[] for _ in range(self._most_passes(len(chunks)) - len(chunks))]
+            self._batches[free] = list(zip(chunks, DeviceRows(self._rows, chunks, self._device), strict=True))
+        for number, (rows, batch) in enumerate(self._batches[free]):
             tensors = list(batch.device.values())
             if isinstance(model, Policy):
                 yield rows, tensors, self._pack(batch, (free, number, model.layout))

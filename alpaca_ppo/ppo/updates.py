@@ -196,7 +196,7 @@ class Updater:
             whole = StatsAccumulator()
             for of_rank in gather_list(stats.update, self.accelerator):
                 whole.merge(of_rank)
-            measured = whole.compute(1)
+            measured = whole.compute()
             # Without a mean, no row of the step gives a gradient.
             if first and whole.means:
                 check(measured)

@@ -179,8 +179,7 @@ def _score_padded(model: Any, sequences: Sequence[Tensor]) -> Tensor:
     attention_mask = (torch.arange(input_ids.size(1)) < lengths.unsqueeze(1)).long()
     device = next(model.parameters()).device
     with _scoring_config(config, pad):
-        output = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device))
-    scores: Tensor = output.logits
+        scores: Tensor = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device)).logits
     return scores.squeeze(-1).cpu()
 
 

@@ -195,10 +195,9 @@ class Penalties:
     """Replaces the reward of a response that did not stop: a per-token reward becomes zero everywhere except at the
     last chosen token, which gets the penalty. None keeps the reward."""
     overlong_buffer_len: int | None = None
-    """Tokens before the longest response over which a penalty grows that is added to the reward (of the last chosen
-    token), also to a `missing_stop`. The length of a response is the number of chosen tokens. None adds nothing."""
-    overlong_factor: float = 1.0
-    """That penalty for a response of as many tokens as there are columns, in reward units."""
+    """Tokens before the longest response over which a penalty grows to 1, which is taken from the reward (of the last
+    chosen token), also from a `missing_stop`. The length of a response is the number of chosen tokens. None takes
+    nothing."""
 
 
 def score_responses(
@@ -242,9 +241,7 @@ def score_responses(
     by_source = torch.stack(list(result.by_source.values()), dim=1)
     scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
     if (buffer_len := penalties.overlong_buffer_len) is not None:
-        scored["overlong_penalties"] = overlong_penalty(
-            mask.sum(dim=1), max_len=mask.size(1), buffer_len=buffer_len, factor=penalties.overlong_factor
-        )
+        scored["overlong_penalties"] = overlong_penalty(mask.sum(dim=1), max_len=mask.size(1), buffer_len=buffer_len)
         scored["rewards"] = rewards + _on_responses(scored["overlong_penalties"], rewards, mask)
     if scorer.policy.mask:
         scored["trained_rows"] = torch.tensor([row not in result.failures for row in range(len(rows))])

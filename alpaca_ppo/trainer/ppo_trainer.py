@@ -174,7 +174,7 @@ class PPOTrainer(EvaluatingTrainer):
         self.kl_controller = KLController(
             args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon
         )
-        self.penalties = Penalties(args.penalty_reward_value, args.overlong_buffer_len, overlong_factor=1.0)
+        self.penalties = Penalties(args.penalty_reward_value, args.overlong_buffer_len)
         self.set_up_run(callbacks or [])
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:

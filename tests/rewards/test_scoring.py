@@ -57,18 +57,18 @@ def test_the_penalty_of_token_rewards_goes_to_the_last_token():
 
 
 def test_the_penalty_for_length_grows_over_the_last_tokens_and_leaves_the_scores():
-    # 3, 1 and 2 chosen tokens in 5 columns, with a buffer of 4 after the first: -2 * 2/4, 0 and 1/4. The last two did
+    # 3, 1 and 2 chosen tokens in 5 columns, with a buffer of 4 after the first: -2/4, 0 and -1/4. The last two did
     # not stop.
-    overlong = {"overlong_buffer_len": 4, "overlong_factor": 2.0}
+    overlong = {"overlong_buffer_len": 4}
     ones = {"function": lambda prompts, **columns: [1.0, 2.0, 3.0], "sampled": with_holes()}
     scored = score(**ones, penalty=None, **overlong)
-    assert scored["overlong_penalties"].tolist() == [-1.0, 0.0, -0.5]
-    assert scored["rewards"].tolist() == [0.0, 2.0, 2.5]
+    assert scored["overlong_penalties"].tolist() == [-0.5, 0.0, -0.25]
+    assert scored["rewards"].tolist() == [0.5, 2.0, 2.75]
     assert scored["scores"].tolist() == [1.0, 2.0, 3.0] and scored["scores_by_source"].tolist() == [[1.0], [2.0], [3.0]]
     # Beside the penalty for a missing stop, and on the last chosen token.
-    assert score(**ones, penalty=-5.0, **overlong)["rewards"].tolist() == [0.0, -5.0, -5.5]
+    assert score(**ones, penalty=-5.0, **overlong)["rewards"].tolist() == [0.5, -5.0, -5.25]
     tokens = score(token_ids, with_holes(), penalty=-5.0, **overlong)
-    assert tokens["rewards"].tolist() == [[10.0, 11.0, 0.0, 0.0, 13.0], [0, 0, -5.0, 0, 0], [0, 0, 0, -5.5, 0]]
+    assert tokens["rewards"].tolist() == [[10.0, 11.0, 0.0, 0.0, 13.5], [0, 0, -5.0, 0, 0], [0, 0, 0, -5.25, 0]]
     assert tokens["scores"].tolist() == [35.0, 22.0, 64.0]
 
 
