@@ -112,26 +112,26 @@ def load_sequence_classifier(
 
 
 def load_complete(
-    auto_class: Any, name: str, *, trust_remote_code: bool, dtype: torch.dtype = torch.float32, **arguments: Any
+    auto_class: Any, name: str, *, trust_remote_code: bool, remedy: str = LOADING_REMEDY, **arguments: Any
 ) -> PreTrainedModel:
-    """The model `name`, from safetensors; `arguments` are further ones of `from_pretrained`.
+    """The model `name`, from safetensors, in float32 unless the `arguments` of `from_pretrained` say otherwise. The
+    `remedy` is that of a name that cannot be loaded.
 
     Raises:
         ValueError: if it does not exist, its folder is damaged, or weights are missing, which transformers would
             initialize at random.
     """
-    problem, remedy = f"no model can be loaded from {name!r}", LOADING_REMEDY
-    if own := sorted(arguments.keys() - {"quantization_config"}):
+    problem = f"no model can be loaded from {name!r}"
+    if own := sorted(arguments.keys() - {"dtype", "quantization_config"}):
         remedy += f"; or it refuses an argument of model_init_kwargs ({', '.join(own)})"
     bars = transformers_bars(shown=has_screen())
     with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy), bars:
         loaded: tuple[PreTrainedModel, Any] = auto_class.from_pretrained(
             name,
             trust_remote_code=trust_remote_code,
-            dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            **arguments,
+            **{"dtype": torch.float32, **arguments},
         )
     model, info = loaded
     if info["missing_keys"]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.functional.packing import RowLayout, pack_rows
-from alpaca_ppo.library_output import has_screen, transformers_bars
+from alpaca_ppo.models.loading import load_complete
 from alpaca_ppo.models.packed_attention import sequence_keywords
 from alpaca_ppo.models.policy import eval_mode
 from alpaca_ppo.models.trial import Trial, difference, packing_problem
@@ -239,35 +239,23 @@ def build_model_reward(
             there is no tokenizer.
     """
     origin, name = _origin(source), model_name(source)
-    with remote_code(origin, trust=trust_remote_code):
-        model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
-        if tokenizer is None:
-            remedy = "pass one in reward_processing_classes"
-            if not origin:
-                raise ValueError(f"reward model {name!r} was built in memory and has no tokenizer; {remedy}")
-            with loading(f"reward model {origin!r} has no tokenizer in its folder", origin, remedy):
-                tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
-    return ModelReward(model, tokenizer, name=name, batch_size=batch_size, padding_free=padding_free)
-
-
-def _load_model(origin: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    problem = f"cannot load a reward model from {origin!r}"
-    remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors weights or a hub id"
-    if is_adapter(origin):
-        raise ValueError(
-            f"reward_model_name_or_path (or an entry of reward_funcs) is {origin!r}, an adapter and not a full model; "
-            "pass it as reward_adapter, or merge it into its base"
-        )
-    with loading(problem, origin, remedy), transformers_bars(shown=has_screen()):
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            origin, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
-        )
-    if report["missing_keys"]:
-        raise ValueError(
-            f"reward model {origin!r} lacks the weights {sorted(report['missing_keys'])}, which would be random; use a "
-            "trained sequence classifier, not a language model"
-        )
-    return model
+    if isinstance(source, str):
+        if is_adapter(source):
+            raise ValueError(
+                f"reward_model_name_or_path (or an entry of reward_funcs) is {source!r}, an adapter and not a full "
+                "model; pass it as reward_adapter, or merge it into its base"
+            )
+        remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
+        how: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}
+        source = load_complete(AutoModelForSequenceClassification, source, **how)
+    if tokenizer is None:
+        remedy = "pass one in reward_processing_classes"
+        if not origin:
+            raise ValueError(f"reward model {name!r} was built in memory and has no tokenizer; {remedy}")
+        problem = f"reward model {origin!r} has no tokenizer in its folder"
+        with remote_code(origin, trust=trust_remote_code), loading(problem, origin, remedy):
+            tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
+    return ModelReward(source, tokenizer, name=name, batch_size=batch_size, padding_free=padding_free)
 
 
 def model_name(source: Any) -> str:

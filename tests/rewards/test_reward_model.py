@@ -271,7 +271,7 @@ def test_the_scorer_moves_its_models():
 
 def test_a_language_model_is_refused(tmp_path):
     folder = saved(tmp_path, tiny_causal_lm("llama"), tiny_tokenizer(WORDS))
-    with pytest.raises(ValueError, match=r"lacks the weights \['score.weight'\], which would be random"):
+    with pytest.raises(ValueError, match=r"my-reward has no weights for score\.weight, which would be random"):
         build_reward(folder)
 
 
@@ -312,7 +312,7 @@ def test_an_empty_text_is_refused():
 
 def test_a_name_that_is_neither_a_function_nor_a_model_is_refused_with_the_remedy(tmp_path):
     for name in ("./no/such", str(tmp_path / "none")):
-        with pytest.raises(ValueError, match=f"cannot load a reward model from '{name}' .* is module:function") as e:
+        with pytest.raises(ValueError, match=f"no model can be loaded from '{name}' .* is module:function") as e:
             build_reward(name)
         assert isinstance(e.value.__cause__, OSError)
 
