@@ -36,6 +36,14 @@ def last_token_index(response_mask: Tensor) -> Tensor:
     return response_lengths(response_mask) - 1
 
 
+def per_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """(B, R): rewards of tokens as they are; those of responses (B,) on their last chosen tokens, with 0 elsewhere."""
+    if rewards.dim() == 2:
+        return rewards
+    is_last = torch.arange(response_mask.size(1), device=rewards.device) == last_token_index(response_mask).unsqueeze(1)
+    return torch.where(is_last, rewards.unsqueeze(1), 0.0)
+
+
 def shape_rewards(
     scores: Tensor,
     logprobs: Tensor,
@@ -73,10 +81,7 @@ def shape_rewards(
     # A registered estimator may give something else than 0 for equal log-probabilities.
     kl = zero_outside(kl, response_mask)
     non_score_rewards = -kl_coef * kl
-    token_scores = at_least_float32(scores)
-    if scores.dim() == 1:
-        slots = token_scores.new_zeros(response_mask.shape)
-        token_scores = slots.scatter(1, last.unsqueeze(1), token_scores.unsqueeze(1))
+    token_scores = per_token(at_least_float32(scores), response_mask)
     return ShapedRewards(non_score_rewards + zero_outside(token_scores, response_mask), non_score_rewards, kl)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.masked import zero_outside
-from alpaca_ppo.functional.shaping import last_token_index
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -96,14 +95,6 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     if taken := sorted(set(scores) & set(samples)):
         raise ValueError(f"_score() returned {', '.join(taken)}, which _generate() returned already; use other names")
     return {**scores, "rewards": zero_outside(rewards, samples["response_mask"])} if of_tokens else dict(scores)
-
-
-def per_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """Rewards (C, R): those of tokens as they are, that of a response (C,) on its last chosen token."""
-    if rewards.dim() == 2:
-        return rewards
-    last = last_token_index(response_mask).unsqueeze(1)
-    return rewards.new_zeros(response_mask.shape).scatter(1, last, rewards.unsqueeze(1))
 
 
 def check_rollouts(rollouts: Any) -> None:

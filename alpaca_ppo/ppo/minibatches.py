@@ -24,7 +24,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
 from alpaca_ppo.distributed.optimizer import Part, StepCounts
 from alpaca_ppo.functional.rng import seeded_permutation
-from alpaca_ppo.ppo import hook_checks
+from alpaca_ppo.functional.shaping import per_token
 from alpaca_ppo.rewards.batch import RowFailure
 from alpaca_ppo.types import Rollouts
 
@@ -75,11 +75,11 @@ def shape_as_on_others(rows: dict[str, Tensor] | None, accelerator: Accelerator)
 
     Every rank must call it.
     """
-    per_token = bool(rows) and rows["rewards"].dim() == 2  # type: ignore[index]
-    others_per_token = any_rank(per_token, accelerator)
-    if not rows or per_token or not others_per_token or bool(rows["trained_rows"].any()):
+    of_tokens = bool(rows) and rows["rewards"].dim() == 2  # type: ignore[index]
+    elsewhere = any_rank(of_tokens, accelerator)
+    if not rows or of_tokens or not elsewhere or bool(rows["trained_rows"].any()):
         return rows
-    return {**rows, "rewards": hook_checks.per_token(rows["rewards"], rows["response_mask"])}
+    return {**rows, "rewards": per_token(rows["rewards"], rows["response_mask"])}
 
 
 def leave_out_failures(

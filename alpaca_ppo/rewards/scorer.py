@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.shaping import last_token_index, overlong_penalty, sequence_scores
+from alpaca_ppo.functional.shaping import overlong_penalty, per_token, sequence_scores
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RowFailure, make_reward_batch
 from alpaca_ppo.rewards.reward_function import (
     OFFERED,
@@ -273,10 +273,7 @@ def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:
 
 def _on_responses(values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
     """`values` (B,) in the shape of `rewards`: on the last chosen token of each response, if these are per token."""
-    if rewards.dim() == 1:
-        return values
-    is_last = torch.arange(mask.size(1)) == last_token_index(mask).unsqueeze(1)
-    return torch.where(is_last, values.unsqueeze(1), torch.zeros_like(rewards))
+    return values if rewards.dim() == 1 else per_token(values, mask)
 
 
 def free_name(base: str, taken: Sequence[str]) -> str:

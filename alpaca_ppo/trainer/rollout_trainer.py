@@ -15,7 +15,7 @@ from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.environments.episodes import Environments, Episodes
-from alpaca_ppo.functional.shaping import sequence_scores
+from alpaca_ppo.functional.shaping import per_token, sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
@@ -198,7 +198,7 @@ class RolloutTrainer(BaseTrainer):
                 scores = self._score(samples, rows)
                 scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
                 if self.environments is not None and self.environments.reward_per_token:
-                    scored["rewards"] = hook_checks.per_token(scored["rewards"], samples["response_mask"])
+                    scored["rewards"] = per_token(scored["rewards"], samples["response_mask"])
                 return samples | scored | ({} if measure is None else measure(samples | scored, rows))
 
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:

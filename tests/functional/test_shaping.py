@@ -11,6 +11,7 @@ from alpaca_ppo.functional import (
     response_lengths,
     shape_rewards,
 )
+from alpaca_ppo.functional.shaping import per_token
 from tests.registered import temporary_choices
 
 HOLED = tensor([[True, False, True, False], [True, True, False, False]])
@@ -20,6 +21,12 @@ def test_a_length_reaches_to_the_last_true_over_holes():
     mask = torch.cat([HOLED, torch.zeros(1, 4, dtype=torch.bool)])
     assert response_lengths(mask).tolist() == [3, 2, 0]
     assert last_token_index(mask).tolist() == [2, 1, -1]
+
+
+def test_the_reward_of_a_response_goes_to_its_last_chosen_token():
+    mask = tensor([[True, True, False], [True, False, True]])
+    assert per_token(tensor([1.0, 3.0]), mask).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 3.0]]
+    assert per_token(torch.eye(2, 3), mask).tolist() == torch.eye(2, 3).tolist()
 
 
 def test_shape_rewards_by_hand():

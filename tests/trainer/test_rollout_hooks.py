@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples, per_token
+from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples
 from tests.tiny_runs import tiny_trainer, weights
 
 
@@ -179,12 +179,6 @@ def test_token_rewards_outside_the_mask_do_not_count(sampled):
     scores = {"scores": torch.zeros(4), "rewards": torch.ones(4, 5), "scores_by_source": torch.zeros(4, 1)}
     checked = check_scores(scores, sampled["samples"], num_sources=1)
     assert torch.equal(checked["rewards"], sampled["samples"]["response_mask"].float())
-
-
-def test_the_reward_of_a_response_goes_to_its_last_chosen_token():
-    mask = torch.tensor([[True, True, False], [True, False, True]])
-    assert per_token(torch.tensor([1.0, 3.0]), mask).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 3.0]]
-    assert per_token(torch.eye(2, 3), mask).tolist() == torch.eye(2, 3).tolist()
 
 
 def test_a_reward_function_that_leaves_gradients_off_changes_no_update(tmp_path):
