@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, error_text
 from alpaca_ppo.config.fields import shown
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message, with_observation
 from alpaca_ppo.environments.kinds import EnvironmentKind
@@ -43,14 +44,7 @@ class EpisodeSettings:
     """What all episodes of a run have in common."""
 
     conversation: Conversation
-    response_len: int | None = None
-    """Columns of a response, beyond which answers are not written in tokens; None sets no limit."""
-    max_turns: int | None = None
-    """Turns of the policy after which an episode ends; None sets no limit."""
-    max_turn_tokens: int | None = None
-    """Of a turn of the policy."""
-    tool_timeout: float | None = None
-    """Seconds for a call of a tool, `reset`, `reply` or `get_reward`; None waits without end."""
+    args: PPOConfig
     tool_call_parser: ToolCallParser | None = None
     """None takes the tokenizer's `response_template` if it has one, and otherwise JSON between <tool_call> tags."""
 
@@ -181,18 +175,19 @@ class Episode:
             EnvironmentFailure: see there.
         """
         answers = yield from self._answers(turn)
-        last = self.settings.max_turns is not None and self.num_turns >= self.settings.max_turns
+        args = self.settings.args
+        last = args.max_turns is not None and self.num_turns >= args.max_turns
         if answers is None or last:
             self.cut = answers is not None
             return None
         replies, calls = answers
-        width = self.settings.response_len
         ids = self.settings.conversation.reply_ids(
             replies,
             stopped_by_token=turn.stopped and self.settings.conversation.ends_turn(turn.response[-1]),
             tool_calls=calls,
             schemas=self.schemas,
-            columns=None if width is None else width - len(turn.response),
+            # What does not fit need not be written.
+            columns=args.response_len - len(turn.response),
         )
         self.num_read = len(turn.response) + len(ids)
         if calls:
@@ -295,7 +290,7 @@ class Episode:
                 function = tool.function or getattr(self.environment, tool.name)
                 problem = call_problem(call, function, tool.schema)
         if not problem:
-            timeout = self.settings.tool_timeout
+            timeout = self.settings.args.tool_timeout
             # A tool may keep and change what it is given.
             ended = yield Call(function, deepcopy(dict(call.arguments)), timeout, finish=lambda v: encodable(str(v)))
             if ended.error is None:
@@ -309,7 +304,7 @@ class Episode:
         return encodable(json.dumps({"error": problem}, ensure_ascii=False))
 
     def _own(self, method: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Steps[Any]:
-        timeout = self.settings.tool_timeout
+        timeout = self.settings.args.tool_timeout
         ended = yield Call(method, arguments, timeout)
         if ended.error is None:
             return ended.value

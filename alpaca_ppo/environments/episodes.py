@@ -53,14 +53,13 @@ class Environments:
 
     @contextmanager
     def episodes(
-        self, prompts: PromptBatch, sampling_params: SamplingParams, *, query_len: int, poll: Callable[[], Any]
+        self, prompts: PromptBatch, sampling_params: SamplingParams, poll: Callable[[], Any]
     ) -> Iterator["Episodes"]:
         """A block in which the episodes of `prompts` exist, `sampling_params.num_return_sequences` for each.
 
         Args:
             prompts: of this rank.
             sampling_params: of the rollout.
-            query_len: the most tokens of a prompt.
             poll: called several times a second while nothing else happens; an exception in it ends the block.
         """
         n = sampling_params.num_return_sequences
@@ -75,7 +74,7 @@ class Environments:
             of_prompts = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1)
             keys = of_prompts.random_keys(prompts["prompt_ids"])
             episodes.begin([int(key) & 0x7FFFFFFF for key in keys for _ in range(n)])
-            episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
+            episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params)
             yield episodes
         finally:
             running = self.calls.abandon()
@@ -118,7 +117,7 @@ class Episodes:
 
     def __init__(self, episodes: Sequence[Episode], environments: Environments, poll: Callable[[], Any]) -> None:
         self.of_rows, self._calls, self._poll = list(episodes), environments.calls, poll
-        self._max_turn_tokens = environments.settings.max_turn_tokens
+        self._max_turn_tokens = environments.settings.args.max_turn_tokens
         self.turns = Turns(self, max_turn_tokens=self._max_turn_tokens) if environments.answer else None
         """For the sampler; None if no response goes on after its first turn, which every sampler can do."""
         self._steps: dict[int, Steps[Any]] = {}
@@ -226,10 +225,10 @@ def _rewards_of(class_name: str, /, episodes: list[Episode], **columns: Any) -> 
 
 
 def _with_prompts(
-    episodes: Sequence[Episode], prompts: PromptBatch, params: SamplingParams, query_len: int
+    episodes: Sequence[Episode], prompts: PromptBatch, params: SamplingParams
 ) -> tuple[PromptBatch, SamplingParams]:
     """The prompts that the episodes begin with, and how to sample them."""
-    n, written = params.num_return_sequences, []
+    n, written, query_len = params.num_return_sequences, [], episodes[0].settings.args.query_len
     for number, episode in enumerate(episodes):
         tokens, mask = prompts["queries"][number // n], prompts["query_attn_masks"][number // n]
         # Unless `reset` has added to it, the prompt is the one that was tokenized before the run.

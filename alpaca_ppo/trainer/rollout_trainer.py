@@ -184,8 +184,7 @@ class RolloutTrainer(BaseTrainer):
         rows = [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
         with ExitStack() as stack:
             if self.environments is not None:
-                poll, query_len = self.preemption.poll, self.args.query_len
-                begun = self.environments.episodes(prompts, sampling_params, query_len=query_len, poll=poll)
+                begun = self.environments.episodes(prompts, sampling_params, self.preemption.poll)
                 with self.timers.measure("environments"):
                     episodes = self._episodes = stack.enter_context(begun)
                 stack.callback(setattr, self, "_episodes", None)

@@ -30,7 +30,7 @@ from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, Re
 from alpaca_ppo.trainer.preflight import REWARD_ADAPTER, Kinds
 
 
-def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds | None = None) -> PromptDataset:
+def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds) -> PromptDataset:
     """The tokenized prompts of `dataset`, which show the tools of `kinds`; overlong ones are dropped or raise an error
     (`overlong_prompts`). Prompts are blank where environments make them: without a dataset or the prompt column.
 
@@ -40,7 +40,6 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
             row has.
     """
     resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
-    kinds = kinds or {}
     blank: Any = [{"role": "user", "content": ""}] if processing_class.chat_template else ""
     if dataset is None:
         if not any(kind.environment_class is not NoEnvironment for kind in kinds.values()):
@@ -75,9 +74,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
     )
 
 
-def make_eval_prompts(
-    dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds | None = None
-) -> dict[str, PromptDataset]:
+def make_eval_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds) -> dict[str, PromptDataset]:
     """The tokenized prompts of each eval set by its name, which is empty for a dataset that is given without one.
 
     Raises:
@@ -267,12 +264,4 @@ def make_environments(
         if kind.answers:
             schemas = [tool.schema for tool in kind.tools]
             conversation.check(schemas, replies=kind.has_reply, max_turns=args.max_turns)
-    settings = EpisodeSettings(
-        conversation,
-        response_len=args.response_len,
-        max_turns=args.max_turns,
-        max_turn_tokens=args.max_turn_tokens,
-        tool_timeout=args.tool_timeout,
-        tool_call_parser=tool_call_parser,
-    )
-    return Environments(kinds, settings)
+    return Environments(kinds, EpisodeSettings(conversation, args, tool_call_parser))

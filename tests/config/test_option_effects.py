@@ -184,10 +184,10 @@ def test_prompts_come_from_the_column_that_is_named(tmp_path):
 )
 def test_overlong_prompts_are_dropped_cut_or_an_error(settings, lengths):
     rows = Dataset.from_list([{"prompt": "w10 w11 w12"}, {"prompt": "w10"}])
-    made = make_prompts(rows, tiny_tokenizer(), PPOConfig(**settings))
+    made = make_prompts(rows, tiny_tokenizer(), PPOConfig(**settings), {})
     assert [len(made[i]["input_ids"]) for i in range(len(made))] == lengths
     with pytest.raises(ValueError, match="query_len"):
-        make_prompts(rows, tiny_tokenizer(), PPOConfig(query_len=2, overlong_prompts="error"))
+        make_prompts(rows, tiny_tokenizer(), PPOConfig(query_len=2, overlong_prompts="error"), {})
 
 
 def test_a_call_that_hangs_ends_the_run_after_the_time_that_it_may_take(tmp_path):
@@ -233,10 +233,10 @@ def test_columns_become_the_messages_of_system_and_user(tmp_path):
     tokenizer = turn_tokenizer(CHATML, special=["<|im_start|>", "<|im_end|>"])
     rows = Dataset.from_list([{"question": "w10", "input": "w11"}])
     template = {"user_template": "{question} {input}", "system_prompt": "w12"}
-    (item,) = make_prompts(rows, tokenizer, PPOConfig(**template))
+    (item,) = make_prompts(rows, tokenizer, PPOConfig(**template), {})
     user = {"role": "user", "content": "w10 w11"}
     assert item["row"]["prompt"] == [{"role": "system", "content": "w12"}, user]
-    (item,) = make_prompts(rows, tokenizer, PPOConfig(user_template=template["user_template"]))
+    (item,) = make_prompts(rows, tokenizer, PPOConfig(user_template=template["user_template"]), {})
     assert item["row"]["prompt"] == [user]
 
 

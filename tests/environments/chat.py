@@ -5,6 +5,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.environments.conversation import Conversation
 from alpaca_ppo.environments.episode import EpisodeSettings
 from tests.data.tokenizers import byte_tokenizer
@@ -38,5 +39,7 @@ def conversation(tokenizer: Any = None, *, messages: bool = True, **keywords: An
 
 
 def settings(**keywords: Any) -> EpisodeSettings:
-    """Of a chat."""
-    return EpisodeSettings(**{"conversation": conversation(), **keywords})
+    """Of a chat; `keywords` are those of `EpisodeSettings`, and options of the run."""
+    own = {name: keywords.pop(name) for name in ("conversation", "tool_call_parser") if name in keywords}
+    args = PPOConfig(**{"query_len": 4000, "response_len": 10**6, **keywords})
+    return EpisodeSettings(**{"conversation": conversation(), "args": args, **own})

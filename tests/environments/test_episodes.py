@@ -37,7 +37,7 @@ class Played:
         }
         stop = (CHAT.eos_token_id,)
         params = SamplingParams(max_new_tokens=4000, temperature=1.0, pad_token_id=0, stop_token_ids=stop)
-        self._block = self.environments.episodes(batch, params, query_len=4000, poll=poll)
+        self._block = self.environments.episodes(batch, params, poll)
         self.episodes = self._block.__enter__()
         self.episode = self.episodes.of_rows[0]
         self.response, self.mask = [], []
