@@ -200,5 +200,4 @@ DOCTOR_RULES: tuple[DoctorRule, ...] = get_args(DoctorRule)
 """The rules of `doctor.rules`, in the order in which findings are reported."""
 
 DoctorSeverity = Literal["warning", "error"]
-DOCTOR_SEVERITIES: tuple[DoctorSeverity, ...] = get_args(DoctorSeverity)
-"""How severe a finding is, from the least to the most."""
+"""An error ruins the run or lets it learn nothing, a warning is worth a look while it goes on."""

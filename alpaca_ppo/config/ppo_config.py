@@ -9,7 +9,7 @@ combinations are checked in `checks`. Nothing here depends on models, devices or
 
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -112,11 +112,6 @@ class PPOConfig(LearningOptions):
     def micro_batch_tokens(self) -> int:
         """Tokens that a micro-batch may have: `max_tokens_per_micro_batch` or its default."""
         return self.max_tokens_per_micro_batch or self.step_per_device_batch_size * self.longest_row
-
-    @property
-    def loading_arguments(self) -> dict[str, Any]:
-        """What `from_pretrained` gets for policy, critic and reference beyond what the run always passes."""
-        return dict(self.model_init_kwargs or {})
 
     @property
     def separate_critic_steps(self) -> bool:

@@ -10,7 +10,8 @@ import yaml
 
 from alpaca_ppo.atomic_io import StrPath
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.doctor.rules import RULES, History, Severity
+from alpaca_ppo.doctor.rules import RULES, History
+from alpaca_ppo.registry import DoctorSeverity
 
 ENDED_BY_ERROR = 3
 """The exit status of a command whose run an error in `stop_on` has ended: neither a mistake (2) nor a crash (1)."""
@@ -24,7 +25,7 @@ class Finding:
     """The step after which it was found."""
     rule: str
     """The name of the rule, as `stop_on` takes it."""
-    severity: Severity
+    severity: DoctorSeverity
     sentence: str
     """What is wrong, with the numbers that show it."""
     remedy: str
@@ -98,10 +99,10 @@ def read_findings(folder: StrPath) -> list[Finding]:
     path, keys = Path(folder) / "findings.jsonl", {field.name for field in dataclasses.fields(Finding)}
     rows = list(read_lines(path)) if path.exists() else []
     for row in rows:
-        if row.keys() != keys or row["severity"] not in get_args(Severity):
+        if row.keys() != keys or row["severity"] not in get_args(DoctorSeverity):
             raise ValueError(
-                f"{path} holds {shown(row)}, which is no finding with a severity of {', '.join(get_args(Severity))}; "
-                "remove the line, or the file"
+                f"{path} holds {shown(row)}, which is no finding with a severity of warning or error; remove the line, "
+                "or the file"
             )
     return [Finding(**row) for row in rows]
 

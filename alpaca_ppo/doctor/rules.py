@@ -10,14 +10,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
-from alpaca_ppo.registry import DOCTOR_RULES
+from alpaca_ppo.registry import DOCTOR_RULES, DoctorSeverity
 
 WINDOW = 5
 """Steps that are averaged, so that one unusual batch does not speak for the run."""
-Severity = Literal["warning", "error"]
-"""An error ruins the run or lets it learn nothing, a warning is worth a look while it goes on."""
 _KL, _SCORES, _SPREAD = "objective/kl_avg_seq", "objective/scores", "objective/scores_std"
 _CLIPPED_OTHERWISE = ("sapo", "cispo", "dppo", "gspo")
 """Losses whose clip fraction means something else than PPO's, or whose range is hundreds of times narrower."""
@@ -109,7 +107,7 @@ class History:
 class Found:
     """That a condition holds: how severe it is, and the numbers of the rule's sentence."""
 
-    severity: Severity
+    severity: DoctorSeverity
     numbers: Mapping[str, float | str]
 
 

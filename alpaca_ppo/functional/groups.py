@@ -18,11 +18,7 @@ from alpaca_ppo.functional.masked import (
 )
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
-GROUP_ESTIMATORS: tuple[str, ...] = tuple(
-    name
-    for name in ADV_ESTIMATORS.built_in
-    if ADV_ESTIMATORS.trait(name, "needs_group") and not ADV_ESTIMATORS.trait(name, "needs_scores_by_source")
-)
+GROUP_ESTIMATORS = ADV_ESTIMATORS.names_with(needs_group=True, needs_scores_by_source=False)
 """The estimators of `group_advantages`."""
 
 STD_EPSILON = 1e-6

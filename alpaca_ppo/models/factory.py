@@ -113,7 +113,7 @@ def make_actor_critic(
             memory; and for a model that has fewer positions than prompt and response, or needs padding with
             `padding_free: true`.
     """
-    for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.loading_arguments}
+    for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.model_init_kwargs}
     if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
         raise ValueError(
             f"{given[0]} is given, but model is a {type(model).__name__} in memory; give its folder or hub id"
@@ -177,7 +177,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
         trust_remote_code=args.trust_remote_code,
         dtype=getattr(torch, args.dtype),
         load_in_4bit=args.load_in_4bit,
-        arguments=args.loading_arguments,
+        arguments=args.model_init_kwargs,
     )
     if adapter is not None:
         return load_adapters(language_model, model)
@@ -246,7 +246,7 @@ def make_reference(
     if source is None:
         reference = initial_policy(policy)
     else:
-        given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.loading_arguments}
+        given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.model_init_kwargs}
         other = load_causal_lm(source, dtype=policy.model.dtype, **given)
         theirs, own = other.config.vocab_size, policy.model.config.vocab_size
         if theirs != own:

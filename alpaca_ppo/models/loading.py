@@ -47,7 +47,7 @@ def load_causal_lm(
         trust_remote_code: run code that comes with the model.
         dtype: of the weights, if the model is loaded.
         load_in_4bit: quantize the weights, if the model is loaded (NF4, arXiv:2305.14314).
-        arguments: further ones of `from_pretrained` (`PPOConfig.loading_arguments`), if the model is loaded.
+        arguments: further ones of `from_pretrained` (`PPOConfig.model_init_kwargs`), if the model is loaded.
 
     Raises:
         ValueError: if the model does not exist, its folder is damaged or lacks weights, such as the language-model

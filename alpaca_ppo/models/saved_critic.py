@@ -124,7 +124,7 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
         ValueError: for an adapter, for a vocabulary smaller than the policy's, and for a language model without a
             backbone that a critic could use; and whatever loading raises.
     """
-    given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.loading_arguments}
+    given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.model_init_kwargs}
     if has_adapter(value_model):
         raise ValueError(
             f"value_model {name_of(value_model)!r} is an adapter, but critic_layout is {args.critic_layout!r}; set "

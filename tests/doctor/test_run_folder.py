@@ -59,7 +59,7 @@ FINDING = {"step": 1, "rule": "kl_runaway", "severity": "error", "sentence": "s"
         (
             "findings.jsonl",
             json.dumps({**FINDING, "severity": "fatal"}),
-            "findings.jsonl holds .*'fatal'.* no finding .*ing, e",
+            "findings.jsonl holds .*'fatal'.* no finding .* warning or error",
         ),
         (
             "findings.jsonl",
