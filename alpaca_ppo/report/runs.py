@@ -1,13 +1,13 @@
 """Reads the folder of a run: metrics, configuration, findings, and the tables of answers. Without torch."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.doctor.examination import Finding, examined, read_config, read_findings, read_lines
-from alpaca_ppo.tracking.results import TABLES, WeightsStep, read_weights_step
+from alpaca_ppo.tracking.results import WeightsStep, read_weights_step, table_files
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_run(path: Path, name: str, *, examine: bool = False) -> Run:
         config=config,
         findings=findings,
         weights=read_weights_step(path / "final"),
-        tables=sorted(_table_files(path), key=lambda file: (file.table, file.step)),
+        tables=[TableFile(*found, found[2].stat().st_size) for found in sorted(table_files(path))],
     )
 
 
@@ -103,16 +103,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value) or not isinstance(value, str | int | float | None):
         return str(value)
     return value
-
-
-def _table_files(run: Path) -> Iterator[TableFile]:
-    for top in TABLES:
-        folders = [run / top, *(sorted(p for p in (run / top).glob("*") if p.is_dir()) if top == "eval" else [])]
-        for folder in folders:
-            for path in folder.glob("step_*.jsonl"):
-                number = path.stem.removeprefix("step_")
-                if number.isdigit():
-                    yield TableFile(folder.relative_to(run).as_posix(), int(number), path, path.stat().st_size)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -6,7 +6,7 @@ prompts are always the same, are compared one by one. Nothing here needs torch, 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,15 @@ Metrics = Mapping[str, float | None]
 STEP_FILE = "step.json"
 TABLES = ("rollouts", "eval", "inspected")
 """Folders of a run with tables of answers; a folder within `eval` is the table of a named eval set."""
+
+
+def table_files(run: Path) -> Iterator[tuple[str, int, Path]]:
+    """The tables of answers in the folder of a run: their folder below it, such as eval/math, their step, the file."""
+    for top in TABLES:
+        for path in (run / top).rglob("step_*.jsonl"):
+            number = path.stem.removeprefix("step_")
+            if number.isdigit():
+                yield path.parent.relative_to(run).as_posix(), int(number), path
 
 
 class Ends(NamedTuple):

@@ -25,7 +25,7 @@ from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
 from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
-from alpaca_ppo.tracking.results import TABLES
+from alpaca_ppo.tracking.results import table_files
 
 PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
@@ -102,7 +102,6 @@ class RunLog:
         self.accelerator, self._args = accelerator, args
         self.output_dir, self.is_main = Path(args.output_dir), accelerator.is_main_process
         self.bar = ProgressBar(is_main=self.is_main)
-        """The progress bar."""
         self.samples: Rows = []
         """Sampled responses of the step, to be printed at its end (`rollout_tables.sample_rows`)."""
         self._begun = False
@@ -127,12 +126,9 @@ class RunLog:
             for name, last in (("findings.jsonl", last_line), ("skipped_updates.jsonl", step)):
                 path = self.output_dir / name
                 _keep(path, sum(json.loads(line)["step"] <= last for line in _lines(path)))
-            for folder in TABLES:
-                # Also those of named eval sets, which have folders of their own.
-                for path in (self.output_dir / folder).rglob("step_*.jsonl"):
-                    number = path.stem.removeprefix("step_")
-                    if number.isdigit() and int(number) > step:
-                        path.unlink()
+            for _, number, path in list(table_files(self.output_dir)):
+                if number > step:
+                    path.unlink()
             write_text_atomically(self.output_dir / "run.yaml", as_yaml({**config, PROVENANCE: provenance}))
         if not self._trackers_of_user:
             self._start_trackers(config, purge_step=last_line + 1)
