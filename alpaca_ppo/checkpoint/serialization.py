@@ -31,9 +31,7 @@ class Checkpoint:
     weights: dict[str, Tensor]
     """The tensors of the model, by name."""
     optimizer: dict[str, Any]
-    """The optimizer's state dictionary."""
     scheduler: dict[str, Any]
-    """That of the learning-rate schedule."""
     rng: list[dict[str, Any]]
     """`random_states` of each rank."""
     components: dict[str, Any]
@@ -65,8 +63,7 @@ class Checkpoint:
             ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint; names the file.
         """
         verify_files(folder)
-        with open(folder / _STATE, "rb") as file:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         return cls(load_file(folder / _WEIGHTS), **state)
 
     def restore(self, trained: Engine, scheduler: Any, rank: int) -> None:

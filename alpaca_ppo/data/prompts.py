@@ -45,7 +45,6 @@ class PromptDataset(Sequence[dict[str, Any]]):
     _dataset: Dataset
     _input_ids: "Sequence[array[int]]"
     form: PromptForm
-    """How rows become prompts."""
     wording: str
     """How prompts are written, up to the policy's answer: that of the first row, with `PROBE` for its own text."""
     fingerprint: str

@@ -68,18 +68,13 @@ PROMPT_TEMPLATES: dict[str, PromptTemplate] = {
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How the rows of a dataset become prompts: the options of these names."""
+    """How the rows of a dataset become prompts: the options of these names (`config.run_options`)."""
 
     prompt_column: str = "prompt"
-    """The column with the prompt, as text or messages."""
     prompt_template: str | None = None
-    """A named template, or a format string over any columns, which writes text."""
     user_template: str | None = None
-    """A format string over any columns, which writes a user's message; its column `input` may be missing or blank."""
     system_prompt: str | None = None
-    """A system message before those of a row that has none; text of a column becomes the user's message after it."""
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Further arguments of the chat template."""
 
     @classmethod
     def of(cls, args: Any) -> "PromptForm":

@@ -28,7 +28,6 @@ class Sharding:
     offload_weights: bool = False
     """Whether the shards of the weights are in host memory, under ZeRO 3."""
     fsdp: bool = False
-    """Sharded by FSDP2."""
 
 
 def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:

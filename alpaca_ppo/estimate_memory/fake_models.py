@@ -206,7 +206,13 @@ class LiveBytes(TorchDispatchMode):
         """
         for tensor in tree_iter(tensors):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
-                self._add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                key, size = id(storage), storage.nbytes()
+                if key not in self._storages:
+                    # torch keeps one Python object per storage for as long as the storage lives.
+                    self._storages[key] = weakref.ref(storage, partial(self._on_freed, key, size))
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
 
     def track_all(self) -> None:
         """Counts every tensor known to Python's garbage collector; call it before the work to be measured."""
@@ -222,16 +228,6 @@ class LiveBytes(TorchDispatchMode):
     def risen(self) -> float:
         """By how much the peak exceeds the bytes alive at the last `reset_peak`."""
         return float(self.peak - self._start)
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self._storages:
-            return
-        size = storage.nbytes()
-        # torch keeps one Python object per storage for as long as the storage lives.
-        self._storages[key] = weakref.ref(storage, partial(self._on_freed, key, size))
-        self.live += size
-        self.peak = max(self.peak, self.live)
 
     def _on_freed(self, key: int, size: int, _: Any) -> None:
         del self._storages[key]

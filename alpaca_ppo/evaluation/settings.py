@@ -36,7 +36,6 @@ class EvaluationSettings:
     judged_by: str | None = None
     """One of `names`, if the higher value wins; None if `judge` decides."""
     judge: FunctionJudge | None = None
-    """The user's function."""
 
 
 def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) -> EvaluationSettings:

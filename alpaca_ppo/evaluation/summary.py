@@ -62,11 +62,9 @@ class ResponseRecord:
     values: dict[str, float] = field(default_factory=dict)
     """By name (`EvaluationSettings.names`); NaN where a source returned None."""
     response: str = ""
-    """Its text."""
     win: float | None = None
     """From 0 to 1, against the opponent's answer; None if nobody judged."""
     opponent: str | None = None
-    """The opponent's answer."""
     length_difference: float = 0.0
     """Characters more than the opponent's answer has."""
 

@@ -7,7 +7,7 @@ depend on rewards, other processes or the configuration object.
 from alpaca_ppo.generation.backends import Backend, generate, make_backend, register_generation_backend
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
 from alpaca_ppo.generation.stopping import StopStrings, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
-from alpaca_ppo.generation.turns import PENDING, Turn, TurnHandler, Turns
+from alpaca_ppo.generation.turns import PENDING, Turn, Turns
 
 __all__ = [
     "PENDING",
@@ -17,7 +17,6 @@ __all__ = [
     "SamplingParams",
     "StopStrings",
     "Turn",
-    "TurnHandler",
     "Turns",
     "generate",
     "make_backend",

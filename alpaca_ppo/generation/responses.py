@@ -46,7 +46,6 @@ class SamplingParams:
     """Sample only from the most likely tokens that together reach this probability, in (0, 1]; None keeps all. For
     evaluation, like `top_k`."""
     seed: int = 0
-    """Seed of the run."""
     step: int = 0
     """Step of the rollout; with `seed`, `sampling_round`, prompt id, sample index and position, it determines a token's
     random number."""

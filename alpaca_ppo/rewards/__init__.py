@@ -10,7 +10,7 @@ from alpaca_ppo.rewards.build import build_reward
 from alpaca_ppo.rewards.remote import RemoteReward
 from alpaca_ppo.rewards.reward_function import FailurePolicy, FunctionReward
 from alpaca_ppo.rewards.reward_model import ModelReward
-from alpaca_ppo.rewards.scorer import RewardResult, RewardScorer
+from alpaca_ppo.rewards.scorer import RewardScorer
 
 __all__ = [
     "AdapterClassifier",
@@ -20,7 +20,6 @@ __all__ = [
     "RemoteReward",
     "RewardBatch",
     "RewardError",
-    "RewardResult",
     "RewardScorer",
     "build_reward",
 ]

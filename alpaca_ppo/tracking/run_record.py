@@ -46,7 +46,6 @@ class RunRecord:
     in_memory: Mapping[str, str] = field(default_factory=dict)
     """What the run was given as objects, by the argument of `PPOTrainer`, described."""
     command: Mapping[str, Any] = field(default_factory=dict)
-    """How the run was started."""
 
     @classmethod
     def of_command(cls, parsed: ParsedOptions, launcher: Sequence[str] | None) -> "RunRecord":

@@ -27,7 +27,6 @@ class RunDoctor(TrainerCallback):
         self._args, self._accelerator, self._log = args, accelerator, log
         self.doctor = Doctor(History(asdict(args)))
         self.ended_by: list[Finding] = []
-        """The findings that have ended the run."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Reads what the run has measured and found before it was interrupted."""
