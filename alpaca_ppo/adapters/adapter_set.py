@@ -27,15 +27,7 @@ from alpaca_ppo.adapters.checks import (
     raise_precision,
     remove_adapter,
 )
-from alpaca_ppo.adapters.files import (
-    check_adapter_shapes,
-    is_head,
-    lora_config,
-    read_reward_adapter,
-    read_value_adapter,
-    weight_shapes,
-    weights_file,
-)
+from alpaca_ppo.adapters.files import check_adapter_shapes, is_head, lora_config, weight_shapes, weights_file
 from alpaca_ppo.saved_models import loading
 
 POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
@@ -98,26 +90,12 @@ class AdapterSet:
         for parameter in self.parameters_of(name):
             parameter.requires_grad_(trainable)
 
-    def load_reward(self, name: str, folder: str) -> Tensor:
-        """Adds a frozen adapter `name` from the reward adapter `folder` (or hub id); returns its score head (1, H).
+    def load(self, name: str, field: str, folder: str, config: LoraConfig, *, trainable: bool) -> dict[str, Tensor]:
+        """Adds an adapter `name` of `config` with the weights in `folder` (or hub id), in place of one that this run
+        added; returns the weights of a classifier's head that are there too. `field` names the source in errors.
 
         Raises:
-            ValueError: when it is not a reward adapter, or does not fit the base.
-        """
-        heads = self._load(name, "reward_adapter", folder, read_reward_adapter(folder), trainable=False)
-        return next(iter(heads.values()))
-
-    def load_value(self, name: str, folder: str) -> None:
-        """Adds a trainable adapter `name` from the critic's adapter `folder`, in place of one that this run added.
-
-        Raises:
-            ValueError: when it is not LoRA, or does not fit the base.
-        """
-        self._load(name, "value_model", folder, read_value_adapter(folder), trainable=True)
-
-    def _load(self, name: str, field: str, folder: str, config: LoraConfig, *, trainable: bool) -> dict[str, Tensor]:
-        """Adds an adapter `name` of `config` with the weights in `folder`; returns the weights of a classifier's head
-        that are there too. `field` names the source in errors.
+            ValueError: when it does not fit the base.
         """
         check_adapter_shapes(field, folder, self.model)
         warn_of_other_base(folder, config, self.model)

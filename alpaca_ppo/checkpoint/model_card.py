@@ -43,7 +43,6 @@ class TrainedRun:
     """
 
     step: WeightsStep
-    """Which step of the run the weights are from."""
     metrics: Mapping[str, float]
     """Metrics of that step by name; timings (`time/`) are left out."""
     config: Mapping[str, Any]

@@ -177,7 +177,7 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
         saved: Any = load_value_model(value_model, built.policy.model, args).backbone
         _check_same_states(value_model, saved.state_dict(), built.policy.model.base_model.state_dict())
     elif built.critic.has_adapter:
-        adapters.load_value(VALUE, value_model)
+        adapters.load(VALUE, "value_model", value_model, read_value_adapter(value_model), trainable=True)
     else:
         config = read_value_adapter(value_model)
         warn_of_other_base(value_model, config, adapters.model)

@@ -329,7 +329,6 @@ class BatchStats:
     """What the losses of a micro-batch have measured."""
 
     stats: Mapping[str, Tensor]
-    """Scalars by name."""
     tokens: int
     """Tokens under the mask."""
     lengths: Sequence[int]

@@ -328,12 +328,11 @@ def row_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class DeviceBatch(NamedTuple):
-    """Some rows, twice."""
+    """Some rows, on the CPU and on the device."""
 
     host: dict[str, Tensor]
-    """On the CPU; lengths are read from these, so that the device need not be waited for."""
+    """Lengths are read from these, so that the device need not be waited for."""
     device: dict[str, Tensor]
-    """On the device."""
 
 
 class DeviceRows:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from alpaca_ppo.adapters.adapter_set import REWARD, AdapterSet
+from alpaca_ppo.adapters.files import read_reward_adapter
 
 
 class AdapterClassifier(nn.Module):
@@ -34,7 +35,8 @@ class AdapterClassifier(nn.Module):
         self, adapters: AdapterSet, folder: str, *, pad_token_id: int | None, padding_free: bool = False
     ) -> None:
         super().__init__()
-        weight = adapters.load_reward(REWARD, folder)
+        config = read_reward_adapter(folder)
+        (weight,) = adapters.load(REWARD, "reward_adapter", folder, config, trainable=False).values()
         self.adapters, self.padding_free = adapters, padding_free
         self.score = nn.Parameter(weight.to(torch.float32), requires_grad=False)
         self.config: Any = adapters.model.config.__class__(**{**adapters.model.config.to_dict(), "num_labels": 1})
