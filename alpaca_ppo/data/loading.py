@@ -180,16 +180,18 @@ def _check_cells(path: Path, separator: str) -> None:
 
 
 def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> Dataset:
-    if split is None:
-        if len(splits) > 1:
-            raise ValueError(f"dataset {dataset_name!r} has the splits {list(splits)}; set the split to one of them")
-        return next(iter(splits.values()))
+    names = [*map(str, splits)]
+    if split is None and len(splits) > 1:
+        raise ValueError(f"dataset {dataset_name!r} has the splits {names}; set the split to one of them")
+    # A saved dataset may have split names that `datasets` does not read as such.
+    if split is None or split in splits:
+        return splits[split or names[0]]
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     # `datasets` raises ValueError, AssertionError and others for a text that is no split.
     except Exception as error:
         raise ValueError(
-            f"dataset {dataset_name!r} has no split {split!r}; use one of {list(splits)} ({error})"
+            f"dataset {dataset_name!r} has no split {split!r}; use one of {names} ({error})"
         ) from error
     selected = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
     return datasets.concatenate_datasets(selected)

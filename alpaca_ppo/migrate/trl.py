@@ -132,7 +132,7 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
             result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
         else:
             result.set(name, max(1, round(every / per_rollout)), f"rollouts: {every} / {per_rollout}")
-    result.set("lr_scheduler_type", values["lr_scheduler_type"])
+    options.setdefault("lr_scheduler_type", values["lr_scheduler_type"])
     warmup = values.get("warmup_steps") or values.get("warmup_ratio") or 0
     if warmup >= 1:
         result.set("warmup_steps", int(warmup * per_scheduled), f"{warmup} * {per_scheduled} optimizer steps")

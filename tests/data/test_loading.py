@@ -54,6 +54,13 @@ def test_saved_datasets_and_folders_of_files_are_loaded_by_split(tmp_path):
     assert load_prompt_dataset(str(tmp_path / "files"), split="test").to_list() == ROWS[8:]
     with pytest.raises(ValueError, match=r"has the splits \['train', 'test'\]; set the split to one of them"):
         load_prompt_dataset(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=r"has no split 'dev'; use one of \['train', 'test'\]"):
+        load_prompt_dataset(str(tmp_path / "files"), split="dev")
+
+
+def test_a_split_is_found_by_a_name_that_is_no_slice(tmp_path):
+    DatasetDict({name: Dataset.from_list(ROWS) for name in ("train-v2", "test")}).save_to_disk(tmp_path)
+    assert load_prompt_dataset(str(tmp_path), split="train-v2").to_list() == ROWS
 
 
 def test_a_folder_of_other_files_is_read_as_datasets_reads_it(tmp_path):

@@ -304,6 +304,9 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
         ({"num_train_epochs": 1.5, "save_strategy": "no"}, {"total_epochs": 2, "save_steps": 0}),
         ({"save_strategy": "epoch", "warmup_steps": 10}, {"save_steps": 10, "warmup_steps": 10}),
         ({"lr_scheduler_type": "constant", "warmup_steps": 10}, {"lr_scheduler_type": "constant", "warmup_steps": 0}),
+        # It needs arguments, which no option has; the nearest without stands for it.
+        ({"lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 10}, {"lr_scheduler_type": "cosine"}),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {"lr_scheduler_type": "constant_with_warmup"}),
         # TRL's max_steps win over its epochs; a rollout of 8 * 8 completions has 8 optimizer steps, taken twice.
         (
             {"max_steps": 21, "num_train_epochs": 2, "steps_per_generation": 8, "num_iterations": 2},
