@@ -14,6 +14,7 @@ from alpaca_ppo.registry import ADV_ESTIMATORS, GENERATION_BACKENDS, DoctorRule,
 SEVERAL_TURNS = when("environments or tools")
 
 _VLLM = when("generation_backend", "vllm")
+_OWN_SERVER = (_VLLM, unless("vllm_urls"))
 
 
 @dataclass(frozen=True)
@@ -138,16 +139,16 @@ class RunOptions(ExplainsUnknownNames):
     generation_backend: str = argument("auto", registry=GENERATION_BACKENDS)
     """slots gives the places of ended rows to waiting prompts; generate runs model.generate on one batch after the
     other; auto takes slots, or generate where the model or sharded parameters do not allow them; vllm asks servers."""
-    vllm_python: str | None = argument(None, needs=_VLLM)
+    vllm_python: str | None = argument(None, needs=_OWN_SERVER)
     """Python interpreter of the environment that alpaca-ppo vllm-env has made: it starts a server for each process;
     null = vllm_urls."""
     vllm_urls: list[str] | None = argument(None, min_length=1, needs=_VLLM)
     """Addresses of vLLM servers that run already, such as http://127.0.0.1:8000; null = start them (vllm_python)."""
     vllm_dtype: Literal["float32", "bfloat16", "float16"] | None = argument(None, needs=_VLLM)
     """Data type in which vLLM computes; null = that of the policy's passes."""
-    vllm_gpu_memory_utilization: float = argument(0.4, gt=0, lt=1, needs=_VLLM)
+    vllm_gpu_memory_utilization: float = argument(0.4, gt=0, lt=1, needs=_OWN_SERVER)
     """Share of a GPU's memory that a server takes while it samples."""
-    vllm_args: list[str] | None = argument(None, needs=_VLLM)
+    vllm_args: list[str] | None = argument(None, needs=_OWN_SERVER)
     """Further words of the command that starts a server, such as [--max-num-seqs, "512"]."""
     truncate_tokens: list[str | int] | None = None
     """Additional stop tokens: the text or the id of one token each (on the command line, digits are an id)."""

@@ -190,8 +190,6 @@ def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> 
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     # `datasets` raises ValueError, AssertionError and others for a text that is no split.
     except Exception as error:
-        raise ValueError(
-            f"dataset {dataset_name!r} has no split {split!r}; use one of {names} ({error})"
-        ) from error
+        raise ValueError(f"dataset {dataset_name!r} has no split {split!r}; use one of {names} ({error})") from error
     selected = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
     return datasets.concatenate_datasets(selected)

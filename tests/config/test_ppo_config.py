@@ -104,7 +104,9 @@ SILENT = [
     {"warmup_steps": 5},
     {"critic_lr_warmup_steps": 5},
     {"num_atoms": 11},
-    {"num_atoms": 11},
+    {"generation_backend": "vllm", "vllm_urls": ["http://a:1"], "vllm_python": "b/python"},
+    {"generation_backend": "vllm", "vllm_urls": ["http://a:1"], "vllm_args": ["--max-num-seqs"]},
+    {"generation_backend": "vllm", "vllm_urls": ["http://a:1"], "vllm_gpu_memory_utilization": 0.5},
     {"risk_level": 0.1},
 ]  # fmt: skip
 

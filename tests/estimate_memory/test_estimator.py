@@ -265,17 +265,18 @@ def test_a_micro_batch_has_the_tokens_of_its_budget():
 
 
 def test_a_vllm_server_has_its_share_of_the_device_while_it_samples():
-    models, server = Models(saved(llama())), {"generation_backend": "vllm", "vllm_gpu_memory_utilization": 0.25}
+    models, vllm = Models(saved(llama())), {"generation_backend": "vllm"}
     ((own, _),) = predict(models, settings(), [Sharding()])
-    ((beside, _),) = predict(models, settings(**server), [Sharding()], device=4000.0)
-    ((elsewhere, _),) = predict(models, settings(**server, vllm_urls=["http://127.0.0.1:1"]), [Sharding()], device=4e3)
-    for mine, vllm, url in zip(own, beside, elsewhere, strict=True):
+    with_server = settings(**vllm, vllm_gpu_memory_utilization=0.25)
+    ((beside, _),) = predict(models, with_server, [Sharding()], device=4000.0)
+    ((elsewhere, _),) = predict(models, settings(**vllm, vllm_urls=["http://127.0.0.1:1"]), [Sharding()], device=4e3)
+    for mine, server, url in zip(own, beside, elsewhere, strict=True):
         if mine.phase in ("prefill", "sampling"):
             # A quarter of 4000 bytes.
-            assert (vllm.kv_cache, vllm.activations, url.kv_cache) == (1000.0, 0.0, 0.0)
-            assert vllm.weights == mine.weights
+            assert (server.kv_cache, server.activations, url.kv_cache) == (1000.0, 0.0, 0.0)
+            assert server.weights == mine.weights
         else:
-            assert mine == vllm == url
+            assert mine == server == url
 
 
 def test_replies_are_read_by_all_rows_at_once():
