@@ -79,6 +79,7 @@ class _Loop:
         assert self._thread.ident is not None
         frames = traceback.extract_stack(sys._current_frames()[self._thread.ident])
         inside = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+        # The first one of the user's, or the loop's own where it has called none.
         frame = frames[min(inside[-1] + 1, len(frames) - 1)]
         return f"{frame.name} ({frame.filename}, line {frame.lineno})"
 

@@ -133,15 +133,14 @@ class ModelReward:
         order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
         if self._equal_passes or not order:
             return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        budget, groups, tokens = self.batch_size * lengths[order[0]], [[order[0]]], lengths[order[0]]
+        budget, groups = self.batch_size * lengths[order[0]], [order[:1]]
         for row in order[1:]:
+            group = groups[-1]
             # With padding, a row is as wide as the first one.
-            more = lengths[row] if self._packs else lengths[groups[-1][0]]
-            if tokens + more > budget:
+            tokens = sum(lengths[i] for i in [*group, row]) if self._packs else lengths[group[0]] * (len(group) + 1)
+            if tokens > budget:
                 groups.append([])
-                tokens, more = 0, lengths[row]
             groups[-1].append(row)
-            tokens += more
         return groups
 
     @cached_property
