@@ -209,7 +209,7 @@ class ExplainsUnknownNames:
         if unknown := [name for name in kwargs if name not in valid and not takes_any]:
             missing = [p.name for p in parameters[len(args) :] if p.default is p.empty and p.name not in kwargs]
             raise ValueError(
-                f"{cls.__name__} does not take {', '.join(unknown)}:\n"
+                f"{cls.__name__} does not take {', '.join(unknown)} (help({cls.__name__}) has its names):\n"
                 + explain_names(kwargs, valid, cls.foreign_sections)
                 + (f"\nThe arguments {', '.join(missing)} are missing." if missing else "")
             )

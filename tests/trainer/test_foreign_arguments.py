@@ -30,7 +30,8 @@ def refusal(**arguments):
 def test_all_arguments_of_trls_trainers_are_explained_and_missing_ones_named():
     text = refusal(reward_model="r", data_collator=None, rollout_func=len, num_generations=8)
     assert (
-        text.splitlines()[0] == "PPOTrainer does not take reward_model, data_collator, rollout_func, num_generations:"
+        text.splitlines()[0] == "PPOTrainer does not take reward_model, data_collator, rollout_func, num_generations "
+        "(help(PPOTrainer) has its names):"
     )
     assert "  reward_model (TRL): reward_funcs: r" in text
     assert "  data_collator (TRL): not needed: " in text
