@@ -333,7 +333,9 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             # A run that has no step left only writes its final models again.
             if not self._finished:
                 check_room(self.args, self.checkpoint_size, self.schedule.num_steps - self.state.global_step)
-        step = -1 if self.progress.at_start else self.progress.step
+        # Whether the evaluation before the first step has been logged.
+        begun = lines > 0 or not self.progress.at_start
+        step = self.progress.step if begun else -1
         self.run_log.begin(
             self.run_record.config(self.args),
             self.run_record.provenance(hardware(self.accelerator), resumed_step=step),
@@ -356,7 +358,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         if not self._finished:
             with self.run_log.bar.phase("checking the sampler"), kept_random_states():
                 self.check_sampler()
-        if self.eval_prompts and self.progress.at_start:
+        if self.eval_prompts and not begun:
             stats = self._evaluate()
             self.run_log.log(stats, 0)
             self._notify("on_evaluate", metrics=EvaluationMetrics(stats))

@@ -63,7 +63,7 @@ class TrainProgress:
 
     @property
     def at_start(self) -> bool:
-        """Whether nothing has been trained yet, so that a resumed run also repeats the initial evaluation."""
+        """Whether nothing has been trained yet."""
         return self.step == 0
 
     def rewind(self) -> None:

@@ -143,6 +143,8 @@ def interrupted_run(folder, event, **how):
     ("event", "step", "checkpoints"),
     [
         ("on_train_begin", 0, ["checkpoint-0"]),
+        # After the evaluation before the training, which the resumed run repeats.
+        ("on_step_begin", 0, ["checkpoint-0"]),
         ("on_step_end", 1, ["checkpoint-1"]),
         ("on_log", 2, ["checkpoint-2"]),
         ("on_log", 3, ["checkpoint-2", "checkpoint-3"]),
