@@ -61,7 +61,7 @@ class RawServer:
                 return
             lines = iter(stream.readline, b"\r\n")
             headers = dict(line.decode().strip().split(": ", 1) for line in lines)
-            body = json.loads(stream.read(int(headers["Content-Length"])))
+            body = json.loads(stream.read(int(headers.get("Content-Length", 0))) or "null")
             request = Request(first.decode().split()[1], headers, body)
             self.requests.append(request)
             self.arrived(request)

@@ -95,7 +95,7 @@ def sample(argv: Sequence[str]) -> int:
 
         models["policy"] = PeftModel.from_pretrained(models["policy"], policy).get_base_model()
     if reference not in (None, "none"):
-        models["reference"] = load(reference)
+        models["reference"] = load(model_folder("reference", reference))
     turn_end = resolve_turn_end(tokenizer) if prompts.are_messages else None
     also = [] if turn_end is None else [turn_end]
     for number in range(len(prompts)):

@@ -1,6 +1,7 @@
 """Names that users give to models, runs and servers: a folder, the id of a model on the hub, an address.
 
-Whether the hub has a model shows when it is loaded; a name that can only be a folder is refused before.
+Whether the hub has a model shows when it is loaded; a name that can only be a folder is refused before, and one without
+an owner is looked up at once.
 """
 
 import os
@@ -8,6 +9,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from alpaca_ppo.library_output import say
@@ -42,28 +44,63 @@ def check_model_name(field: str, name: str | None) -> None:
         )
 
 
-def model_folder(field: str, name: str) -> str:
-    """Returns what to load for `name`, a language model: of a run's folder, as is printed, the final policy; anything
-    else as it is.
+def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
+    """Returns what to load for the model `name`: of a run's folder, as is printed, `part` of its final models; anything
+    else, also what is no name, as it is.
+
+    Args:
+        field: the option or argument that has the name, for the error.
+        name: of a model.
+        part: policy or value; None where no model of a run will do.
+        writes_text: whether a classifier is refused.
 
     Raises:
-        ValueError: as `check_model_name`; for a folder that holds no model, such as a checkpoint, or a classifier.
+        ValueError: as `check_model_name`; for a name without an owner that the hub does not have; for a folder that
+            holds no model, such as a checkpoint; for a classifier.
     """
+    if not isinstance(name, str):
+        return name
     check_model_name(field, name)
-    folder = os.path.join(name, "final", "policy")
-    if os.path.isdir(folder):
-        say(f"{field} is {name!r}, a run, whose final/policy is taken")
-    else:
-        folder = name
+    if not os.path.isdir(name):
+        _ask_hub(field, name)
+        return name
+    folder = name
+    if part is not None and os.path.isdir(final := os.path.join(name, "final", part)):
+        say(f"{field} is {name!r}, a run, whose final/{part} is taken")
+        folder = final
     config = Path(folder, "config.json")
-    if os.path.isdir(folder) and not config.is_file() and not Path(folder, "adapter_config.json").is_file():
-        raise ValueError(
-            f"{field} is {name!r}, a folder without a model or a run's final/policy; make FOLDER/policy of a "
-            f"checkpoint with alpaca-ppo export {name} --to FOLDER"
-        )
-    if config.is_file() and (found := _CLASSIFIER.search(config.read_text(errors="replace"))):
+    if not config.is_file() and not Path(folder, "adapter_config.json").is_file():
+        remedy = "; name one with a config.json, such as alpaca-ppo reward writes"
+        if part is not None:
+            made = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
+            remedy = f" or a run's final/{part}; {made}"
+        raise ValueError(f"{field} is {name!r}, a folder without a model{remedy}")
+    if writes_text and config.is_file() and (found := _CLASSIFIER.search(config.read_text(errors="replace"))):
         raise ValueError(f"{field} is {name!r}, a {found[1]}, which writes no text; name a causal language model")
     return folder
+
+
+def _ask_hub(field: str, name: str) -> None:
+    """Asks the hub once for `name`, which may well be a folder misspelled: to load it, libraries try for minutes."""
+    # Half a second.
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    files = ("config.json", "adapter_config.json")
+    if "/" in name or any(try_to_load_from_cache(name, file) is not None for file in files):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, files[0]))
+        return
+    except RepositoryNotFoundError:
+        reason = "has no model of that name"
+    except HfHubHTTPError:
+        # Such as an adapter, or a hub too busy: there the libraries know more.
+        return
+    # Of the HTTP library, which depends on the version.
+    except Exception as error:
+        reason = f"cannot be asked ({error})"
+    raise ValueError(f"{field} is {name!r}, but{where(name)}, and the hub {reason}; give a folder, or owner/name")
 
 
 def check_folder(field: str, name: str) -> Path:

@@ -7,7 +7,6 @@ from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_keywords
 from alpaca_ppo.config.fields import argument, unless
-from alpaca_ppo.config.names import check_model_name
 from alpaca_ppo.config.script_arguments import CheckedArguments
 
 
@@ -35,10 +34,6 @@ class _SupervisedArguments(CheckedArguments):
     """Demonstrations, or for a reward model preferences: a hub id, a folder, or a data file."""
 
     required = ("model_name_or_path", "dataset_name")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_model_name("model_name_or_path", self.model_name_or_path)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from alpaca_ppo.adapters.files import is_adapter
+from alpaca_ppo.config.checks import REFERENCES
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import RESERVE_GIB, EstimateArguments, LoraArguments
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit
@@ -71,8 +73,11 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     others = [sharding if (other.stage, other.fsdp) == (sharding.stage, sharding.fsdp) else other for other in others]
     # A critic without a backbone takes a head and an adapter from a value model, which weigh as much as its own.
     value = script.value_model_name_or_path if args.critic_layout == "separate" else None
-    rewards = script.reward_model_name_or_path or []
-    models = Models(script.model_name_or_path, lora.peft_config("CAUSAL_LM"), value, rewards)
+    value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
+    if args.reference not in REFERENCES:
+        args = replace(args, reference=model_folder("reference", args.reference))
+    policy, rewards = model_folder("model_name_or_path", script.model_name_or_path), script.reward_model_name_or_path
+    models = Models(policy, lora.peft_config("CAUSAL_LM"), value, rewards or [])
     replies = bool(script.environments or script.tools)
     how: dict[str, Any] = {"replies": replies, "device": (script.device_gib or 0.0) * GIB}
     (own, offloaded), *by_stage = predict(models, args, [sharding, *others], **how)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from alpaca_ppo.adapters.files import is_adapter
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.functional.packing import RowLayout, pack_rows
 from alpaca_ppo.models.loading import load_complete
@@ -239,10 +240,12 @@ def build_model_reward(
     """
     origin, name = _origin(source), model_name(source)
     if isinstance(source, str):
+        field = "reward_model_name_or_path (or an entry of reward_funcs, whose functions are module:function)"
+        model_folder(field, source, part=None, writes_text=False)
         if is_adapter(source):
             raise ValueError(
-                f"reward_model_name_or_path (or an entry of reward_funcs) is {source!r}, an adapter and not a full "
-                "model; pass it as reward_adapter, or merge it into its base"
+                f"{field} is {source!r}, an adapter and not a full model; pass it as reward_adapter, or merge it into "
+                "its base"
             )
         remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
         how: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}

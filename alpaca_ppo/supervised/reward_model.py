@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from alpaca_ppo.adapters.checks import inject_adapter
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments
@@ -86,7 +87,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
         [RewardModelArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo reward"
     )
     training.remove_unused_columns = False
-    model_name = arguments.model_name_or_path
+    model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)
     data = trainer_data(model_name, arguments, training, PAIR, tokenize)
     tokenizer = data["processing_class"]
     # Head and adapter start at random, before the trainer seeds.

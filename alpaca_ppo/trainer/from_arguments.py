@@ -120,12 +120,12 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
 
 def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:
     """What the KL is measured to: the reference that the configuration names, or what `model` started from."""
-    if args.reference not in REFERENCES:
+    if args.reference not in REFERENCES or args.reference == "none":
         return args.reference
-    base = script_args.model_name_or_path
+    base = script_args.model_name_or_path and model_folder("model_name_or_path", script_args.model_name_or_path)
     if not base and is_adapter(model):
         base = PeftConfig.from_pretrained(model).base_model_name_or_path
-    return base if base and base != model and args.reference != "none" else "none"
+    return base if base and base != model else "none"
 
 
 def named_environments(script_args: ScriptArguments) -> dict[str, Any]:

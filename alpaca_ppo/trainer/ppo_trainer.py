@@ -6,6 +6,7 @@ are in `rollout_trainer`; the loop over steps, with logging and checkpoints, is 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo.checkpoint.compatibility import start_identity
 from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
+from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import check_needs
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -114,7 +116,10 @@ class PPOTrainer(EvaluatingTrainer):
     ) -> None:
         given = dict(locals())
         args = preflight.check_config_class(args)
-        model = model_folder("model", model) if isinstance(model, str) else model
+        model, ref_model = model_folder("model", model), model_folder("ref_model", ref_model)
+        value_model = model_folder("value_model", value_model, part="value", writes_text=False)
+        if args.reference not in REFERENCES:
+            args = replace(args, reference=model_folder("reference", args.reference))
         preflight.check_output_dir(args)
         kinds = make_kinds(tools, environment_factory)
         evaluation = preflight.check_evaluation(args, reward_funcs, metric_funcs, kinds)

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 
 from alpaca_ppo.adapters.files import read_reward_adapter
+from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data import PromptDataset, PromptForm, prepare_prompts
@@ -185,6 +186,7 @@ def make_scorer(
                 "one each, the adapter's last"
             )
         weights = weights and weights[:-1] or None
+        model_folder("reward_adapter", args.reward_adapter, part=None, writes_text=False)
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
     elif not given and not any(kind.rewards for kind in kinds.values()):

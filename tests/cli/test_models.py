@@ -1,6 +1,7 @@
 """`alpaca-ppo export` and `alpaca-ppo sample` on two finished runs, one of a whole model and one of an adapter."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -162,6 +163,48 @@ def test_a_model_of_the_users_choice_is_the_reference(runs, capsys):
     policy, reference = expected(runs, "whole", "w10 w11")
     swapped = [reference.replace("reference", "policy"), policy.replace("policy", "reference")]
     assert capsys.readouterr().out.splitlines() == swapped
+
+
+def test_a_runs_folder_stands_for_its_final_models_wherever_a_model_is_named(runs, tmp_path, capsys):
+    run = str(runs / "whole")
+    flags = ["--prompt", "w10 w11", "--temperature", "0", "--max_new_tokens", "4"]
+    assert main(["sample", str(runs / "policy"), *flags, "--reference", run]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == expected(runs, "whole", "w10 w11")[0].replace(
+        "policy", "reference"
+    )
+    config = ["--config", str(runs / "whole.yaml")]
+    again = ["--output_dir", str(tmp_path / "again"), "--reference", run, "--value_model_name_or_path", run]
+    assert main(["train", *config, *again, "--model", run]) == 0
+    printed = capsys.readouterr()
+    for field, part in (("model_name_or_path", "policy"), ("value_model", "value"), ("reference", "policy")):
+        assert printed.err.count(f"{field} is {run!r}, a run, whose final/{part} is taken\n") == 1
+    first = json.loads((tmp_path / "again/metrics.jsonl").read_text().splitlines()[0])
+    assert first["objective/kl_sum_seq"] == pytest.approx(0, abs=1e-6), "policy and reference are the same"
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(json.dumps({"prompt": "w10", "chosen": " w20", "rejected": " w30"}))
+    learn = ["--output_dir", str(tmp_path / "reward"), "--max_steps", "1", "--use_cpu", "--report_to", "none"]
+    assert main(["reward", "--model", run, "--dataset_name", str(data), *learn]) == 0
+    assert (tmp_path / "reward/model.safetensors").is_file()
+    # The model itself is no reference, whichever option names it.
+    given = ["--results_dir", str(tmp_path / "results"), "--eval_dataset_name", str(runs / "train.jsonl")]
+    given += ["--reward_funcs", f"{runs / 'rewards.py'}:even", "--response_len", "4", "--query_len", "4", "--use_cpu"]
+    assert main(["evaluate", "--model_name_or_path", run, *given]) == 0
+    assert (tmp_path / "results/results.json").is_file() and "reference is" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("reference", "reference is {!r}, .*final/policy; make FOLDER/policy .*export {} --to"),
+        ("value_model_name_or_path", "value_model is {!r}, .*final/value; make FOLDER/value .*export {} --to"),
+        ("reward_model_name_or_path", "reward_model_name_or_path .* is {!r}, .*config.json, such as alpaca-ppo reward"),
+    ],
+)
+def test_a_checkpoint_is_no_model(name, said, runs, tmp_path, capsys):
+    checkpoint = str(runs / "whole/checkpoint-1")
+    flags = ["--config", str(runs / "whole.yaml"), "--output_dir", str(tmp_path)]
+    assert main(["train", *flags, f"--{name}", checkpoint]) == 2
+    assert re.search("error: " + said.format(checkpoint, checkpoint), capsys.readouterr().err)
 
 
 def test_answers_depend_on_the_seed_and_a_prompt_fills_the_column_of_a_template(runs, capsys):

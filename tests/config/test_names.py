@@ -1,9 +1,14 @@
-"""Names of folders and models that do not exist are refused with what is there, and nothing is asked of the hub."""
+"""Names of folders and models that do not exist are refused with what is there, and the hub is asked once at most."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
 from alpaca_ppo.cli.commands import main
 from alpaca_ppo.config.names import check_folder, check_model_name, model_folder, where
+from tests.http_servers import RawServer, response
 
 
 @pytest.fixture
@@ -60,6 +65,44 @@ def test_other_names_are_refused_with_what_is_there(outputs, name, message):
     assert str(caught.value) == message.format(outputs)
 
 
+LOST = "m is 'gpt2', but there is no such folder (relative paths count from {}), and the hub "
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", LOST + "cannot be asked ("),
+        (response(b"", status="404 x", headers="X-Error-Code: RepoNotFound\r\n"), LOST + "has no model of that name;"),
+        # An adapter has no config.json, and a hub that is too busy is left to the libraries.
+        (response(b"", status="404 x", headers="X-Error-Code: EntryNotFound\r\n"), "gpt2\n"),
+        (response(b"", status="503 x"), "gpt2\n"),
+    ],
+)
+def test_a_name_without_an_owner_is_asked_for_once(answer, said, tmp_path):
+    code = "from alpaca_ppo.config.names import model_folder\n"
+    code += "try:\n    print(model_folder('m', 'gpt2'))\nexcept ValueError as e:\n    print(e)"
+    with RawServer(lambda request: answer) as server:
+        hub = {"HF_ENDPOINT": f"http://{server.address}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        environment = {**os.environ, **hub, "no_proxy": "*"}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+    assert done.stdout.startswith(said.format(tmp_path)) and len(done.stdout.splitlines()) == 1
+    asked = [request.path for request in server.requests if "gpt2" in request.path]
+    assert asked == ["/gpt2/resolve/main/config.json"]
+
+
+def test_a_model_in_the_cache_needs_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="m is 'gpt2', but .* the hub cannot be asked"):
+        model_folder("m", "gpt2")
+    snapshot = tmp_path / "models--gpt2/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "adapter_config.json").touch()
+    (tmp_path / "models--gpt2/refs").mkdir()
+    (tmp_path / "models--gpt2/refs/main").write_text("abc")
+    assert model_folder("m", "gpt2") == "gpt2"
+
+
 def test_a_folder_that_must_exist_and_a_file_have_neighbours_too(outputs):
     assert check_folder("the run", "outputs/ppo").is_dir()
     with pytest.raises(ValueError, match="^the run is 'org/run', but there is no such folder"):
@@ -76,7 +119,7 @@ def test_a_folder_that_must_exist_and_a_file_have_neighbours_too(outputs):
             "error: model_name_or_path is 'outputss', but there is no such folder",
         ),
         (
-            ["sample", "m", "--prompt", "x", "--reference", "outputs/sfft"],
+            ["sample", "org/m", "--prompt", "x", "--reference", "outputs/sfft"],
             "error: --reference is 'outputs/sfft', but there is no",
         ),
         (["evaluate", "--model", "outputs/ppoo"], "error: model is 'outputs/ppoo', but there is no such folder"),
@@ -89,3 +132,19 @@ def test_every_command_says_which_folder_is_not_there(outputs, capsys, argv, mes
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith(message) and "did you mean " in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["sample", "gpt2", "--prompt", "x"], "model"),
+        (["evaluate", "--model", "gpt2"], "model"),
+        (["sft", "--model", "gpt2", "--dataset_name", "d"], "model_name_or_path"),
+        (["reward", "--model", "gpt2", "--dataset_name", "d"], "model_name_or_path"),
+        (["train", "--model", "gpt2", "--dataset_name", "d", "--reward_funcs", "a:b"], "model_name_or_path"),
+        (["estimate-memory", "--model", "gpt2"], "model_name_or_path"),
+    ],
+)
+def test_every_command_says_at_once_that_the_hub_does_not_answer(outputs, capsys, argv, field):
+    assert main(argv) == 2
+    assert capsys.readouterr().err.startswith(f"error: {field} is 'gpt2', but there is no such folder")

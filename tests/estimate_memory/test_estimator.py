@@ -473,7 +473,7 @@ def test_several_processes_get_the_peak_of_each_zero_stage(folder):
         (["--model_name_or_path=x", "--num_processes=0"], "num_processes is 0; "),
         (["--model_name_or_path=x", "--zero_stage=4"], "zero_stage is 4; "),
         (["--model_name_or_path=x", "--device_gib=0.5"], "device_gib is 0.5; "),
-        (["--model_name_or_path=/no/such/folder"], "no model can be loaded from '/no/such/folder'"),
+        (["--model_name_or_path=/no/such/folder"], "model_name_or_path is '/no/such/folder', which is neither"),
     ],
 )
 def test_an_estimate_that_cannot_be_made_is_refused(flags, says):
