@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from alpaca_ppo import PPOTrainer
 from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer
@@ -23,6 +24,15 @@ def test_an_update_of_ones_own_without_super_works_and_ends(tmp_path):
     assert trainer.state.global_step == 2 and trainer.state.epoch == 0.5
     assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
     assert (tmp_path / "final/policy").is_dir()
+
+
+def test_tensorboard_has_one_kl_of_the_update_with_its_estimator_in_the_name(tmp_path):
+    tiny_trainer(tmp_path, report_to=["tensorboard"]).train()
+    board = EventAccumulator(str(tmp_path / "runs"))
+    board.Reload()
+    names = [name for name in board.Tags()["scalars"] if name.startswith("ppo/") and "kl" in name]
+    of_update = [name for name in names if name != "ppo/policy/kl_stopped"]
+    assert of_update == ["ppo/policy/approx_kl_k3"] and len(board.Scalars(of_update[0])) == 2
 
 
 def test_a_step_of_ones_own_and_an_update_made_twice_count_once(tmp_path):
