@@ -78,7 +78,7 @@ proof: $(INSTALLED_FOR_TESTS)
 
 # The part of it that every change must pass: DDP, ZeRO 3, FSDP2, resuming, the examples.
 proof-ci: $(INSTALLED_FOR_TESTS)
-	$(call timed,proof-ci,$(BIN)/python -m pytest -n $(WORKERS) -m proof -k "(ddp or two or zero3 or fsdp or examples) and not bfloat16" --durations 5 \
+	$(call timed,proof-ci,$(BIN)/python -m pytest -n $(WORKERS) -m proof -k "ddp or two or zero3 or fsdp or examples" --durations 5 \
 		tests/integration/test_processes.py tests/integration/test_resume_processes.py tests/integration/test_zero.py \
 		tests/examples/test_games.py tests/examples/test_long_horizon.py tests/examples/test_mini_farm_against_trl.py \
 		tests/examples/test_mini_farm_plots.py tests/examples/test_mini_farm_sampling.py \

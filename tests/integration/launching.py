@@ -61,12 +61,16 @@ def write_run(folder: Path) -> Path:
 def command(
     script: Path | str, *arguments: Path | str, config: str | None = None, python: str = sys.executable
 ) -> list[str]:
-    """What starts `script`: a plain process, or `accelerate launch` with the launch configuration named `config`."""
+    """What starts `script`: a plain process, or `accelerate launch` with the launch configuration named `config`, such
+    as fsdp, or fsdp-3 with three processes.
+    """
     start = [python]
     if config is not None:
+        config, _, processes = config.partition("-")
         start += ["-m", "accelerate.commands.launch", "--config_file", str(LAUNCH_CONFIGS / f"{config}.yaml")]
         # Any free port.
         start += [] if config == "single" else ["--main_process_port", "0"]
+        start += ["--num_processes", processes] if processes else []
     return [*start, str(script), *map(str, arguments)]
 
 
@@ -89,7 +93,7 @@ def start_tiny(config: str | None, *runs: tuple[Path | str, ...]) -> str:
     arguments = [part for run in runs for part in ("then", *run)][1:]
     outcome = start(RUN_TINY, *arguments, config=config, timeout=400)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    count = 1 if config in (None, "single") else 2
+    count = 1 if config in (None, "single") else int(config.partition("-")[2] or 2)
     assert outcome.stdout.count(f"each of {count} processes") == len(runs), outcome.stdout
     return outcome.stdout + outcome.stderr
 

@@ -9,6 +9,7 @@ float32 alone.
 import gc
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -208,20 +209,23 @@ def resident_shares(trainer: PPOTrainer) -> dict[str, float]:
 
 def published(trainer: PPOTrainer, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Whether `policy_weights` yields the policy's part of a checkpoint's `weights` on this rank, if it has them; the
-    bytes of its largest tensor, and by how many more than before are in memory while all that it has yielded is kept.
+    bytes of its largest tensor, padded so that as many rows come from each rank, and how many more than before are in
+    memory while all that it has yielded is kept.
     """
     named = {name.removeprefix("policy.model."): tensor for name, tensor in weights.items() if "policy." in name}
     expected = {name: tensor for name, tensor in named.items() if ".value." not in name}
     live, kept, largest, more, same = LiveBytes(), [], 0, 0, True
+    ranks = trainer.accelerator.num_processes
     live.track_all()
     before, deadline = live.live, time.monotonic() + 30
     with live:
         for name, whole in trainer.updater.engine.policy_weights():
             kept.append(whole)
-            largest, tensor = max(largest, whole.nbytes), expected.pop(name)
+            padded, tensor = whole[:1].nbytes * math.ceil(len(whole) / ranks) * ranks, expected.pop(name)
+            largest = max(largest, padded)
             same &= tensor.is_meta or torch.equal(whole.float(), tensor.to(whole.dtype).float())
             # gloo's threads let go of the tensor before a little later.
-            while live.live - before > whole.nbytes and time.monotonic() < deadline:
+            while live.live - before > padded and time.monotonic() < deadline:
                 time.sleep(0.001)
             more = max(more, live.live - before)
     return {"same": same and not expected, "largest": largest, "more": more}
