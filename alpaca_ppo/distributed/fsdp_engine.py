@@ -79,8 +79,9 @@ class FSDPEngine(Engine):
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
 
     def begin(self) -> None:
-        # After an exception, what was on its way is dropped.
-        self.model.reset_iter_state()
+        # After an exception, what was on its way is dropped; torch before 2.13 cannot do that.
+        if hasattr(self.model, "reset_iter_state"):
+            self.model.reset_iter_state()
         super().begin()
 
     def passing(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:

@@ -34,7 +34,10 @@ FROM_OTHERS = {
     "fsdp": ["ddp"],
     "zero3": ["ddp", "fsdp"],
     "zero2": ["ddp"],
-    "single": ["zero3", "ddp", "fsdp"],
+    # Three processes.
+    "fsdp-3": ["fsdp", "zero3"],
+    "ddp-3": ["fsdp-3"],
+    "single": ["zero3", "ddp", "fsdp", "fsdp-3"],
     "zero1": ["single"],
 }
 # `make test` moves between DDP, ZeRO 3 and FSDP2, and resumes in place under each; the others are for `make proof`.
