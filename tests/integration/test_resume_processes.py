@@ -1,4 +1,4 @@
-"""A run of one or two processes that was stopped and resumed is the run that was never stopped: to the last bit where
+"""A run of one to three processes that was stopped and resumed is the run that was never stopped: to the last bit where
 it goes on as it began, within rounding where it goes on under another number of processes or ZeRO stage.
 """
 
@@ -99,9 +99,9 @@ def test_a_checkpoint_resumes_under_another_setting(before, after, runs):
         for name, value in theirs.items():
             if "padding" not in name:
                 assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-5), f"step {ours['step']}: {name}"
-    weights = final_weights(moved)
+    weights, tolerance = final_weights(moved), 1e-6 if "fsdp" in before + after else 1e-4
     for name, tensor in final_weights(whole).items():
-        assert float((weights[name] - tensor).norm()) <= 1e-4 * float(tensor.norm()) + 1e-7, name
+        assert float((weights[name] - tensor).norm()) <= tolerance * float(tensor.norm()) + 1e-7, name
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
