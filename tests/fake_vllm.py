@@ -58,8 +58,17 @@ class FakeVLLM:
         """Called with each request; what it returns in place of None is sent as it is."""
         self.after: Callable[[dict[str, Any]], Any] = lambda answer: answer
         """Changes the answer to a request for tokens."""
+        self.sees = True
+        """Whether it sees the folders that it is given."""
         self.working = 0
         """Requests for tokens that are being answered."""
+
+    @property
+    def published(self) -> list[dict[str, Any]]:
+        """The bodies of the requests by which it was given models and adapters, in order."""
+        routes = ("/collective_rpc", "/v1/load_lora_adapter")
+        bodies = [body for path, body in self.asked if path in routes]
+        return [body for body in bodies if "is_checkpoint_format" not in body.get("kwargs", {})]
 
     def respond(self, path: str, body: Any) -> Any:
         """The JSON value that answers a request."""
@@ -79,8 +88,10 @@ class FakeVLLM:
             case "/collective_rpc":
                 assert body["method"] == "reload_weights"
                 folder = Path(body["kwargs"]["weights_path"])
-                assert (folder / "config.json").is_file()
-                self.loaded = digest(folder)
+                assert self.sees and list(folder.glob("*.safetensors")), "Repo id must be in the form"
+                if body["kwargs"].get("is_checkpoint_format", True):
+                    assert (folder / "config.json").is_file()
+                    self.loaded = digest(folder)
                 return {"results": [None]}
             case "/v1/load_lora_adapter":
                 assert (Path(body["lora_path"]) / "adapter_config.json").is_file()

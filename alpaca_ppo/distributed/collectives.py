@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -39,7 +39,7 @@ def drain_collectives(accelerator: Accelerator) -> None:
 
 
 @contextmanager
-def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
+def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None]:
     """Synchronizes the ranks at the end of the block; if any rank raised inside, all ranks raise, so none hangs.
 
     The block itself must not contain collectives.
@@ -95,7 +95,7 @@ def max_int_over_ranks(number: int, accelerator: Accelerator) -> int:
     return int(everywhere)
 
 
-def gather_list(item: T, accelerator: Accelerator) -> list[T]:
+def gather_list(item: T, accelerator: Accelerator | PartialState) -> list[T]:
     """The item of each rank, in rank order, on every rank."""
     if accelerator.num_processes == 1:
         return [item]

@@ -351,12 +351,7 @@ class _SlotLoop:
             return
         assert self._turns is not None
         done: list[_Row] = []
-        for index, reply in self._turns.handler.ready(timeout):
-            if index not in pending:
-                raise ValueError(
-                    f"the turn handler's ready() returned an answer for row {index}, which waits for none; return the "
-                    f"answer to each pending turn once"
-                )
+        for index, reply in self._turns.answers(pending, timeout):
             done += self._take(pending.pop(index), reply)
         self._finish(done)
 

@@ -5,7 +5,7 @@ to the row, and the policy goes on after these. What appends them, an environmen
 a `TurnHandler`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -101,6 +101,20 @@ class Turns:
         if self.max_policy_tokens is not None:
             ends.append(position + self.max_policy_tokens - chosen)
         return min(ends)
+
+    def answers(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
+        """Yields what `handler.ready` returns; the caller removes each row from `pending`.
+
+        Raises:
+            ValueError: for an answer to a row that is not pending.
+        """
+        for row, reply in self.handler.ready(timeout):
+            if row not in pending:
+                raise ValueError(
+                    f"the turn handler's ready() returned an answer for row {row}, which waits for none; return the "
+                    "answer to each pending turn once"
+                )
+            yield row, reply
 
 
 def check_reply(reply: Reply, row: int, vocabulary: int) -> list[int] | None:

@@ -19,9 +19,9 @@ import torch
 from peft import LoraConfig
 
 from alpaca_ppo.generation import SamplingParams, Turns, generate
+from alpaca_ppo.generation.vllm.backend import VLLMBackend
 from alpaca_ppo.generation.vllm.process import environment
 from alpaca_ppo.generation.vllm.server import Server
-from alpaca_ppo.generation.vllm.servers import Servers
 from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from tests.generation.test_generate import full_forward_logprobs, padded
 from tests.generation.test_turns import ANSWERS, Script
@@ -171,18 +171,18 @@ def forget_the_cache(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_a_parameter(patch: pytest.MonkeyPatch) -> None:
-    publish = Servers.publish
+    sync = VLLMBackend.sync
 
-    def without(self: Servers, policy: Any, given: Any, version: int) -> None:
+    def without(self: VLLMBackend, policy: Any, given: Any) -> None:
         old = vars(self).setdefault("old", {})
 
         def some(base: bool = False) -> Any:
             for name, tensor in given(base=base):
                 yield name, old.setdefault(name, tensor.clone()) if name == "lm_head.weight" else tensor
 
-        publish(self, policy, some, version)
+        sync(self, policy, some)
 
-    patch.setattr(Servers, "publish", without)
+    patch.setattr(VLLMBackend, "sync", without)
 
 
 @pytest.mark.parametrize("forget", [forget_weights, forget_the_cache, forget_a_parameter])

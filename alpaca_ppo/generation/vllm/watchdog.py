@@ -3,7 +3,8 @@ however that was; then it removes the folders that belong to it.
 
     python watchdog.py PARENT FOLDERS COMMAND
 
-`FOLDERS` and `COMMAND` are JSON lists; without a command only the folders are watched over.
+`FOLDERS` and `COMMAND` are JSON lists; without a command only the folders are watched over. It leads a session, to
+which all processes of the server belong.
 """
 
 import json
@@ -25,42 +26,40 @@ def watch(parent: int, folders: list[str], command: list[str]) -> int:
     """Returns the exit status of the server that `command` starts."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = subprocess.Popen(command, process_group=0, stdin=subprocess.DEVNULL) if command else None
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL) if command else None
     try:
         while os.getppid() == parent and (server is None or server.poll() is None):
             time.sleep(_POLL_SECONDS)
     finally:
-        if server is not None:
-            _end(server)
+        end_session(os.getpid())
         if os.getppid() != parent:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
-    return 0 if server is None else server.returncode
+    return 0 if server is None else server.wait()
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """Ends the server and the processes that it has started, by SIGTERM first: they free their shared memory."""
+def end_session(leader: int) -> None:
+    """Ends the other processes of a session, by SIGTERM first: they free their shared memory."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in _others(server):
+        for process in _others(leader):
             with suppress(OSError):
-                # Python's tracker of shared memory removes what the others have left, and ends after them.
-                if b"resource_tracker" not in Path(f"/proc/{process}/cmdline").read_bytes():
-                    os.kill(process, number)
+                os.kill(process, number)
         until = time.monotonic() + _END_SECONDS
-        while _others(server) and time.monotonic() < until:
-            server.poll()
+        while _others(leader) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-    server.wait()
 
 
-def _others(server: subprocess.Popen[bytes]) -> list[int]:
-    """The live processes of the server's group."""
+def _others(leader: int) -> list[int]:
+    """The live processes of the session, without Python's tracker of shared memory, which removes what the others have
+    left and ends after them.
+    """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            # After the name, which may hold blanks: the state, the parent, the group.
-            state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(group) == server.pid and state != "Z":
+            # After the name, which may hold blanks: the state, the parent, the group, the session.
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            others = int(session) == leader != int(folder.name) and state != "Z"
+            if others and b"resource_tracker" not in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.adapters.files import WEIGHTS
@@ -41,6 +42,7 @@ def check_policy(policy: Policy) -> None:
 
 def make_folder(shared: Path | None, size: int) -> Path:
     """Returns a new folder with room for two versions of weights: in memory, on disk if that is full, or in `shared`.
+    An empty file of weights in it shows servers whether they see it.
 
     Args:
         shared: where servers on other machines see it; None on this machine.
@@ -53,7 +55,9 @@ def make_folder(shared: Path | None, size: int) -> Path:
     room = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
     for place, free in room.items():
         if free >= 2 * size:
-            return Path(tempfile.mkdtemp(prefix="alpaca_ppo-vllm-", dir=place))
+            folder = Path(tempfile.mkdtemp(prefix="alpaca_ppo-vllm-", dir=place))
+            save_file({}, str(folder / SAFE_WEIGHTS_NAME))
+            return folder
     raise ValueError(
         f"vLLM reads the policy's weights from files, two versions of which have {2 * size} bytes, but there are "
         + " and ".join(f"{free} in {place}" for place, free in room.items())
