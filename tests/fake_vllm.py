@@ -160,11 +160,11 @@ class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 class ServedInThread:
     """A fake in threads of this process: a context manager that gives its address."""
 
-    def __init__(self, fake: FakeVLLM) -> None:
+    def __init__(self, fake: FakeVLLM, host: str = "127.0.0.1") -> None:
         ThreadingHTTPServer.request_queue_size = 512
-        self._server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server: Any = ThreadingHTTPServer((host, 0), _Handler)
         self._server.fake = fake
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://{host}:{self._server.server_address[1]}"
 
     def __enter__(self) -> str:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

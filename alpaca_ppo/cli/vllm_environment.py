@@ -34,8 +34,7 @@ def vllm_env(argv: Sequence[str]) -> int:
         commands.append([python, "-m", "pip", "uninstall", "--yes", *_NEED_CUDA])
     for command in commands:
         print(f"$ {shlex.join(command)}", flush=True)
-        status = subprocess.run(command).returncode
-        if status != 0:
+        if status := subprocess.run(command).returncode:
             raise ValueError(f"{shlex.join(command)} failed with exit status {status}; its output says why")
     print(f"\nvLLM is ready. In run.yaml:\n\ngeneration_backend: vllm\nvllm_python: {python}")
     return 0

@@ -140,8 +140,7 @@ class RunOptions(ExplainsUnknownNames):
     """slots gives the places of ended rows to waiting prompts; generate runs model.generate on one batch after the
     other; auto takes slots, or generate where the model or sharded parameters do not allow them; vllm asks servers."""
     vllm_python: str | None = argument(None, needs=_OWN_SERVER)
-    """Python interpreter of the environment that alpaca-ppo vllm-env has made: it starts a server for each process;
-    null = vllm_urls."""
+    """Python interpreter with vLLM (alpaca-ppo vllm-env), which starts a server for each process; null = vllm_urls."""
     vllm_urls: list[str] | None = argument(None, min_length=1, needs=_VLLM)
     """Addresses of vLLM servers that run already, such as http://127.0.0.1:8000; null = start them (vllm_python)."""
     vllm_dtype: Literal["float32", "bfloat16", "float16"] | None = argument(None, needs=_VLLM)

@@ -18,6 +18,7 @@ from tests.environments.chat import WITH_TOOLS, chat_bytes, conversation
 from tests.environments.test_conversation import SCHEMAS
 from tests.environments.test_episodes import Played, call
 from tests.environments.test_kinds import Counter
+from tests.fake_vllm import FakeVLLM, ServedInThread
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier
 from tests.tiny_runs import tiny_trainer
 
@@ -265,8 +266,9 @@ class Partner:
         return "<|im_start|>reply"
 
 
+@pytest.mark.parametrize("backend", ["auto", "vllm"])
 @pytest.mark.parametrize(("whose", "asked", "answered"), [("template", 2, 2), ("prompts", 3, 2), ("everything", 4, 3)])
-def test_the_option_says_whose_text_may_write_control_tokens(tmp_path, whose, asked, answered):
+def test_the_option_says_whose_text_may_write_control_tokens(tmp_path, whose, asked, answered, backend):
     model = tiny_causal_lm("llama", vocab_size=300, max_position_embeddings=512)
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "a<|im_start|>"}]}] * 10)
     given = {"processing_class": chat_bytes(), "train_dataset": rows}
@@ -277,8 +279,15 @@ def test_the_option_says_whose_text_may_write_control_tokens(tmp_path, whose, as
     assert without.train_prompts[0]["input_ids"].count(mark) == min(asked, 3)
     given |= {"environment_factory": Partner, "reward_funcs": None}
     turns = {"response_len": 99, "max_turn_tokens": 2, "max_turns": 2}
-    trainer = tiny_trainer(tmp_path / "with", model=model, trainer_arguments=given, **settings, **turns)
-    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    fake = FakeVLLM(max_model_len=1000)
+    with ServedInThread(fake) as url:
+        if backend == "vllm":
+            settings |= {"generation_backend": "vllm", "vllm_urls": [url]}
+        trainer = tiny_trainer(tmp_path / "with", model=model, trainer_arguments=given, **settings, **turns)
+        rollouts = trainer.rollout(trainer.prompt_batches(0))
+    # What the server is asked for in each turn holds no other ones.
+    sent = [body["token_ids"].count(mark) for path, body in fake.asked if path.endswith("generate")]
+    assert {*sent} == ({asked, asked + answered} if backend == "vllm" else set())
     assert (rollouts["queries"] == mark).sum(dim=1).tolist() == [asked] * 10
     said = (rollouts["responses"] == mark) & ~rollouts["response_mask"]
     assert said.sum(dim=1).tolist() == [answered] * 10

@@ -47,9 +47,11 @@ def weights_of(policy: Policy, *, base: bool = False) -> Any:
 class Setting:
     """A policy and a backend whose servers have its weights."""
 
-    def __init__(self, folder: Path, *fakes: FakeVLLM, policy: Policy | None = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, *fakes: FakeVLLM, policy: Policy | None = None, host: str = "127.0.0.1", **options: Any
+    ) -> None:
         self.policy = policy or Policy(tiny_causal_lm("llama", **SMALLEST))
-        self._served = [ServedInThread(fake) for fake in fakes]
+        self._served = [ServedInThread(fake, host) for fake in fakes]
         urls = [served.__enter__() for served in self._served]
         options = {"generation_backend": "vllm", "vllm_urls": urls or None, **options}
         self.backend: Any = make_backend("vllm", tiny_config(folder, **options))
@@ -301,8 +303,8 @@ def entries(*logprobs: float, first: int = 40) -> dict[str, Any]:
         (changed(**entries()), "0 tokens instead of 1 to 20"),
         (changed(token_ids=["x"] * 20), "ValueError"),
         (changed(logprobs=None), "TypeError"),
-        (lambda answer: {"choices": []}, "cannot be right"),
-        (lambda answer: [], "cannot be right"),
+        (lambda answer: {"choices": []}, "gave a wrong answer"),
+        (lambda answer: [], "gave a wrong answer"),
     ],
 )
 def test_an_answer_that_cannot_be_right_ends_the_run(tmp_path: Path, change: Any, problem: str) -> None:
@@ -388,6 +390,7 @@ def test_a_signal_gives_up_what_is_being_sampled(tmp_path: Path) -> None:
         ({"config": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode processed_logprobs"),
         ({"working": 1}, "still works for somebody"),
         ({"without": ["/update_weight_version"]}, "HTTP status 404"),
+        ({"sees": False}, r"127\.0\.0\.1.* does not see /dev/shm/.*same path"),
     ],
 )
 def test_a_server_that_cannot_serve_a_run_is_refused_by_name(
@@ -396,8 +399,24 @@ def test_a_server_that_cannot_serve_a_run_is_refused_by_name(
     fake = FakeVLLM(**broken.get("config", {}))
     fake.version, fake.working = broken.get("version", "0.32.0"), broken.get("working", 0)
     fake.routes = [route for route in fake.routes if route not in broken.get("without", ())]
+    fake.sees = broken.get("sees", True)
     with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match=problem):
         setting.sync()
+
+
+def test_a_server_on_another_machine_reads_in_output_dir_and_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    # An address that is not known for this machine's.
+    fake, blind = FakeVLLM(), FakeVLLM()
+    with Setting(tmp_path / "seen", fake, host="127.0.0.2") as setting:
+        setting.sync()
+        assert fake.published[0]["kwargs"]["weights_path"].startswith(str(tmp_path / "seen"))
+    blind.sees = False
+    with Setting(tmp_path / "unseen", blind, host="127.0.0.2") as setting:
+        with pytest.raises(ValueError, match=rf"127\.0\.0\.2.* does not see {tmp_path}/unseen/"):
+            setting.sync()
+    assert not blind.published and not list((tmp_path / "unseen").glob("*/*/config.json"))
 
 
 def test_half_precision_and_the_longest_row_are_the_server_s(tmp_path: Path) -> None:

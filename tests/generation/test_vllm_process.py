@@ -17,8 +17,7 @@ import torch
 from alpaca_ppo.async_calls import await_all
 from alpaca_ppo.generation import Turns, make_backend
 from alpaca_ppo.generation.vllm import sampling, weights
-from alpaca_ppo.generation.vllm.server import Publication, Server
-from tests.fake_vllm import FakeVLLM, ServedInThread, fake_python
+from tests.fake_vllm import FakeVLLM, fake_python
 from tests.generation.test_turns import Script
 from tests.generation.test_vllm import Setting
 from tests.tiny_runs import tiny_config
@@ -215,23 +214,17 @@ def test_a_server_ends_although_its_watchdog_was_killed(started: Setting, tmp_pa
     # The fixture waits until nothing is left.
 
 
-def test_the_server_s_gpu_memory_is_freed_between_rollouts_and_woken_in_parts(tmp_path: Path) -> None:
+def test_the_server_s_gpu_memory_is_freed_between_rollouts(tmp_path: Path) -> None:
     fake = FakeVLLM()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).touch()
-    with ServedInThread(fake) as url:
-        server = Server(url)
-
-        async def both() -> None:
-            await server.sleep()
-            await server.load(Publication("1", tmp_path))
-            await server.wake("weights", "kv_cache")
-            await server.wake("weights", "kv_cache")
-            await server.sleep()
-            await server.wake("weights", "kv_cache")
-
-        assert await_all([both()]) == [None]
-    paths = [path for path, _ in fake.asked]
+    with Setting(tmp_path, fake) as setting:
+        setting.sync()
+        (server,) = setting.backend.servers
+        count = len(fake.asked)
+        await_all([server.sleep()])
+        setting.backend.wake()
+        setting.backend.wake()
+        await_all([server.sleep()])
+        setting.sync()
+    paths = [path for path, _ in fake.asked[count:]]
     load = ["/collective_rpc", "/update_weight_version", "/reset_prefix_cache"]
-    first = ["/sleep?level=1", "/wake_up?tags=weights", *load, "/wake_up?tags=kv_cache"]
-    assert paths == [*first, "/sleep?level=1", "/wake_up?tags=weights&tags=kv_cache"]
+    assert paths == ["/sleep?level=1", "/wake_up", "/sleep?level=1", "/wake_up", *load]

@@ -1,13 +1,13 @@
 """`generation_backend: vllm`: samples from vLLM servers, which get the weights after each update.
 
 Each process of the run starts a server, or uses those that `vllm_urls` names. The processes of a machine share the
-files of the weights: the first of them writes these, each loads them into the servers that it is responsible for, and
-all go on once every server has them.
+files of the weights: the first of them writes these, and all go on once every server has loaded them.
 """
 
 import platform
 import shutil
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,10 +49,7 @@ class VLLMBackend(Backend):
             raise ValueError("backend is 'vllm', which needs the options of a run; use a trainer, or backend='auto'")
         super().__init__(args)
         if args.load_in_4bit:
-            raise ValueError(
-                "generation_backend is 'vllm' and load_in_4bit is True, but vLLM gets the base as whole weights; set "
-                "generation_backend: auto"
-            )
+            raise ValueError("load_in_4bit is True, but generation_backend vllm gets whole weights; set it to auto")
         self._urls = args.vllm_urls or []
         for url in self._urls:
             check_url("vllm_urls", url)
@@ -60,8 +57,7 @@ class VLLMBackend(Backend):
             check_options(args)
         self.servers: list[Server] = []
         """From which this process samples."""
-        self._responsible, self._writes = True, True
-        self._folder = Path()
+        self._writes, self._folder = True, Path()
         self._guard: ServerProcess | None = None
         self._process: ServerProcess | None = None
         self._current: Publication | None = None
@@ -83,57 +79,54 @@ class VLLMBackend(Backend):
         folder, version = self._folder / str(number), f"{self._folder.name}-{number}"
         new = Publication(version, self._folder / "base", folder) if adapted else Publication(version, folder)
         self._current, self._published = new, number + 1
-        if first or not adapted:
-            base = files.copied(weights(base=True), self._dtype, keep=self._writes)
-            self._write(lambda: files.write_model(new.model, policy, base, self._dtype))
-        if adapted:
-            adapter = files.copied(weights(), None, keep=self._writes)
-            self._write(lambda: files.write_adapter(folder, policy, adapter))
+        base = files.copied(weights(base=True), self._dtype, keep=self._writes) if first or not adapted else {}
+        adapter = files.copied(weights(), None, keep=self._writes) if adapted else {}
+        with raise_on_all_ranks(PartialState()):
+            if base:
+                files.write_model(new.model, policy, base, self._dtype)
+            if adapter:
+                files.write_adapter(folder, policy, adapter)
         with raise_on_all_ranks(PartialState()):
             self._load(new)
         if self._writes and not first:
             shutil.rmtree(self._folder / str(number - 1))
         self.half_precision = any(server.half_precision for server in self.servers)
 
-    def _write(self, action: Callable[[], Any]) -> None:
-        """Lets the process that writes the files of this machine do so; the others wait for it."""
-        with raise_on_all_ranks(PartialState()):
-            if self._writes:
-                action()
-
     def _meet(self, policy: Policy) -> None:
         """Finds out what the policy needs, who else is on this machine, and where the files go."""
         files.check_policy(policy)
-        args, self._device = self.args, policy.model.device
+        args, state, self._device = self.args, PartialState(), policy.model.device
         self._dtype = getattr(torch, args.vllm_dtype or ("bfloat16" if args.bf16 else str(policy.model.dtype)[6:]))
         if policy.adapters is not None:
             config = policy.adapters.config_of(POLICY)
             self._lora_rank = max([config.r, *(config.rank_pattern or {}).values()])
-        state, hosts = PartialState(), {urlsplit(url).hostname for url in self._urls}
-        remote = bool(hosts - {"localhost", "127.0.0.1", "::1"})
+        remote = any(urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1") for url in self._urls)
         machines = gather_list("" if remote else platform.node(), state)
         peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
         place = peers.index(state.process_index)
         self._writes = place == 0
-
-        def make_folder() -> None:
-            shared = Path(args.output_dir).absolute() if remote else None
-            self._folder = files.make_folder(shared, files.bytes_of(policy, self._dtype))
-            self._guard = ServerProcess([], {}, Path("/dev/null"), [self._folder])
-
-        self._write(make_folder)
+        with raise_on_all_ranks(state):
+            if self._writes:
+                output_dir = Path(args.output_dir).absolute()
+                output_dir.mkdir(parents=True, exist_ok=True)
+                size = files.bytes_of(policy, self._dtype)
+                self._folder = files.make_folder(output_dir if remote else None, size)
+                self._guard = ServerProcess([], {}, Path("/dev/null"), [self._folder])
         self._folder = gather_list(self._folder, state)[peers[0]]
-        own = self._urls[place :: len(peers)]
-        self._responsible = bool(own)
-        self.servers = [Server(url) for url in own or self._urls[place % max(len(self._urls), 1) :][:1]]
+        # Each process sends its first prompt to another server.
+        servers = deque(map(Server, self._urls))
+        servers.rotate(-place)
+        self.servers = list(servers)
         with raise_on_all_ranks(state):
             together(server.check(self._folder, lora=self._lora_rank > 0) for server in self.servers)
 
     def _load(self, new: Publication) -> None:
+        """Loads weights into the server of this process, or the first process of a machine into those of all."""
         if not self._urls and (self._process is None or self._has_ended()):
             self._start(lambda: None)
             return
-        if self._responsible or not self._urls:
+        self.wake()
+        if self._writes or not self._urls:
             together(server.load(new) for server in self.servers)
         for server in self.servers:
             server.loaded = new
@@ -165,7 +158,6 @@ class VLLMBackend(Backend):
         socket = self._folder / f"{rank}.sock"
         socket.unlink(missing_ok=True)
         log = Path(self.args.output_dir).absolute() / f"vllm_{rank}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
         command = server_command(self.args, self._current.model, socket, self._dtype, self._lora_rank, self._device)
         self._process = ServerProcess(command, server_variables(self._device), log, [])
         server = Server("http://vllm", str(socket))
@@ -179,7 +171,7 @@ class VLLMBackend(Backend):
     def wake(self) -> None:
         if any(server.asleep for server in self.servers):
             torch.cuda.empty_cache()
-            together(server.wake("weights", "kv_cache") for server in self.servers)
+            together(server.wake() for server in self.servers)
 
     def sleep(self) -> None:
         """Only a server that was started here shares this process's GPU."""
@@ -191,10 +183,8 @@ class VLLMBackend(Backend):
         tokens = [[token for token, real in zip(*row, strict=True) if real] for row in rows]
         longest, most = max(map(len, tokens)) + params.max_new_tokens, min(s.longest_row for s in self.servers)
         if longest > most:
-            raise ValueError(
-                f"prompt and response have up to {longest} tokens, but the vLLM server takes {most}; "
-                "start it with a longer --max-model-len (vllm_args)"
-            )
+            said = f"prompt and response have up to {longest} tokens, but the vLLM server takes {most}"
+            raise ValueError(f"{said}; start it with a longer --max-model-len (vllm_args)")
         self._restarts = 0
         keys = params.random_keys(prompts["prompt_ids"]).cpu()
         return Sampling(self, model, tokens, keys, params, how["turns"], how["hooks"]).run()

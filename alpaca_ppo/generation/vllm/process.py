@@ -42,10 +42,7 @@ def check_options(args: PPOConfig) -> None:
     """
     python, remedy = args.vllm_python, "alpaca-ppo vllm-env DIR makes one"
     if python is None:
-        raise ValueError(
-            "generation_backend is 'vllm', but vllm_python and vllm_urls are null; set vllm_python to the interpreter "
-            "that alpaca-ppo vllm-env DIR has made, or vllm_urls to servers that run"
-        )
+        raise ValueError("vllm_python and vllm_urls are null, but generation_backend vllm needs one; see docs/vllm.md")
     for word in args.vllm_args or []:
         if word.startswith("--") and word[2:].partition("=")[0] in _OURS:
             raise ValueError(f"vllm_args has {word!r}, which the run sets itself; leave it out")
@@ -64,37 +61,25 @@ def server_command(
     args: PPOConfig, model: Path, socket: Path, dtype: torch.dtype, lora_rank: int, device: torch.device
 ) -> list[str]:
     """The command of a server of `model` with adapters up to `lora_rank`, which listens on `socket`."""
-    flags: dict[str, Any] = {
-        "uds": socket,
-        "model": model,
-        "served-model-name": MODEL,
-        "dtype": str(dtype)[6:],
-        "max-model-len": args.longest_row,
-        "gpu-memory-utilization": args.vllm_gpu_memory_utilization,
-        "logprobs-mode": "processed_logprobs",
-        # The model's own settings of sampling do not count.
-        "generation-config": "vllm",
-    }
-    switches = ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
-    switches.append("--enable-sleep-mode" if device.type == "cuda" else "--enforce-eager")
-    if lora_rank:
-        # The values that vLLM takes; the next version is loaded before the last one goes.
-        flags |= {"max-lora-rank": max(8, 1 << (lora_rank - 1).bit_length()), "max-cpu-loras": 2}
-        switches.append("--enable-lora")
     assert args.vllm_python is not None
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    start = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server"]
-    return [*start, *words, *switches, *(args.vllm_args or [])]
+    words = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(socket), "--model", str(model)]
+    words += ["--served-model-name", MODEL, "--dtype", str(dtype)[6:], "--max-model-len", str(args.longest_row)]
+    words += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
+    # The model's own settings of sampling do not count.
+    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    words += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+    words.append("--enable-sleep-mode" if device.type == "cuda" else "--enforce-eager")
+    if lora_rank:
+        # Ranks are powers of two; the next version is loaded before the last one goes.
+        highest = max(8, 1 << (lora_rank - 1).bit_length())
+        words += ["--enable-lora", "--max-lora-rank", str(highest), "--max-cpu-loras", "2"]
+    return [*words, *(args.vllm_args or [])]
 
 
 def server_variables(device: torch.device) -> dict[str, str]:
     """The environment variables of a server on `device`, beyond those of this process."""
-    found = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    found = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    found |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if device.type != "cuda":
         # Otherwise the first request waits for a compiler, and the cache takes most of the memory.
         room = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")

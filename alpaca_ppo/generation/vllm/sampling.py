@@ -16,7 +16,7 @@ from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, RowCalls
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams, StopRule
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
-from alpaca_ppo.generation.vllm.server import Request
+from alpaca_ppo.generation.vllm.server import request_params
 from alpaca_ppo.http_json import RequestFailed
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ class Sampling:
         self._calls, self._rule = RowCalls(most=_MOST_REQUESTS), StopRule(params, torch.device("cpu"))
         cut_here = params.stop_strings is not None or (params.truncate_token_ids and params.truncate_after)
         self._piece = _PIECE if cut_here else params.max_new_tokens
-        stops = params.stop_token_ids if params.truncate_after else params.stop_token_ids + params.truncate_token_ids
-        self._stops = tuple(sorted(set(stops)))
+        self._request = request_params(params)
         self._open, self._pending = set(range(len(keys))), set[int]()
         self._out = Generation(
             torch.full(shape, params.pad_token_id),
@@ -123,11 +122,11 @@ class Sampling:
         position, servers = len(row.tokens), self._backend.servers
         most = min(self._limit(row, row.turn_start) - position, self._piece)
         seed = int(uniforms(self._keys[row.index : row.index + 1], position) * 2**52)
-        request = Request(row.prompt + row.tokens, most, seed, self._stops, self._params)
         # Rows of one prompt go to the server that has its beginning in the cache, after a failure to another.
         server = servers[(row.index // self._params.num_return_sequences + row.failures) % len(servers)]
-        arguments = {"request": request, "delay": delay}
-        self._calls.start(row.index, Call(server.sample, arguments, self._backend.args.ddp_timeout))
+        how = {"params": self._request | {"max_tokens": most, "seed": seed}, "delay": delay}
+        call = Call(server.sample, {"tokens": row.prompt + row.tokens, **how}, self._backend.args.ddp_timeout)
+        self._calls.start(row.index, call)
 
     def _receive(self, call: RowCall) -> None:
         """Takes the answer to a request, or makes the request again."""

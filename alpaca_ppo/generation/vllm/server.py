@@ -36,18 +36,16 @@ class Publication:
     """Folder of the policy's adapter."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What one request samples: the tokens that follow those of one row."""
-
-    tokens: list[int]
-    """Of the prompt, and of the response so far."""
-    most: int
-    """Tokens to sample."""
-    seed: int
-    stops: tuple[int, ...]
-    """Tokens that end it; the one that does is part of the answer."""
-    params: SamplingParams
+def request_params(params: SamplingParams) -> dict[str, Any]:
+    """The settings of `params` as vLLM calls them, without a limit and a seed. The stop token that ends an answer is
+    part of it.
+    """
+    stops = params.stop_token_ids if params.truncate_after else params.stop_token_ids + params.truncate_token_ids
+    # At temperature 0 it takes the likeliest token, whatever top_k and top_p are.
+    chosen = {"temperature": params.temperature if params.do_sample else 0.0}
+    chosen |= {"top_k": params.top_k or -1, "top_p": params.top_p or 1.0}
+    # The model's own stop tokens are among `stops`.
+    return {"stop_token_ids": sorted(set(stops)), "ignore_eos": True, "logprobs": 0, "detokenize": False, **chosen}
 
 
 def together(calls: Iterable[Any]) -> list[Any]:
@@ -76,12 +74,11 @@ class Server:
     def __init__(self, url: str, socket: str | None = None) -> None:
         self._url, self._socket = url.rstrip("/"), socket
         self.name = shown_url(url) if socket is None else socket
-        self.config: dict[str, Any] = {}
-        """What `check` has found the server to be started with."""
+        # What `check` finds: whether it computes in less than 32 bits; the most tokens of a prompt and its response.
+        self.half_precision, self.longest_row = False, 0
         self.loaded: Publication | None = None
         self._model = MODEL
-        self.asleep: list[str] = []
-        """What `sleep` has freed."""
+        self.asleep = False
 
     async def ask(self, path: str, body: Any = None, **how: Any) -> Any:
         """What the server answers; a body, even an empty one, is posted. `how` are keywords of `ask_json`.
@@ -110,16 +107,14 @@ class Server:
         """
         check_version((await self.ask("/version"))["version"], f"the vLLM server at {self.name}")
         paths = (await self.ask("/openapi.json"))["paths"]
-        needed = {
-            "/collective_rpc": "VLLM_SERVER_DEV_MODE=1 in its environment",
-            "/inference/v1/generate": "--enable-scale-out",
-        }
+        needed = {"/collective_rpc": "VLLM_SERVER_DEV_MODE=1", "/inference/v1/generate": "--enable-scale-out"}
         if lora:
             needed["/v1/load_lora_adapter"] = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
         missing = [flag for path, flag in needed.items() if path not in paths]
         if not missing:
-            self.config = (await self.ask("/server_info?config_format=json"))["vllm_config"]
-            if self.config["model_config"]["logprobs_mode"] != "processed_logprobs":
+            config = (await self.ask("/server_info?config_format=json"))["vllm_config"]["model_config"]
+            self.half_precision, self.longest_row = config["dtype"] != "torch.float32", int(config["max_model_len"])
+            if config["logprobs_mode"] != "processed_logprobs":
                 missing = ["--logprobs-mode processed_logprobs"]
         if missing:
             raise ValueError(f"the vLLM server at {self.name} was started without {missing[0]}; docs/vllm.md has all")
@@ -135,16 +130,6 @@ class Server:
                     f"host or container that folder under the same path: {error}"
                 ) from error
 
-    @property
-    def half_precision(self) -> bool:
-        """Whether it computes in less than 32 bits."""
-        return str(self.config["model_config"]["dtype"]) != "torch.float32"
-
-    @property
-    def longest_row(self) -> int:
-        """The most tokens of a prompt and its response."""
-        return int(self.config["model_config"]["max_model_len"])
-
     async def load(self, new: Publication) -> None:
         """Takes over weights; what was computed from older ones is forgotten.
 
@@ -153,7 +138,6 @@ class Server:
             ValueError: if its cache cannot be emptied.
         """
         old = self.loaded
-        await self.wake("weights")
         if old is None or old.model != new.model:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(new.model)}}
             await self.ask("/collective_rpc", arguments, seconds=_LOAD_SECONDS)
@@ -171,12 +155,11 @@ class Server:
         if old is not None and old.adapter is not None:
             await self.ask("/v1/unload_lora_adapter", {"lora_name": old.version}, parse=str)
 
-    async def wake(self, *tags: str) -> None:
-        """Brings back the memory of `tags` (weights, kv_cache) that `sleep` has freed."""
-        if tags := tuple(tag for tag in tags if tag in self.asleep):
-            # Memory that is mapped already must not be mapped again.
-            await self.ask("/wake_up?" + "&".join(f"tags={tag}" for tag in tags), {}, seconds=_LOAD_SECONDS)
-            self.asleep = [tag for tag in self.asleep if tag not in tags]
+    async def wake(self) -> None:
+        """Brings back the memory that `sleep` has freed. Memory that is mapped already must not be mapped again."""
+        if self.asleep:
+            await self.ask("/wake_up", {}, seconds=_LOAD_SECONDS)
+            self.asleep = False
 
     async def sleep(self) -> None:
         """Frees the memory of its GPU: weights go to the host, its cache is dropped.
@@ -184,10 +167,17 @@ class Server:
         Level 1, because weights that level 2 has dropped came back wrong (https://github.com/vllm-project/vllm/issues/29341).
         """
         await self.ask("/sleep?level=1", {}, seconds=_LOAD_SECONDS)
-        self.asleep = ["weights", "kv_cache"]
+        self.asleep = True
 
-    async def sample(self, request: Request, *, delay: float = 0.0) -> tuple[list[int], list[float]]:
-        """The tokens that the published weights sample, `delay` seconds from now, and the log-prob of each in nats.
+    async def sample(
+        self, tokens: list[int], params: dict[str, Any], *, delay: float = 0.0
+    ) -> tuple[list[int], list[float]]:
+        """The tokens that the published weights sample after `tokens`, and the log-prob of each in nats.
+
+        Args:
+            tokens: of the prompt, and of the response so far.
+            params: `request_params`, and `max_tokens` and `seed`.
+            delay: seconds until the server is asked.
 
         Raises:
             RequestFailed: see there; the request may be made again, for the same tokens.
@@ -195,51 +185,34 @@ class Server:
         """
         await asyncio.sleep(delay)
         assert self.loaded is not None, "weights are published before responses are sampled"
-        params = request.params
-        body = {
-            "model": self._model if self.loaded.adapter is None else self.loaded.version,
-            "token_ids": request.tokens,
-            "sampling_params": {
-                "max_tokens": request.most,
-                "seed": request.seed,
-                # With 0, the likeliest token, the two others have no effect.
-                "temperature": params.temperature if params.do_sample else 0.0,
-                "top_k": params.top_k or -1,
-                "top_p": params.top_p or 1.0,
-                "stop_token_ids": list(request.stops),
-                # The model's own stop tokens are among those above.
-                "ignore_eos": True,
-                "logprobs": 0,
-                "detokenize": False,
-            },
-        }
-        found = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=2**20 + 2048 * request.most)
+        model = self._model if self.loaded.adapter is None else self.loaded.version
+        body = {"model": model, "token_ids": tokens, "sampling_params": params}
+        max_bytes = 2**20 + 2048 * params["max_tokens"]
+        found = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
         try:
-            return _read(found, request, self.loaded.version)
+            return _read(found, params, self.loaded.version)
         # Whatever is missing, or of another type.
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"the vLLM server at {self.name} sent an answer that cannot be right; see docs/vllm.md "
-                f"({error_text(error)})"
-            ) from error
+            raise ValueError(f"the vLLM server at {self.name} gave a wrong answer: {error_text(error)}") from error
 
 
-def _read(found: Any, request: Request, version: str) -> tuple[list[int], list[float]]:
+def _read(found: Any, params: dict[str, Any], version: str) -> tuple[list[int], list[float]]:
     """The tokens and log-probs of an answer.
 
     Raises:
-        ValueError: for one that cannot be to `request`, on weights of `version`; other errors if it has another form.
+        ValueError: for one that cannot be to a request with `params`, on weights of `version`; other errors if it has
+            another form.
     """
+    most, stops = params["max_tokens"], params["stop_token_ids"]
     (choice,) = found["choices"]
     tokens = [int(token) for token in choice["token_ids"]]
     entries = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
     versions = sorted({str(span["version"]) for span in choice["weight_versions"]})
-    ended = len(tokens) == request.most or tokens[-1:] and tokens[-1] in request.stops
     problems = {
         f"it is of weights {', '.join(versions)} instead of {version}": versions != [version],
-        f"{len(tokens)} tokens instead of 1 to {request.most}": not 1 <= len(tokens) <= request.most,
-        f"{len(tokens)} tokens without a stop token": not ended,
-        "tokens after a stop token": bool(set(tokens[:-1]) & set(request.stops)),
+        f"{len(tokens)} tokens instead of 1 to {most}": not 1 <= len(tokens) <= most,
+        f"{len(tokens)} tokens without a stop token": len(tokens) < most and not set(tokens[-1:]) & set(stops),
+        "tokens after a stop token": set(tokens[:-1]) & set(stops),
         "log-probs of other tokens": [token for token, _ in entries] != tokens,
         "a log-prob above 0": any(logprob > 1e-3 for _, logprob in entries),
     }

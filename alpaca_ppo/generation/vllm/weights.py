@@ -87,10 +87,8 @@ def write_adapter(folder: Path, policy: Policy, tensors: dict[str, Tensor]) -> N
     """Writes `tensors`, those of the policy's adapter in the layers of its model, as a folder of PEFT."""
     assert policy.adapters is not None
     named = {f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": tensor for name, tensor in tensors.items()}
-    config = policy.adapters.config_of(POLICY)
     with write_folder_atomically(folder) as new:
-        config.inference_mode = True
-        config.save_pretrained(str(new))
+        policy.adapters.config_of(POLICY).save_pretrained(str(new))
         save_file(named, str(new / WEIGHTS))
 
 
