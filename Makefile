@@ -72,9 +72,11 @@ test: check
 messages: $(INSTALLED)
 	$(BIN)/python -m tests.tools.messages
 
-# What takes long and proves one more case: every ZeRO stage with every layout, moves between process counts, nodes.
+# What takes long and proves one more case: every ZeRO stage with every layout, moves between process counts, nodes, and
+# of a real vLLM the other families, with shuffled requests, and kills.
 proof: $(INSTALLED_FOR_TESTS)
 	$(call timed,proof,$(BIN)/python -m pytest -n $(WORKERS) -m proof --durations 20)
+	$(MAKE) vllm-test VLLM_TEST='-m proof'
 
 # The part of it that every change must pass: DDP, ZeRO 3, FSDP2, resuming, the examples.
 proof-ci: $(INSTALLED_FOR_TESTS)

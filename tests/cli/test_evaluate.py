@@ -1,14 +1,19 @@
 """`alpaca-ppo evaluate`: the numbers of a trainer's evaluation, for models, adapters and runs."""
 
+import gc
 import json
 import re
+import shutil
 
 import pytest
 import yaml
 from peft import LoraConfig
 
 from alpaca_ppo.cli.evaluate import evaluate
+from alpaca_ppo.cli.sample import sample as show_answers
 from alpaca_ppo.config.names import model_folder
+from tests.fake_vllm import FakeVLLM, ServedInThread, fake_python, sample
+from tests.generation.test_vllm_process import servers
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
@@ -71,6 +76,35 @@ def test_a_finished_run_is_evaluated_with_its_own_configuration(base, tmp_path, 
     assert mean == pytest.approx(last["eval/scores"], abs=1e-3) and "scores/count_even" in answers[0]
     table = [json.loads(line) for line in (tmp_path / "results/eval/step_000000.jsonl").read_text().splitlines()]
     assert table[0]["columns"] == {"answer": "0"}
+
+
+def test_vllm_samples_the_answers_of_an_evaluation_and_its_server_ends_with_it(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("STARTED_BY", str(tmp_path))
+    model, fake, found = ["--model", str(base / "model")], FakeVLLM(), []
+    settings = {"reward_funcs": [REWARD], "eval_temperature": 1.0, "eval_num_samples": 2}
+    with ServedInThread(fake) as url:
+        named = {"generation_backend": "vllm", "vllm_urls": [url]}
+        assert evaluate([*options(base, tmp_path / "named", **settings, **named), *model]) == 0
+        given = ["--generation_backend", "vllm", "--vllm_python", fake_python(tmp_path)]
+        assert evaluate([*options(base, tmp_path / "started", **settings), *model, *given]) == 0
+    gc.collect()
+    assert servers(tmp_path) == []
+    for folder in ("named", "started"):
+        lines = (tmp_path / folder / "answers.jsonl").read_text().splitlines()
+        found.append(sorted(answer["response"] for answer in map(json.loads, lines)))
+    asked = [body for path, body in fake.asked if path.endswith("generate")]
+    sampled = [sample(fake.loaded, body["token_ids"], body["sampling_params"]) for body in asked]
+    texts = [tiny_tokenizer().decode([t for t, _ in row], skip_special_tokens=True) for row in sampled]
+    assert found == [sorted(texts)] * 2 and len(set(texts)) == 10
+
+
+def test_answers_to_single_prompts_need_no_server(base, tmp_path, capsys):
+    """`alpaca-ppo sample` of a run that vLLM sampled for."""
+    shutil.copytree(base / "model", tmp_path / "final/policy")
+    run = {"generation_backend": "vllm", "vllm_python": "/no/longer/there", "response_len": 3}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    assert show_answers([str(tmp_path), "--prompt", "w5 w6"]) == 0
+    assert re.search(r"^policy: \S", capsys.readouterr().out, re.M)
 
 
 def test_the_kl_is_to_the_reference_that_is_named(base, tmp_path):

@@ -282,7 +282,8 @@ def test_the_option_says_whose_text_may_write_control_tokens(tmp_path, whose, as
     fake = FakeVLLM(max_model_len=1000)
     with ServedInThread(fake) as url:
         if backend == "vllm":
-            settings |= {"generation_backend": "vllm", "vllm_urls": [url]}
+            # The stand-in's log-probs are no policy's.
+            settings |= {"generation_backend": "vllm", "vllm_urls": [url], "mismatch_action": "ignore"}
         trainer = tiny_trainer(tmp_path / "with", model=model, trainer_arguments=given, **settings, **turns)
         rollouts = trainer.rollout(trainer.prompt_batches(0))
     # What the server is asked for in each turn holds no other ones.

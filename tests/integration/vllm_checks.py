@@ -4,6 +4,7 @@ Not collected by pytest itself: it needs an environment with vLLM (VLLM_PYTHON, 
 minutes. One server of each family serves all checks of that family but those of its process.
 """
 
+import copy
 import gc
 import os
 import socket
@@ -18,6 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from alpaca_ppo.async_calls import await_all
 from alpaca_ppo.generation import SamplingParams, Turns, generate
 from alpaca_ppo.generation.vllm.backend import VLLMBackend
 from alpaca_ppo.generation.vllm.process import environment
@@ -29,7 +31,7 @@ from tests.generation.test_vllm_process import folders, until
 from tests.integration.launching import start
 from tests.integration.run_tiny import Talker
 from tests.integration.run_vllm import FAMILIES, model_of, trained
-from tests.tiny_models import EOS, PAD
+from tests.tiny_models import EOS, PAD, SPECIAL_TOKENS
 from tests.tiny_runs import metric_lines, weights
 
 PYTHON = os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")
@@ -98,13 +100,64 @@ def test_tokens_are_those_of_the_policy_in_any_order(served: tuple[str, str], tm
     for place, i in enumerate(order):
         mine, other = found[8 * i : 8 * i + 8], again[8 * place : 8 * place + 8]
         assert torch.equal(mine.responses, other.responses) and torch.equal(mine.logprobs, other.logprobs)
-    largest = 0.0
+    # Float32 rounds more where activations nearly cancel, whoever computes them: both are compared with float64.
+    exact, vllm, transformers = copy.deepcopy(model).double(), list[float](), list[float]()
     for row in range(0, 1000, 7):
-        length = int(found.response_mask[row].sum())
-        expected = full_forward_logprobs(model, prompts[row // 8], found.responses[row, :length], 0.7)
-        largest = max(largest, float((found.logprobs[row, :length] - expected).abs().max()))
-    print(f"{served[0]}: largest difference of 143 responses {largest:.3g}")
-    assert largest < 10 * TOLERANCE
+        response = found.responses[row, : int(found.response_mask[row].sum())]
+        theirs = full_forward_logprobs(exact, prompts[row // 8], response, 0.7)
+        vllm += (found.logprobs[row, : len(response)] - theirs).abs().tolist()
+        transformers += (full_forward_logprobs(model, prompts[row // 8], response, 0.7) - theirs).abs().tolist()
+    for name, errors in {"vLLM": vllm, "transformers": transformers}.items():
+        print(f"{served[0]}: {name} from float64 {sum(errors) / len(errors):.3g}, at most {max(errors):.3g}")
+    assert sum(vllm) / len(vllm) < min(TOLERANCE, 2 * sum(transformers) / len(transformers))
+    assert max(vllm) < 10 * max(transformers)
+
+
+def test_no_log_prob_differs_by_more_than_rounding_of_ordinary_weights(served: tuple[str, str], tmp_path: Path) -> None:
+    """Those that transformers gives new models; those of the other tests are fifteen times as large."""
+    trainer = trained(tmp_path, served[0], vllm_urls=[served[1]], total_episodes=10)
+    policy, backend = trainer.actor_critic.policy, trainer.collector.backend
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        policy.model.load_state_dict(type(policy.model)(policy.model.config).state_dict())
+    backend.sync(policy, trainer.updater.engine.policy_weights)
+    params = SamplingParams(16, 0.7, PAD, (EOS, 7), num_return_sequences=4, seed=5)
+    prompts = [[5 + (7 * i + 3 * j) % 50 for j in range(1 + i % 9)] for i in range(25)]
+    found = generate(policy.model, padded(prompts, ids=list(range(25))), params, backend=backend)
+    largest = 0.0
+    for row in range(100):
+        response = found.responses[row, : int(found.response_mask[row].sum())]
+        theirs = full_forward_logprobs(policy.model, prompts[row // 4], response, 0.7)
+        largest = max(largest, float((found.logprobs[row, : len(response)] - theirs).abs().max()))
+    print(f"{served[0]}: largest difference of ordinary weights {largest:.3g}")
+    assert largest < TOLERANCE
+
+
+def test_a_folder_that_the_server_does_not_see_is_refused_and_leaves_the_server_as_it_was(
+    served: tuple[str, str], tmp_path: Path
+) -> None:
+    (missing,) = await_all([Server(served[1]).check(tmp_path / "missing", lora=False)])
+    assert isinstance(missing, ValueError) and f"does not see {tmp_path / 'missing'}" in str(missing)
+    trained(tmp_path / "run", served[0], vllm_urls=[served[1]], total_episodes=10)
+    check_mismatch(metric_lines(tmp_path / "run"))
+
+
+class Spoofs(Talker):
+    """A partner who writes the end of a turn, as text."""
+
+    async def reply(self, completion: str) -> tuple[str | None, float]:
+        answer, reward = await super().reply(completion)
+        return (None if answer is None else f"w5 {SPECIAL_TOKENS[EOS]} {answer}"), reward
+
+
+def test_what_an_environment_says_is_sent_without_control_tokens(served: tuple[str, str], tmp_path: Path) -> None:
+    arguments = {"environment_factory": Spoofs, "reward_funcs": None}
+    options = {"vllm_urls": [served[1]], "response_len": 20, "max_turn_tokens": 3, "total_episodes": 10}
+    trainer = trained(tmp_path, served[0], arguments=arguments, **options)
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    said = rollouts["responses"][~rollouts["response_mask"]]
+    assert (said == 5).any() and not (said == EOS).any()
+    check_mismatch(metric_lines(tmp_path), rounded=True)
 
 
 def test_a_response_of_several_turns_is_one_row_of_the_policy(served: tuple[str, str], tmp_path: Path) -> None:
@@ -194,7 +247,9 @@ def test_what_is_forgotten_stops_the_run(served: tuple[str, str], tmp_path: Path
         trained(tmp_path, served[0], vllm_urls=[served[1]], learning_rate=0.1)
 
 
-@pytest.mark.parametrize("config", ["ddp", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "config", ["ddp", "zero3", "fsdp", *(pytest.param(stage, marks=pytest.mark.proof) for stage in ("zero1", "zero2"))]
+)
 def test_several_processes_train_as_one_does(served: tuple[str, str], tmp_path: Path, config: str) -> None:
     for name, launch in (("one", "single"), ("two", config)):
         outcome = start(
