@@ -58,6 +58,21 @@ def test_a_run_in_half_precision_allows_for_the_rounding_at_its_temperature(tmp_
         trainer.sampler_check.check({ABS: 0.09})
 
 
+def test_a_run_in_float32_allows_for_the_rounding_of_a_sampler_in_half_precision(tmp_path):
+    class Narrow(Backend):
+        has_own_weights = half_precision = True
+
+        def generate(self, model, prompts, params, **how):
+            return generate(model, prompts, params, backend="generate", **how)
+
+    with temporary_choices():
+        register_generation_backend("narrow")(Narrow)
+        trainer = tiny_trainer(tmp_path, generation_backend="narrow")
+    trainer.sampler_check.check({ABS: 0.04})
+    with pytest.warns(UserWarning, match="disagree"):
+        trainer.sampler_check.check({ABS: 0.06})
+
+
 def test_prompts_of_the_check_range_from_the_shortest_to_the_longest():
     assert spread_by_length([5, 1, 9, 7, 3, 2, 8], count=4) == [1, 4, 3, 2]
     assert spread_by_length([5, 1], count=4) == [1, 0]
