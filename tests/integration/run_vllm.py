@@ -27,17 +27,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str, seed: int = 0) -> PreTrainedModel:
+def model_of(family: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     """A random model of `family`."""
-    return tiny_causal_lm(family, seed=seed, **SIZE, **FAMILIES[family])
+    return tiny_causal_lm(family, seed=seed, **SIZE, **FAMILIES[family], **more)
 
 
-def trained(folder: Path, family: str, *, resume: bool = False, arguments: Any = None, **options: Any) -> Any:
-    """A trainer that has made three steps on prompts of more than a block of the server's cache, each seen thrice."""
+def trained(
+    folder: Path, family: str, *, resume: bool = False, arguments: Any = None, tied: bool = False, **options: Any
+) -> Any:
+    """A trainer that has made three steps on prompts of more than a block of the server's cache, each seen thrice.
+
+    The head of its model is tied to the embedding if that is asked for, or usual for the family.
+    """
     words = [" ".join(f"w{10 + (7 * i + j * j) % 50}" for j in range(36 + 2 * i)) for i in range(10)]
     settings = {"generation_backend": "vllm", "learning_rate": 0.01, "total_episodes": 30, "query_len": 60, **options}
     given = {"train_dataset": Dataset.from_dict({"prompt": words}), **(arguments or {})}
-    trainer = tiny_trainer(folder, model=model_of(family), trainer_arguments=given, **settings)
+    model = model_of(family, **({"tie_word_embeddings": True} if tied else {}))
+    trainer = tiny_trainer(folder, model=model, trainer_arguments=given, **settings)
     trainer.train(resume or None)
     return trainer
 

@@ -49,7 +49,7 @@ def started(folder: Path, family: str) -> tuple[subprocess.Popen[bytes], str]:
     words = (
         f"-m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port {port} --model {folder / 'other'} "
         "--skip-tokenizer-init --generation-config vllm --enable-scale-out --logprobs-mode processed_logprobs "
-        "--dtype float32 --max-model-len 128 --block-size 32 --enforce-eager "
+        "--dtype float32 --max-model-len 128 --block-size 32 --enforce-eager --no-enable-chunked-prefill "
         "--enable-lora --max-lora-rank 8 --max-cpu-loras 2"
     )
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "TORCHDYNAMO_DISABLE": "1"}
@@ -131,6 +131,23 @@ def test_no_log_prob_differs_by_more_than_rounding_of_ordinary_weights(served: t
         largest = max(largest, float((found.logprobs[row, : len(response)] - theirs).abs().max()))
     print(f"{served[0]}: largest difference of ordinary weights {largest:.3g}")
     assert largest < TOLERANCE
+
+
+def test_a_tied_head_is_published_with_the_embedding(served: tuple[str, str], tmp_path: Path) -> None:
+    trained(tmp_path, served[0], tied=True, vllm_urls=[served[1]])
+    check_mismatch(metric_lines(tmp_path))
+
+
+def test_more_prompts_wait_than_the_server_reads_at_once(served: tuple[str, str], tmp_path: Path) -> None:
+    trainer = trained(tmp_path, served[0], vllm_urls=[served[1]], total_episodes=10)
+    model, backend = trainer.actor_critic.policy.model, trainer.collector.backend
+    trainer.collector.sync()
+    # Of 4,500 tokens it reads 2,048.
+    prompts = [[5 + (7 * i + 3 * j) % 50 for j in range(60)] for i in range(75)]
+    params = SamplingParams(4, 1.0, PAD, (EOS,), seed=5)
+    found = generate(model, padded(prompts, ids=list(range(75))), params, backend=backend)
+    expected = full_forward_logprobs(model, prompts[74], found.responses[74][found.response_mask[74]], 1.0)
+    assert (found.logprobs[74][found.response_mask[74]] - expected).abs().max() < 10 * TOLERANCE
 
 
 def test_a_folder_that_the_server_does_not_see_is_refused_and_leaves_the_server_as_it_was(

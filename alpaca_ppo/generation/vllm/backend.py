@@ -159,7 +159,8 @@ class VLLMBackend(Backend):
         socket.unlink(missing_ok=True)
         log = Path(self.args.output_dir).absolute() / f"vllm_{rank}.log"
         command = server_command(self.args, self._current.model, socket, self._dtype, self._lora_rank, self._device)
-        self._process = ServerProcess(command, server_variables(self._device), log, [])
+        PartialState().print(f"vLLM starts; its log is {log}", flush=True)
+        self._process = ServerProcess(command, server_variables(self._device, self._folder), log, [])
         server = Server("http://vllm", str(socket))
         self._process.wait(server.answers, poll)
         # It has read the model.

@@ -31,7 +31,7 @@ _OF_LAUNCHERS = re.compile(
 )
 """Environment variables that make a server believe that it is a rank of the run, or has its libraries."""
 _ERROR = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception): \S.*)$")
-_FOLLOWS = re.compile("EngineDeadError|root cause|Engine core initialization failed")
+_FOLLOWS = re.compile("EngineDeadError|root cause|Engine core initialization failed|Tokenizer not available")
 
 
 def check_options(args: PPOConfig) -> None:
@@ -68,7 +68,8 @@ def server_command(
     # The model's own settings of sampling do not count.
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
-    words.append("--enable-sleep-mode" if device.type == "cuda" else "--enforce-eager")
+    # On a CPU a prompt that is read in parts would end the server: its random numbers cannot be set back.
+    words += ["--enable-sleep-mode"] if device.type == "cuda" else ["--enforce-eager", "--no-enable-chunked-prefill"]
     if lora_rank:
         # Ranks are powers of two; the next version is loaded before the last one goes.
         highest = max(8, 1 << (lora_rank - 1).bit_length())
@@ -76,10 +77,10 @@ def server_command(
     return [*words, *(args.vllm_args or [])]
 
 
-def server_variables(device: torch.device) -> dict[str, str]:
-    """The environment variables of a server on `device`, beyond those of this process."""
+def server_variables(device: torch.device, folder: Path) -> dict[str, str]:
+    """The environment variables of a server on `device`, with temporary files in `folder`, beyond this process's."""
     found = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
-    found |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    found |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
     if device.type != "cuda":
         # Otherwise the first request waits for a compiler, and the cache takes most of the memory.
         room = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,19 +48,17 @@ def request_params(params: SamplingParams) -> dict[str, Any]:
     return {"stop_token_ids": sorted(set(stops)), "ignore_eos": True, "logprobs": 0, "detokenize": False, **chosen}
 
 
-def together(calls: Iterable[Any]) -> list[Any]:
-    """What each of several awaitables returns, which are awaited at once.
+def together(calls: Iterable[Awaitable[Any]]) -> None:
+    """Awaits all of them at once.
 
     Raises:
         ValueError: for the first that failed.
     """
-    found = await_all(list(calls))
-    for value in found:
+    for value in await_all(list(calls)):
         if isinstance(value, RequestFailed):
             raise ValueError(f"the vLLM server at {value}") from value
         if isinstance(value, BaseException):
             raise value
-    return found
 
 
 class Server:

@@ -67,18 +67,24 @@ def make_folder(shared: Path | None, size: int) -> Path:
 
 def bytes_of(policy: Policy, dtype: torch.dtype) -> int:
     """The bytes of the policy's model in `dtype`."""
-    # Of a parameter that is sharded, `numel` is that of the shard.
+    # Of a parameter that is sharded, `numel` is that of the shard. A tied head is counted, because it may be written.
     with torch.device("meta"):
         whole = type(policy.model)(policy.model.config)
-    return sum(tensor.numel() for tensor in whole.parameters()) * dtype.itemsize
+    return sum(tensor.numel() for _, tensor in whole.named_parameters(remove_duplicate=False)) * dtype.itemsize
 
 
 def write_model(folder: Path, policy: Policy, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Writes `tensors`, all that the policy's model has without adapters, as a folder for `from_pretrained`."""
     plain = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
+    config = type(policy.model.config).from_dict(policy.model.config.to_dict())
+    # On a CPU vLLM packs the head when it is loaded, and not again with new weights if it is tied to the embedding; of
+    # these architectures it has no other head.
+    tied = config.tie_word_embeddings and config.model_type not in ("gemma2", "cohere", "cohere2")
+    if tied and policy.model.device.type == "cpu":
+        config.tie_word_embeddings = False
+        plain |= {head: plain[embedding].clone() for head, embedding in policy.model._tied_weights_keys.items()}
     with write_folder_atomically(folder) as new, transformers_bars(shown=False):
         policy.model.save_pretrained(new, state_dict=plain)
-        config = type(policy.model.config).from_dict(policy.model.config.to_dict())
         config.architectures, config.dtype = [type(policy.model).__name__], dtype
         config.save_pretrained(new)
 
