@@ -151,8 +151,7 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             listed = "" if entry.name == name or entry.name.endswith(".*") else f"'s {entry.name}"
             lines.append(f"  {name} ({entry.of}{listed}): {entry.advice(value)}{in_python}")
         else:
-            close = did_you_mean(name, valid, likeness=0.6)
-            lines.append(f"  {name}:{close or ' there is no such name'}")
+            lines.append(f"  {name}:{did_you_mean(name, valid, likeness=0.6) or ' there is no such name'}")
     for name in given if foreign else ():
         entry = find_foreign_name(name, sections) if name in valid else None
         if entry is not None and entry.unit and (entry.of in foreign or entry.of == "transformers"):
