@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer, Traine
 
 from alpaca_ppo.adapters.files import check_whole_model
 from alpaca_ppo.data import PromptDataset, PromptForm, introduction, load_prompt_dataset, prepare_prompts
+from alpaca_ppo.distributed.accelerator import limit_threads
 from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.tracking.console import number
@@ -93,21 +94,22 @@ def train(trainer: Trainer, next_command: str) -> None:
         trainer: of the run.
         next_command: its last argument is the model's folder.
     """
+    limit_threads(trainer.accelerator)
     held_out, folder, began = _HeldOut(trainer), str(trainer.args.output_dir), time.perf_counter()
     if trainer.eval_dataset is not None:
         trainer.add_callback(held_out)
     with transformers_bars(shown=has_screen()):
-        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        trained = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         trainer.save_model()
     if not trainer.is_world_process_zero():
         return
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    changed = [("training loss", losses[0], losses[-1])] if len(losses) > 1 else []
+    # The mean of all steps is what is known of a run that ends before it logs.
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line] or [trained.training_loss]
+    changed = [("training loss", losses[:1] + losses[1:][-1:])]
     if held_out.found:
-        before, after = held_out.found
-        names = [key for key in ("eval_loss", "eval_accuracy") if key in before]
-        changed = [(key.replace("_", " "), before[key], after[key]) for key in names]
+        names = [key for key in ("eval_loss", "eval_accuracy") if key in held_out.found[0]]
+        changed = [(key.replace("_", " "), [found[key] for found in held_out.found]) for key in names]
     print(f"done: {trainer.state.global_step} steps in {tqdm.format_interval(time.perf_counter() - began)}")
-    for name, start, end in changed:
-        print(f"  {name:13} {number(start):>10} -> {number(end):>10}")
+    for name, values in changed:
+        print(f"  {name:13} {' -> '.join(f'{number(value):>10}' for value in values)}")
     print(f"model:       {folder}\nnext:        {next_command} {shlex.quote(folder)}")

@@ -1,8 +1,10 @@
 """Supervised fine-tuning and reward modelling on tiny models: what they learn from, and what they write."""
 
 import json
+import os
 import re
 
+import psutil
 import pytest
 import torch
 from datasets import Dataset
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
+from alpaca_ppo.distributed import accelerator
 from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.supervised import reward_model, sft
@@ -152,9 +155,10 @@ def test_supervised_training_writes_a_model_that_learned_its_demonstration(model
         best = model(**tokenizer(row["prompt"] + " " + row["completion"], return_tensors="pt")).logits[0].argmax(-1)
     assert best[1:].tolist() == [12, 13, tokenizer.eos_token_id]
     assert [path.suffix for path in (tmp_path / "out").glob("model*")] == [".safetensors"]
-    *_, done, where, following = capsys.readouterr().out.splitlines()
+    *_, done, loss, where, following = capsys.readouterr().out.splitlines()
     assert done.startswith("done: 20 steps in ") and where == f"model:       {tmp_path / 'out'}"
     assert "alpaca-ppo train" in following and f"--model_name_or_path {tmp_path / 'out'}" in following
+    assert re.fullmatch(r"  training loss +\d\.\d+", loss), "no step has logged its own"
 
 
 def test_training_ends_by_saying_how_the_held_out_loss_has_changed_and_its_numbers_stay(model_folder, tmp_path, capsys):
@@ -162,7 +166,8 @@ def test_training_ends_by_saying_how_the_held_out_loss_has_changed_and_its_numbe
     rows = [{"prompt": words(tokenizer, 10, i), "completion": words(tokenizer, 12, 13)} for i in range(20, 36)]
     data = write(tmp_path / "sft.jsonl", rows)
     trained = []
-    for name, evaluation in (("plain", []), ("held", ["--dataset_test_split", "train[:4]"])):
+    given = {"plain": [], "held": ["--dataset_test_split", "train[:4]"], "once": ["--logging_steps", "4"]}
+    for name, flags in given.items():
         names = [
             "--model_name_or_path",
             str(model_folder),
@@ -171,11 +176,35 @@ def test_training_ends_by_saying_how_the_held_out_loss_has_changed_and_its_numbe
             "--output_dir",
             str(tmp_path / name),
         ]
-        sft.train_sft([*names, *QUICK, *evaluation, "--num_train_epochs", "2", "--logging_steps", "1"])
+        flags = [*flags, *([] if name == "once" else ["--logging_steps", "1"])]
+        sft.train_sft([*names, *QUICK, *flags, "--num_train_epochs", "2"])
         trained.append((tmp_path / name / "model.safetensors").read_bytes())
     assert trained[0] == trained[1]
-    plain, held = re.findall(r"^  (.*loss) +([\d.]+) -> +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
-    assert (plain[0], held[0]) == ("training loss", "eval loss") and float(held[1]) > float(held[2])
+    said = re.findall(r"^  (.*loss) +([\d.]+)(?: -> +([\d.]+))?$", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name, *_ in said] == ["training loss", "eval loss", "training loss"]
+    assert float(said[1][1]) > float(said[1][2]) and said[0][2] and not said[2][2]
+
+
+def test_it_leaves_cores_to_other_programs_that_keep_them_busy(model_folder, tmp_path, monkeypatch, capsys):
+    data = write(tmp_path / "sft.jsonl", [{"prompt": "w10", "completion": "w11"}])
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)), raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 4)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percpu: [0.0, 100.0, 100.0, 100.0])
+    monkeypatch.setattr(accelerator, "cpu_quota", lambda: 4.0)
+    before = torch.get_num_threads()
+    names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
+    accelerator.busy_cores.cache_clear()
+    try:
+        torch.set_num_threads(4)
+        sft.train_sft([*names, *QUICK, "--max_steps", "1"])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+        accelerator.busy_cores.cache_clear()
+    assert "other programs keep 3 of 4 cores busy" in capsys.readouterr().out
 
 
 def pairs(tokenizer, number):
