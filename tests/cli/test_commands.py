@@ -138,7 +138,11 @@ TRAIN = ["train", "--model", "m", "--dataset_name", "d", "--reward_funcs", "my:f
     ("argv", "status", "said"),
     [
         (TRAIN, 7, "loading the libraries ...\n"),
+        ([*TRAIN, "--num_processes", "2"], 7, "loading the libraries ...\n"),
         (["sft", "--model", "m", "--dataset_name", "d"], 7, "loading the libraries ...\n"),
+        (["reward", "--model", "m", "--dataset_name", "d"], 7, "loading the libraries ...\n"),
+        (["evaluate", "--model", "org/m", "--eval_dataset_name", "d"], 7, "loading the libraries ...\n"),
+        (["sample", "org/m", "--prompt", "x"], 7, "loading the libraries ...\n"),
         ([*TRAIN, "--eval_steps", "3"], 2, "error: eval_steps is 3, without effect: needs eval set"),
         ([*TRAIN, "--lr_scheduler_type", "zigzag"], 2, "error: lr_scheduler_type is 'zigzag'"),
         ([*TRAIN[:2], "./none", *TRAIN[3:]], 2, "error: model_name_or_path is './none'"),
@@ -146,7 +150,8 @@ TRAIN = ["train", "--model", "m", "--dataset_name", "d", "--reward_funcs", "my:f
     ],
 )
 def test_loading_is_said_first_and_a_mistake_before_it(argv, status, said, tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit(7)\n")
+    for library in ("torch", "transformers", "accelerate", "datasets", "numpy", "peft", "tokenizers"):
+        (tmp_path / f"{library}.py").write_text("raise SystemExit(7)\n")
     code = "import sys\nfrom alpaca_ppo.cli.commands import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *argv]
     path = os.pathsep.join([str(tmp_path), str(Path(alpaca_ppo.__file__).parents[1])])
