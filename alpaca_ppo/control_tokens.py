@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 
 _GUARD = "\ufdd0"
 """A code point that Unicode keeps free for use within a program."""
+_RARE = "\U0001242b"
+"""A cuneiform sign, which no vocabulary has."""
 _NO_WORD = re.compile(r"[<>\[\]{}|#]")
 
 
@@ -29,7 +31,8 @@ def _stand_in(letter: str) -> str:
 class ControlTokens:
     """The control tokens of one tokenizer: its special tokens, and added ones that are no words, such as <tool_call>.
 
-    White space is none, nor is the unknown token, which stands for other text.
+    White space is none, nor is an unknown token that stands for other text. Where there is none, as of bytes, some
+    tokenizers name the pad token as the unknown one.
 
     Args:
         tokenizer: of the policy or of a reward model.
@@ -41,7 +44,8 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any, *, trusting: bool = False) -> None:
         self._tokenizer = tokenizer
-        unknown = {tokenizer.unk_token_id} - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+        unknown = {tokenizer.unk_token_id} & set(tokenizer(_RARE, add_special_tokens=False)["input_ids"])
+        unknown -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
         tokens = {
             number: token
             for number, token in ({} if trusting else tokenizer.added_tokens_decoder).items()
@@ -74,13 +78,27 @@ class ControlTokens:
         if isinstance(said, list):
             return [self.protect(message) for message in said]
         if isinstance(said, dict):
-            return {key: value if key == "role" else self.protect(value) for key, value in said.items()}
+            plain = str(said.get("role")).isidentifier()
+            return {key: value if key == "role" and plain else self.protect(value) for key, value in said.items()}
         if not isinstance(said, str):
             return said
         said = said.replace(_GUARD, "")
         text = said.strip()
         at = said.find(text) if text.startswith(self._rests) or text in self._insides else -1
         return "".join(_stand_in(c) if i == at or c in self._starts else c for i, c in enumerate(said))
+
+    def protect_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A tool call of the policy, as a message has it, with its name and arguments protected."""
+        function = {name: self._protect_data(value) for name, value in call["function"].items()}
+        return {**call, "function": function}
+
+    def _protect_data(self, value: Any) -> Any:
+        """As `protect`, for a JSON value, whose keys may spell control tokens too."""
+        if isinstance(value, list):
+            return [self._protect_data(entry) for entry in value]
+        if isinstance(value, dict):
+            return {self.protect(key): self._protect_data(entry) for key, entry in value.items()}
+        return self.protect(value)
 
     def protect_turn(self, text: str) -> str:
         """A turn of the policy in which nothing but special tokens is protected: those that it chose are no part of the
@@ -124,6 +142,8 @@ class ControlTokens:
         for token in state["added_tokens"]:
             if token["content"] in self._names:
                 token |= {"content": self._names[token["content"]], "normalized": False, "single_word": False}
+        if (unknown := state["model"].get("unk_token")) in self._names:
+            state["model"]["unk_token"] = self._names[unknown]
         words = state["model"]["vocab"]
         if isinstance(words, dict):
             words = {self._names.get(text, text): number for text, number in words.items()}

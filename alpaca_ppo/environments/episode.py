@@ -156,12 +156,14 @@ class Episode:
         prompt = with_observation(self.row["prompt"], control_tokens.protect(self.observation))
         if isinstance(completion, str):
             return prompt, completion
-        said = [
-            {**message, "content": control_tokens.protect_turn(message["content"])}
-            if message["role"] == "assistant"
-            else control_tokens.protect(message)
-            for message in completion
-        ]
+        said = []
+        for message in completion:
+            if message["role"] != "assistant":
+                said.append(control_tokens.protect(message))
+                continue
+            said.append({**message, "content": control_tokens.protect_turn(message["content"])})
+            if calls := message.get("tool_calls"):
+                said[-1]["tool_calls"] = [control_tokens.protect_call(call) for call in calls]
         return prompt, said
 
     def prompt_ids(self) -> list[int]:

@@ -82,9 +82,11 @@ def _value_problem(value: Any, depth: int = 0) -> str:
         return f"{value} is no number"
     if isinstance(value, Mapping):
         keys = [f"{shown(key)} is no text for a key" for key in value if not isinstance(key, str)]
-        return keys[0] if keys else _value_problem(list(value.values()), depth)
+        return keys[0] if keys else _value_problem([*value, *value.values()], depth)
     if isinstance(value, list | tuple):
         return next((problem for entry in value if (problem := _value_problem(entry, depth + 1))), "")
+    if isinstance(value, str) and encodable(value) != value:
+        return f"{shown(value)} has half of a surrogate pair, which is no text"
     return "" if value is None or isinstance(value, str | int | float) else f"{shown(value)} is no JSON value"
 
 

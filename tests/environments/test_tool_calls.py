@@ -64,6 +64,8 @@ def test_a_parser_of_ones_own():
         ('{"a": 1e999}', "inf is no number"),
         ('"{\\"a\\": [NaN]}"', "nan is no number"),
         (f'{{"a": {"[" * 70}{"]" * 70}}}', "they are nested more than 64 deep"),
+        ('{"a": ["b\\ud800"]}', r"'b\ud800' has half of a surrogate pair, which is no text"),
+        ('{"\\udfff": 1}', r"'\udfff' has half of a surrogate pair, which is no text"),
     ],
 )
 def test_arguments_that_json_cannot_hold_are_malformed(arguments, problem):
