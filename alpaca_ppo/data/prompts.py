@@ -206,7 +206,13 @@ def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> 
     if tokenizer.chat_template and not prompts.are_messages and not any(mark in text for mark in marks):
         kind += " without the tokenizer's chat template (user_template makes messages)"
     first = f"prompts are {kind}, of {prompts.form}; the first: {_shortened(text)}"
-    return [line for line in (first, prompts.other_wording(tokenizer)) if line]
+    template, letters = prompts.form.template, ""
+    if template is not None and "\\n" in template.text:
+        letters = (
+            f"{prompts.form} has a backslash and an n, which is no line break; for one, write the text in double "
+            "quotes in YAML, and as $'...' on the command line"
+        )
+    return [line for line in (first, letters, prompts.other_wording(tokenizer)) if line]
 
 
 def prompt_text(item: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -97,6 +97,13 @@ def test_a_run_says_what_makes_its_prompts_and_shows_the_first(rows, form, line)
     assert said.endswith(line) or line in said
 
 
+@pytest.mark.parametrize("option", ["user_template", "prompt_template"])
+def test_a_backslash_and_an_n_in_a_template_are_said_to_be_no_line_break(option):
+    # What single quotes of a shell, and text without quotes in YAML, make of a line break.
+    first, said = introduction(prepare([{"q": "Hi"}], **{option: r"{q}\nA:"}), chat_model())
+    assert first.startswith("prompts are ") and said.startswith(f"{option} ") and r"$'...'" in said
+
+
 def test_alpacas_template_for_a_model_without_chat_template_is_named():
     tokenizer = byte_tokenizer()
     (said,) = introduction(prepare([{"instruction": "Hi"}], tokenizer), tokenizer)
