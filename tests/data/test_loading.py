@@ -102,6 +102,12 @@ def test_a_missing_path_is_not_looked_up_on_the_hub(name):
         load_prompt_dataset(name)
 
 
+def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "alpaca.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"neither a file nor a folder.* did you mean .*/alpaca\.json\?"):
+        load_prompt_dataset(str(tmp_path / "alpca.json"))
+
+
 def test_a_file_of_unknown_type_is_refused(tmp_path):
     (tmp_path / "prompts.txt").write_text("hello")
     with pytest.raises(ValueError, match=r"has an unknown suffix; use one of .jsonl, .json, .csv"):
