@@ -64,7 +64,8 @@ COLUMNS = (
 )
 """What a step shows if the run has it; reward sources have columns of their own after the first."""
 _CHANGES = tuple(column for column in COLUMNS if column.title in ("reward", "KL", "length", "cut off"))
-_EVALUATED = {column.key.removeprefix("objective/"): column for column in _CHANGES}
+_EMPTY = Column("objective/empty_fraction", "empty", 7, ".1%")
+_EVALUATED = {column.key.removeprefix("objective/"): column for column in (*_CHANGES, _EMPTY)}
 
 
 def samples_are_due(step: int) -> bool:

@@ -39,6 +39,8 @@ def test_an_evaluation_shows_each_metric_before_training_and_now():
     assert evaluation_lines(EVAL, {}, step=0) == [
         "eval before training:  reward 0.500  KL 0.000  length 10.0  cut off 25.0%"
     ]
+    (line,) = evaluation_lines(EVAL | {"eval/empty_fraction": 0.125}, {}, step=0)
+    assert line.endswith("  cut off 25.0%  empty 12.5%")
     now = EVAL | {"eval/rewards": 0.75, "eval/kl_sum_seq": 2.0, "eval/scores": 1.0, "eval/rewards_se": 0.02}
     assert evaluation_lines(now, EVAL, step=20) == [
         "eval at step 20:  reward 0.500 -> 0.750 ±0.020 (+0.250)  KL 0.000 -> 2.000  length 10.0 -> 10.0"
