@@ -1,5 +1,6 @@
 """What supervised fine-tuning and reward modelling share: their rows, and a run of the `Trainer`."""
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +40,8 @@ def prompts_of(
         ValueError: when a column is missing, and as `prepare_prompts`.
     """
     if missing := [column for column in columns if column not in dataset.column_names]:
-        raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; rename its columns")
+        remedy = "set completion_column to one of them" if "completion_column" in vars(arguments) else "rename some"
+        raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; {remedy}")
     form = PromptForm.of(arguments)
     return prepare_prompts(dataset, tokenizer, query_len=arguments.max_length, form=form, limit="max_length")
 
@@ -57,6 +59,11 @@ def trainer_data(
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
     """
     training.disable_tqdm = training.disable_tqdm or not has_screen()
+    for name in ("config.json", "adapter_config.json"):
+        if os.path.isfile(os.path.join(str(training.output_dir), name)) and not training.resume_from_checkpoint:
+            raise ValueError(
+                f"output_dir is {training.output_dir!r}, which holds a model ({name}); choose another, or delete it"
+            )
     # Its default warns on a machine without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
     check_whole_model("model_name_or_path", model)

@@ -35,14 +35,14 @@ def folder(tmp_path_factory):
 
 
 def test_fine_tuning_and_reward_modelling_say_what_their_prompts_are(folder, tmp_path, capsys):
-    names = ["--dataset_name", str(folder / "data.jsonl"), "--output_dir", str(tmp_path), *QUICK]
+    folders = (["--dataset_name", str(folder / "data.jsonl"), "--output_dir", str(tmp_path / n), *QUICK] for n in "abc")
     messages = ["--user_template", "{question}", "--system_prompt", "w13"]
-    (line,) = said(capsys, "sft", *names, "--model_name_or_path", str(folder / "model"), *messages)
+    (line,) = said(capsys, "sft", *next(folders), "--model_name_or_path", str(folder / "model"), *messages)
     assert line.startswith("prompts are messages, of user_template '{question}'; the first: '<|im_start|>")
     same = ["--model_name_or_path", str(folder / "sft"), "--prompt_template", LEARNED]
-    (line,) = said(capsys, "reward", *names, *same)
+    (line,) = said(capsys, "reward", *next(folders), *same)
     assert line.endswith(r"of prompt_template '{question} w11\n'; the first: 'w10 w11\n'")
-    first, second = said(capsys, "reward", *names, *same[:2], *messages)
+    first, second = said(capsys, "reward", *next(folders), *same[:2], *messages)
     assert second.startswith(TRAINED + r" '… w11\n', but these are written '<|im_start|>system")
 
 

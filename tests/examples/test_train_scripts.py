@@ -125,7 +125,7 @@ def test_demonstrations_longer_than_max_length_are_left_out():
 def test_unusable_demonstrations_are_named():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list([{"prompt": "a", "answer": 3}])
-    with pytest.raises(ValueError, match="lacks .'completion'.; it has .'prompt', 'answer'."):
+    with pytest.raises(ValueError, match="lacks .'completion'.; it has .'prompt', 'answer'.; set completion_column"):
         demonstrations(dataset, tokenizer, sft_arguments())
     with pytest.raises(ValueError, match="the completion 3 is a int; it must be text"):
         demonstrations(dataset, tokenizer, sft_arguments(completion_column="answer"))
@@ -159,6 +159,12 @@ def test_supervised_training_writes_a_model_that_learned_its_demonstration(model
     assert done.startswith("done: 20 steps in ") and where == f"model:       {tmp_path / 'out'}"
     assert "alpaca-ppo train" in following and f"--model_name_or_path {tmp_path / 'out'}" in following
     assert re.fullmatch(r"  training loss +\d\.\d+", loss), "no step has logged its own"
+    # The same command again would lose the model, as would one whose start and end are the same folder.
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    for run in (sft.train_sft, reward_model.train_reward_model):
+        with pytest.raises(ValueError, match=rf"output_dir is '{tmp_path / 'out'}', .*choose another"):
+            run([*names, *QUICK, "--max_steps", "1"])
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
 
 
 def test_training_ends_by_saying_how_the_held_out_loss_has_changed_and_its_numbers_stay(model_folder, tmp_path, capsys):
