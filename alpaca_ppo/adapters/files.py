@@ -55,19 +55,6 @@ def is_adapter(name: str) -> bool:
     return True
 
 
-def check_whole_model(field: str, name: str) -> None:
-    """Checks that `name`, the value of `field`, is not an adapter.
-
-    transformers would load it onto its base; a new adapter would then replace it, or the base would be trained without
-    being saved.
-
-    Raises:
-        ValueError: when it is an adapter.
-    """
-    if is_adapter(name):
-        raise ValueError(f"{field} {name!r} is an adapter; merge it into its base first (merge_and_unload)")
-
-
 def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     """Returns `config` if this package can handle it; `field` names its source in error messages.
 

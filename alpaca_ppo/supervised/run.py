@@ -11,7 +11,7 @@ from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
-from alpaca_ppo.adapters.files import check_whole_model
+from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.data import PromptDataset, PromptForm, introduction, load_prompt_dataset, prepare_prompts
 from alpaca_ppo.distributed.accelerator import limit_threads
 from alpaca_ppo.distributed.random_states import kept_random_states
@@ -57,16 +57,23 @@ def trainer_data(
         training: of the `Trainer`.
         columns: that a row needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
+
+    Raises:
+        ValueError: when the run starts from an adapter, or would overwrite a model; and as `prompts_of`.
     """
     training.disable_tqdm = training.disable_tqdm or not has_screen()
-    for name in ("config.json", "adapter_config.json"):
-        if os.path.isfile(os.path.join(str(training.output_dir), name)) and not training.resume_from_checkpoint:
-            raise ValueError(
-                f"output_dir is {training.output_dir!r}, which holds a model ({name}); choose another, or delete it"
-            )
     # Its default warns on a machine without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
-    check_whole_model("model_name_or_path", model)
+    files = [os.path.join(str(training.output_dir), name) for name in ("config.json", "adapter_config.json")]
+    problem = ""
+    # transformers would load it onto its base; a new adapter would then replace it, or the base would be trained
+    # without being saved.
+    if is_adapter(model):
+        problem = f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)"
+    elif any(map(os.path.isfile, files)) and not training.resume_from_checkpoint:
+        problem = f"output_dir is {training.output_dir!r}, which holds a model; choose another folder, or delete it"
+    if problem:
+        raise ValueError(problem)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     data = {"processing_class": tokenizer}
