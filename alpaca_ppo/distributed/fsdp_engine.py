@@ -134,10 +134,8 @@ class FSDPEngine(Engine):
             for part in module.modules()
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        whole: dict[int, nn.Parameter] = {}
-        for _, _, parameter in places:
-            if id(parameter) not in whole:
-                whole[id(parameter)] = nn.Parameter(_full(parameter).cpu(), parameter.requires_grad)
+        sharded = {id(parameter): parameter for _, _, parameter in places}
+        whole = {key: nn.Parameter(_full(p).cpu(), p.requires_grad) for key, p in sharded.items()}
         for part, name, parameter in places:
             setattr(part, name, whole[id(parameter)])
         try:

@@ -40,6 +40,9 @@ FROM_OTHERS = {
     "single": ["zero3", "ddp", "fsdp", "fsdp-3"],
     "zero1": ["single"],
 }
+# Not DDP on three processes: after its first step, also that of a resumed run, it puts gradients into other buckets,
+# and the sum of three depends on their place there.
+EXACT = [setting for setting in FROM_OTHERS if setting != "ddp-3"]
 # `make test` moves between DDP, ZeRO 3 and FSDP2, and resumes in place under each; the others are for `make proof`.
 KEPT: dict[str, list[str]] = {"ddp": [], "fsdp": ["ddp"], "zero3": ["ddp"], "single": ["zero3", "fsdp"]}
 
@@ -50,7 +53,7 @@ def case(*settings: str) -> Any:
     return pytest.param(*settings, marks=() if kept else pytest.mark.proof)
 
 
-SETTINGS = [case(setting) for setting in FROM_OTHERS]
+SETTINGS = [case(setting) for setting in EXACT]
 MOVES = [case(before, after) for after, others in FROM_OTHERS.items() for before in others]
 
 
@@ -61,12 +64,13 @@ def runs(tmp_path_factory, request) -> Path:
     for setting, others in (FROM_OTHERS if proves(request) else KEPT).items():
         wanted: list[tuple[Any, ...]] = []
         for kind, settings in KINDS.items():
-            parts = folder / setting / kind / "parts"
             wanted.append((folder / setting / kind / "whole", *settings))
-            wanted.append((parts, *settings, "stop_after=2"))
-            # The refusal is the same in every setting; one each of DDP and of sharded weights.
-            refused = kind == "full" and setting in ("ddp", "zero3")
-            wanted.append((parts, *settings, "resume=true", f"refused_first={refused}"))
+            if setting in EXACT:
+                parts = folder / setting / kind / "parts"
+                wanted.append((parts, *settings, "stop_after=2"))
+                # The refusal is the same in every setting; one each of DDP and of sharded weights.
+                refused = kind == "full" and setting in ("ddp", "zero3")
+                wanted.append((parts, *settings, "resume=true", f"refused_first={refused}"))
         for other in others:
             moved = folder / setting / f"from_{other}"
             shutil.copytree(folder / other / "full/whole", moved)
