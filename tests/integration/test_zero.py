@@ -297,7 +297,7 @@ def test_the_best_checkpoint_is_what_every_stage_ends_with(stage, runs):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("stage", ["single", "zero2", "zero3"])
+@pytest.mark.parametrize("stage", ["single", "zero2", "zero3", "fsdp", "fsdp-3"])
 def test_the_same_steps_take_the_samplers_log_probs(stage, runs):
     assert [line["mismatch/recomputed"] for line in metric_lines(runs / stage / "ragged")] == [0, 1, 0, 0]
 
