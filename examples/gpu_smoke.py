@@ -211,10 +211,16 @@ def vllm_beside_the_trainer(machine: Machine) -> str:
     if not (python := os.environ.get("VLLM_PYTHON")):
         raise NotHere("needs VLLM_PYTHON, the interpreter that alpaca-ppo vllm-env has made")
     options: dict[str, Any] = {"generation_backend": "vllm", "vllm_python": python, "mismatch_action": "ignore"}
-    _, steps = train(machine, 3, bf16=machine.gpus > 0, **options)
+    trainer, steps = train(machine, 3, bf16=machine.gpus > 0, **options)
     gap, bound = max(s["mismatch/logprob_abs_mean"] for s in steps), BOUNDS["mismatch/logprob_abs_mean"].warn_half
-    seconds = [round(step["time/rollout"], 2) for step in steps]
-    return require(gap <= bound, f"mean difference {gap:.1e} nats (bound {bound}), rollouts of {seconds} s")
+    speeds = [round(step["tokens/sampled_per_second"]) for step in steps]
+    figure = f"mean difference {gap:.1e} nats (bound {bound}), {speeds} tokens/s in its rollouts"
+    if machine.gpus:
+        free, total = torch.cuda.mem_get_info()
+        share, kept = total * trainer.args.vllm_gpu_memory_utilization, total - free - torch.cuda.memory_reserved()
+        figure += f", {kept / GIB:.1f} GiB outside of torch while it sleeps (it takes {share / GIB:.1f} to sample)"
+        require(kept < share, figure)
+    return require(gap <= bound, figure)
 
 
 def saves_a_pass(machine: Machine) -> str:

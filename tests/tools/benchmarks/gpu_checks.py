@@ -54,8 +54,8 @@ def test_a_share_of_the_peak_is_flops_by_seconds_and_peak():
 def test_a_decode_step_reads_each_weight_and_the_cache_once():
     model = build("tiny", CPU, torch.float32)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    # Keys and values (2) of 2 layers, 2 heads of size 8, for 3 rows of 5 tokens.
-    assert step_bytes(model, rows=3, columns=5) == 4 * (weights + 2 * 2 * 2 * 8 * 3 * 5)
+    # Keys and values (2) of 2 layers, 2 heads of size 32, for 3 rows of 5 tokens.
+    assert step_bytes(model, rows=3, columns=5) == 4 * (weights + 2 * 2 * 2 * 32 * 3 * 5)
     untied = build("tiny", CPU, torch.float32, tie_word_embeddings=False)
     # Few lines of the embedding are read; the head, which is of the same size, is read whole.
-    assert step_bytes(untied, rows=3, columns=5) == 4 * (weights + 2 * 2 * 2 * 8 * 3 * 5)
+    assert step_bytes(untied, rows=3, columns=5) == 4 * (weights + 2 * 2 * 2 * 32 * 3 * 5)
