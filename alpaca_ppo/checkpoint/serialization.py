@@ -63,7 +63,8 @@ class Checkpoint:
             ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint; names the file.
         """
         verify_files(folder)
-        state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        with open(folder / _STATE, "rb") as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
         return cls(load_file(folder / _WEIGHTS), **state)
 
     def restore(self, trained: Engine, scheduler: Any, rank: int) -> None:
