@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-INSTALLED_FOR_TESTS := $(VENV)/.installed_for_tests
+INSTALLED_FOR_TESTS := $(VENV)/.installed_for_test
 # A worker for each core, but for so many that memory would be short.
 WORKERS ?= logical --maxprocesses 8
 
@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test browser-test check
+.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test docs browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -95,10 +95,15 @@ $(VENV)-vllm/.installed: alpaca_ppo/cli/vllm_environment.py | $(INSTALLED)
 	$(BIN)/alpaca-ppo vllm-env $(VENV)-vllm --device cpu
 	touch $@
 
-# The report in a headless Chromium, which must be installed; SCREENSHOTS=<folder> keeps what it looked like.
-browser-test: $(INSTALLED_FOR_TESTS)
+# The pages as a site, in site/; REPOSITORY is the address that links to code lead to. To read it with its search:
+# python -m http.server --directory site
+docs: $(VENV)/.installed_for_docs
+	$(call timed,docs,NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build)
+
+# Report and site in a headless Chromium, which must be installed; SCREENSHOTS=<folder> keeps what they looked like.
+browser-test: $(INSTALLED_FOR_TESTS) docs
 	$(BIN)/python -m pip install -q -c constraints.txt playwright
-	$(call timed,browser,$(BIN)/python -m pytest tests/report/browser_checks.py)
+	$(call timed,browser,$(BIN)/python -m pytest tests/report/browser_checks.py tests/docs/site_checks.py)
 
 check: $(INSTALLED_FOR_TESTS)
 	$(call timed,check,$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy)
@@ -111,7 +116,8 @@ $(INSTALLED): setup.cfg constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e .
 	echo "$(CURDIR)" > $@
 
-$(INSTALLED_FOR_TESTS): $(INSTALLED)
+# The extra of that name.
+$(VENV)/.installed_for_%: $(INSTALLED)
 	rm -f $@
-	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[test]'
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[$*]'
 	touch $@

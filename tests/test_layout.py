@@ -22,7 +22,7 @@ TESTS = ROOT / "tests"
 
 TOP_LEVEL = set(
     "setup.cfg pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md AGENTS.md Makefile constraints.txt .ci "
-    ".gitignore alpaca_ppo docs examples tests".split()
+    ".gitignore mkdocs.yml alpaca_ppo docs examples tests".split()
 )
 # Two machines on one need network namespaces, which some hosts forbid.
 PERMITTED_SKIP = (

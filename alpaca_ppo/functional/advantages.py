@@ -155,8 +155,9 @@ def decoupled_gae(
     policy may trade bias for variance, while the critic with lambda 1 learns returns that its own errors do not bias.
     The returns are not advantages + values.
 
+    What is not listed here is as of `gae`.
+
     Args:
-        rewards, values, response_mask, gamma, turn_gamma, turn_lam: as of `gae`.
         lam_policy: trace decay of the advantages: one number, or (B,) with one for each row.
         lam_critic: trace decay of the returns.
 

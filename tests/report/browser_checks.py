@@ -5,15 +5,14 @@ that the environment variable SCREENSHOTS names.
 """
 
 import os
-import shutil
 import time
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from alpaca_ppo.report.page import write_report
 from alpaca_ppo.report.runs import read_runs
+from tests.chromium import PHONE, WIDE, chromium
 from tests.report.made_runs import (
     HOSTILE,
     answer,
@@ -25,17 +24,11 @@ from tests.report.made_runs import (
     write_lines,
 )
 
-WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
-
 
 @pytest.fixture(scope="module")
 def browser():
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert path, "no Chromium; install it (apt-get install chromium)"
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
