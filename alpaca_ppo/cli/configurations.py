@@ -1,38 +1,38 @@
 """`alpaca-ppo presets`, `migrate` and `estimate-memory`: what a configuration is, before anything is run."""
 
 import argparse
-import itertools
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 
+from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.parser import parse_args, read_preset
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import EstimateArguments, LoraArguments
+from alpaca_ppo.config.script_arguments import EstimateArguments, LoraArguments, ScriptArguments
 from alpaca_ppo.library_output import say_loading
 from alpaca_ppo.migrate import translate
 from alpaca_ppo.presets import preset_names, preset_path
 
 
 def presets(argv: Sequence[str]) -> int:
-    """Prints the list of presets, or one of them; returns the exit status.
+    """Prints the list of presets, or where one of them differs from the defaults, and why; returns the exit status.
 
     Raises:
         ValueError: for a preset that does not exist.
     """
     parser = argparse.ArgumentParser(prog="alpaca-ppo presets", description="Options by name, for --preset NAME.")
-    actions = parser.add_subparsers(dest="action", metavar="{list,show}")
-    actions.add_parser("list", help="names and where they come from (default)")
-    actions.add_parser("show", help="the YAML file of one").add_argument("name")
-    given = parser.parse_args(argv)
-    if given.action == "show":
-        read_preset(given.name)
-        print(preset_path(given.name).read_text(encoding="utf-8"), end="")
+    parser.add_argument("name", nargs="?", help="show this one, where it differs from the defaults; without: list all")
+    if (name := parser.parse_args(argv).name) is not None:
+        read_preset(name)
+        options = {**options_of(ScriptArguments), **options_of(PPOConfig)}
+        for line in preset_path(name).read_text(encoding="utf-8").splitlines():
+            setting, _, reason = line.partition("  # ")
+            option = options.get(setting.split(":")[0])
+            print(f"{setting:<41} # default {json.dumps(option.default)}; {reason}" if option else line)
         return 0
     for name in preset_names():
-        lines = preset_path(name).read_text(encoding="utf-8").splitlines()
-        comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-        text = " ".join(line.removeprefix("#").strip() for line in comment)
+        text = " ".join(re.findall("^# +(.*)", preset_path(name).read_text(encoding="utf-8"), flags=re.MULTILINE))
         print(f"{name:<14}{textwrap.shorten(text, 120, placeholder=' ...')}")
     return 0
 

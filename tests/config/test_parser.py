@@ -43,13 +43,13 @@ def test_flags_win_over_files_and_presets_of_which_the_later_ones_win(tmp_path):
     ):
         (args,) = parse_args([PPOConfig], [*order, "--seed", "4"])
         assert (args.vf_coef, args.gamma, args.seed, args.temperature) == (0.75, gamma, 4, 1.0)
-    # VAPO has gamma 1 and a clip range of 0.2 to 0.28.
-    for order, gamma in (
-        (("--preset", "vapo", "--config", first), 0.5),
+    # VAPO has a vf_coef of 1 and a clip range of 0.2 to 0.28.
+    for order, vf_coef in (
+        (("--preset", "vapo", "--config", first), 0.75),
         (("--config", first, "--preset", "vapo"), 1.0),
     ):
         parsed = parse_options([ScriptArguments, PPOConfig], [*order, *REQUIRED])
-        assert (parsed.instances[1].gamma, parsed.instances[1].cliprange_high) == (gamma, 0.28)
+        assert (parsed.instances[1].vf_coef, parsed.instances[1].cliprange_high) == (vf_coef, 0.28)
         assert (parsed.presets, list(parsed.config_files)) == (("vapo",), [first])
 
 

@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
+from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.parser import read_preset, read_yaml
 from alpaca_ppo.data import PromptForm
 from alpaca_ppo.ppo.minibatches import plan_updates
@@ -17,7 +18,6 @@ from tests.tiny_runs import acting, tiny_trainer, weights
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = ["--model_name_or_path", "m", "--reward_funcs", "a:b"]
-NAMES = "alpaca_farm, cispo, dapo, gspo, nemo_ppo, orz, trl, vapo, vc_ppo, verl, verl_gsm8k"
 PPO_FIELDS = {field.name for field in dataclasses.fields(PPOConfig)}
 
 # What the presets' comments claim, typed from the publishers' own files: AlpacaFarm's rlhf_ppo.sh and its
@@ -43,14 +43,6 @@ verl: {
   temperature: 1.0, gamma: 1.0, lam: 1.0, whiten_advantages: true, cliprange: 0.2, clip_ratio_c: 3.0,
   old_policy: recompute, vf_coef: 1.0, cliprange_value: 0.5, loss_agg_mode: token-mean, kl_coef: 0.0,
   weight_decay: 0.01, adam_epsilon: 1.0e-08, total_epochs: 30,
-}
-verl_gsm8k: {
-  dataset_name: openai/gsm8k, query_len: 1024, response_len: 512, rollout_batch_size: 256,
-  num_return_sequences: 1, step_batch_size: 64, step_per_device_batch_size: 2, ppo_epochs: 1, total_epochs: 15,
-  learning_rate: 1.0e-06, critic_learning_rate: 1.0e-05, lr_scheduler_type: constant, warmup_steps: 0,
-  max_grad_norm: 1.0, temperature: 1.0, adv_estimator: gae, gamma: 1.0, lam: 1.0, cliprange: 0.2,
-  entropy_coef: 0.001, kl_coef: 0.001, kl_estimator: k1, kl_controller: fixed, vf_coef: 1.0,
-  cliprange_value: 0.5, gradient_checkpointing: false, critic_pretraining_steps: 0, eval_steps: 10,
 }
 dapo: {
   query_len: 2048,
@@ -106,49 +98,51 @@ orz: {
   learning_rate: 1.0e-06, critic_learning_rate: 5.0e-06, lr_scheduler_type: constant_with_warmup,
   warmup_steps: 50, weight_decay: 0.0, adam_beta1: 0.9, adam_beta2: 0.95, max_grad_norm: 1.0,
 }
-nemo_ppo: {
-  query_len: 2048, response_len: 14336, overlong_buffer_len: 2048, mask_truncated: false, dynamic_sampling: 0,
-  rollout_batch_size: 32, num_return_sequences: 16, step_batch_size: 512, step_per_device_batch_size: 4,
-  ppo_epochs: 4, critic_epochs: 4, critic_pretraining_steps: 0, temperature: 1.0, adv_estimator: gae,
-  gamma: 1.0, lam: 0.95, lam_policy: null, lam_critic: null, whiten_advantages: true, cliprange: 0.2,
-  cliprange_high: 0.28, clip_ratio_c: 10.0, loss_agg_mode: token-mean, positive_nll_coef: 0.0, kl_coef: 0.0,
-  vf_coef: 0.4, cliprange_value: 0.2, learning_rate: 1.0e-06, critic_learning_rate: 1.0e-05,
-  lr_scheduler_type: constant, weight_decay: 0.01, adam_beta1: 0.9, adam_beta2: 0.999, adam_epsilon: 1.0e-08,
-  max_grad_norm: 1.0, seed: 42,
-}
 """)
 
 # What the files set besides, because their sources do not say it or say it of something else.
 OWN_CHOICES = {
     "alpaca_farm": {"dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "prompt_template"}
     | {"eval_steps"},
-    "trl": {"rollout_batch_size", "step_batch_size", "init_value_with_reward"},
+    "trl": {"rollout_batch_size", "init_value_with_reward"},
     "verl": set(),
-    "verl_gsm8k": {"dataset_config", "dataset_train_split", "dataset_test_split", "user_template", "system_prompt"}
-    | {"bf16", "policy_loss", "loss_agg_mode", "weight_decay"},
     "dapo": set(),
-    "cispo": {"query_len", "response_len", "rollout_batch_size", "num_return_sequences"}
-    | {"step_batch_size", "ppo_epochs", "temperature", "cliprange", "learning_rate", "lr_scheduler_type"}
-    | {"warmup_steps", "weight_decay"},
+    "cispo": {"query_len", "response_len", "rollout_batch_size", "num_return_sequences", "step_batch_size"}
+    | {"ppo_epochs", "cliprange", "lr_scheduler_type", "warmup_steps", "weight_decay"},
     "gspo": set(),
-    "vapo": {"query_len", "response_len", "ppo_epochs", "positive_nll_threshold", "kl_coef", "vf_coef"}
-    | {"cliprange_value", "warmup_steps"},
-    "vc_ppo": {"query_len", "response_len", "ppo_epochs", "temperature", "kl_coef", "vf_coef", "cliprange_value"}
-    | {"warmup_steps"},
-    "orz": {"policy_loss", "vf_coef", "critic_step_batch_size"},
-    "nemo_ppo": {"policy_loss"},
+    "vapo": {"query_len", "response_len", "ppo_epochs", "kl_coef", "vf_coef", "cliprange_value", "warmup_steps"},
+    "vc_ppo": {"query_len", "response_len", "ppo_epochs", "kl_coef", "vf_coef", "cliprange_value", "warmup_steps"},
+    "orz": {"vf_coef", "critic_step_batch_size"},
 }
 
 # Memory and speed, or how a thing is computed that the sources have in another form.
-EVERYWHERE = {"rollout_per_device_batch_size", "step_per_device_batch_size", "gradient_checkpointing", "reference"}
-EVERYWHERE |= {"old_policy"}
+EVERYWHERE = {"step_per_device_batch_size", "gradient_checkpointing", "reference", "old_policy"}
+
+# What the others have: no preset changes when a default does.
+PLAIN = yaml.safe_load("""
+{ num_return_sequences: 1, step_batch_size: 64, temperature: 1.0, learning_rate: 1.0e-06, policy_loss: clip,
+  critic_epochs: null, critic_step_batch_size: null, critic_learning_rate: null, critic_lr_warmup_steps: null,
+  critic_pretraining_steps: 0, init_value_with_reward: false, lam_policy: null, lam_critic: null, lam_alpha: 0.05,
+  cliprange_high: null, clip_ratio_c: null, positive_nll_coef: 0.0, positive_nll_threshold: 0.0, whiten_rewards: false,
+  whiten_advantages: true, kl_controller: fixed, entropy_coef: 0.0, dynamic_sampling: 0, mask_truncated: false }
+""")
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_a_preset_has_the_defaults_that_were_published(name):
     required = [*REQUIRED, *([] if "dataset_name" in read_preset(name) else ["--dataset_name", "d"])]
     script, args = parse_args([ScriptArguments, PPOConfig], ["--preset", name, *required])
-    assert {field: {**vars(script), **vars(args)}[field] for field in PUBLISHED[name]} == PUBLISHED[name]
+    plain = {field: value for field, value in PLAIN.items() if field not in OWN_CHOICES[name]}
+    expected = {**plain, **PUBLISHED[name]}
+    assert {field: {**vars(script), **vars(args)}[field] for field in expected} == expected
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_at_most_25_lines_of_what_differs_from_the_defaults_each_with_a_reason(name):
+    lines = preset_path(name).read_text().splitlines()
+    assert len(lines) <= 25 and [line for line in lines if "# " not in line or len(line) > 120] == []
+    options = options_of(ScriptArguments) | options_of(PPOConfig)
+    assert {field for field, value in read_preset(name).items() if value == options[field].default} == set()
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
@@ -179,7 +173,7 @@ TINY = {
 def test_a_preset_takes_a_step(name, tmp_path):
     given = {option: value for option, value in read_preset(name).items() if option in PPO_FIELDS}
     sizes = {
-        "num_return_sequences": 2 if given["num_return_sequences"] > 1 else 1,
+        "num_return_sequences": 2 if "num_return_sequences" in given else 1,
         "overlong_buffer_len": 2 if "overlong_buffer_len" in given else None,
         "critic_step_batch_size": 1 if "critic_step_batch_size" in given else None,
         "critic_pretraining_steps": 1 if "critic_pretraining_steps" in given else 0,
@@ -195,7 +189,7 @@ def test_a_preset_takes_a_step(name, tmp_path):
     stats = trainer.train()
     assert math.isfinite(stats["ppo/loss/policy"])
     changed = {key.split(".")[0] for key, value in weights(trainer).items() if not torch.equal(value, before[key])}
-    assert changed == ({"policy"} if given["adv_estimator"] == "grpo" else {"policy", "critic"})
+    assert changed == ({"policy"} if "adv_estimator" in given else {"policy", "critic"})
 
 
 def test_every_preset_is_checked_here_and_names_no_model_reward_or_folder():
@@ -205,14 +199,13 @@ def test_every_preset_is_checked_here_and_names_no_model_reward_or_folder():
         assert not {"model_name_or_path", "reward_funcs", "reward_model_name_or_path", "output_dir"} & set(given)
 
 
-@pytest.mark.parametrize("config", [str(preset_path("verl_gsm8k")), str(ROOT / "examples/configs/gsm8k_qwen.yaml")])
-def test_the_prompt_on_gsm8k_is_messages_with_the_system_prompt_that_qwens_template_writes_by_default(config):
+def test_the_prompt_on_gsm8k_is_messages_with_the_system_prompt_that_qwens_template_writes_by_default():
     request = "1 + 1?\nReason step by step. Write the result on a last line of the form #### number."
     messages = [
         {"role": "system", "content": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."},
         {"role": "user", "content": request},
     ]
-    given = read_yaml(config)
+    given = read_yaml(str(ROOT / "examples/configs/gsm8k_qwen.yaml"))
     form = PromptForm(**{name: given.get(name) for name in ("prompt_template", "user_template", "system_prompt")})
     assert form.prompt_of({"question": "1 + 1?", "answer": "2"}) == messages
 
@@ -226,7 +219,7 @@ def test_the_example_on_gsm8k_gives_the_critic_five_to_ten_times_the_rate_and_a_
 
 
 def test_a_preset_is_a_file_that_is_found_by_name():
-    assert preset_path("trl").read_text().startswith("# The defaults of TRL")
+    assert preset_path("trl").read_text().startswith("# TRL's last PPOTrainer")
 
 
 def test_config_reads_files_and_preset_reads_presets(tmp_path, monkeypatch):
