@@ -41,7 +41,7 @@ def workplace(tmp_path, monkeypatch, model_folder) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     os.symlink(ROOT / "examples", tmp_path / "examples")
     own = ("model", "outputs/sft", "outputs/gsm8k_tiny/base", "outputs/ppo/final/policy")
-    for name in (HUB_MODEL, "Qwen/Qwen3-0.6B", *own):
+    for name in (HUB_MODEL, "Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B-Instruct", *own):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         os.symlink(model_folder, tmp_path / name)
     for name in ("run.yaml", "outputs/ppo/run.yaml"):

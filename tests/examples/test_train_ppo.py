@@ -7,7 +7,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from alpaca_ppo import PPOConfig, PPOTrainer, ScriptArguments, parse_args
+from alpaca_ppo import LoraArguments, PPOConfig, PPOTrainer, ScriptArguments, parse_args
 from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.data import loading
 from alpaca_ppo.presets import preset_names, preset_path
@@ -171,8 +171,8 @@ def test_every_preset_is_valid(path):
     flags = [text for name, value in required.items() if name not in given for text in (f"--{name}", value)]
     if not given.get("reward_funcs"):
         flags += ["--reward_funcs", "a:b"]
-    script_args, args = parse_args([ScriptArguments, PPOConfig], ["--config", str(path), *flags])
+    parsed_args = parse_args([ScriptArguments, LoraArguments, PPOConfig], ["--config", str(path), *flags])
     for name, value in given.items():
-        parsed = getattr(script_args, name, None) if hasattr(script_args, name) else getattr(args, name)
+        (parsed,) = [getattr(instance, name) for instance in parsed_args if hasattr(instance, name)]
         value = os.path.abspath(value) if name == "output_dir" else value
         assert parsed == (value if not isinstance(parsed, list) or isinstance(value, list) else [value]), name

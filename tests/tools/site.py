@@ -23,10 +23,12 @@ BOOSTS = {"configuration.md": 2, "troubleshooting.md": 2, "api.md": 0.5, "CHANGE
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """`files` with what lies outside `docs/`, at its path in the repository, and the page of the public names."""
+    """`files` with what lies outside `docs/`, at its path in the repository, a page of the public names and a style."""
     for path in sorted(path for pattern in OUTSIDE for path in ROOT.glob(pattern)):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     files.append(File.generated(config, "api.md", content=api_page()))
+    # Room for code of 100 columns.
+    files.append(File.generated(config, "site.css", content=".md-grid { max-width: 76rem }"))
     return files
 
 
