@@ -1,4 +1,4 @@
-"""Every relative link leads to a file and a heading, and every file that a page names is there."""
+"""Every relative link leads to a file and a heading, every file that a page names is there, and cells are short."""
 
 import re
 from pathlib import Path
@@ -75,3 +75,15 @@ def test_a_file_that_does_not_exist_is_found(span):
 @pytest.mark.parametrize("span", ["alpaca_ppo/types.py", "examples/", "train_sft.py", "run.yaml", "objective/scores"])
 def test_files_that_exist_and_other_words_are_left_alone(span):
     assert missing_files(f"see `{span}`", ROOT / "README.md", set()) == []
+
+
+def test_a_cell_of_a_table_has_at_most_fifteen_words():
+    long = [
+        f"{named(page)}: {cell.strip()}"
+        for page in pages()
+        for line in prose(page.read_text("utf-8")).splitlines()
+        if line.startswith("|")
+        for cell in re.split(r"(?<!\\)\|", line)
+        if len(cell.split()) > 15
+    ]
+    assert not long, "\n".join(long)

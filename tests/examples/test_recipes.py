@@ -87,7 +87,7 @@ def test_a_recipe_trains_evaluates_and_reports_on_stand_ins(page, stand_ins, tmp
     assert (results / "results.json").exists() and (tmp_path / "run/report.html").exists()
 
 
-def test_every_page_shows_its_file_of_at_most_30_lines_with_reasons_and_has_short_cells():
+def test_every_page_shows_its_file_of_at_most_30_lines_with_reasons():
     pages = {path.stem: path.read_text() for path in (ROOT / "docs/recipes").glob("*.md")}
     assert set(pages) == {*RECIPES, "README"}
     for page, text in pages.items():
@@ -95,8 +95,6 @@ def test_every_page_shows_its_file_of_at_most_30_lines_with_reasons_and_has_shor
             file = file_of(page).read_text()
             assert [block.text for block in blocks(text, page, "yaml")] == [file], page
             assert len(file.splitlines()) <= 30 and file.count("# ") >= 6, page
-        rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-        assert rows and [cell for row in rows for cell in row if len(cell.split()) > 15] == [], page
 
 
 def test_what_a_verifier_looks_for_is_what_the_prompt_asks_for():
