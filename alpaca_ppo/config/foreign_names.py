@@ -36,7 +36,7 @@ class ForeignName:
         section: the class or file that it belongs to.
         of: the project of that class.
         ours: the options here that do the same; empty if there are none.
-        same: whether `ours` is one option with the same values and the same meaning.
+        same: whether the first of `ours` has the same values and the same meaning, except for those in `values`.
         how: which values these options get, with {value} for the foreign one.
         values: what each foreign value is here: options with values, or why there are none.
         none: why there is no such option, and what to do instead.
@@ -64,7 +64,7 @@ class ForeignName:
 
     def advice(self, value: Any) -> str:
         """What to write here instead of this name with `value`, in words."""
-        if self.same:
+        if self.same and not self.how:
             return f"{self.ours[0]}: {_shown(value)}"
         if self.is_neutral(value):
             return f"leave it out: {_shown(value)} is what happens here"
@@ -72,9 +72,9 @@ class ForeignName:
             return f"no counterpart: {self.none}"
         if self.unneeded:
             return f"not needed: {self.unneeded}"
-        if not self.values:
-            return self.how.replace("{value}", _shown(value))
         here = self.values.get(value_key(value))
+        if here is None and (self.same or not self.values):
+            return self.how.replace("{value}", _shown(value))
         if isinstance(here, str):
             return f"no counterpart: {here}"
         if here is None:

@@ -25,7 +25,7 @@ _FILL_IN = {"model_name_or_path": "FILL_IN", "dataset_name": "FILL_IN", "reward_
 
 @functools.cache
 def defaults(section: str) -> Mapping[str, Any]:
-    """The other trainer's defaults."""
+    """The other trainer's defaults, or what is said of those that are options here."""
     table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))
     return table[section]
 
@@ -67,16 +67,18 @@ class Translation:
         self.not_taken.setdefault(reason, []).append(f"{name}{value}")
 
     def take(self, sections: Sequence[str]) -> None:
-        """Applies the table of names: to one option with the same value, options for this value, or none."""
+        """Applies the table of names: to options for this value, one option with the same value, or none."""
         for name, value in self.values.items():
             entry = find_foreign_name(name, sections)
-            if entry is None and name not in OPTIONS:
+            if entry is None and name in OPTIONS:
+                self.set(name, value, "" if name in self.given else defaults("comments").get(name, ""))
+            elif entry is None:
                 self.leave(name, "there is no option of this name")
-            elif entry is None or entry.same:
-                self.set(entry.ours[0] if entry else name, value)
-            elif entry.values and isinstance(here := entry.values.get(value_key(value)), Mapping):
+            elif isinstance(here := entry.values.get(value_key(value)), Mapping):
                 for ours, of_ours in here.items():
                     self.set(ours, of_ours, f"{name}: {value}")
+            elif entry.same:
+                self.set(entry.ours[0], value)
             elif name in self.given and not entry.is_neutral(value):
                 self._open.append((entry, name))
 
@@ -100,7 +102,7 @@ class Translation:
             if not set(entry.ours) & set(self.options) and (value not in (None, False) or not entry.ours):
                 self.leave(name, entry.advice(value))
         for name, value in self.options.items():
-            if isinstance(value, str) and OPTIONS[name].is_list:
+            if isinstance(value, str | int) and OPTIONS[name].is_list:
                 self.options[name] = [value]
         for cls in _CLASSES:
             run = object.__new__(cls)

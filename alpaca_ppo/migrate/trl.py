@@ -132,14 +132,8 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
             result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
         else:
             result.set(name, max(1, round(every / per_rollout)), f"rollouts: {every} / {per_rollout}")
-    options.setdefault("lr_scheduler_type", values["lr_scheduler_type"])
-    warmup = values.get("warmup_steps") or values.get("warmup_ratio") or 0
-    if warmup >= 1:
+    if (warmup := values.get("warmup_steps") or 0) >= 1:
         result.set("warmup_steps", int(warmup * per_scheduled), f"{warmup} * {per_scheduled} optimizer steps")
-    elif warmup:
-        result.set("warmup_steps", warmup, "a share of the run")
-    if options.get("lora_target_modules") == "all-linear":
-        options.pop("lora_target_modules")
     if not values.get("push_to_hub"):
         options.pop("hub_model_id", None)
     if "query_len" not in options:
@@ -168,10 +162,6 @@ def _grpo(result: Translation, processes: int) -> int:
     result.set("step_per_device_batch_size", device_batch)
     result.set("rollout_per_device_batch_size", max(group, completions // processes), "a process samples all at once")
     result.set("kl_coef", 0.0, "TRL has the KL in the loss")
-    if beta := values["beta"]:
-        result.set("kl_loss_coef", beta, "beta")
-    else:
-        result.set("reference", "none", "beta is 0")
     cispo, high = result.options.get("policy_loss") == "cispo", values.get("epsilon_high") or 0.0
     if high and not cispo:
         result.set("cliprange_high", high)
@@ -191,12 +181,8 @@ def _ppo(result: Translation, processes: int) -> int:
     result.set("rollout_batch_size", batch, f"prompts: {device_batch} * {processes} processes * {accumulation}")
     result.set("step_batch_size", step, f"TRL steps after {accumulation} micro-batches of {micro} on each process")
     result.set("step_per_device_batch_size", micro)
-    result.set("old_policy", "rollout", "TRL takes the log-probabilities of its generation")
     if penalty := values.get("missing_eos_penalty"):
         result.set("penalty_reward_value", -penalty, "replaces the score; TRL subtracts the penalty")
-    if (token := values.get("stop_token_id")) is not None:
-        result.set("truncate_tokens", [token], "stop_token_id")
-    if path := values.get("reward_model_path"):
-        result.set("reward_model_name_or_path", [path], "reward_model_path")
+    if values.get("reward_model_path"):
         result.set("init_value_with_reward", True, "TRL's script starts the critic from the reward model")
     return math.ceil(batch / step) * result.count("num_ppo_epochs")

@@ -13,8 +13,7 @@ from alpaca_ppo.config.foreign_names import flattened
 from alpaca_ppo.migrate.translation import Translation
 
 OVERRIDE = r"[+~]{0,2}\w+\.[\w.]+=.*"
-_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-_OPTIM = f"{_ACTOR}.optim"
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -58,7 +57,6 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     result.take(["ppo_trainer.yaml"])
     if options.get("adv_estimator") == "grpo" and values.get("algorithm.norm_adv_by_std_in_grpo") is False:
         result.set("adv_estimator", "grpo_no_std", "norm_adv_by_std_in_grpo: false")
-    result.set("vf_coef", 1.0, "verl's value loss has no weight")
     if not options["kl_coef"] and not options["kl_loss_coef"]:
         result.set("reference", "none", "neither use_kl_in_reward nor use_kl_loss")
     if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):
@@ -74,28 +72,19 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     result.set("rollout_per_device_batch_size", max(forward, group), "sampled and scored at once: memory alone")
     if options.get("max_steps"):
         options.pop("total_epochs", None)
-    for key, name in (("trainer.save_freq", "save_steps"), ("trainer.test_freq", "eval_steps")):
-        result.set(name, max(0, values.get(key, 0)))
     # verl's scheduler steps once a rollout, ours once an optimizer step.
     per_rollout = math.ceil(options["rollout_batch_size"] * group / step) * options["ppo_epochs"]
-    schedule = values.get(f"{_OPTIM}.lr_scheduler_type") or values.get(f"{_OPTIM}.warmup_style") or "constant"
-    for name, prefix in (("warmup_steps", _OPTIM), ("critic_lr_warmup_steps", "critic.optim")):
-        steps, share = values.get(f"{prefix}.lr_warmup_steps", 0), values.get(f"{prefix}.lr_warmup_steps_ratio", 0)
-        if steps > 0:
+    for name, optim in (("warmup_steps", f"{_ACTOR}.optim"), ("critic_lr_warmup_steps", "critic.optim")):
+        if (steps := values.get(f"{optim}.lr_warmup_steps", 0)) > 0:
             result.set(name, steps * per_rollout, f"{steps} rollouts * {per_rollout} optimizer steps")
-        else:
-            result.set(name, share)
-        if schedule == "constant" and options[name]:
-            schedule = "constant_with_warmup"
-    result.set("lr_scheduler_type", schedule)
+        if options[name] and options["lr_scheduler_type"] == "constant":
+            result.set("lr_scheduler_type", "constant_with_warmup")
     for key, name in (("data.train_files", "dataset_name"), ("data.val_files", "eval_dataset_name")):
         files = values.get(key) or []
         if isinstance(files, str) or len(files) == 1:
             result.set(name, files if isinstance(files, str) else files[0])
-    result.set("bf16", True, "passes in bfloat16, as verl's")
-    if rank := values.get(f"{_MODEL}.lora_rank"):
+    if options.get("lora_r"):
         result.set("use_peft", True, "lora_rank")
-        result.set("lora_r", rank)
     logger = values.get("trainer.logger", [])
     trackers = [name for name in (logger if isinstance(logger, list) else [logger]) if name != "console"]
     result.set("report_to", trackers or ["none"])

@@ -90,6 +90,10 @@ def test_values_that_are_in_other_units_are_given_in_ours():
         ("loss_type", "new", "loss_agg_mode and policy_loss, for grpo, dapo, bnpo, dr_grpo, cispo, sapo"),
         ("importance_sampling_level", "token", "not needed: it is what happens here"),
         ("kl_penalty", "low_var_kl", "kl_estimator: k3"),
+        ("beta", 0.0, "reference: none with kl_coef: 0.0"),
+        ("lora.rank", 8, "use_peft: true with lora_r: 8"),
+        ("trainer.save_freq", -1, "save_steps: 0"),
+        ("trainer.save_freq", 20, "save_steps: 20"),
         ("rollout_is", None, "not needed: it is what happens here"),
     ],
 )
@@ -187,10 +191,11 @@ def test_a_name_that_is_an_option_here_is_never_said_to_be_missing():
 def test_every_value_that_the_table_gives_is_valid():
     registries = {"adv_estimator": ADV_ESTIMATORS, "policy_loss": POLICY_LOSSES}
     registries |= {"kl_estimator": KL_ESTIMATORS, "kl_loss_type": KL_ESTIMATORS}
+    valid_names = {"reference": ["none"]} | {name: registry.names for name, registry in registries.items()}
     for entry in ENTRIES:
         for here in entry.values.values():
             for name, value in here.items() if isinstance(here, dict) else ():
-                valid = registries[name].names if name in registries else choices(OPTIONS[name])
+                valid = valid_names.get(name) or choices(OPTIONS[name])
                 assert value in valid or isinstance(value, int | float), (entry.name, name, value)
 
 

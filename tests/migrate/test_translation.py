@@ -313,6 +313,10 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
             {"max_steps": 2, "total_epochs": None, "total_episodes": None},
         ),
         ({"warmup_steps": 3, "warmup_ratio": 0.5}, {"warmup_steps": 3}),
+        ({"warmup_ratio": 0.5, "warmup_steps": 0}, {"warmup_steps": 0.5}),
+        ({"beta": 0}, {"reference": "none", "kl_coef": 0.0}),
+        ({"reward_model_path": None}, {"reward_funcs": ["rewards.py:reward"], "init_value_with_reward": False}),
+        ({"use_peft": True, "lora_target_modules": "all-linear"}, {"lora_target_modules": None}),
         ({"bf16": False, "delta": 4.0}, {"bf16": False, "clip_ratio_c": 4.0}),
         ({"report_to": "wandb", "torch_dtype": "bfloat16"}, {"report_to": ["wandb"], "dtype": "float32"}),
         ({"use_peft": True, "lora_target_modules": "q"}, {"lora_target_modules": ["q"]}),
@@ -355,11 +359,24 @@ def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
         ),
         ({"trainer.total_training_steps": 7, "trainer.total_epochs": 2}, {"max_steps": 7, "total_epochs": None}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"old_policy": "rollout"}),
+        ({"actor_rollout_ref.model.lora_rank": 0, "actor_rollout_ref.model.lora_alpha": 8}, {"use_peft": False}),
+        ({"actor_rollout_ref.model.lora.rank": 8}, {"use_peft": True, "lora_r": 8, "lora_alpha": 16}),
+        (
+            {
+                "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+                "actor_rollout_ref.actor.optim.warmup_style": None,
+            },
+            {"lr_scheduler_type": "cosine"},
+        ),
+        ({"trainer.save_freq": 20}, {"save_steps": 20, "eval_steps": 0}),
     ],
 )
 def test_values_of_verl_that_follow_from_others(given, expected, tmp_path):
     given = {"actor_rollout_ref.model.path": "m", "data.train_files": "d.parquet", **given}
-    some(accepted(of_yaml(tmp_path, given), tmp_path), **expected)
+    result = of_yaml(tmp_path, given)
+    some(accepted(result, tmp_path), **expected)
+    # What verl always does, and why.
+    assert result.options["bf16"] and result.comments["bf16"]
 
 
 def test_nothing_that_was_given_is_passed_over_in_silence(tmp_path):
