@@ -22,12 +22,17 @@ class Sharding:
     processes: int = 1
     stage: int = 0
     bucket: int = 0
-    """Elements of the buffer in which ZeRO reduces gradients; 0 = "auto", the hidden size squared."""
+    """Elements of the buffer in which ZeRO reduces gradients; 0 = "auto", which is small and left out."""
     offload_optimizer: bool = False
     """Whether the optimizer state is in host memory."""
     offload_weights: bool = False
     """Whether the shards of the weights are in host memory, under ZeRO 3."""
     fsdp: bool = False
+
+    @property
+    def name(self) -> str:
+        """`fsdp`, or the stage of ZeRO; 0 = DDP."""
+        return "fsdp" if self.fsdp else str(self.stage)
 
 
 def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
@@ -89,7 +94,7 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
         optimizer = 8 * elements
     else:
         share = gradients / n
-        bucket = (sharding.bucket or measured.hidden**2) * gradients / max(1.0, elements)
+        bucket = sharding.bucket * gradients / max(1.0, elements)
         held = share + bucket if stage == 3 else 0.0
         # As many buckets as with `overlap_comm`, in stage 2 also for the shares that are reduced.
         backward = {1: gradients + share + 2 * bucket, 2: 2 * share + 4 * bucket, 3: held}[stage]

@@ -6,6 +6,7 @@ beside them is arithmetic (`engines`). It counts tensors, not what a device and 
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 from alpaca_ppo.adapters.files import is_adapter
@@ -17,7 +18,7 @@ from alpaca_ppo.distributed.deepspeed_config import check_four_bit
 from alpaca_ppo.distributed.fsdp_config import check_fsdp
 from alpaca_ppo.estimate_memory.engines import CAUSES, PhaseMemory, Sharding, phases, sharding_of
 from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.passes import measure
+from alpaca_ppo.estimate_memory.passes import Measured, measure
 
 GIB = 2**30
 
@@ -31,20 +32,16 @@ def predict(
     Raises:
         ValueError: whatever `measure` raises.
     """
+
+    @cache
+    def passes(half: bool) -> Measured:
+        measured = measure(models, args, processes=shardings[0].processes, half=half, replies=replies)
+        if args.generation_backend == "vllm" and not args.vllm_urls:
+            measured.kv_cache = args.vllm_gpu_memory_utilization * device
+        return measured
+
     # DeepSpeed casts the models, where other runs have autocast.
-    halves = [args.bf16 and sharding.stage > 0 for sharding in shardings]
-    measured = {
-        half: measure(models, args, processes=shardings[0].processes, half=half, replies=replies)
-        for half in set(halves)
-    }
-    found = [phases(measured[half], args, sharding) for half, sharding in zip(halves, shardings, strict=True)]
-    if args.generation_backend != "vllm":
-        return found
-    server, while_it = 0.0 if args.vllm_urls else args.vllm_gpu_memory_utilization * device, ("prefill", "sampling")
-    return [
-        ([replace(p, activations=0.0, kv_cache=server) if p.phase in while_it else p for p in own], rest)
-        for own, rest in found
-    ]
+    return [phases(passes(args.bf16 and sharding.stage > 0), args, sharding) for sharding in shardings]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
@@ -66,11 +63,11 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     check_four_bit(sharding.stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
-    stages = range(3 if args.load_in_4bit else 4) if script.num_processes > 1 else ()
-    others = [Sharding(sharding.processes, stage) for stage in stages]
-    if stages and not args.load_in_4bit:
-        others.append(Sharding(sharding.processes, fsdp=True))
-    others = [sharding if (other.stage, other.fsdp) == (sharding.stage, sharding.fsdp) else other for other in others]
+    others = [*(Sharding(sharding.processes, stage) for stage in range(4)), Sharding(sharding.processes, fsdp=True)]
+    if args.load_in_4bit:
+        # Neither ZeRO 3 nor FSDP2 shards those.
+        others = others[:3]
+    by_name = {other.name: other for other in others if sharding.processes > 1} | {sharding.name: sharding}
     # A critic without a backbone takes a head and an adapter from a value model, which weigh as much as its own.
     value = script.value_model_name_or_path if args.critic_layout == "separate" else None
     value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
@@ -80,7 +77,8 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     models = Models(policy, lora.peft_config("CAUSAL_LM"), value, rewards or [])
     replies = bool(script.environments or script.tools)
     how: dict[str, Any] = {"replies": replies, "device": (script.device_gib or 0.0) * GIB}
-    (own, offloaded), *by_stage = predict(models, args, [sharding, *others], **how)
+    found = dict(zip(by_name, predict(models, args, list(by_name.values()), **how), strict=True))
+    own, offloaded = found[sharding.name]
     peak = max(own, key=lambda phase: phase.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
@@ -90,11 +88,9 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         "peak": peak.total,
         "peak_phase": peak.phase,
     }
-    if by_stage:
-        result["peak_by_zero_stage"] = {
-            "fsdp" if other.fsdp else str(other.stage): max(phase.total for phase in found)
-            for other, (found, _) in zip(others, by_stage, strict=True)
-        }
+    if len(found) > 1:
+        peaks = {name: max(phase.total for phase in phases) for name, (phases, _) in found.items()}
+        result["peak_by_zero_stage"] = peaks
     if offloaded:
         result["offloaded"] = offloaded
     if script.device_gib is None:

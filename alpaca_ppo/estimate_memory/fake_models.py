@@ -8,7 +8,8 @@ torch do differently with fake tensors follow.
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from unittest import mock
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +34,7 @@ from transformers import (
 from alpaca_ppo import saved_models
 from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, read_policy_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, loading, saved_critic
+from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic, make_reference
 from alpaca_ppo.saved_models import remote_code
 
@@ -48,18 +50,11 @@ class Models:
     rewards: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class FakeRun:
-    """The models of a run; `reference` is None if it has none."""
-
-    actor_critic: ActorCritic
-    reference: AdapterReference | CopiedReference | None
-    modules: Mapping[str, nn.Module]
-    """All that hold weights: policy, critic, a copied reference, and reward0, reward1 and so on."""
-
-
-def build(models: Models, args: PPOConfig, *, half: bool = False) -> FakeRun:
+def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[ActorCritic, dict[str, nn.Module]]:
     """Builds the models of a run on the meta device (small parts on the CPU).
+
+    Returns:
+        Policy and critic; and all that hold weights: policy, critic, a copied reference, reward0, reward1 and so on.
 
     Args:
         models: their names.
@@ -82,17 +77,16 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> FakeRun:
     ):
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
         reference = make_reference(actor_critic, None, args)
-        named: dict[str, Any] = {"policy": actor_critic.policy, "critic": actor_critic.critic}
-        if isinstance(reference, CopiedReference):
-            named["reference"] = reference.policy
-        modules = {name: module for name, module in named.items() if module is not None}
+        copied = reference.policy if isinstance(reference, CopiedReference) else None
+        roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied}
+        modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
         # Parameters, but not buffers, as `DeepSpeedEngine` does; reward models keep their precision.
         for parameter in (parameter for module in modules.values() for parameter in module.parameters() if half):
             parameter.data = parameter.data.to(torch.bfloat16)
         given: Any = {"trust_remote_code": args.trust_remote_code, "dtype": getattr(torch, args.dtype)}
         for i, name in enumerate(models.rewards):
             modules[f"reward{i}"] = without_weights(AutoModelForSequenceClassification, name, **given)
-    return FakeRun(actor_critic.train(), reference, modules)
+    return actor_critic.train(), modules
 
 
 def without_weights(
@@ -123,51 +117,43 @@ def size_of(tensors: Any) -> float:
     return float(sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in list(tensors)}.values()))
 
 
-def make_fake(run: FakeRun, mode: FakeTensorMode) -> None:
+def make_fake(roots: Collection[nn.Module], mode: FakeTensorMode) -> None:
     """Replaces all parameters and buffers by fake CPU tensors; shared ones stay shared."""
-    known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        if id(tensor) not in known:
-            other: Tensor = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
-            if isinstance(tensor, nn.Parameter):
-                other = nn.Parameter(other, tensor.requires_grad)
-            # Keep the original alive, so that no new tensor gets its id.
-            known[id(tensor)] = tensor, other
-        return known[id(tensor)][1]
+        other = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
+        return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
-    for module in (module for root in run.modules.values() for module in root.modules()):
+    known: Any = {tensor: fake(tensor) for root in roots for tensor in (*root.parameters(), *root.buffers())}
+    for module in (module for root in roots for module in root.modules()):
         tables: Any = (module._parameters, module._buffers)
         for table in tables:
-            table.update({name: fake(tensor) for name, tensor in table.items() if tensor is not None})
+            table.update({name: known.get(tensor, tensor) for name, tensor in table.items()})
 
 
-def one_sequence_per_row() -> Any:
-    """Inside, transformers treats each row of a batch without a mask as one sequence, as it does in a run.
+@contextmanager
+def as_with_values() -> Iterator[None]:
+    """Inside, three functions take fake tensors as they take others in a run.
 
-    It finds packed sequences by the values of the position ids. For fake tensors, which have none, it assumes that rows
-    are packed and builds a mask over all pairs of tokens
-    (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). Remove this when it
-    treats fake tensors like unpacked rows.
-    """
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-
-
-def grouped_mm_of_any_dtype() -> Any:
-    """Inside, `grouped_mm` of states (S, K) with the experts' weights (experts, K, N) works in any dtype.
-
-    For fake tensors, torch implements it in bfloat16 only
-    (https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). Remove this when it supports float32.
+    Where a value is read, it is 0: a loss is finite, and a batch has padding, so that it keeps its attention mask.
+    transformers finds packed sequences by the values of the position ids. Without them it would take every row for
+    packed and build a mask over all pairs of tokens
+    (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). torch multiplies states
+    (S, K) with the experts' weights (experts, K, N) in bfloat16 alone
+    (https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). Remove these patches when they do.
     """
 
     def grouped(states: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
         # As many operations and bytes as if one expert had all tokens.
         return states @ weights[0]
 
-    # `create` because older versions of torch do not have it.
-    return mock.patch.object(functional, "grouped_mm", grouped, create=True)
+    with (
+        mock.patch.dict(fake_impls.op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: lambda *_: 0}),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        # `create` because older versions of torch do not have it.
+        mock.patch.object(functional, "grouped_mm", grouped, create=True),
+    ):
+        yield
 
 
 class LiveBytes(TorchDispatchMode):
@@ -175,26 +161,19 @@ class LiveBytes(TorchDispatchMode):
 
     Not seen is what a kernel allocates and frees internally, nor what an allocator keeps in reserve. torch's own
     `torch.distributed._tools.mem_tracker.MemTracker` is private and cannot restart its peak between two passes.
-
-    Args:
-        answers: results to return for some operations instead of running them; fake tensors have no values.
     """
 
-    def __init__(self, answers: dict[Any, Any] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.live = 0
         """Bytes of the tensors alive now."""
         self.peak = 0
         """Maximum of `live` since the start or the last `reset_peak`."""
-        self._start = 0
-        self._answers = answers or {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in self._answers:
-            return self._answers[func]
         result = func(*args, **(kwargs or {}))
         self.track(result)
         return result
@@ -222,12 +201,7 @@ class LiveBytes(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Resets `peak` to the bytes alive now."""
-        self.peak = self._start = self.live
-
-    @property
-    def risen(self) -> float:
-        """By how much the peak exceeds the bytes alive at the last `reset_peak`."""
-        return float(self.peak - self._start)
+        self.peak = self.live
 
     def _on_freed(self, key: int, size: int, _: Any) -> None:
         del self._storages[key]
