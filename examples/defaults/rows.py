@@ -1,0 +1,52 @@
+"""What was tried: changes to the defaults before the search, alone and beside a critic with steps of its own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from examples.defaults.tasks import RATE_TIMES_WIDTH, TASKS
+
+Settings = dict[str, Any]
+CRITIC_RATE, CRITIC_BATCH = "times the learning rate", "of a step batch"
+"""Keys of rows in place of `critic_learning_rate` and `critic_step_batch_size`, which they give relative to the
+policy's."""
+
+_CRITIC: Settings = {"critic_epochs": 4, CRITIC_RATE: 3, "cliprange_value": None}
+"""Values that are clipped by a fixed number would depend on the scale of the reward."""
+_KL_LOSS: Settings = {"kl_coef": 0.0, "kl_loss_type": "k3"}
+"""Whitened advantages have no scale, and so a KL in the loss weighs the same whatever the reward."""
+_ALONE: Mapping[str, Settings] = {
+    "the defaults before": {},
+    "no clipping of values": {"cliprange_value": None},
+    "critic: 4 epochs": {"critic_epochs": 4, "cliprange_value": None},
+    "critic: 4 epochs, 3 times the rate": _CRITIC,
+    "critic: 4 epochs, 10 times the rate": {**_CRITIC, CRITIC_RATE: 10},
+    "critic: 2 epochs, quarter batches, 3 times the rate": {**_CRITIC, "critic_epochs": 2, CRITIC_BATCH: 0.25},
+}
+_BESIDE_CRITIC: Mapping[str, Settings] = {
+    "lam 1": {"lam": 1.0},
+    "lam_critic 1": {"lam_critic": 1.0},
+    "lam_critic 1, adaptive lam_policy": {"lam_critic": 1.0, "lam_policy": "adaptive"},
+    "pretraining of the critic, 4 steps": {"critic_pretraining_steps": 4},
+    "4 responses a prompt": {"num_return_sequences": 4},
+    "clip-higher": {"cliprange_high": 0.28},
+    "no whitening": {"whiten_advantages": False},
+    "KL in the loss, 0.01": {**_KL_LOSS, "kl_loss_coef": 0.01},
+    "KL in the loss, 0.05": {**_KL_LOSS, "kl_loss_coef": 0.05},
+    "KL in the loss, 0.2": {**_KL_LOSS, "kl_loss_coef": 0.2},
+    "linear schedule": {"lr_scheduler_type": "linear"},
+}
+ROWS: Mapping[str, Settings] = {
+    **_ALONE,
+    **{f"+ {name}": {**_CRITIC, **settings} for name, settings in _BESIDE_CRITIC.items()},
+}
+"""Rows with a plus are beside "critic: 4 epochs, 3 times the rate"."""
+
+
+def settings_of(row: str, task: str) -> Settings:
+    """Returns the options of `row` for `task`."""
+    settings = dict(ROWS[row])
+    if CRITIC_RATE in settings:
+        settings["critic_learning_rate"] = settings.pop(CRITIC_RATE) * RATE_TIMES_WIDTH / TASKS[task].width
+    if CRITIC_BATCH in settings:
+        settings["critic_step_batch_size"] = int(settings.pop(CRITIC_BATCH) * TASKS[task].sizes["step_batch_size"])
+    return settings

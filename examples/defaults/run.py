@@ -1,0 +1,54 @@
+"""One run of a task, as a process of its own, so that runs do not share threads or random states.
+
+`python -m examples.defaults.run ROOT '{"task": "chain", "settings": {}, "data_seed": 0, "seed": 1}'`: the last line on
+the screen is what came of it, as JSON.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alpaca_ppo.cli.commands import main as alpaca_ppo
+from examples.defaults.tasks import TASKS
+from examples.games.train import main as play
+from examples.long_horizon.pipeline import flags_of, metrics_of
+
+MEASURING: Mapping[str, Any] = {
+    "eval_temperature": 1.0,
+    "num_logged_rollouts": 0,
+    "num_inspected_prompts": 0,
+    "report": False,
+    "report_to": "none",
+    "save_steps": 0,
+    "use_cpu": True,
+}
+"""How all runs are measured, and what they do not write."""
+
+
+def main(root: Path, *, task: str, settings: Mapping[str, Any], data_seed: int, seed: int) -> dict[str, float]:
+    """Trains, and returns the task's number before and after, the KL in nats per response, and processor seconds."""
+    chosen = TASKS[task]
+    given = chosen.prepare(root / task / f"data_{data_seed}", data_seed)
+    with tempfile.TemporaryDirectory(dir=root) as output:
+        options = {**given, **chosen.options(settings), **MEASURING, "seed": seed, "output_dir": output}
+        start = time.process_time()
+        if chosen.plays:
+            play(flags_of(options))
+        elif status := alpaca_ppo(["train", *flags_of(options)]):
+            raise SystemExit(status)
+        seconds = time.process_time() - start
+        lines = metrics_of(Path(output))
+    return {
+        "before": round(chosen.in_points(lines[0][chosen.metric]), 3),
+        "after": round(chosen.in_points(lines[-1][chosen.metric]), 3),
+        "kl": round(lines[-1]["eval/kl_sum_seq"], 2),
+        "processor_seconds": round(seconds, 1),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]).resolve(), **json.loads(sys.argv[2]))))

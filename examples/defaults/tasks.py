@@ -1,0 +1,184 @@
+"""The tasks: for each its models and data, the sizes of a run, and what a run is measured by.
+
+Nothing of PPO is set here but sizes, and a learning rate by one rule: `RATE_TIMES_WIDTH` over the model's width.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from alpaca_ppo.supervised.sft import train_sft
+from examples.defaults import chain
+from examples.games import calculator, guessing
+from examples.games.pipeline import Experiment as Games
+from examples.games.pipeline import GamesArguments
+from examples.long_horizon import task as horizon
+from examples.long_horizon.pipeline import Experiment as Horizon
+from examples.long_horizon.pipeline import HorizonArguments, flags_of
+from examples.mini_farm.base import build_model
+from examples.mini_farm.pipeline import GOLD, KEEP_NOTHING, PRESETS, SUPERVISED, Lab, LabArguments
+from examples.mini_farm.splits import write_rows
+from examples.mini_farm.stages import run_stage
+
+Options = dict[str, Any]
+RATE_TIMES_WIDTH = 0.048
+"""The learning rates that the laboratories were tuned with are near this over the width: 3e-4 at 160, 7.5e-4 at 64."""
+DEMONSTRATIONS, PROMPTS, HELD_OUT = "demonstrations.jsonl", "prompts.jsonl", "held_out.jsonl"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on what, and how it is measured."""
+
+    width: int
+    """Of the model."""
+    sizes: Mapping[str, Any]
+    """Lengths and batches; `rollout_batch_size` and `total_episodes` count responses."""
+    prepare: Callable[[Path, int], Options]
+    """Makes models and data of a seed in a folder, and returns the options that name them."""
+    metric: str
+    """The metric of an evaluation that says how good a policy is."""
+    in_points: Callable[[float], float] = lambda score: 100 * score
+    """From the metric to the number in the tables."""
+    unit: str = "right (%)"
+    """What that number is called."""
+    plays: bool = False
+    """Whether an environment answers the policy."""
+
+    def options(self, settings: Mapping[str, Any]) -> Options:
+        """Returns the options of a run with `settings`, which samples as many responses as any other of the task."""
+        options = {**self.sizes, "learning_rate": RATE_TIMES_WIDTH / self.width, **settings}
+        for name in ("rollout_batch_size", "total_episodes"):
+            options[name] //= options.get("num_return_sequences", 1)
+        return options
+
+
+def _mini_farm(root: Path, seed: int) -> Options:
+    lab = Lab(LabArguments(root=str(root), data_seed=seed))
+    return {
+        "model_name_or_path": lab.sft,
+        "dataset_name": lab.data / "unlabeled.jsonl",
+        "eval_dataset_name": lab.data / "val.jsonl",
+        "reward_model_name_or_path": lab.reward_model,
+        "reward_funcs": GOLD,
+        # The annotators' gold score is only watched.
+        "reward_weights": [1.0, 0.0],
+        "prompt_template": "{instruction} {input}\n",
+    }
+
+
+def _long_horizon(root: Path, seed: int) -> Options:
+    experiment = Horizon(HorizonArguments(root=str(root), data_seed=seed))
+    return _of_files(experiment.pretrained, experiment.data) | {"reward_funcs": "examples.long_horizon.task:grades"}
+
+
+def _game(name: str, root: Path, seed: int) -> Options:
+    experiment = Games(name, GamesArguments(root=str(root), data_seed=seed))
+    return {
+        "environment": experiment.game.environment,
+        "model": experiment.imitated,
+        "reference_model": experiment.imitated,
+        "prompts": experiment.data / PROMPTS,
+        "held_out": experiment.data / HELD_OUT,
+    }
+
+
+def _chain(root: Path, seed: int) -> Options:
+    sizes = {"seed": seed, "demonstrations": 20000, "prompts": CHAIN["total_episodes"], "held_out": 512}
+    shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "seed": seed}
+    shape["max_length"] = chain.QUERY_LEN + chain.RESPONSE_LEN
+    sources = [Path(chain.__file__)]
+
+    def write_data(folder: Path) -> None:
+        generator, teacher = random.Random(seed), chain.Teacher(seed)
+        prompts = [chain.draw_prompt(generator) for _ in range(sizes["demonstrations"])]
+        texts = [{"prompt": prompt, "completion": " " + teacher.write(prompt, generator)} for prompt in prompts]
+        write_rows(folder / DEMONSTRATIONS, texts)
+        for split, count in ((PROMPTS, sizes["prompts"]), (HELD_OUT, sizes["held_out"])):
+            write_rows(folder / split, [{"prompt": chain.draw_prompt(generator)} for _ in range(count)])
+
+    def write_model(folder: Path) -> None:
+        tokenizer = chain.build_tokenizer()
+        tokenizer.save_pretrained(folder)
+        build_model(tokenizer, **shape).save_pretrained(folder)
+
+    def imitate(folder: Path) -> None:
+        paths = {"model_name_or_path": base, "dataset_name": data / DEMONSTRATIONS, "output_dir": folder}
+        length = {"max_length": shape["max_length"], "seed": seed}
+        train_sft(flags_of({"config": sft, **paths, **length, **KEEP_NOTHING}))
+
+    data = run_stage(root / "data", "chain: data", write_data, settings=sizes, sources=sources)
+    base = run_stage(root / "base", "chain: untrained model", write_model, settings=shape, sources=sources)
+    sft = PRESETS / "games_sft.yaml"
+    pretrained = run_stage(
+        root / "imitated",
+        "chain: imitation of the demonstrations",
+        imitate,
+        settings={"seed": seed},
+        sources=[sft, SUPERVISED / "sft.py"],
+        parents=[data, base],
+    )
+    return _of_files(pretrained, data) | {"reward_funcs": "examples.defaults.chain:right"}
+
+
+def _of_files(model: Path, data: Path) -> Options:
+    return {"model_name_or_path": model, "dataset_name": data / PROMPTS, "eval_dataset_name": data / HELD_OUT}
+
+
+def _sizes(*, lengths: tuple[int, int], rollout: int, step: int, responses: int, **others: Any) -> Options:
+    return {
+        "query_len": lengths[0],
+        "response_len": lengths[1],
+        "rollout_batch_size": rollout,
+        "rollout_per_device_batch_size": rollout,
+        "step_batch_size": step,
+        "step_per_device_batch_size": step,
+        "total_episodes": responses,
+        **others,
+    }
+
+
+CHAIN = _sizes(lengths=(chain.QUERY_LEN, chain.RESPONSE_LEN), rollout=128, step=64, responses=12800)
+TASKS: Mapping[str, Task] = {
+    "mini_farm": Task(
+        width=160,
+        sizes=_sizes(lengths=(32, 48), rollout=128, step=64, responses=6400),
+        prepare=_mini_farm,
+        metric="eval/scores/gold",
+        in_points=lambda score: score,
+        unit="gold score",
+    ),
+    "long_horizon": Task(
+        width=64,
+        sizes=_sizes(lengths=(horizon.QUERY_LEN, horizon.RESPONSE_LEN), rollout=32, step=16, responses=1024),
+        prepare=_long_horizon,
+        metric="eval/scores",
+        in_points=lambda score: 100 * horizon.share_right(score),
+    ),
+    "guessing": Task(
+        width=64,
+        sizes=_sizes(lengths=(1, guessing.RESPONSE_LEN), rollout=128, step=64, responses=12800, max_turn_tokens=4),
+        prepare=partial(_game, "guessing"),
+        metric="eval/scores",
+        unit="score (hundredths)",
+        plays=True,
+    ),
+    "calculator": Task(
+        width=64,
+        sizes=_sizes(
+            lengths=(calculator.QUERY_LEN, calculator.RESPONSE_LEN),
+            rollout=64,
+            step=32,
+            responses=3840,
+            max_turns=calculator.MAX_TURNS,
+            max_turn_tokens=24,
+        ),
+        prepare=partial(_game, "calculator"),
+        metric="eval/scores",
+        plays=True,
+    ),
+    "chain": Task(width=64, sizes=CHAIN, prepare=_chain, metric="eval/scores"),
+}
