@@ -21,7 +21,7 @@ from alpaca_ppo.functional import decoupled_gae, gae, gdpo_advantages, group_adv
 
 pytestmark = pytest.mark.proof
 
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[2] / "docs" / "appendix.md"
 STOP, DECISIONS, REPLY = 0, range(3), 0.3
 COLUMNS = {1: "ddd", 2: "dedd", 3: "deded"}
 """What is in each column of a response of so many turns: a decision or a token of the environment."""
