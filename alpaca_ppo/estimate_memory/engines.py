@@ -29,11 +29,6 @@ class Sharding:
     """Whether the shards of the weights are in host memory, under ZeRO 3."""
     fsdp: bool = False
 
-    @property
-    def name(self) -> str:
-        """`fsdp`, or the stage of ZeRO; 0 = DDP."""
-        return "fsdp" if self.fsdp else str(self.stage)
-
 
 def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
     """How the run is sharded: by the file `args.deepspeed`, or like examples/deepspeed_configs for `stage`.
@@ -78,8 +73,8 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     beside it; and the bytes in host memory instead.
     """
     stage, n = sharding.stage, sharding.processes
-    reference = measured.weights.get("reference", 0.0) if args.reference == "copy_offloaded" else 0.0
-    reference *= not args.use_cpu
+    offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
+    reference = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
     weights, gradients, elements = sum(measured.weights.values()) - reference, measured.gradients, measured.elements
     policy = measured.weights["policy"]
     gathered = offloaded = 0.0

@@ -63,11 +63,11 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     check_four_bit(sharding.stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
-    others = [*(Sharding(sharding.processes, stage) for stage in range(4)), Sharding(sharding.processes, fsdp=True)]
-    if args.load_in_4bit:
-        # Neither ZeRO 3 nor FSDP2 shards those.
-        others = others[:3]
-    by_name = {other.name: other for other in others if sharding.processes > 1} | {sharding.name: sharding}
+    # Neither ZeRO 3 nor FSDP2 shards 4-bit weights.
+    names = ["0", "1", "2"] if args.load_in_4bit else ["0", "1", "2", "3", "fsdp"]
+    n, own_name = script.num_processes, "fsdp" if sharding.fsdp else str(sharding.stage)
+    by_name = {k: Sharding(n, fsdp=True) if k == "fsdp" else Sharding(n, int(k)) for k in names if n > 1}
+    by_name[own_name] = sharding
     # A critic without a backbone takes a head and an adapter from a value model, which weigh as much as its own.
     value = script.value_model_name_or_path if args.critic_layout == "separate" else None
     value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
@@ -78,7 +78,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     replies = bool(script.environments or script.tools)
     how: dict[str, Any] = {"replies": replies, "device": (script.device_gib or 0.0) * GIB}
     found = dict(zip(by_name, predict(models, args, list(by_name.values()), **how), strict=True))
-    own, offloaded = found[sharding.name]
+    own, offloaded = found[own_name]
     peak = max(own, key=lambda phase: phase.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
@@ -89,7 +89,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         "peak_phase": peak.phase,
     }
     if len(found) > 1:
-        peaks = {name: max(phase.total for phase in phases) for name, (phases, _) in found.items()}
+        peaks = {name: max(phase.total for phase in its_phases) for name, (its_phases, _) in found.items()}
         result["peak_by_zero_stage"] = peaks
     if offloaded:
         result["offloaded"] = offloaded
@@ -100,16 +100,15 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     if not result["fits"]:
         result["changes"] = []
         for change in _changes(models, args):
-            own_args = {name: value for name, value in change.items() if name != "use_peft"}
             with_lora = replace(lora, use_peft=lora.use_peft or "use_peft" in change).peft_config("CAUSAL_LM")
             try:
-                changed = replace(args, **own_args), [sharding]
-                ((found, _),) = predict(replace(models, lora=with_lora), *changed, **how)
+                changed = replace(args, **{name: value for name, value in change.items() if name != "use_peft"})
+                ((changed_phases, _),) = predict(replace(models, lora=with_lora), changed, [sharding], **how)
             except ValueError:
                 # The run would refuse it.
                 continue
             text = ", ".join(f"{n}: {str(v).lower() if isinstance(v, bool) else v}" for n, v in change.items())
-            after = max(phase.total for phase in found)
+            after = max(phase.total for phase in changed_phases)
             result["changes"].append({"change": text, "peak": after, "fits": after <= limit})
     return result
 
@@ -130,11 +129,9 @@ def _changes(models: Models, args: PPOConfig) -> list[dict[str, Any]]:
 def table(result: dict[str, Any]) -> str:
     """The result of `estimate` as text, in GiB."""
     lines = [f"{result['model']}: peak memory of one device in each phase of a PPO step, in GiB", ""]
-    heads = (*[cause.replace("kv_cache", "KV cache") for cause in CAUSES], "total")
-    lines.append(f"{'phase':<15}" + "".join(f"{head:>13}" for head in heads))
-    for phase in result["phases"]:
-        numbers = "".join(f"{phase[cause] / GIB:>13.2f}" for cause in (*CAUSES, "total"))
-        lines.append(f"{phase['phase']:<15}{numbers}")
+    rows = [["phase", *(cause.replace("kv_cache", "KV cache") for cause in CAUSES), "total"]]
+    rows += [[p["phase"], *(f"{p[cause] / GIB:.2f}" for cause in (*CAUSES, "total"))] for p in result["phases"]]
+    lines += [f"{phase:<15}" + "".join(f"{cell:>13}" for cell in cells) for phase, *cells in rows]
     lines += ["", f"peak: {result['peak'] / GIB:.2f} GiB ({result['peak_phase']})"]
     if "peak_by_zero_stage" in result:
         stages = result["peak_by_zero_stage"].items()

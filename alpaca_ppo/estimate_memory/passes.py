@@ -1,7 +1,7 @@
 """Runs the trainer's passes over fake tensors and measures each one's peak memory, for any architecture.
 
-One prefill of the prompts, one choice of tokens, one score, one pass for log-probs and values, and one micro-batch
-forward and backward; responses have full length. Models whose passes depend on the values of tensors cannot be run.
+One prefill of the prompts, one score, one pass for log-probs and values, and one micro-batch forward and backward;
+responses have full length. Models whose passes depend on the values of tensors cannot be run.
 """
 
 import math
@@ -21,7 +21,6 @@ from transformers import DynamicCache
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models, as_with_values, build, make_fake, size_of
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
-from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.models.policy import eval_mode
 from alpaca_ppo.ppo.minibatches import ROW_KEYS, UpdateStep, row_tensors
@@ -155,27 +154,24 @@ class _Passes:
         model: Any = self._actor_critic.policy.model
         # `generate` computes the prompt again for every sample.
         rows, columns = max(1, self._rows // args.num_return_sequences) if slots else self._rows, args.query_len
+        # All rows may read an answer at once, as long as there is room for.
         if replies and slots and self._rows * (args.response_len - 1) > rows * columns:
             rows, columns = self._rows, args.response_len - 1
-        cache = DynamicCache(config=model.config)
+        cache: Any = DynamicCache(config=model.config)
         with eval_mode(model), self._autocast:
             ids = torch.zeros(rows, columns, dtype=torch.long)
             read = partial(model, input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             measured.prefill = self._peak(read)
-            layers: Any = cache.layers
-            column = size_of(states for layer in layers for states in (layer.keys, layer.values)) / (rows * columns)
-            del read, cache, layers
-            # Autocast keeps its casts of trained weights until its block ends.
-            logits = torch.empty(self._rows, self._actor_critic.policy.head.weight.size(0))
-            measured.sampling = self._peak(
-                partial(choose_tokens, logits, torch.zeros(self._rows, dtype=torch.float64), temperature=1.0)
-            )
-        columns, places = args.longest_row, self._rows
+            states = size_of(states for layer in cache.layers for states in (layer.keys, layer.values))
+            del read, cache
+            # Autocast keeps its casts of trained weights until its block ends; a token of each row adds little to them.
+            measured.sampling = float(self.live.live - self._models)
+        places = self._rows * args.longest_row
         if slots:
             # Two slots more: what all prompts begin with, and a prompt whose other samples wait.
-            places += 1 + (args.num_return_sequences > 1)
-            columns = (EXACT if args.use_cpu else BUCKETED).columns(columns)
-        measured.kv_cache = column * columns * places
+            slot = (EXACT if args.use_cpu else BUCKETED).columns(args.longest_row)
+            places = (self._rows + 1 + (args.num_return_sequences > 1)) * slot
+        measured.kv_cache = states / (rows * columns) * places
 
     @torch.no_grad()
     def _score(self, model: Any) -> None:
@@ -184,7 +180,7 @@ class _Passes:
             model(input_ids=tokens, use_cache=False)
 
     def _log_probs(self) -> None:
-        # Of the reference's pass the policy's is one half. Steps that are logged compute entropies.
+        # The reference's pass takes no more. Steps that are logged compute entropies.
         args, critic = self._args, self._actor_critic.critic
         how: Any = {"temperature": args.temperature, "chunk_size": args.logprob_chunk_size, "with_entropies": True}
         with self._autocast:
