@@ -28,7 +28,7 @@ BUDGET = {
     "environments": 835,
     "root": 811,
     "cli": 532,
-    "estimate_memory": 484,
+    "estimate_memory": 473,
     "data": 579,
     "adapters": 424,
     "migrate": 346,
