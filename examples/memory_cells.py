@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from alpaca_ppo import PPOConfig, PPOTrainer
-from alpaca_ppo.estimate_memory.engines import Sharding
+from alpaca_ppo.distributed.held_memory import Sharding
 from alpaca_ppo.estimate_memory.estimator import GIB, RESERVE_GIB, predict
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
 from alpaca_ppo.ppo import metrics

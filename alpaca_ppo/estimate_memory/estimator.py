@@ -1,7 +1,7 @@
 """Estimates the memory of a run: the peak of each phase of a PPO step by cause, and whether a device has enough.
 
 Reads only the models' configurations and runs the trainer's passes over tensors without memory (`passes`); what is held
-beside them is arithmetic (`engines`). It counts tensors, not what a device and its kernels need for themselves.
+beside them is arithmetic (`distributed.held_memory`). It counts tensors, not what a device and its kernels take.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import RESERVE_GIB, EstimateArguments, LoraArguments
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit
 from alpaca_ppo.distributed.fsdp_config import check_fsdp
-from alpaca_ppo.estimate_memory.engines import CAUSES, PhaseMemory, Sharding, phases, sharding_of
+from alpaca_ppo.distributed.held_memory import CAUSES, Measured, PhaseMemory, Sharding, phases, sharding_of
 from alpaca_ppo.estimate_memory.fake_models import Models
-from alpaca_ppo.estimate_memory.passes import Measured, measure
+from alpaca_ppo.estimate_memory.passes import measure
 
 GIB = 2**30
 

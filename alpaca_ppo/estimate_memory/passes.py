@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.held_memory import Measured
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models, as_with_values, build, make_fake, size_of
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.models import ActorCritic
@@ -29,27 +30,6 @@ from alpaca_ppo.ppo.updates import MicroBatch, Updater
 
 _FOUR_BIT = 0.5 + 4 / 64
 """Bytes per weight: half a byte, and a float32 scale for each 64 weights (bitsandbytes' NF4)."""
-
-
-@dataclass
-class Measured:
-    """Bytes of a run's models and passes on one device, whole; engines divide them."""
-
-    weights: dict[str, float]
-    """By model: policy, critic, reference and reward0, reward1 and so on."""
-    gradients: float
-    elements: float
-    """The number of trained weights."""
-    layer: float
-    """Of one decoder layer and of what lies outside of the layers."""
-    prefill: float = 0.0
-    """Without the cache, as all passes."""
-    sampling: float = 0.0
-    kv_cache: float = 0.0
-    score: float = 0.0
-    logprobs: float = 0.0
-    backward: float = 0.0
-    """Without the gradients."""
 
 
 def largest_micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:

@@ -21,10 +21,10 @@ from alpaca_ppo.cli.configurations import estimate_memory as main
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp
-from alpaca_ppo.estimate_memory.engines import CAUSES, PHASES, Sharding, phases
+from alpaca_ppo.distributed.held_memory import CAUSES, PHASES, Measured, Sharding, phases
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate, predict, table
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
-from alpaca_ppo.estimate_memory.passes import Measured, largest_micro_batch, measure
+from alpaca_ppo.estimate_memory.passes import largest_micro_batch, measure
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 QUERY, RESPONSE, ROWS, VOCABULARY = 16, 48, 8, 4096

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp
-from alpaca_ppo.estimate_memory.engines import Sharding
+from alpaca_ppo.distributed.held_memory import Sharding
 from alpaca_ppo.estimate_memory.fake_models import Models
 from tests.estimate_memory.test_estimator import llama, lora, measured_peaks, predicted_peaks, saved, settings  # noqa: E402
 

@@ -1,13 +1,13 @@
-"""Weights, gradients and optimizer on one device: whole, replicated by DDP or sharded by DeepSpeed ZeRO or FSDP2.
+"""What a device holds beside a run's passes, for `estimate_memory`: weights, gradients and optimizer, whole, replicated
+by DDP, or sharded by DeepSpeed ZeRO or FSDP2.
 
-The arithmetic follows DeepSpeed 0.19.8 as `distributed.deepspeed_engine` uses it, without the padding of its buffers.
+The arithmetic follows DeepSpeed 0.19.8 as `deepspeed_engine` uses it, without the padding of its buffers.
 """
 
 from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.deepspeed_config import check_stage, read_deepspeed_file, resolve_auto
-from alpaca_ppo.estimate_memory.passes import Measured
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache")
 PHASES = ("prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
@@ -49,6 +49,27 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
         )
     offloads = [(zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")]
     return Sharding(processes, file_stage, int(zero.get("reduce_bucket_size", 5e8)), *offloads)
+
+
+@dataclass
+class Measured:
+    """Bytes of a run's models and passes on one device, whole; engines divide them."""
+
+    weights: dict[str, float]
+    """By model: policy, critic, reference and reward0, reward1 and so on."""
+    gradients: float
+    elements: float
+    """The number of trained weights."""
+    layer: float
+    """Of one decoder layer and of what lies outside of the layers."""
+    prefill: float = 0.0
+    """Without the cache, as all passes."""
+    sampling: float = 0.0
+    kv_cache: float = 0.0
+    score: float = 0.0
+    logprobs: float = 0.0
+    backward: float = 0.0
+    """Without the gradients."""
 
 
 @dataclass(frozen=True)
