@@ -74,7 +74,8 @@ class Environments:
             of_prompts = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1)
             keys = of_prompts.random_keys(prompts["prompt_ids"])
             episodes.begin([int(key) & 0x7FFFFFFF for key in keys for _ in range(n)])
-            episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params)
+            query_len = self.settings.args.query_len
+            episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
             yield episodes
         finally:
             running = self.calls.abandon()
@@ -225,10 +226,10 @@ def _rewards_of(class_name: str, /, episodes: list[Episode], **columns: Any) -> 
 
 
 def _with_prompts(
-    episodes: Sequence[Episode], prompts: PromptBatch, params: SamplingParams
+    episodes: Sequence[Episode], prompts: PromptBatch, params: SamplingParams, query_len: int
 ) -> tuple[PromptBatch, SamplingParams]:
     """The prompts that the episodes begin with, and how to sample them."""
-    n, written, query_len = params.num_return_sequences, [], episodes[0].settings.args.query_len
+    n, written = params.num_return_sequences, []
     for number, episode in enumerate(episodes):
         tokens, mask = prompts["queries"][number // n], prompts["query_attn_masks"][number // n]
         # Unless `reset` has added to it, the prompt is the one that was tokenized before the run.

@@ -446,3 +446,18 @@ def test_text_that_no_tokenizer_reads_is_replaced():
     assert result(played.say(call("get"))) == "a?b"
     spoken = Played(make_kinds(None, type("Speaks", (Odd,), {"reply": lambda self, completion: "e\ud800"})))
     assert "e?<|im_end|>" in spoken.say("x<|im_end|>")
+
+
+def test_a_rank_without_prompts_has_no_episodes():
+    nothing = {
+        "queries": torch.zeros(0, 4, dtype=torch.long),
+        "query_attn_masks": torch.zeros(0, 4, dtype=torch.long),
+        "prompt_ids": torch.zeros(0, dtype=torch.long),
+        "rows": [],
+    }
+    params = SamplingParams(
+        max_new_tokens=4, temperature=1.0, pad_token_id=0, stop_token_ids=(1,), num_return_sequences=2
+    )
+    environments = Environments(make_kinds([add], Counter), settings())
+    with environments.episodes(nothing, params, lambda: None) as episodes:
+        assert len(episodes.prompts["queries"]) == 0 and episodes.sampling_params == params
