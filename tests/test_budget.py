@@ -25,7 +25,7 @@ BUDGET = {
     "rewards": 783,
     "checkpoint": 841,
     "tracking": 703,
-    "environments": 835,
+    "environments": 836,
     "root": 811,
     "cli": 532,
     "estimate_memory": 372,
