@@ -84,9 +84,9 @@ RUNS = {
         *("dynamic_sampling=3", "num_return_sequences=2"),
         *("reference=none", "kl_coef=0", "critic_pretraining_steps=1"),
     ),
-    # Conversations of one to three turns, of which a rank has other numbers than the other.
+    # Conversations of one to three turns, of which a rank has other numbers than the other, and in the last step none.
     "talking": (
-        *("talker=true", "response_len=12", "max_turn_tokens=3", "turn_gamma=0.9"),
+        *("talker=true", "response_len=12", "max_turn_tokens=3", "turn_gamma=0.9", "total_episodes=15"),
         *("num_return_sequences=2", "rollout_batch_size=7", "eval_prompts=3"),
     ),
     "compared": ("eval_prompts=3", "eval_named=true", "eval_opponent=reference", "eval_judge=scores/count_even"),
