@@ -15,10 +15,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from examples.mini_farm.base import EOS, PAD, UNK, as_pretrained
+from examples.mini_farm.base import word_tokenizer
 
 STEPS = 6
 DIGITS = range(10)
@@ -92,7 +91,4 @@ def right(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer that splits at spaces and has a token for each word of the task."""
-    vocabulary = {word: number for number, word in enumerate((PAD, EOS, UNK, *WORDS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return as_pretrained(tokenizer)
+    return word_tokenizer(WORDS)

@@ -16,8 +16,8 @@ from examples.games import calculator, guessing
 from examples.games.pipeline import Experiment as Games
 from examples.games.pipeline import GamesArguments
 from examples.long_horizon import task as horizon
+from examples.long_horizon.pipeline import DEMONSTRATIONS, HELD_OUT, PROMPTS, HorizonArguments, flags_of
 from examples.long_horizon.pipeline import Experiment as Horizon
-from examples.long_horizon.pipeline import HorizonArguments, flags_of
 from examples.mini_farm.base import build_model
 from examples.mini_farm.pipeline import GOLD, KEEP_NOTHING, PRESETS, SUPERVISED, Lab, LabArguments
 from examples.mini_farm.splits import write_rows
@@ -26,7 +26,6 @@ from examples.mini_farm.stages import run_stage
 Options = dict[str, Any]
 RATE_TIMES_WIDTH = 0.048
 """The learning rates that the laboratories were tuned with are near this over the width: 3e-4 at 160, 7.5e-4 at 64."""
-DEMONSTRATIONS, PROMPTS, HELD_OUT = "demonstrations.jsonl", "prompts.jsonl", "held_out.jsonl"
 
 
 @dataclass(frozen=True)

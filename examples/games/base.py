@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.games.calculator import CHAT_TEMPLATE, PIECES
 from examples.games.guessing import WORDS
-from examples.mini_farm.base import EOS, PAD, UNK, as_pretrained, build_model
+from examples.mini_farm.base import EOS, PAD, UNK, as_pretrained, build_model, word_tokenizer
 
 DIGITS = tuple(map(str, range(10)))
 PAIRS = tuple(a + b for a in DIGITS for b in DIGITS)
@@ -16,9 +16,7 @@ PAIRS = tuple(a + b for a in DIGITS for b in DIGITS)
 
 def guessing_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer that splits at spaces and has a token for each word of the game."""
-    tokenizer = Tokenizer(_vocabulary(WORDS))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return as_pretrained(tokenizer)
+    return word_tokenizer(WORDS)
 
 
 def calculator_tokenizer() -> PreTrainedTokenizerFast:

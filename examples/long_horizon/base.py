@@ -7,19 +7,15 @@ position, which takes few demonstrations to learn.
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from examples.long_horizon.task import QUERY_LEN, RESPONSE_LEN, WORDS
-from examples.mini_farm.base import EOS, PAD, UNK, as_pretrained
+from examples.mini_farm.base import word_tokenizer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer that splits at spaces and has a token for each word of the task."""
-    vocabulary = {word: number for number, word in enumerate((PAD, EOS, UNK, *WORDS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return as_pretrained(tokenizer)
+    return word_tokenizer(WORDS)
 
 
 def write_base(folder: Path, *, hidden_size: int, num_layers: int, num_heads: int, seed: int) -> None:

@@ -38,6 +38,14 @@ def as_pretrained(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
+def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer that splits at spaces and has a token for each of `words`."""
+    vocabulary = {word: number for number, word in enumerate((PAD, EOS, UNK, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return as_pretrained(tokenizer)
+
+
 def build_model(
     tokenizer: PreTrainedTokenizerFast, *, hidden_size: int, num_layers: int, num_heads: int, max_length: int, seed: int
 ) -> LlamaForCausalLM:
