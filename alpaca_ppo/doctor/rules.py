@@ -143,9 +143,9 @@ def found(error: bool, **numbers: float | str) -> Found:
 
 
 @_rule(
-    "the run starts from a policy that answers with nothing: {name} is {share:.0%}",
-    "write the prompts as the model was trained to read them: compare the first prompt that the run prints with the "
-    "model's own template, down to a newline at its end",
+    "responses are empty before training: {name} is {share:.0%}",
+    "compare the first prompt that the run prints with the model's own template, down to a newline at its end; "
+    "see docs/troubleshooting.md#responses-are-empty-or-end-early",
 )
 def empty_answers(history: History) -> Found | None:
     """Before any training, many responses hold nothing but the token that ends them."""
@@ -157,8 +157,8 @@ def empty_answers(history: History) -> Found | None:
 
 @_rule(
     "every response gets the same reward: objective/scores is {score:.4g} without any spread in {steps} steps",
-    "read rollouts/ and call the reward function by hand on a good and a bad response; take easier prompts or a "
-    "better model; if the task is solved, stop here",
+    "read rollouts/ and call the reward function on a good and a bad response; take easier prompts or a better model; "
+    "if the task is solved, stop here; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def constant_reward(history: History) -> Found | None:
     """All responses of several steps score the same."""
@@ -178,8 +178,8 @@ def constant_reward(history: History) -> Found | None:
 @_rule(
     "the reward falls: objective/scores was {start:.4g} in the first steps and is {now:.4g}, with a standard "
     "deviation of {spread:.3g} within a step",
-    "lower learning_rate or ppo_epochs, or set target_kl_stop: 0.02; look at ppo/val/explained_variance, and at "
-    "the sign of the reward",
+    "lower learning_rate or ppo_epochs, or set target_kl_stop: 0.02; look at ppo/val/explained_variance, and at the "
+    "sign of the reward; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def reward_falling(history: History) -> Found | None:
     """The trained reward falls, on prompts whose difficulty does not change."""
@@ -193,10 +193,10 @@ def reward_falling(history: History) -> Found | None:
 
 
 @_rule(
-    "{name} is worse than before training: {now:.4g} after {start:.4g}, lower by {stds:.2f} standard deviations of a "
-    "response's score",
+    "{name} is worse than before training: {now:.4g} after {start:.4g}, {stds:.2f} standard deviations lower",
     "score the logged answers of eval/ one by one and in another order: each must get the same score, and a good "
-    "one a higher score than a bad one; in the next run, lower learning_rate or raise kl_coef",
+    "one a higher score than a bad one; in the next run, lower learning_rate or raise kl_coef; "
+    "see docs/troubleshooting.md#the-reward-rises-and-the-text-gets-worse",
 )
 def eval_falling(history: History) -> Found | None:
     """A held-out score is worse than before training, by more than its standard errors explain."""
@@ -216,8 +216,8 @@ def eval_falling(history: History) -> Found | None:
 
 @_rule(
     "the reward rises while {name} falls: it was {best:.4g} at step {best_step:g} and is {now:.4g}",
-    "the policy exploits what the reward gets wrong: take the checkpoint from before the fall; in the next run, "
-    "raise kl_coef, set max_kl_to_ref, or train on more prompts or a better reward",
+    "take the checkpoint from before the fall; in the next run, raise kl_coef, set max_kl_to_ref, or use more prompts "
+    "or a better reward; see docs/troubleshooting.md#the-reward-rises-and-the-text-gets-worse",
 )
 def overoptimization(history: History) -> Found | None:
     """The trained reward rises while an evaluation, or one of its sources, falls (Gao et al., 2022)."""
@@ -252,7 +252,7 @@ def overoptimization(history: History) -> Found | None:
 
 @_rule(
     "most prompts give no gradient: the responses to {share:.0%} of them all have the same score",
-    "set dynamic_sampling: 3, take more responses (num_return_sequences), or prompts of medium difficulty",
+    "set dynamic_sampling: 3, or raise num_return_sequences; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def uniform_groups(history: History) -> Found | None:
     """Most prompts give no gradient, because their responses all score the same, though not those of all prompts."""
@@ -263,8 +263,8 @@ def uniform_groups(history: History) -> Found | None:
 @_rule(
     "the policy does not move: in ten steps, updates of at most {update:.2g} and a KL to the reference of at most "
     "{kl:.2g} nats per token, with a gradient norm of {norm:.2g} and a learning rate of {rate:.2g}",
-    "raise learning_rate tenfold (full fine-tuning of small models: 1e-5 to 3e-4, of large ones: 1e-6 to 1e-5, LoRA "
-    "ten times as much), or lower the weight of the KL penalty; with a gradient of 0, look at the reward",
+    "raise learning_rate tenfold (LoRA takes ten times as much as full fine-tuning), or lower the weight of the KL "
+    "penalty; with a gradient of 0, look at the reward; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def policy_does_not_move(history: History) -> Found | None:
     """After ten steps at the full learning rate, the policy is still what it was."""
@@ -286,9 +286,9 @@ def policy_does_not_move(history: History) -> Found | None:
 
 
 @_rule(
-    "the policy runs away from the reference: objective/kl_avg_seq is {now:.3g} nats per token",
-    "raise kl_coef, let it follow the KL (kl_controller: horizon with target_kl), lower learning_rate, or end the "
-    "run at max_kl_to_ref; read the responses, which have usually left fluent text",
+    "the KL runs away: objective/kl_avg_seq is {now:.3g} nats per token",
+    "read the responses; raise kl_coef, let it follow the KL (kl_controller: horizon with target_kl), lower "
+    "learning_rate, or end the run at max_kl_to_ref; see docs/troubleshooting.md#the-kl-runs-away",
 )
 def kl_runaway(history: History) -> Found | None:
     """The policy leaves the reference far behind."""
@@ -301,8 +301,8 @@ def kl_runaway(history: History) -> Found | None:
 
 
 @_rule(
-    "the entropy has collapsed: it fell from {start:.3g} to {now:.3g} nats per token",
-    "set entropy_coef (0.001 to 0.01) or cliprange_high (0.28), raise kl_coef, or lower learning_rate",
+    "the policy collapses: its entropy fell from {start:.3g} to {now:.3g} nats per token",
+    "set entropy_coef: 0.001 or cliprange_high: 0.28; see docs/troubleshooting.md#the-policy-collapses",
 )
 def entropy_collapse(history: History) -> Found | None:
     """The policy has become almost deterministic."""
@@ -317,9 +317,9 @@ def entropy_collapse(history: History) -> Found | None:
 
 
 @_rule(
-    "the responses collapse: from {start:.4g} to {now:.4g} tokens",
-    "score short answers by hand; lower kl_coef if objective/non_score_rewards outweighs objective/scores, and "
-    "overlong_buffer_len if it is set",
+    "responses shrink: from {start:.4g} to {now:.4g} tokens",
+    "score short responses by hand; lower kl_coef if objective/non_score_rewards outweighs objective/scores, and "
+    "overlong_buffer_len if it is set; see docs/troubleshooting.md#responses-shrink-or-grow",
 )
 def length_collapse(history: History) -> Found | None:
     """Responses shrink to a fraction of what they were."""
@@ -331,9 +331,9 @@ def length_collapse(history: History) -> Found | None:
 
 
 @_rule(
-    "almost every response is cut off: at least {now:.0%} in each of the last steps, {start:.0%} in the first",
+    "responses never stop: at least {now:.0%} are cut off in each of the last steps, {start:.0%} in the first",
     "raise response_len; check the form of the prompts, and that the tokenizer's eos_token ends a turn; set "
-    "penalty_reward_value, so that stopping pays",
+    "penalty_reward_value, so that stopping pays; see docs/troubleshooting.md#responses-never-stop",
 )
 def all_truncated(history: History) -> Found | None:
     """Hardly any response ends by itself."""
@@ -346,8 +346,8 @@ def all_truncated(history: History) -> Found | None:
 
 
 @_rule(
-    "each step changes the policy a lot: by {update:.3g} nats per token, with {clipped:.0%} of the tokens clipped",
-    "lower learning_rate or ppo_epochs, raise step_batch_size, or set target_kl_stop: 0.02",
+    "updates are too large: {update:.3g} nats per token in each step, with {clipped:.0%} of the tokens clipped",
+    "lower learning_rate or ppo_epochs, or set target_kl_stop: 0.02; see docs/troubleshooting.md#the-kl-runs-away",
 )
 def update_too_large(history: History) -> Found | None:
     """One step moves the policy so far that its rollouts no longer describe it."""
@@ -359,8 +359,8 @@ def update_too_large(history: History) -> Found | None:
 
 
 @_rule(
-    "updates are skipped: {count:g} of this step had a loss or a gradient that is not finite",
-    "read skipped_updates.jsonl for the prompts and the cause, and lower learning_rate",
+    "a loss or gradient is not finite: {count:g} updates of this step were skipped",
+    "read skipped_updates.jsonl, and lower learning_rate; see docs/troubleshooting.md#a-loss-or-gradient-is-not-finite",
 )
 def skipped_updates(history: History) -> Found | None:
     """Optimizer steps had to be skipped, because a loss or a gradient was not finite."""
@@ -370,8 +370,8 @@ def skipped_updates(history: History) -> Found | None:
 
 @_rule(
     "log-probs of the same tokens disagree before any update: {what}",
-    "set old_policy: recompute, or correct where the sampler cannot be mended; try generation_backend: generate; look "
-    "at dropout in a custom model, and at hooks that change log-probs or masks; docs/troubleshooting.md has the causes",
+    "set old_policy: recompute, or correct where the sampler cannot be mended; try generation_backend: generate; "
+    "look at dropout and hooks in custom code; see docs/troubleshooting.md#sampler-and-trainer-disagree",
 )
 def logprobs_disagree(history: History) -> Found | None:
     """Sampler and trainer, or old and new policy before the first optimizer step, give tokens other probabilities."""
@@ -390,9 +390,9 @@ def logprobs_disagree(history: History) -> Found | None:
 
 
 @_rule(
-    "the critic is worse than a constant: its explained variance is {mean:.3g} on average in twenty steps",
-    "try another critic_learning_rate (ten times learning_rate is usual), critic_pretraining_steps: 10 to 50, or "
-    "more critic_epochs; or do without a critic: adv_estimator: grpo with num_return_sequences above 1",
+    "the critic does not learn: its explained variance is {mean:.3g} on average in twenty steps",
+    "set critic_learning_rate to ten times learning_rate, critic_pretraining_steps: 10 to 50, more critic_epochs, "
+    "or do without a critic (adv_estimator: grpo); see docs/troubleshooting.md#the-critic-does-not-learn",
 )
 def critic_useless(history: History) -> Found | None:
     """For twenty steps, the critic predicts the returns worse than a constant."""

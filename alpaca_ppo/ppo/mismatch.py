@@ -231,7 +231,7 @@ class SamplerCheck:
         found = [f"{metric} is {stats[metric]:.3g} (bound {bound:g})" for metric, bound in exceeded.items()]
         text = (
             f"sampler and trainer disagree on the log-probs of the same tokens {where}: {', '.join(found)}; "
-            "docs/troubleshooting.md lists the causes"
+            "docs/troubleshooting.md#sampler-and-trainer-disagree lists the causes"
         )
         stops = may_stop and args.mismatch_action == "stop" and args.old_policy != "correct"
         if stops and any(bound == BOUNDS[metric].stop for metric, bound in exceeded.items()):

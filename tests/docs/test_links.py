@@ -47,6 +47,12 @@ def missing_files(text: str, page: Path, shown: set[str]) -> list[str]:
     return found
 
 
+def missing_sections(text: str) -> list[str]:
+    """Pages of `docs/`, and sections of them, that `text`, such as a finding's remedy, names and that do not exist."""
+    found = set(re.findall(r"\bdocs/([\w/-]+\.md(?:#[\w-]+)?)", text))
+    return broken_links("".join(f"[x]({target})" for target in found), ROOT / "docs/any.md")
+
+
 def repository_files() -> list[Path]:
     return [p for folder in ("alpaca_ppo", "docs", "examples", "tests") for p in (ROOT / folder).rglob("*.*")]
 
@@ -60,6 +66,16 @@ def test_every_link_leads_somewhere(page):
 def test_every_file_that_a_page_names_exists(page):
     shown = {block.file_name for block in all_blocks("python", "yaml") if block.file_name}
     assert missing_files(page.read_text("utf-8"), page, shown) == []
+
+
+def test_every_section_that_the_package_names_exists():
+    texts = [path.read_text("utf-8") for path in (ROOT / "alpaca_ppo").rglob("*.*") if path.suffix in (".py", ".yaml")]
+    assert missing_sections("\n".join(texts)) == []
+
+
+@pytest.mark.parametrize("name", ["docs/nothing.md", "docs/recipes/tools.md#no-such-heading"])
+def test_a_section_that_does_not_exist_is_found(name):
+    assert len(missing_sections(f"raise it; see {name}, or docs/metrics.md#evaluation")) == 1
 
 
 @pytest.mark.parametrize("target", ["docs/nothing.md", "docs/design.md#no-such-heading", "#no-such-heading"])

@@ -3,12 +3,12 @@
 import math
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.doctor import RULES, Doctor, Finding, History, stops
+from tests.docs.markdown import ROOT, table_rows
 
 DEFAULTS = {field: None for field in PPOConfig.__dataclass_fields__} | {
     "rollout_batch_size": 32,
@@ -126,11 +126,15 @@ def test_the_fault_is_named_with_numbers_and_remedy(named):
     assert str(finding).startswith(f"step {finding.step}: {severity} [{rule}] {finding.sentence}")
 
 
-def test_every_rule_has_a_fault_and_a_row_on_the_page():
-    page = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
+def test_every_rule_has_a_fault_and_a_row_on_the_page_that_links_the_section_of_its_remedy():
+    rows = table_rows((ROOT / "docs/doctor.md").read_text(), "rule")
     assert len(RULES) <= 15
     assert {named.split()[0] for named in FAULTS} == set(RULES)
-    assert re.findall(r"^\| `(\w+)` \| (?:error|warning)", page, re.MULTILINE) == list(RULES)
+    assert [row["rule"] for row in rows] == [f"`{name}`" for name in RULES]
+    for row, rule in zip(rows, RULES.values(), strict=True):
+        assert row["severity"].startswith(("error", "warning"))
+        (section,) = re.findall(r"\]\((troubleshooting\.md#[\w-]+)\)$", row["what to do"])
+        assert rule.remedy.endswith(f"; see docs/{section}")
 
 
 @pytest.mark.parametrize(

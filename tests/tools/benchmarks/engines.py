@@ -1,5 +1,7 @@
-"""Tokens a second of slots, `model.generate` and vLLM on a CPU, and the seconds of a publish; docs/performance.md has
-them: `VLLM_PYTHON=... python -m tests.tools.benchmarks.engines` (ten minutes on a quiet machine).
+"""Tokens a second of slots, `model.generate` and vLLM on a CPU, and the seconds of a publish.
+
+`VLLM_PYTHON=... python -m tests.tools.benchmarks.engines` writes them into examples/performance.md, in ten minutes on a
+quiet machine.
 
 Each round lets the engines sample one after the other, on prompts of its own, so that none has them in a cache. No
 response ends before its last token. Seconds are of processor time, with one thread for every engine and all processes

@@ -1,4 +1,4 @@
-"""The part of docs/performance.md that needs a GPU: `python -m tests.tools.benchmarks.gpu`, half an hour on one.
+"""The part of examples/performance.md that needs a GPU: `python -m tests.tools.benchmarks.gpu`, half an hour on one.
 
 Decoding in each way of `examples.gpu_speed` at several numbers of rows; the update's FLOPs a second, as a share of the
 device's peak in bfloat16 (those that its tokens need, so recomputed activations and padding lower it); and the memory
@@ -88,6 +88,7 @@ def measured_update(
             step_per_device_batch_size=max(1, rows // 8),
             total_episodes=2 * rows,
             ppo_epochs=1,
+            critic_epochs=None,
             num_logged_rollouts=0,
             report_to=["none"],
             **{"bf16": not lora, "use_cpu": device.type == "cpu", **settings},
@@ -156,7 +157,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     if not torch.cuda.is_available():
-        print("no GPU that torch can use; docs/performance.md stays as it is")
+        print("no GPU that torch can use; examples/performance.md stays as it is")
         return 1
     device = torch.device("cuda")
     peak = peak_of(device)

@@ -38,6 +38,8 @@ def make_trainer(
         "step_batch_size": workload.step_batch_size,
         "step_per_device_batch_size": workload.micro_batch_size,
         "ppo_epochs": workload.ppo_epochs,
+        # Policy and critic step together, as in TRL and in the bare compute.
+        "critic_epochs": None,
         "total_episodes": steps * workload.num_prompts,
         "save_steps": steps + 1,
         "num_logged_rollouts": 0,

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: ratios of steps made in the same round, with their spread, and the machine."""
+"""The tables of examples/performance.md: ratios of steps made in the same round, with their spread, and the machine."""
 
 import importlib.metadata
 import os

@@ -1,5 +1,5 @@
 """The speed of a PPO step against TRL and against the bare model compute: `make bench`, a quarter of an hour on two
-idle cores; writes its tables into docs/performance.md.
+idle cores; writes its tables into examples/performance.md. docs/performance.md repeats some rows, by hand.
 
     python -m tests.tools.benchmarks.step --quick      # two minutes: small sizes, nothing is written
 
@@ -19,7 +19,7 @@ from tests.tools.benchmarks import report, workloads
 from tests.tools.benchmarks.programs import ROOT, started, take_turns
 from tests.tools.benchmarks.report import BARE, BARE_TORCH_GELU, OWN, TRL, Comparison, Growth, Machine
 
-PAGE = ROOT / "docs/performance.md"
+PAGE = ROOT / "examples/performance.md"
 QUICK = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
 
 
