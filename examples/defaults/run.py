@@ -8,12 +8,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.cli.commands import main as alpaca_ppo
-from examples.defaults.tasks import TASKS
+from examples.defaults.tasks import TASKS, Task
 from examples.games.train import main as play
 from examples.long_horizon.pipeline import flags_of, metrics_of
 
@@ -29,8 +29,10 @@ MEASURING: Mapping[str, Any] = {
 """How all runs are measured, and what they do not write."""
 
 
-def main(root: Path, *, task: str, settings: Mapping[str, Any], data_seed: int, seed: int) -> dict[str, float]:
-    """Trains, and returns the task's number before and after, the KL in nats per response, and processor seconds."""
+def main(root: Path, *, task: str, settings: Mapping[str, Any], data_seed: int, seed: int) -> dict[str, Any]:
+    """Trains, and returns the task's number before and after, the KL in nats per response, processor seconds, and the
+    curve of all evaluations as (responses, processor seconds, the task's number).
+    """
     chosen = TASKS[task]
     given = chosen.prepare(root / task / f"data_{data_seed}", data_seed)
     with tempfile.TemporaryDirectory(dir=root) as output:
@@ -42,12 +44,28 @@ def main(root: Path, *, task: str, settings: Mapping[str, Any], data_seed: int, 
             raise SystemExit(status)
         seconds = time.process_time() - start
         lines = metrics_of(Path(output))
+    curve = _curve(chosen, lines, seconds)
     return {
         "before": round(chosen.in_points(lines[0][chosen.metric]), 3),
         "after": round(chosen.in_points(lines[-1][chosen.metric]), 3),
         "kl": round(lines[-1]["eval/kl_sum_seq"], 2),
-        "processor_seconds": round(seconds, 1),
+        "processor_seconds": round(curve[-1][1], 1),
+        "curve": curve,
     }
+
+
+def _curve(task: Task, lines: Sequence[Mapping[str, Any]], seconds: float) -> list[tuple[int, float, float]]:
+    """Returns the points of the evaluations. Steps have their part of all processor seconds by the clock, and what the
+    evaluations took is left out.
+    """
+    clock = {name: sum(line.get(name, 0.0) for line in lines) for name in ("time/step", "time/eval")}
+    per_second, spent, curve = seconds / sum(clock.values()), 0.0, []
+    for line in lines:
+        spent += per_second * line.get("time/step", 0.0)
+        if task.metric in line:
+            responses = line["step"] * task.sizes["rollout_batch_size"]
+            curve.append((responses, round(spent, 2), round(task.in_points(line[task.metric]), 3)))
+    return curve
 
 
 if __name__ == "__main__":

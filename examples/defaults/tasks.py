@@ -140,11 +140,11 @@ def _sizes(*, lengths: tuple[int, int], rollout: int, step: int, responses: int,
     }
 
 
-CHAIN = _sizes(lengths=(chain.QUERY_LEN, chain.RESPONSE_LEN), rollout=128, step=64, responses=12800)
+CHAIN = _sizes(lengths=(chain.QUERY_LEN, chain.RESPONSE_LEN), rollout=128, step=64, responses=6400)
 TASKS: Mapping[str, Task] = {
     "mini_farm": Task(
         width=160,
-        sizes=_sizes(lengths=(32, 48), rollout=128, step=64, responses=6400),
+        sizes=_sizes(lengths=(32, 48), rollout=128, step=64, responses=3200),
         prepare=_mini_farm,
         metric="eval/scores/gold",
         in_points=lambda score: score,
@@ -159,7 +159,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "guessing": Task(
         width=64,
-        sizes=_sizes(lengths=(1, guessing.RESPONSE_LEN), rollout=128, step=64, responses=12800, max_turn_tokens=4),
+        sizes=_sizes(lengths=(1, guessing.RESPONSE_LEN), rollout=128, step=64, responses=3200, max_turn_tokens=4),
         prepare=partial(_game, "guessing"),
         metric="eval/scores",
         unit="score (hundredths)",
@@ -171,7 +171,7 @@ TASKS: Mapping[str, Task] = {
             lengths=(calculator.QUERY_LEN, calculator.RESPONSE_LEN),
             rollout=64,
             step=32,
-            responses=3840,
+            responses=1920,
             max_turns=calculator.MAX_TURNS,
             max_turn_tokens=24,
         ),

@@ -174,17 +174,28 @@ def trl_settings(args: PPOConfig, *, prompts: int, seed: int, defaults: bool = F
     }
     if defaults:
         settings |= TRL_DEFAULTS
-    return settings | {
+    sizes = trl_sizes(rollout=rows, step=args.step_batch_size, response_len=args.response_len)
+    return {
+        **settings,
+        **sizes,
         "seed": seed,
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": 1,
-        "num_mini_batches": rows // args.step_batch_size,
         "num_ppo_epochs": args.ppo_epochs,
-        "local_rollout_forward_batch_size": rows,
-        "response_length": args.response_len,
-        "stop_token": "eos",
         # TRL's schedule counts rollouts.
         "warmup_steps": math.ceil(args.warmup_steps / steps),
+    }
+
+
+def trl_sizes(*, rollout: int, step: int, response_len: int) -> dict[str, Any]:
+    """Returns the arguments of TRL's `PPOConfig` for optimizer steps of `step` of the `rollout` responses, in float32,
+    with nothing saved.
+    """
+    return {
+        "per_device_train_batch_size": rollout,
+        "gradient_accumulation_steps": 1,
+        "num_mini_batches": rollout // step,
+        "local_rollout_forward_batch_size": rollout,
+        "response_length": response_len,
+        "stop_token": "eos",
         "num_sample_generations": 0,
         "save_strategy": "no",
         "report_to": "none",
@@ -225,7 +236,7 @@ def trl_run(lab: Lab, python: str, args: PPOConfig, *, seed: int, defaults: bool
         defaults: as for `trl_settings`.
     """
     settings = trl_settings(args, prompts=lab.arguments.unlabeled_rows, seed=seed, defaults=defaults)
-    root, here = Path(__file__).resolve().parents[2], Path(__file__)
+    here = Path(__file__)
 
     def fill(folder: Path) -> None:
         run = {
@@ -236,16 +247,7 @@ def trl_run(lab: Lab, python: str, args: PPOConfig, *, seed: int, defaults: bool
             "output_dir": folder,
         }
         given = {name: str(path.resolve()) for name, path in run.items()}
-        (folder / "run.json").write_text(json.dumps({**given, "settings": settings}, indent=2), encoding="utf-8")
-        environment = {
-            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-            **os.environ,
-            "PYTHONPATH": str(root),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        command = [python, "-m", "examples.mini_farm.trl_ppo", str((folder / "run.json").resolve())]
-        subprocess.run(command, check=True, cwd=root, env=environment)
+        launch_trl(python, "examples.mini_farm.trl_ppo", folder, {**given, "settings": settings})
         made = sum(row[STEPS] for row in read_metrics(folder))
         if made != trl_optimizer_steps(settings):
             raise RuntimeError(f"TRL made {made} optimizer steps instead of {trl_optimizer_steps(settings)}")
@@ -258,6 +260,21 @@ def trl_run(lab: Lab, python: str, args: PPOConfig, *, seed: int, defaults: bool
         parents=[lab.data, lab.sft, lab.reward_model],
         sources=[here.with_name(f"{module}.py") for module in ("trl_ppo", "annotators", "lexicon")],
     )
+
+
+def launch_trl(python: str, module: str, folder: Path, run: Mapping[str, Any]) -> None:
+    """Runs `module` in the environment of `python`, with the name of a file in `folder` that holds `run`."""
+    (folder / "run.json").write_text(json.dumps(run, indent=2), encoding="utf-8")
+    root = Path(__file__).resolve().parents[2]
+    environment = {
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [python, "-m", module, str((folder / "run.json").resolve())]
+    subprocess.run(command, check=True, cwd=root, env=environment)
 
 
 def table(own: Sequence[Run], trl: Sequence[Run]) -> str:

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    set_seed,
+)
 
 from examples.mini_farm.annotators import gold_score
 from examples.mini_farm.splits import Row, prompt_of, read_rows
@@ -112,40 +121,66 @@ class Recorder:
             file.write(json.dumps(line) + "\n")
 
 
+def classifier_of(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Returns the sequence classifier in `folder`; a language model there gets a new head."""
+    return AutoModelForSequenceClassification.from_pretrained(
+        folder, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
+    )
+
+
+def trainer_of(
+    run: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    reward_model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+) -> Any:
+    """Returns TRL's trainer.
+
+    Args:
+        run: `policy` and `value_model` (folders; a value model that is the policy's folder gets a head of zeros, as
+            this package's critic), `output_dir`, and `settings`, the arguments of TRL's `PPOConfig`.
+        tokenizer: the policy's, which pads on the left.
+        reward_model: has a backbone and a `score`, as TRL's `get_reward` calls them.
+        prompts: token ids of each.
+    """
+    # In TRL's environment only.
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    args = PPOConfig(output_dir=run["output_dir"], **run["settings"])
+    set_seed(args.seed)
+    value_model = classifier_of(run["value_model"], tokenizer)
+    if run["value_model"] == run["policy"]:
+        nn.init.zeros_(value_model.score.weight)
+    dataset = Dataset.from_list([{"input_ids": ids} for ids in prompts])
+    return PPOTrainer(
+        args=args,
+        processing_class=tokenizer,
+        model=AutoModelForCausalLM.from_pretrained(run["policy"], dtype=torch.float32),
+        ref_model=None,
+        reward_model=reward_model,
+        value_model=value_model,
+        train_dataset=dataset,
+        # TRL's constructor reads its length.
+        eval_dataset=dataset,
+    )
+
+
 def train(run: Mapping[str, Any]) -> None:
     """Trains with TRL.
 
     Args:
-        run: `policy`, `reward_model` and `value_model` (folders; a value model that is the policy's folder gets a head
-            of zeros, as this package's critic), `prompts` (a .jsonl file of rows), `output_dir`, and `settings`, the
-            arguments of TRL's `PPOConfig`.
+        run: as for `trainer_of`, with `reward_model` (a folder) and `prompts` (a .jsonl file of rows).
     """
     # In TRL's environment only.
-    from datasets import Dataset
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        TrainerCallback,
-        set_seed,
-    )
-    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
-
-    def classifier(folder: str) -> Any:
-        return AutoModelForSequenceClassification.from_pretrained(
-            folder, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
-        )
+    from trl.experimental.ppo import ppo_trainer
 
     output = Path(run["output_dir"])
-    args = PPOConfig(output_dir=str(output), **run["settings"])
-    set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(run["policy"], padding_side="left")
-    value_model = classifier(run["value_model"])
-    if run["value_model"] == run["policy"]:
-        nn.init.zeros_(value_model.score.weight)
+    judge = TextClassifier(classifier_of(run["reward_model"], tokenizer), tokenizer.eos_token_id)
     rows = read_rows(Path(run["prompts"]))
-    prompts = Dataset.from_list([{"input_ids": tokenizer(prompt_of(row))["input_ids"]} for row in rows])
-    recorder = Recorder(output / "metrics.jsonl", tokenizer, rows, eos_penalty=args.missing_eos_penalty or 0.0)
+    trainer = trainer_of(run, tokenizer, judge, [tokenizer(prompt_of(row))["input_ids"] for row in rows])
+    eos_penalty = trainer.args.missing_eos_penalty or 0.0
+    recorder = Recorder(output / "metrics.jsonl", tokenizer, rows, eos_penalty=eos_penalty)
     ppo_trainer.batch_generation = recorder.watch(ppo_trainer.batch_generation)
 
     class Metrics(TrainerCallback):
@@ -158,18 +193,7 @@ def train(run: Mapping[str, Any]) -> None:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             recorder.begin()
 
-    trainer = PPOTrainer(
-        args=args,
-        processing_class=tokenizer,
-        model=AutoModelForCausalLM.from_pretrained(run["policy"], dtype=torch.float32),
-        ref_model=None,
-        reward_model=TextClassifier(classifier(run["reward_model"]), tokenizer.eos_token_id),
-        value_model=value_model,
-        train_dataset=prompts,
-        # TRL's constructor reads its length.
-        eval_dataset=prompts,
-        callbacks=[Metrics()],
-    )
+    trainer.add_callback(Metrics())
     trainer.optimizer.optimizer.register_step_post_hook(recorder.count_step)
     trainer.train()
     trainer.policy_model.save_pretrained(output / "final" / "policy")

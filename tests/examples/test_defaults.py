@@ -1,13 +1,13 @@
 """The search for defaults: its new task, the options of its rows, and what it takes up again."""
 
-import json
 import random
 
 import pytest
 
 from alpaca_ppo import PPOConfig, parse_args
-from examples.defaults import search
+from examples.defaults import compare, search
 from examples.defaults.chain import QUERY_LEN, RESPONSE_LEN, STEPS, TABLE, Teacher, build_tokenizer, draw_prompt, right
+from examples.defaults.records import fill, outcome, recorded
 from examples.defaults.rows import ROWS, settings_of
 from examples.defaults.tasks import TASKS
 from examples.long_horizon.pipeline import flags_of
@@ -49,12 +49,64 @@ def test_every_row_is_a_valid_configuration_with_as_many_responses_as_the_others
         assert args.rollout_batch_size * args.num_return_sequences == TASKS[task].sizes["rollout_batch_size"]
 
 
-def test_a_search_goes_on_where_it_was_and_keeps_the_fifth_task(tmp_path):
-    record = tmp_path / "search.jsonl"
-    asked = list(search.missing(search.recorded(record)))
-    assert len(asked) == len(ROWS) * 4 * 2 and {run["task"] for run in asked} == set(TASKS) - {"chain"}
-    made = {**asked[0], "before": 1.0, "after": 2.0, "kl": 0.5, "processor_seconds": 3600.0}
-    record.write_text(json.dumps(made) + "\n")
-    assert list(search.missing(search.recorded(record))) == asked[1:]
-    page = search.page(search.recorded(record))
-    assert "| the defaults before | 2.00 (2.00) |" in page and "1 runs, 1.0 processor hours" in page
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("row", [row for row in compare.ROWS if row != compare.TRL])
+def test_every_compared_program_samples_as_many_responses_and_is_evaluated_five_times(row, task):
+    asked = compare.asked_of({"row": row, "task": task, "seed": 1})
+    (args,) = parse_args([PPOConfig], flags_of({**TASKS[task].options(asked["settings"]), "output_dir": "unused"}))
+    assert args.total_episodes * args.num_return_sequences == TASKS[task].sizes["total_episodes"]
+    steps = args.total_episodes // args.rollout_batch_size
+    # After the last step too, whatever eval_steps says.
+    assert len({*range(args.eval_steps, steps + 1, args.eval_steps), steps}) == 5
+
+
+def test_the_search_asks_for_every_row_and_keeps_the_fifth_task():
+    asked = search.asked()
+    assert len(asked) == len({tuple(run.values()) for run in asked})
+    assert {run["row"] for run in asked} == set(ROWS) and {run["task"] for run in asked} == set(TASKS) - {"chain"}
+
+
+def test_runs_that_a_record_has_are_not_made_again(tmp_path):
+    record, asked = tmp_path / "runs.jsonl", search.asked()[:3]
+    made = []
+
+    def make(run):
+        made.append(run)
+        return {"before": 1.0, "after": 2.0, "kl": 0.5, "processor_seconds": 3600.0}
+
+    assert len(fill(record, asked[:1], make, jobs=1)) == 1
+    runs = fill(record, asked, make, jobs=2)
+    assert [run["task"] for run in made] == [run["task"] for run in asked] and len(runs) == 3
+    assert recorded(record) == runs
+    page = search.page(runs)
+    assert "| the defaults before | 2.00 | 2.00 | 2.00 |  | 10800 |" in page
+    assert "3 runs, 3.0 processor hours" in page
+
+
+def test_a_failed_run_says_how_it_ended():
+    with pytest.raises(RuntimeError, match="status 1"):
+        outcome("examples.defaults.run", "nowhere", {"task": "none"})
+
+
+def test_programs_are_compared_when_the_fastest_has_ended():
+    def run(row, seed, seconds, scores):
+        curve = [(size * 100, size * seconds / 2, score) for size, score in enumerate(scores)]
+        return {"row": row, "task": "chain", "seed": seed, "before": scores[0], "after": scores[-1], "kl": 1.0,
+                "processor_seconds": seconds, "curve": curve}  # fmt: skip
+
+    # The second program takes twice as long: at its half it has the score of its second evaluation.
+    runs = [run(compare.OURS, 1, 20.0, [0, 4, 8]), run(compare.OURS, 2, 20.0, [0, 6, 10]),
+            run(compare.OLD, 1, 10.0, [0, 3, 5]), run(compare.OLD, 2, 10.0, [0, 3, 7])]  # fmt: skip
+    assert compare.scores(runs, same_time=False)["chain"] == {compare.OURS: [8, 10], compare.OLD: [5, 7]}
+    assert compare.scores(runs, same_time=True)["chain"] == {compare.OURS: [4, 6], compare.OLD: [5, 7]}
+    page = compare.page(runs)
+    # The standard error of each mean is 1, that of their difference the root of 2.
+    assert "| chain, right (%) | 0.0 | 9.00 ± 1.00 | 6.00 ± 1.00 |  |  |" in page
+    assert "| chain | +3.00 ± 1.41 |  |  |" in page and "| chain | -1.00 ± 1.41 |  |  |" in page
+    assert f"| chain | {compare.OLD} | 10 | 1.0 | 5.00 |" in page
+
+
+def test_between_two_evaluations_a_score_is_on_a_straight_line():
+    # A quarter of the way from 10 to 14 seconds, and after the end.
+    assert compare.score_at([(0, 0.0, 1.0), (8, 10.0, 3.0), (16, 14.0, 7.0)], 11.0) == 4.0
+    assert compare.score_at([(0, 0.0, 1.0), (8, 10.0, 3.0)], 11.0) == 3.0

@@ -1,0 +1,163 @@
+"""The comparison of defaults: `python -m examples.defaults.compare` makes what is missing, and writes RESULTS.md.
+
+Nothing is set but sizes and the learning rate of `tasks`. A run is evaluated five times, so that programs can be
+compared after as much processor time too: when the fastest program of a task has ended, between evaluations by a
+straight line.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+
+from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.parser import parse_args
+from examples import trl_virtualenv
+from examples.defaults.plots import plot_task
+from examples.defaults.records import Run, fill, outcome
+from examples.defaults.rows import BEFORE, Settings, grpo
+from examples.defaults.tasks import TASKS
+from examples.mini_farm.compare import difference
+from examples.mini_farm.report import machine
+
+RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
+DATA_SEED, SEEDS, EVALUATIONS = 0, (1, 2, 3, 4, 5), 5
+OURS, OLD, GRPO, TRL = "these defaults", "the defaults before", "GRPO", f"TRL {trl_virtualenv.VERSION}"
+ROWS = (OURS, OLD, GRPO, TRL)
+Scores = Mapping[str, Mapping[str, Sequence[float]]]
+"""By task and row, one number for each seed."""
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    """Which part to make, where the models lie, and how many runs go at once."""
+
+    root: str = argument("outputs/defaults", "Folder for models and data.")
+    jobs: int = argument(2, "Runs at once, each with one thread.")
+    tasks: list[str] = field(default_factory=lambda: list(TASKS), metadata={"help": "Tasks to make runs of."})
+    record: str = argument(str(RECORD), "File of the runs that have ended.")
+    report: str = argument(str(PAGE), "File to write.")
+
+
+def settings_of(row: str, task: str) -> Settings:
+    """Returns the options of `row` for `task`, without those of every row."""
+    if row == GRPO:
+        return grpo(task)
+    return dict(BEFORE) if row == OLD else {}
+
+
+def asked_of(run: Run) -> Run:
+    """Returns the arguments of `examples.defaults.run` for `run`."""
+    sizes = TASKS[run["task"]].sizes
+    evaluated = {"eval_steps": -(-sizes["total_episodes"] // sizes["rollout_batch_size"] // EVALUATIONS)}
+    settings = {**evaluated, **settings_of(run["row"], run["task"])}
+    return {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}
+
+
+def make(run: Run, root: Path) -> Run:
+    """Returns what came of `run`."""
+    if run["row"] != TRL:
+        return outcome("examples.defaults.run", root, asked_of(run))
+    return outcome(
+        "examples.defaults.trl_run", root, {name: run[name] for name in ("task", "seed")} | {"data_seed": DATA_SEED}
+    )
+
+
+def score_at(curve: Sequence[Sequence[float]], seconds: float) -> float:
+    """Returns the score at a processor time, between two points of (responses, seconds, score) by a straight line."""
+    for (_, start, before), (_, end, after) in pairwise(curve):
+        if seconds <= end:
+            return before + (after - before) * (seconds - start) / (end - start)
+    return curve[-1][2]
+
+
+def scores(runs: Sequence[Run], *, same_time: bool) -> Scores:
+    """Returns the scores at equal samples or, with `same_time`, when the fastest program of each task has ended."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for task in TASKS:
+        of_task = {row: [run for run in runs if (run["row"], run["task"]) == (row, task)] for row in ROWS}
+        ends = [fmean(run["processor_seconds"] for run in made) for made in of_task.values() if made]
+        found[task] = {
+            row: [score_at(run["curve"], min(ends)) if same_time else run["after"] for run in made]
+            for row, made in of_task.items()
+            if made
+        }
+    return found
+
+
+def table(found: Scores, runs: Sequence[Run]) -> str:
+    """Returns a row for each task: the score before, and of each program the mean with its standard error."""
+    lines = [f"| | before | {' | '.join(ROWS)} |", "|---" * (len(ROWS) + 2) + "|"]
+    for task, rows in found.items():
+        before = [run["before"] for run in runs if run["task"] == task]
+        cells = [f"{fmean(before):.1f}" if before else "", *(_cell(rows.get(row, ())) for row in ROWS)]
+        lines.append(f"| {task}, {TASKS[task].unit} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(numbers: Sequence[float]) -> str:
+    return f"{fmean(numbers):.2f} ± {stdev(numbers) / len(numbers) ** 0.5:.2f}" if len(numbers) > 1 else ""
+
+
+def leads(found: Scores) -> str:
+    """Returns by how much `OURS` is ahead of each other program, with the standard error of the difference."""
+    lines = [f"| | {' | '.join(ROWS[1:])} |", "|---" * len(ROWS) + "|"]
+    for task, rows in found.items():
+        others = (rows.get(row, ()) for row in ROWS[1:])
+        ours = rows.get(OURS, ())
+        cells = [difference(ours, other) if min(len(ours), len(other)) > 1 else "" for other in others]
+        lines.append(f"| {task} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spent(runs: Sequence[Run]) -> str:
+    """Returns the table of processor seconds, KL and the worst seed of each task and program."""
+    lines = ["| | program | processor seconds | KL (nats per response) | worst seed |", "|---" * 5 + "|"]
+    for task in TASKS:
+        for row in ROWS:
+            if made := [run for run in runs if (run["row"], run["task"]) == (row, task)]:
+                seconds, kl = (fmean(run[name] for run in made) for name in ("processor_seconds", "kl"))
+                worst = min(run["after"] for run in made)
+                lines.append(f"| {task} | {row} | {seconds:.0f} | {kl:.1f} | {worst:.2f} |")
+    return "\n".join(lines)
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Returns the tables of all runs."""
+    samples, time = scores(runs, same_time=False), scores(runs, same_time=True)
+    return (
+        "# Defaults compared\n\n"
+        f"Written by `python -m examples.defaults.compare`: seeds {', '.join(map(str, SEEDS))} on data of seed "
+        f"{DATA_SEED}, means and their standard errors, on {machine()}. {__doc__.split(chr(10) * 2)[1]}\n"
+        f"\n## At equal samples\n\n{table(samples, runs)}\n\nBy how much {OURS} are ahead:\n\n{leads(samples)}\n"
+        f"\n## At equal processor time\n\n{table(time, runs)}\n\nBy how much {OURS} are ahead:\n\n{leads(time)}\n"
+        f"\n## What the runs took\n\n{spent(runs)}\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Makes the missing runs, seed by seed, and writes the page."""
+    (arguments,) = parse_args([CompareArguments], argv)
+    root, record = Path(arguments.root).resolve(), Path(arguments.record)
+    for task in arguments.tasks:
+        TASKS[task].prepare(root / task / f"data_{DATA_SEED}", DATA_SEED)
+    asked = [
+        {"row": row, "task": task, "seed": seed}
+        for seed in SEEDS
+        for task in arguments.tasks
+        for row in ROWS
+        # TRL has no environments.
+        if row != TRL or not TASKS[task].plays
+    ]
+    runs = fill(record, asked, partial(make, root=root), jobs=arguments.jobs)
+    report = Path(arguments.report)
+    write_text_atomically(report, page(runs))
+    for task in arguments.tasks:
+        plot_task(runs, task, ROWS, report.with_name(f"{task}.png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The learning curves of the comparison: a picture for each task."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.figure import Figure
+
+from examples.defaults.records import Run
+from examples.defaults.tasks import TASKS
+
+
+def plot_task(runs: Sequence[Run], task: str, rows: Sequence[str], path: Path) -> None:
+    """Writes the mean curve of each of `rows` that has runs of `task`, in a band of all its seeds."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        curves = [run["curve"] for run in runs if (run["row"], run["task"]) == (row, task)]
+        if not curves:
+            continue
+        responses = [point[0] for point in curves[0]]
+        scores = [[curve[i][2] for curve in curves] for i in range(len(responses))]
+        (line,) = axes.plot(responses, [fmean(of_seeds) for of_seeds in scores], marker="o", markersize=3, label=row)
+        low, high = [min(of_seeds) for of_seeds in scores], [max(of_seeds) for of_seeds in scores]
+        axes.fill_between(responses, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.set_xlabel("responses sampled")
+    axes.set_ylabel(TASKS[task].unit)
+    axes.set_title(task)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,121 @@
+"""PPO by TRL's `PPOTrainer` on a task without an environment. `trl_run` runs this in TRL's own virtual environment.
+
+It writes the policy at points of the run, and points.json with the responses and processor seconds until each. What
+the policies are worth is not measured here.
+"""
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+
+from examples.mini_farm.splits import read_rows
+from examples.mini_farm.trl_ppo import TextClassifier, classifier_of, trainer_of
+
+
+class FunctionBackbone(nn.Module):
+    """A backbone whose last states (B, T, 1) are, at every position, the score of the row's text.
+
+    Args:
+        function: returns the scores of prompts and completions.
+        tokenizer: the policy's.
+        query_len: tokens of every prompt.
+    """
+
+    def __init__(
+        self, function: Callable[..., list[float]], tokenizer: PreTrainedTokenizerBase, *, query_len: int
+    ) -> None:
+        super().__init__()
+        self._function, self._tokenizer, self._query_len = function, tokenizer, query_len
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
+        """`input_ids` (B, T) of prompts and completions; the mask is False at padding, which TRL has replaced."""
+        if not attention_mask[:, : self._query_len].all():
+            raise ValueError(
+                f"a prompt has fewer than {self._query_len} tokens; its response would be cut at its start"
+            )
+        rows = [row[kept.bool()].tolist() for row, kept in zip(input_ids, attention_mask, strict=True)]
+        prompts, completions = (
+            self._tokenizer.batch_decode([row[part] for row in rows], skip_special_tokens=True)
+            for part in (slice(self._query_len), slice(self._query_len, None))
+        )
+        scores = torch.tensor(self._function(prompts=prompts, completions=completions), dtype=torch.float32)
+        return SimpleNamespace(hidden_states=(scores[:, None, None].expand(*input_ids.shape, 1),))
+
+
+class FunctionReward(nn.Module):
+    """A reward function in the shape in which TRL calls a reward model: `score` of the backbone's last states."""
+
+    base_model_prefix = "backbone"
+
+    def __init__(
+        self, function: Callable[..., list[float]], tokenizer: PreTrainedTokenizerBase, *, query_len: int
+    ) -> None:
+        super().__init__()
+        self.backbone = FunctionBackbone(function, tokenizer, query_len=query_len)
+        self.score = nn.Identity()
+
+
+def reward_of(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """Returns the reward model of `run`, or its reward function as one."""
+    if "reward_model" in run:
+        return TextClassifier(classifier_of(run["reward_model"], tokenizer), int(tokenizer.eos_token_id))
+    module, _, name = run["reward_function"].partition(":")
+    return FunctionReward(getattr(importlib.import_module(module), name), tokenizer, query_len=run["query_len"])
+
+
+def train(run: Mapping[str, Any]) -> None:
+    """Trains with TRL.
+
+    Args:
+        run: as for `trainer_of`, with `reward_model` (a folder) or `reward_function` ("module:function"), `prompts`
+            (a .jsonl file of rows), `prompt_template` and `query_len` of the prompts, and `points`, how often the
+            policy is saved.
+    """
+    output = Path(run["output_dir"])
+    tokenizer = AutoTokenizer.from_pretrained(run["policy"], padding_side="left")
+    texts = [run["prompt_template"].format(**row) for row in read_rows(Path(run["prompts"]))]
+    prompts = [ids for ids in tokenizer(texts)["input_ids"] if len(ids) <= run["query_len"]]
+    trainer = trainer_of(run, tokenizer, reward_of(run, tokenizer), prompts)
+    points: list[dict[str, Any]] = []
+    optimizer_steps = 0
+
+    def count_step(*_: Any) -> None:
+        nonlocal optimizer_steps
+        optimizer_steps += 1
+
+    class Points(TrainerCallback):
+        """Saves the policy, of which the time does not count."""
+
+        seconds = start = 0.0
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.start = time.process_time()
+
+        def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            self.seconds += time.process_time() - self.start
+            ends = [round(state.max_steps * (n + 1) / run["points"]) for n in range(run["points"])]
+            if state.global_step in ends:
+                folder = output / f"policy_{len(points)}"
+                trainer.policy_model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                points.append({"policy": str(folder), "responses": state.episode, "seconds": self.seconds})
+            self.start = time.process_time()
+
+    trainer.add_callback(Points())
+    trainer.optimizer.optimizer.register_step_post_hook(count_step)
+    trainer.train()
+    made = {"points": points, "optimizer_steps": optimizer_steps, "num_ppo_epochs": trainer.args.num_ppo_epochs}
+    (output / "points.json").write_text(json.dumps(made, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    train(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -1,0 +1,113 @@
+"""One run of a task with TRL's PPO and its defaults, of the tasks without an environment, which TRL does not have.
+
+`python -m examples.defaults.trl_run ROOT '{"task": "chain", "data_seed": 0, "seed": 1}'`: the last line on the screen
+is what came of it, as JSON. TRL gets the model, prompts, rewards, number of responses, batches, lengths and learning
+rate of this package's runs, and its policies are measured by this package's evaluation. Nothing else is set: see
+`trl_settings`.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from alpaca_ppo.cli.commands import main as alpaca_ppo
+from examples import trl_virtualenv
+from examples.defaults.run import MEASURING
+from examples.defaults.tasks import TASKS, Options, Task
+from examples.long_horizon.pipeline import flags_of
+from examples.mini_farm.against_trl import launch_trl, trl_optimizer_steps, trl_sizes
+
+POINTS = 8
+"""How often a policy is measured on its way, the last time at the end."""
+
+
+def trl_settings(task: Task, *, seed: int) -> dict[str, Any]:
+    """Returns the arguments of TRL's `PPOConfig`: sizes, the learning rate of the rule, and a temperature of 1.
+
+    As PPO without these would not be that of the task, float32 is set too, and that a response ends at its eos.
+
+    Raises:
+        ValueError: for a task with an environment.
+    """
+    if task.plays:
+        raise ValueError("TRL's PPO has no environments; choose one of the other tasks")
+    sizes = task.sizes
+    return {
+        **trl_sizes(
+            rollout=sizes["rollout_batch_size"], step=sizes["step_batch_size"], response_len=sizes["response_len"]
+        ),
+        "total_episodes": sizes["total_episodes"],
+        "learning_rate": task.options({})["learning_rate"],
+        "temperature": 1.0,
+        "seed": seed,
+        "use_cpu": True,
+    }
+
+
+def trl_inputs(given: Options, query_len: int) -> dict[str, Any]:
+    """Returns the files that TRL trains with, and the shape of their prompts.
+
+    The critic starts from the reward model where there is one, as TRL's examples do. Elsewhere it starts from the
+    policy, with a head of zeros.
+
+    Args:
+        given: the options of this package that name models and data.
+        query_len: most tokens of a prompt; longer prompts are dropped, as this package does.
+    """
+    policy = str(given["model_name_or_path"])
+    inputs = {"policy": policy, "value_model": policy, "prompts": str(given["dataset_name"]), "query_len": query_len}
+    inputs["prompt_template"] = given.get("prompt_template", "{prompt}")
+    if "reward_model_name_or_path" in given:
+        reward_model = str(given["reward_model_name_or_path"])
+        return {**inputs, "reward_model": reward_model, "value_model": reward_model}
+    return {**inputs, "reward_function": given["reward_funcs"]}
+
+
+def measure(policy: str, folder: Path, options: Options) -> Mapping[str, float]:
+    """Returns the metrics of an evaluation of `policy`, by the command whose numbers are those of a run."""
+    if status := alpaca_ppo(["evaluate", *flags_of({**options, "model": policy, "results_dir": folder})]):
+        raise SystemExit(status)
+    metrics: Mapping[str, float] = json.loads((folder / "results.json").read_text(encoding="utf-8"))["metrics"]
+    return metrics
+
+
+def main(root: Path, *, task: str, data_seed: int, seed: int) -> dict[str, Any]:
+    """Trains with TRL, and returns what a run of this package does, and the curve.
+
+    The processor seconds are those of TRL's training alone, without loading, saving and evaluations. A point of the
+    curve has the number of responses until then, the processor seconds and the task's number.
+    """
+    chosen = TASKS[task]
+    settings = trl_settings(chosen, seed=seed)
+    python = trl_virtualenv.trl_python(trl_virtualenv.FOLDER)
+    if python is None:
+        raise SystemExit(1)
+    given = chosen.prepare(root / task / f"data_{data_seed}", data_seed)
+    with tempfile.TemporaryDirectory(dir=root) as name:
+        output = Path(name)
+        inputs = trl_inputs(given, chosen.sizes["query_len"])
+        run = {**inputs, "settings": settings, "output_dir": name, "points": POINTS}
+        launch_trl(python, "examples.defaults.trl_ppo", output, run)
+        made = json.loads((output / "points.json").read_text(encoding="utf-8"))
+        steps = trl_optimizer_steps({**settings, "num_ppo_epochs": made["num_ppo_epochs"]})
+        if made["optimizer_steps"] != steps:
+            raise RuntimeError(f"TRL made {made['optimizer_steps']} optimizer steps instead of {steps}")
+        points = [{"policy": inputs["policy"], "responses": 0, "seconds": 0.0}, *made["points"]]
+        options = {**given, **chosen.options({}), **MEASURING, "seed": seed, "output_dir": output / "unused"}
+        measured = [measure(point["policy"], output / f"results_{n}", options) for n, point in enumerate(points)]
+    scores = [round(chosen.in_points(metrics[chosen.metric]), 3) for metrics in measured]
+    seconds = [round(point["seconds"], 1) for point in points]
+    return {
+        "before": scores[0],
+        "after": scores[-1],
+        "kl": round(measured[-1]["eval/kl_sum_seq"], 2),
+        "processor_seconds": seconds[-1],
+        "curve": [[point["responses"], *pair] for point, *pair in zip(points, seconds, scores, strict=True)],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]).resolve(), **json.loads(sys.argv[2]))))
