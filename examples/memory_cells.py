@@ -116,6 +116,7 @@ def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool)
         report_to=["none"],
         num_logged_rollouts=0,
         ppo_epochs=1,
+        critic_epochs=None,
         total_episodes=2 * rows,
         use_cpu=use_cpu,
         **LAYOUTS[layout][1],

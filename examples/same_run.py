@@ -107,6 +107,7 @@ def write_run(folder: Path) -> None:
         "step_batch_size": STEP_ROWS,
         "total_episodes": STEPS * ROWS,
         "learning_rate": 1e-3,
+        "critic_epochs": None,
         "num_logged_rollouts": ROWS,
         "save_steps": 0,
         "use_cpu": True,

@@ -52,6 +52,8 @@ def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:
         "step_batch_size": 4,
         "step_per_device_batch_size": 3,
         "ppo_epochs": 1,
+        # Policy and critic step together, or a step would have twelve optimizer steps of the critic alone.
+        "critic_epochs": None,
         "total_episodes": 20,
         "learning_rate": 1e-3,
         "kl_coef": 0.05,

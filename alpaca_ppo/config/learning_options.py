@@ -19,6 +19,8 @@ from alpaca_ppo.registry import (
 
 _CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
+CRITIC_RATE_RATIO = 3
+"""Of a critic with steps of its own, to the policy's learning rate."""
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -138,23 +140,25 @@ class LearningOptions(RunOptions):
     base."""
     vf_coef: float = argument(0.1, ge=0, needs=_CRITIC)
     """Weight of the value loss."""
-    cliprange_value: float | None = argument(0.2, gt=0, needs=(_CRITIC, when("critic", "scalar")))
-    """Clip range of the scalar critic's values; null = no clipping."""
+    cliprange_value: float | None = argument(None, gt=0, needs=(_CRITIC, when("critic", "scalar")))
+    """Clip range of the scalar critic's values; null = no clipping. A fixed range suits one scale of the reward."""
     value_support: list[float] = argument(
         [-10.0, 10.0], min_length=2, max_length=2, needs=when_trait(CRITIC_HEADS, "fixed_support")
     )
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
-    """Learning rate of the critic; null = learning_rate."""
+    """Learning rate of the critic; null = three times learning_rate or, where the critic steps with the policy,
+    learning_rate."""
     critic_lr_warmup_steps: WarmupSteps | None = argument(
         None, needs=(_CRITIC, unless("lr_scheduler_type", "constant"))
     )
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
-    critic_epochs: int | None = argument(None, ge=1, needs=_OWN_STEPS)
+    critic_epochs: int | None = argument(4, ge=1, needs=_OWN_STEPS)
     """Passes of the critic over each rollout, in optimizer steps of its own that come before all of the policy's; null
-    = the critic steps with the policy, unless critic_step_batch_size is set. target_kl_stop takes no step from it."""
+    = the critic steps with the policy, as a shared one always does, unless critic_step_batch_size is set.
+    target_kl_stop takes no step from it."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Responses in an optimizer step of the critic, which then takes steps of its own, as with critic_epochs; null =
     step_batch_size."""

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_combinations
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, unless
-from alpaca_ppo.config.learning_options import LearningOptions, WarmupSteps
+from alpaca_ppo.config.learning_options import CRITIC_RATE_RATIO, LearningOptions, WarmupSteps
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
@@ -115,13 +115,21 @@ class PPOConfig(LearningOptions):
 
     @property
     def separate_critic_steps(self) -> bool:
-        """Whether policy and critic take optimizer steps of their own."""
-        return self.critic_epochs is not None or self.critic_step_batch_size is not None
+        """Whether policy and critic take optimizer steps of their own; with a shared backbone they cannot."""
+        asked = self.critic_epochs is not None or self.critic_step_batch_size is not None
+        return asked and self.uses_critic and self.critic_layout != "shared"
 
     @property
     def critic_passes(self) -> int:
-        """Passes of the critic over each rollout: `critic_epochs` or its default."""
-        return self.critic_epochs or self.ppo_epochs
+        """Passes of the critic over each rollout: `critic_epochs`, or as many as the policy's."""
+        return (self.separate_critic_steps and self.critic_epochs) or self.ppo_epochs
+
+    @property
+    def critic_rate(self) -> float:
+        """Learning rate of the critic: `critic_learning_rate` or its default."""
+        if self.critic_learning_rate is not None:
+            return self.critic_learning_rate
+        return self.learning_rate * (CRITIC_RATE_RATIO if self.separate_critic_steps else 1)
 
     @property
     def critic_batch_rows(self) -> int:

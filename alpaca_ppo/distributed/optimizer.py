@@ -23,14 +23,14 @@ _FUSED_DEVICES = ("cpu", "cuda")
 def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay applies to matrices only, not to biases and norms.
 
-    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_learning_rate`, or `learning_rate` where that
-    is None. On CPU and CUDA one kernel updates weight and moments in a single pass, which computes in float32 (float64
-    weights: float64) and rounds once at its end.
+    The critic's parameters (`ActorCritic.critic_parameters`) use `critic_rate`. On CPU and CUDA one kernel updates
+    weight and moments in a single pass, which computes in float32 (float64 weights: float64) and rounds once at its
+    end.
     """
-    critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
     common = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     groups: list[dict[str, Any]] = []
-    for parameters, rate in ((model.policy_parameters(), args.learning_rate), (model.critic_parameters(), critic_rate)):
+    parts = ((model.policy_parameters(), args.learning_rate), (model.critic_parameters(), args.critic_rate))
+    for parameters, rate in parts:
         matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
         for own, decay in ((matrices, args.weight_decay), (vectors, 0.0)):
             if own:

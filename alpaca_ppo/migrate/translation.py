@@ -122,7 +122,8 @@ class Translation:
             lines += textwrap.wrap(note, 118, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False)
         lines.append("")
         for name in OPTIONS:
-            if (value := self.options.get(name)) is not None:
+            value, option = self.options.get(name), OPTIONS[name]
+            if value is not None or (name in self.options and option.nullable and option.default is not None):
                 comment = f"  # {self.comments[name]}" if self.comments.get(name) else ""
                 lines.append(f"{name}: {_text(value)}{comment}")
         return "\n".join(lines) + "\n"

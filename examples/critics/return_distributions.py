@@ -105,6 +105,7 @@ def configuration(kind: str, output: Path, *, seed: int, steps: int = STEPS, dra
         rollout_per_device_batch_size=rows,
         step_per_device_batch_size=rows,
         ppo_epochs=1,
+        critic_epochs=None,
         total_epochs=steps,
         critic_pretraining_steps=steps,
         gamma=1.0,

@@ -35,6 +35,12 @@ def of_critic(config: Mapping[str, Any], policys: str, critics: str) -> Any:
     return config[policys] if own is None else own
 
 
+def separate_critic_steps(config: Mapping[str, Any]) -> bool:
+    """Whether the critic takes optimizer steps of its own, which a shared one never does."""
+    asked = config["critic_epochs"] is not None or config["critic_step_batch_size"] is not None
+    return asked and config["critic_layout"] != "shared"
+
+
 class AdamW:
     """Moments and number of updates of each tensor: one that has no gradient keeps all three.
 
@@ -67,6 +73,8 @@ class AdamW:
             return of_critic(self.config, name, critics) if is_critic else self.config[name]
 
         rate = factor * option("learning_rate", "critic_learning_rate")
+        if is_critic and self.config["critic_learning_rate"] is None and separate_critic_steps(self.config):
+            rate *= 3
         beta1, beta2, decay = (self.config[name] for name in ("adam_beta1", "adam_beta2", "weight_decay"))
         epsilon = self.config["adam_epsilon"]
         limit = option("max_grad_norm", "critic_max_grad_norm")

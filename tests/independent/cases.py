@@ -34,6 +34,8 @@ BASE: dict[str, Any] = {
     "step_batch_size": 4,
     "step_per_device_batch_size": 3,
     "ppo_epochs": 2,
+    # The critic steps with the policy.
+    "critic_epochs": None,
     "response_len": 5,
     # A quarter of the vocabulary ends a response, so that lengths differ.
     "truncate_tokens": list(range(10, 26)),
@@ -167,6 +169,8 @@ CASES: dict[str, Case] = {
     "iqn, adapter, warm-up": case(
         critic="iqn", num_atoms=3, **ADAPTER, critic_pretraining_steps=1, lr_scheduler_type="linear"
     ),
+    "scalar, the default steps": case(critic_epochs=4),
+    "scalar, shared, which has no steps of its own": case(critic_layout="shared", critic_epochs=4),
     "scalar, steps of its own": case(family="qwen2", lam=0.5, critic_epochs=3, critic_step_batch_size=5, holes=True),
     "quantile, adapter, recomputed": case(
         **ADAPTER,
@@ -226,7 +230,7 @@ CASES: dict[str, Case] = {
         penalty_reward_value=-1.5,
     ),
     "clip-higher": case(cliprange=0.02, cliprange_high=0.3, temperature=1.5, ppo_epochs=3),
-    "dual clip": case(clip_ratio_c=1.05, cliprange=0.03, learning_rate=0.1, ppo_epochs=3),
+    "dual clip": case(clip_ratio_c=1.05, cliprange_value=0.2, cliprange=0.03, learning_rate=0.1, ppo_epochs=3),
     "gspo": case(**GSPO, cliprange=0.02, cliprange_high=0.3, learning_rate=0.005, ppo_epochs=3),
     "gspo of groups": case(**GSPO, adv_estimator="grpo", **TRIPLES, holes=True, entropy_coef=0.05, ppo_epochs=3),
     "gspo, corrected": case(**GSPO, **CORRECTED),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.independent import heads, losses
-from tests.independent.adamw import AdamW, of_critic, rate_factor
+from tests.independent.adamw import AdamW, of_critic, rate_factor, separate_critic_steps
 from tests.independent.advantages import ESTIMATORS, Rows, kl_values, next_kl_coef, returns_to_go, whitened
 from tests.independent.networks import Networks, PolicyRow, Row, Weights, part
 
@@ -123,14 +123,15 @@ class IndependentPPO:
 
     @property
     def _separate(self) -> bool:
-        return self.config["critic_epochs"] is not None or self.config["critic_step_batch_size"] is not None
+        return separate_critic_steps(self.config)
 
     def _updates_of_rollout(self, rows: int) -> tuple[int, int]:
         """Optimizer steps of the policy on one rollout, and those of a critic that steps alone."""
         config = self.config
         policy = config["ppo_epochs"] * math.ceil(rows / config["step_batch_size"])
         size = of_critic(config, "step_batch_size", "critic_step_batch_size")
-        return policy, of_critic(config, "ppo_epochs", "critic_epochs") * math.ceil(rows / size)
+        passes = of_critic(config, "ppo_epochs", "critic_epochs") if self._separate else config["ppo_epochs"]
+        return policy, passes * math.ceil(rows / size)
 
     def _planned_updates(self, rows: int) -> tuple[int, int]:
         """Optimizer steps of policy and critic in the whole run; the policy takes none in critic pretraining."""

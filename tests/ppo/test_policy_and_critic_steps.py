@@ -100,7 +100,14 @@ def test_a_frozen_policy_has_no_gradient_and_no_critic_no_norm(tmp_path):
 
 @pytest.mark.parametrize("layout", ["separate", "recomputed adapter"])
 def test_separate_steps_on_the_same_batches_are_joint_steps_to_the_last_bit(layout, tmp_path):
-    settings = {**LAYOUTS[layout], "ppo_epochs": 2, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
+    # A critic with steps of its own would have three times the rate.
+    settings = {
+        **LAYOUTS[layout],
+        "critic_learning_rate": 1e-3,
+        "ppo_epochs": 2,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "linear",
+    }
     arguments = {"peft_config": LORA} if "adapter" in layout else {}
     runs = []
     for critic_epochs in (None, 2):
@@ -161,8 +168,9 @@ def test_neither_moves_while_the_other_steps_and_both_are_counted(tmp_path):
     assert parts == [("critic", {"critic"})] * 2 + [("policy", {"policy"})] * 3
     assert (stats["ppo/policy/optimizer_steps"], stats["ppo/val/optimizer_steps"]) == (3, 2)
     assert (trainer.updater.num_updates, trainer.updater.schedules.totals.policy) == (10, 6)
-    # The last of the policy's 6 steps, on the way from 1e-3 to 0; the critic's 4th and last, after 3 of warm-up.
-    assert stats["objective/lr"] == pytest.approx(1e-3 / 6) and stats["objective/critic_lr"] == 1e-3
+    # The last of the policy's 6 steps, on the way from 1e-3 to 0; the critic's 4th and last, after 3 of warm-up,
+    # at three times the policy's rate.
+    assert stats["objective/lr"] == pytest.approx(1e-3 / 6) and stats["objective/critic_lr"] == pytest.approx(3e-3)
 
 
 @pytest.mark.parametrize("part", ["policy", "critic"])

@@ -29,20 +29,20 @@ alpaca_farm: {
   total_epochs: 10, learning_rate: 3.0e-06, lr_scheduler_type: linear, warmup_steps: 5, adam_epsilon: 1.0e-05,
   max_grad_norm: 1.0, temperature: 1.0, gamma: 1.0, lam: 1.0, whiten_rewards: true, whiten_advantages: true,
   cliprange: 0.2, cliprange_value: 0.2, vf_coef: 0.1, kl_coef: 0.02, kl_estimator: k1_clamped,
-  old_policy: recompute, kl_controller: fixed, init_value_with_reward: true,
+  old_policy: recompute, kl_controller: fixed, init_value_with_reward: true, critic_epochs: null,
 }
 trl: {
   response_len: 53, temperature: 0.7, ppo_epochs: 4, learning_rate: 3.0e-06, lr_scheduler_type: linear,
   max_grad_norm: 1.0, gamma: 1.0, lam: 0.95, whiten_rewards: false, whiten_advantages: true, cliprange: 0.2,
   cliprange_value: 0.2, vf_coef: 0.1, kl_coef: 0.05, kl_estimator: k1, old_policy: rollout,
-  kl_controller: fixed, adam_epsilon: 1.0e-08,
+  kl_controller: fixed, adam_epsilon: 1.0e-08, critic_epochs: null,
 }
 verl: {
   query_len: 512, response_len: 512, rollout_batch_size: 1024, step_batch_size: 256, ppo_epochs: 1,
   learning_rate: 1.0e-06, critic_learning_rate: 1.0e-05, lr_scheduler_type: constant, max_grad_norm: 1.0,
   temperature: 1.0, gamma: 1.0, lam: 1.0, whiten_advantages: true, cliprange: 0.2, clip_ratio_c: 3.0,
   old_policy: recompute, vf_coef: 1.0, cliprange_value: 0.5, loss_agg_mode: token-mean, kl_coef: 0.0,
-  weight_decay: 0.01, adam_epsilon: 1.0e-08, total_epochs: 30,
+  weight_decay: 0.01, adam_epsilon: 1.0e-08, total_epochs: 30, critic_epochs: null,
 }
 dapo: {
   query_len: 2048,
@@ -110,8 +110,8 @@ OWN_CHOICES = {
     "cispo": {"query_len", "response_len", "rollout_batch_size", "num_return_sequences", "step_batch_size"}
     | {"ppo_epochs", "cliprange", "lr_scheduler_type", "warmup_steps", "weight_decay"},
     "gspo": set(),
-    "vapo": {"query_len", "response_len", "ppo_epochs", "kl_coef", "vf_coef", "cliprange_value", "warmup_steps"},
-    "vc_ppo": {"query_len", "response_len", "ppo_epochs", "kl_coef", "vf_coef", "cliprange_value", "warmup_steps"},
+    "vapo": {"query_len", "response_len", "ppo_epochs", "kl_coef", "vf_coef", "critic_epochs", "warmup_steps"},
+    "vc_ppo": {"query_len", "response_len", "ppo_epochs", "kl_coef", "vf_coef", "critic_epochs", "warmup_steps"},
     "orz": {"vf_coef", "critic_step_batch_size"},
 }
 
@@ -121,7 +121,7 @@ EVERYWHERE = {"step_per_device_batch_size", "gradient_checkpointing", "reference
 # What the others have: no preset changes when a default does.
 PLAIN = yaml.safe_load("""
 { num_return_sequences: 1, step_batch_size: 64, temperature: 1.0, learning_rate: 1.0e-06, policy_loss: clip,
-  critic_epochs: null, critic_step_batch_size: null, critic_learning_rate: null, critic_lr_warmup_steps: null,
+  critic_step_batch_size: null, critic_learning_rate: null, critic_lr_warmup_steps: null,
   critic_pretraining_steps: 0, init_value_with_reward: false, lam_policy: null, lam_critic: null, lam_alpha: 0.05,
   cliprange_high: null, clip_ratio_c: null, positive_nll_coef: 0.0, positive_nll_threshold: 0.0, whiten_rewards: false,
   whiten_advantages: true, kl_controller: fixed, entropy_coef: 0.0, dynamic_sampling: 0, mask_truncated: false }
@@ -210,9 +210,10 @@ def test_the_prompt_on_gsm8k_is_messages_with_the_system_prompt_that_qwens_templ
     assert form.prompt_of({"question": "1 + 1?", "answer": "2"}) == messages
 
 
-def test_the_example_on_gsm8k_gives_the_critic_five_to_ten_times_the_rate_and_a_start():
+def test_the_example_on_gsm8k_gives_the_critic_a_larger_rate_and_a_start():
     _, args = parse_args([ScriptArguments, PPOConfig], ["--config", str(ROOT / "examples/configs/gsm8k_qwen.yaml")])
-    assert 5 <= args.critic_learning_rate / args.learning_rate <= 10.000001
+    # The default's three times.
+    assert args.critic_rate == pytest.approx(3e-6)
     assert args.critic_pretraining_steps > 0
     # transformers' schedule "constant" has no warm-up.
     assert args.lr_scheduler_type == "constant_with_warmup" and args.warmup_steps > 0

@@ -54,6 +54,9 @@ def config_of(run: Run, output_dir: Path, inputs: Path) -> PPOConfig:
     older = {new: old for old, new in RENAMED_FIELDS.items() if new not in known}
     newer = {name: value for name, value in LIKE_EARLIER.items() if name in known}
     given = {"output_dir": str(output_dir), **COMMON, **newer, **run.fields}
+    if given.get("critic", "scalar") == "scalar" and given.get("adv_estimator", "gae") == "gae":
+        # The default of earlier commits.
+        given.setdefault("cliprange_value", 0.2)
     if "value_support" not in known and "value_support" in given:
         given["value_min"], given["value_max"] = given.pop("value_support")
     if "use_kl_loss" in known:

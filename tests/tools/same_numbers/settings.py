@@ -26,8 +26,9 @@ COMMON: dict[str, Any] = {
     "kl_coef": 0.05,
     "generation_backend": "slots",
     "old_policy": "recompute",
-    # The default of earlier commits.
+    # Defaults of earlier commits.
     "adam_epsilon": 1e-5,
+    "critic_epochs": None,
     "num_logged_rollouts": 100,
     "logprob_chunk_size": 8,
     "report_to": ["none"],
