@@ -119,8 +119,9 @@ class LearningOptions(RunOptions):
     """Weight of the KL to the reference policy in the reward, the initial one if a controller adapts it; 0 = none."""
     kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)
     """KL estimator in the reward."""
-    kl_controller: Literal["fixed", "proportional", "horizon"] = argument("fixed", needs=when("kl_coef"))
-    """How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593)."""
+    kl_controller: Literal["fixed", "proportional", "horizon", "scaled"] = argument("fixed", needs=when("kl_coef"))
+    """How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593). scaled
+    follows the scores instead: it multiplies kl_coef by their standard deviation over the run so far."""
     target_kl: float = argument(6.0, gt=0, needs=when("kl_controller", "proportional", "horizon"))
     """Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop."""
     kl_horizon: int = argument(10000, ge=1, needs=when("kl_controller", "horizon"))

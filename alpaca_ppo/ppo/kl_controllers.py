@@ -1,7 +1,7 @@
-"""The controller of `kl_coef`, the weight of the KL in the reward: fixed, proportional or horizon.
+"""The controller of `kl_coef`, the weight of the KL in the reward: fixed, proportional, horizon or scaled.
 
-It is plain Python. Its caller averages the observed KL over all processes, so that every process makes the same update.
-The configuration checks the bounds of the settings.
+It is plain Python. Its caller averages the observed KL over all processes, and takes the spread of all scores, so that
+every process makes the same update. The configuration checks the bounds of the settings.
 """
 
 import math
@@ -15,11 +15,12 @@ class KLController:
 
     With e = clip(kl / target_kl - 1, -0.2, 0.2), an update multiplies it by 1 (`fixed`), by 1 + k_beta * e
     (`proportional`: AlpacaFarm's, for any number of sequences), or by 1 + e * num_sequences / horizon (`horizon`:
-    Ziegler et al., arXiv:1909.08593, section 2.2).
+    Ziegler et al., arXiv:1909.08593, section 2.2). `scaled` sets it to kl_coef * sqrt(the mean of scores_std ** 2 over
+    the updates so far), so that rewards times c give shaped rewards times c from the second step on.
 
     Args:
-        kind: `fixed`, `proportional` or `horizon`; settings that it does not use are ignored.
-        kl_coef: the initial value.
+        kind: `fixed`, `proportional`, `horizon` or `scaled`; settings that it does not use are ignored.
+        kl_coef: the initial value; with `scaled`, the value for scores whose standard deviation is 1.
         target_kl: nats per sequence, positive.
         k_beta: gain, above 0 and below 5, so that the value stays positive.
         horizon: sequences, more than a fifth of those of an update.
@@ -28,15 +29,18 @@ class KLController:
     def __init__(
         self, kind: str, kl_coef: float, *, target_kl: float, k_beta: float = 0.1, horizon: float = 10_000
     ) -> None:
-        self.value = float(kl_coef)
+        self.value = self._kl_coef = float(kl_coef)
+        self._variance, self._num_variances = 0.0, 0
         self._kind, self._target_kl, self._k_beta, self._horizon = kind, target_kl, k_beta, horizon
 
-    def update(self, kl: float, *, num_sequences: int) -> None:
+    def update(self, kl: float, *, num_sequences: int, scores_std: float = math.nan) -> None:
         """Sets the value for the next step.
 
         Args:
             kl: mean over all sequences of the KL summed over a sequence's tokens, in nats.
             num_sequences: number of those sequences.
+            scores_std: standard deviation of their scores, of the population (`objective/scores_std` has no Bessel's
+                correction); `scaled` ignores the step if it is not finite.
         """
         assert math.isfinite(kl), "_shape_reward's KL is checked (hook_checks)"
         error = min(max(kl / self._target_kl - 1, -ERROR_LIMIT), ERROR_LIMIT)
@@ -45,11 +49,17 @@ class KLController:
         elif self._kind == "horizon":
             assert num_sequences * ERROR_LIMIT < self._horizon, "the configuration's check of kl_horizon"
             self.value *= 1 + error * num_sequences / self._horizon
+        elif self._kind == "scaled" and math.isfinite(scores_std):
+            self._num_variances += 1
+            self._variance += (scores_std * scores_std - self._variance) / self._num_variances
+            self.value = self._kl_coef * math.sqrt(self._variance)
 
     def state_dict(self) -> dict[str, float]:
-        """The value, for `load_state_dict`."""
-        return {"value": self.value}
+        """The value and what `scaled` has seen, for `load_state_dict`."""
+        return {"value": self.value, "variance": self._variance, "num_variances": self._num_variances}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores the value; targets and rates remain those of the constructor."""
+        """Restores them; targets and rates remain those of the constructor."""
         self.value = float(state["value"])
+        # Checkpoints of versions without `scaled` have the value alone.
+        self._variance, self._num_variances = float(state.get("variance", 0)), int(state.get("num_variances", 0))

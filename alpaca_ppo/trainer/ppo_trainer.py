@@ -318,7 +318,8 @@ class PPOTrainer(EvaluatingTrainer):
         # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
         if step > self.args.critic_pretraining_steps:
             kl = float(rollouts["kl"].sum(dim=1).mean())
-            self.kl_controller.update(kl, num_sequences=len(rollouts["responses"]))
+            scores_std = stats["objective/scores_std"]
+            self.kl_controller.update(kl, num_sequences=len(rollouts["responses"]), scores_std=scores_std)
         return stats
 
     def log_rollouts(self) -> None:

@@ -97,6 +97,7 @@ SILENT = [
     {"target_kl": 3.0},
     {"kl_coef": 0.0, "kl_controller": "proportional"},
     {"kl_controller": "proportional", "kl_horizon": 9},
+    {"kl_controller": "scaled", "target_kl": 3.0},
     {"kl_loss_type": "k2"},
     {"reference": "none", "kl_coef": 0.0, "max_kl_to_ref": 5.0},
     {"critic": "c51", "cliprange_value": 0.5},

@@ -2,7 +2,9 @@
 of row i, and nothing else, so that no formula needs a mask.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from statistics import pvariance
 from typing import Any
 
 import torch
@@ -29,8 +31,10 @@ def kl_values(difference: Tensor, estimator: str) -> Tensor:
     return (torch.exp(-d.clamp(-20, 20)) - 1 + d.clamp(-20, 20)).clamp(max=10)
 
 
-def next_kl_coef(coef: float, kl: Rows, config: Mapping[str, Any]) -> float:
-    """The controller's value after a step with per-token `kl`."""
+def next_kl_coef(coef: float, kl: Rows, config: Mapping[str, Any], scores: list[list[float]]) -> float:
+    """The controller's value after a step with per-token `kl`; `scores` are those of each step that counts so far."""
+    if config["kl_controller"] == "scaled":
+        return config["kl_coef"] * math.sqrt(sum(map(pvariance, scores)) / len(scores))
     observed = sum(float(row.sum()) for row in kl) / len(kl)
     error = min(max(observed / config["target_kl"] - 1, -0.2), 0.2)
     if config["kl_controller"] == "proportional":

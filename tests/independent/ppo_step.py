@@ -79,6 +79,8 @@ class IndependentPPO:
     randomness: Randomness
     total_steps: int
     kl_coef: float = field(init=False)
+    scores: list[list[float]] = field(default_factory=list)
+    """Of each PPO step that trained the policy, before any penalty."""
     num_updates: int = 0
     policy_updates: int = 0
     critic_updates: int = 0
@@ -112,7 +114,8 @@ class IndependentPPO:
             self.policy_updates += learner != "critic"
             self.critic_updates += learner != "policy"
         if not self._pretrains:
-            self.kl_coef = next_kl_coef(self.kl_coef, experience.kl, self.config)
+            self.scores.append([self._raw_score(by_source) for by_source in samples.scores_by_source])
+            self.kl_coef = next_kl_coef(self.kl_coef, experience.kl, self.config, self.scores)
         self.num_ppo_steps += 1
         return experience
 

@@ -100,6 +100,7 @@ def test_the_trainer_learns_from_what_an_independent_ppo_learns_from(runs, name)
         ("gae of triples, overlong", {"overlong_buffer_len": 3}),
         ("kl clamped", {"kl_estimator": "k1"}),
         ("horizon controller, low", {"target_kl": 6.0}),
+        ("scaled controller", {"kl_controller": "fixed"}),
         ("stopped by the kl", {"target_kl_stop": None}),
         ("separate steps", {"lr_scheduler_type": "constant_with_warmup"}),
         ("separate steps", {"critic_lr_warmup_steps": None}),

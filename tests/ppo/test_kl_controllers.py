@@ -26,6 +26,16 @@ def test_the_horizon_controller_by_hand():
     assert controller.value == pytest.approx(0.201, abs=1e-12)
 
 
+def test_the_scaled_controller_by_hand():
+    # sqrt(9 / 1) = 3; sqrt((9 + 41) / 2) = 5; no finite spread: no change; sqrt(50 / 3) = 4.0824829
+    controller, values = KLController("scaled", kl_coef=0.2, target_kl=6.0), []
+    for std in (3.0, 41**0.5, float("nan"), float("inf"), 0.0):
+        controller.update(1000.0, num_sequences=64, scores_std=std)
+        values.append(controller.value)
+    controller.update(1000.0, num_sequences=64)
+    assert [*values, controller.value] == pytest.approx([0.6, 1.0, 1.0, 1.0, 0.81649658, 0.81649658], abs=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["proportional", "horizon"])
 def test_the_value_rests_at_the_target_and_its_error_is_bounded_by_a_fifth(kind):
     values = []
@@ -37,13 +47,13 @@ def test_the_value_rests_at_the_target_and_its_error_is_bounded_by_a_fifth(kind)
     assert values == pytest.approx([1.0, 0.9, 1.1])
 
 
-@pytest.mark.parametrize("kind", ["fixed", "proportional", "horizon"])
+@pytest.mark.parametrize("kind", ["fixed", "proportional", "horizon", "scaled"])
 def test_a_restored_controller_goes_on_as_the_saved_one(kind):
     first, second = (KLController(kind, kl_coef=0.2, target_kl=6.0) for _ in range(2))
-    first.update(9.0, num_sequences=100)
+    first.update(9.0, num_sequences=100, scores_std=0.7)
     second.load_state_dict(first.state_dict())
     for controller in (first, second):
-        controller.update(5.5, num_sequences=100)
+        controller.update(5.5, num_sequences=100, scores_std=0.3)
     assert first.value == second.value
     assert kind == "fixed" or first.value != 0.2
 

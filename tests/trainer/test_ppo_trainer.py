@@ -248,6 +248,25 @@ def test_the_horizon_controller_counts_responses(tmp_path):
     assert trainer.kl_controller.value == pytest.approx(0.192)
 
 
+def test_the_scaled_controller_keeps_a_run_the_same_on_another_scale_of_the_reward(tmp_path):
+    learned_from = []
+
+    class Recorded(PPOTrainer):
+        def record_step_stats(self, train_stats, rollouts, step):
+            learned_from.append(rollouts)
+            return super().record_step_stats(train_stats, rollouts, step)
+
+    for scale in (1.0, 8.0):
+        settings = {"adv_estimator": "reinforce_plus_plus", "reward_weights": [scale], "learning_rate": 1e-2}
+        run = {**settings, "kl_controller": "scaled", "kl_coef": 0.5, "total_episodes": 30}
+        tiny_trainer(tmp_path / str(scale), trainer_class=Recorded, **run).train()
+    for step, (small, large) in enumerate(zip(learned_from[:3], learned_from[3:], strict=True)):
+        assert torch.equal(small["responses"], large["responses"])
+        torch.testing.assert_close(large["logprobs"], small["logprobs"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(large["shaped_rewards"], 8 * small["shaped_rewards"], rtol=1e-5, atol=1e-4)
+        assert (small["kl"].abs().max() > 0.1) == (step > 0)
+
+
 def test_what_a_callback_asks_for_on_one_rank_is_asked_for_on_all(tmp_path):
     trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [TrainerCallback]})
     # This rank asks for a checkpoint, the other for the end.

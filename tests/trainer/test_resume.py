@@ -14,8 +14,6 @@ RUN = {
     "ppo_epochs": 2,
     "save_steps": 2,
     "eval_steps": 2,
-    "kl_controller": "proportional",
-    "target_kl": 0.1,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
     "trainer_arguments": {"eval_dataset": prompts(3)},
@@ -33,20 +31,23 @@ class StopAfter(TrainerCallback):
         return control
 
 
-def stopped_run(folder, *, after: int) -> None:
+def stopped_run(folder, *, after: int, **settings) -> None:
     arguments = {**RUN["trainer_arguments"], "callbacks": [StopAfter(after)]}
-    tiny_trainer(folder, **{**RUN, "trainer_arguments": arguments}).train()
+    tiny_trainer(folder, **{**RUN, **settings, "trainer_arguments": arguments}).train()
 
 
-@pytest.mark.parametrize("after", [2, 3])
-def test_a_resumed_run_writes_the_same_metrics_and_weights_to_the_last_bit(after, tmp_path):
-    whole = tiny_trainer(tmp_path / "whole", **RUN)
+@pytest.mark.parametrize(
+    ("after", "controller"),
+    [(2, {"kl_controller": "scaled"}), (3, {"kl_controller": "proportional", "target_kl": 0.1})],
+)
+def test_a_resumed_run_writes_the_same_metrics_and_weights_to_the_last_bit(after, controller, tmp_path):
+    whole = tiny_trainer(tmp_path / "whole", **RUN, **controller)
     whole.train()
     # Stopped after step 3 the newest checkpoint is step 2's: step 3 is computed again, and its line replaced.
-    stopped_run(tmp_path / "parts", after=after)
+    stopped_run(tmp_path / "parts", after=after, **controller)
     assert len(metric_lines(tmp_path / "parts")) == after + 1
     torch.manual_seed(123)
-    resumed = tiny_trainer(tmp_path / "parts", **RUN)
+    resumed = tiny_trainer(tmp_path / "parts", **RUN, **controller)
     resumed.train(resume_from_checkpoint=True)
     assert metric_lines(tmp_path / "parts") == metric_lines(tmp_path / "whole")
     assert [line["step"] for line in metric_lines(tmp_path / "whole")] == list(range(6))
