@@ -34,7 +34,9 @@ def kl_values(difference: Tensor, estimator: str) -> Tensor:
 def next_kl_coef(coef: float, kl: Rows, config: Mapping[str, Any], scores: list[list[float]]) -> float:
     """The controller's value after a step with per-token `kl`; `scores` are those of each step that counts so far."""
     if config["kl_controller"] == "scaled":
-        return config["kl_coef"] * math.sqrt(sum(map(pvariance, scores)) / len(scores))
+        # The trainer takes the standard deviations in float32.
+        deviations = [float(torch.tensor(pvariance(of_step), dtype=torch.float32).sqrt()) for of_step in scores]
+        return config["kl_coef"] * math.sqrt(sum(std**2 for std in deviations) / len(deviations))
     observed = sum(float(row.sum()) for row in kl) / len(kl)
     error = min(max(observed / config["target_kl"] - 1, -0.2), 0.2)
     if config["kl_controller"] == "proportional":
