@@ -15,10 +15,10 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
-    "config": 1481,
-    "trainer": 1507,
+    "config": 1482,
+    "trainer": 1508,
     "models": 1436,
-    "ppo": 1465,
+    "ppo": 1471,
     "generation": 1956,
     "functional": 1229,
     "distributed": 1281,

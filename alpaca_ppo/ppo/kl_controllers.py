@@ -60,6 +60,5 @@ class KLController:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restores them; targets and rates remain those of the constructor."""
-        self.value = float(state["value"])
-        # Checkpoints of versions without `scaled` have the value alone.
-        self._variance, self._num_variances = float(state.get("variance", 0)), int(state.get("num_variances", 0))
+        self.value, self._variance = float(state["value"]), float(state["variance"])
+        self._num_variances = int(state["num_variances"])
