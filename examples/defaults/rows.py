@@ -31,6 +31,8 @@ _BESIDE_CRITIC: Mapping[str, Settings] = {
     "clip-higher": {"cliprange_high": 0.28},
     "positive NLL": {"positive_nll_coef": 0.1},
     "no whitening": {"whiten_advantages": False},
+    "scaled KL in the reward, 0.05": {"kl_controller": "scaled"},
+    "scaled KL in the reward, 0.1": {"kl_controller": "scaled", "kl_coef": 0.1},
     "KL in the loss, 0.05": {**_KL_LOSS, "kl_loss_coef": 0.05},
     "KL in the loss, 0.2": {**_KL_LOSS, "kl_loss_coef": 0.2},
     "linear schedule": {"lr_scheduler_type": "linear"},
@@ -40,6 +42,8 @@ ROWS: Mapping[str, Settings] = {
     **{f"+ {name}": {**_CRITIC, **settings} for name, settings in _BESIDE_CRITIC.items()},
 }
 """Rows with a plus are beside "critic: 4 epochs, 3 times the rate"."""
+TWICE = OLD, CHOSEN = "the defaults before", "critic: 4 epochs, 3 times the rate"
+"""Rows of two seeds; the others have one."""
 
 
 def grpo(task: str) -> Settings:
