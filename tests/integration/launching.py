@@ -18,6 +18,8 @@ from tests.tools.warm_python import warm_python
 ROOT = Path(__file__).parents[2]
 LAUNCH_CONFIGS = ROOT / "examples/accelerate_configs"
 RUN_TINY = Path(__file__).with_name("run_tiny.py")
+HANG = 3000
+"""Seconds after which a test takes a program for hung, however slow and busy the machine."""
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -79,7 +81,7 @@ def start(
     *arguments: Path | str,
     config: str | None = None,
     python: str | None = None,
-    timeout: float = 300,
+    timeout: float = HANG,
 ) -> subprocess.CompletedProcess:
     """Runs the `command`, with `warm_python` unless another is given, and waits for its end."""
     whole = command(script, *arguments, config=config, python=python or warm_python())
@@ -91,7 +93,7 @@ def start_tiny(config: str | None, *runs: tuple[Path | str, ...]) -> str:
     must succeed; returns what they print.
     """
     arguments = [part for run in runs for part in ("then", *run)][1:]
-    outcome = start(RUN_TINY, *arguments, config=config, timeout=400)
+    outcome = start(RUN_TINY, *arguments, config=config)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     count = 1 if config in (None, "single") else int(config.partition("-")[2] or 2)
     assert outcome.stdout.count(f"each of {count} processes") == len(runs), outcome.stdout

@@ -29,7 +29,7 @@ ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
 )
 def test_a_process_takes_the_estimated_memory(tmp_path, config: str, stage: int, lora: bool, overrides: dict[str, Any]):
     given = (str(tmp_path / "out"), json.dumps(stage), json.dumps(lora), json.dumps({**overrides, "response_len": 16}))
-    outcome = start("tests/integration/run_measured.py", *given, config=config, timeout=400)
+    outcome = start("tests/integration/run_measured.py", *given, config=config)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     line = next(line for line in outcome.stdout.splitlines() if line.startswith("PEAKS "))
     peaks = json.loads(line.removeprefix("PEAKS "))

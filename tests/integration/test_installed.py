@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import ENVIRONMENT, ROOT, write_run
+from tests.integration.launching import ENVIRONMENT, HANG, ROOT, write_run
 from tests.tiny_runs import metric_lines
 
 
@@ -42,7 +42,7 @@ def alpaca_ppo(site: Path, cwd: Path, *arguments: str) -> str:
         "import sys, alpaca_ppo.cli.commands as c; assert c.__file__.startswith(sys.argv.pop(1)), c.__file__; c.main()"
     )
     command = [sys.executable, "-c", start, str(site), *arguments]
-    outcome = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    outcome = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANG)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     return outcome.stdout
 

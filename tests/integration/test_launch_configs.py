@@ -46,7 +46,7 @@ def launch(run: Path, config: str, *flags: str) -> list[dict[str, Any]]:
     python = sys.executable if config in FROM_SCRATCH and not flags else None
     name = "-".join([config, *(Path(flag).name for flag in flags)])
     flags = ("--config", str(run / "run.yaml"), "--output_dir", str(run / name), *flags)
-    outcome = start("examples/train_ppo.py", *flags, config=config, python=python, timeout=400)
+    outcome = start("examples/train_ppo.py", *flags, config=config, python=python)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert f"each of {1 if config == 'single' else 2} processes" in outcome.stdout, outcome.stdout
     assert (run / name / "final/policy/model.safetensors").is_file()

@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from examples.mini_farm.splits import read_rows
-from tests.integration.launching import ROOT
+from tests.integration.launching import HANG, ROOT
 from tests.tiny_runs import metric_lines
 from tests.tools.warm_python import warm_python
 
@@ -58,7 +58,7 @@ def execute(notebook, folder, *, cwd=ROOT, allow_errors=False):
     specs = KernelSpecManager(kernel_dirs=[str(folder / "kernels")])
     manager = AsyncKernelManager(kernel_name="warm", kernel_spec_manager=specs)
     resources = {"metadata": {"path": str(cwd)}}
-    NotebookClient(notebook, km=manager, timeout=120, allow_errors=allow_errors, resources=resources).execute()
+    NotebookClient(notebook, km=manager, timeout=HANG, allow_errors=allow_errors, resources=resources).execute()
 
 
 def executed(name, folder, **parameters):

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from tests.integration.launching import ENVIRONMENT, ROOT, start, survivors, write_run
+from tests.integration.launching import ENVIRONMENT, HANG, ROOT, start, survivors, write_run
 from tests.integration.nodes import ADDRESSES, INTERFACE, Node, NotPermitted, kill, two_nodes
 from tests.tiny_runs import metric_lines
 from tests.tools.warm_python import warm_python
@@ -95,7 +95,7 @@ def test_two_nodes_train_the_same_model_as_one(nodes, tmp_path, name):
     outcome = start("examples/train_ppo.py", *run, str(tmp_path / "one"), config=one_machine)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     job = Job(nodes, two_machines, *run, str(tmp_path / "two"), logs=tmp_path, warm=name not in FROM_SCRATCH)
-    assert job.ended(timeout=300) == [0, 0], job.output()
+    assert job.ended(timeout=HANG) == [0, 0], job.output()
     assert "each of 2 processes" in job.output()
     for role in ("policy", "value"):
         one, two = (load_file(tmp_path / run / "final" / role / "model.safetensors") for run in ("one", "two"))
