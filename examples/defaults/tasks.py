@@ -32,6 +32,8 @@ RATE_TIMES_WIDTH = 0.048
 class Task:
     """What is trained, on what, and how it is measured."""
 
+    title: str
+    """What it is called in tables."""
     width: int
     """Of the model."""
     sizes: Mapping[str, Any]
@@ -143,6 +145,7 @@ def _sizes(*, lengths: tuple[int, int], rollout: int, step: int, responses: int,
 CHAIN = _sizes(lengths=(chain.QUERY_LEN, chain.RESPONSE_LEN), rollout=128, step=64, responses=6400)
 TASKS: Mapping[str, Task] = {
     "mini_farm": Task(
+        title="RLHF with a reward model",
         width=160,
         sizes=_sizes(lengths=(32, 48), rollout=128, step=64, responses=3200),
         prepare=_mini_farm,
@@ -151,6 +154,7 @@ TASKS: Mapping[str, Task] = {
         unit="gold score",
     ),
     "long_horizon": Task(
+        title="30 decisions, one reward at the end",
         width=64,
         sizes=_sizes(lengths=(horizon.QUERY_LEN, horizon.RESPONSE_LEN), rollout=32, step=16, responses=1024),
         prepare=_long_horizon,
@@ -158,6 +162,7 @@ TASKS: Mapping[str, Task] = {
         in_points=lambda score: 100 * horizon.share_right(score),
     ),
     "guessing": Task(
+        title="a guessing game",
         width=64,
         sizes=_sizes(lengths=(1, guessing.RESPONSE_LEN), rollout=128, step=64, responses=3200, max_turn_tokens=4),
         prepare=partial(_game, "guessing"),
@@ -166,6 +171,7 @@ TASKS: Mapping[str, Task] = {
         plays=True,
     ),
     "calculator": Task(
+        title="sums with a calculator",
         width=64,
         sizes=_sizes(
             lengths=(calculator.QUERY_LEN, calculator.RESPONSE_LEN),
@@ -179,5 +185,7 @@ TASKS: Mapping[str, Task] = {
         metric="eval/scores",
         plays=True,
     ),
-    "chain": Task(width=64, sizes=CHAIN, prepare=_chain, metric="eval/scores"),
+    "chain": Task(
+        title="a chain of lookups, right or wrong", width=64, sizes=CHAIN, prepare=_chain, metric="eval/scores"
+    ),
 }

@@ -1,6 +1,7 @@
 """The search for defaults: its new task, the options of its rows, and what it takes up again."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ from examples.defaults.records import fill, outcome, recorded
 from examples.defaults.rows import ROWS, settings_of
 from examples.defaults.tasks import TASKS
 from examples.long_horizon.pipeline import flags_of
+
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_a_chain_is_right_by_its_last_digit_alone():
@@ -101,12 +104,27 @@ def test_programs_are_compared_when_the_fastest_has_ended():
     assert compare.scores(runs, same_time=True)["chain"] == {compare.OURS: [4, 6], compare.OLD: [5, 7]}
     page = compare.page(runs)
     # The standard error of each mean is 1, that of their difference the root of 2.
-    assert "| chain, right (%) | 0.0 | 9.00 ± 1.00 | 6.00 ± 1.00 |  |  |" in page
-    assert "| chain | +3.00 ± 1.41 |  |  |" in page and "| chain | -1.00 ± 1.41 |  |  |" in page
-    assert f"| chain | {compare.OLD} | 10 | 1.0 | 5.00 |" in page
+    chain = TASKS["chain"].title
+    assert f"| {chain}: right (%) | 0.00 | 9.00 ± 1.00 | 6.00 ± 1.00 |  |  |" in page
+    assert f"| {chain} | +3.00 ± 1.41 |  |  |" in page and f"| {chain} | -1.00 ± 1.41 |  |  |" in page
+    assert f"| {chain} | {compare.OLD} | 10 | 1.0 | 5.00 |" in page
+    ahead, behind = "- Of the defaults before: ahead by more than two standard errors on", "behind by more than one on"
+    assert f"{ahead} 1 of 1 tasks, {behind} none." in page and f"{ahead} 0 of 1 tasks, {behind} none." in page
+    assert f"{ahead} 0 of 1 tasks, {behind} {chain}." in compare.verdict(
+        {"chain": {compare.OURS: [1.0, 2.0], compare.OLD: [3.0, 4.0]}}
+    )
 
 
 def test_between_two_evaluations_a_score_is_on_a_straight_line():
     # A quarter of the way from 10 to 14 seconds, and after the end.
     assert compare.score_at([(0, 0.0, 1.0), (8, 10.0, 3.0), (16, 14.0, 7.0)], 11.0) == 4.0
     assert compare.score_at([(0, 0.0, 1.0), (8, 10.0, 3.0)], 11.0) == 3.0
+
+
+def test_the_pages_show_the_recorded_runs():
+    runs = recorded(compare.RECORD)
+    samples = compare.table(compare.scores(runs, same_time=False), runs)
+    assert samples in compare.PAGE.read_text("utf-8") and samples in README.read_text("utf-8")
+    by_row = {(row, task): [run["seed"] for run in runs if (run["row"], run["task"]) == (row, task)]
+              for row in (*compare.ROWS, compare.LORA) for task in TASKS if compare.belongs(row, task)}  # fmt: skip
+    assert all(sorted(seeds) == list(compare.SEEDS) for seeds in by_row.values())
