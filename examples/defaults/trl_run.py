@@ -20,7 +20,7 @@ from examples.defaults.tasks import TASKS, Options, Task
 from examples.long_horizon.pipeline import flags_of
 from examples.mini_farm.against_trl import launch_trl, trl_optimizer_steps, trl_sizes
 
-POINTS = 8
+POINTS = 5
 """How often a policy is measured on its way, the last time at the end."""
 
 
