@@ -1,10 +1,11 @@
 """The comparison of defaults: `python -m examples.defaults.compare` makes what is missing, and writes RESULTS.md.
 
 Nothing is set but sizes and the learning rate of `tasks`. A run is evaluated five times, so that programs can be
-compared after as much processor time too: when the fastest program of a task has ended, between evaluations by a
-straight line.
+compared after as much processor time too: when the fastest program of the task and seed has ended, between evaluations
+by a straight line.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,16 +95,16 @@ def score_at(curve: Sequence[Sequence[float]], seconds: float) -> float:
 
 
 def scores(runs: Sequence[Run], *, same_time: bool) -> Scores:
-    """Returns the scores at equal samples or, with `same_time`, when the fastest program of each task has ended."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for task in TASKS:
-        of_task = {row: [run for run in runs if (run["row"], run["task"]) == (row, task)] for row in ROWS}
-        ends = [fmean(run["processor_seconds"] for run in made) for made in of_task.values() if made]
-        found[task] = {
-            row: [score_at(run["curve"], min(ends)) if same_time else run["after"] for run in made]
-            for row, made in of_task.items()
-            if made
-        }
+    """Returns the scores at equal samples or, with `same_time`, when the fastest program of task and seed has ended."""
+    found: dict[str, dict[str, list[float]]] = {task: {} for task in TASKS}
+    ends: dict[tuple[str, int], float] = {}
+    compared = [run for run in runs if run["row"] in ROWS]
+    for run in compared:
+        key = run["task"], run["seed"]
+        ends[key] = min(ends.get(key, math.inf), run["processor_seconds"])
+    for run in compared:
+        score = score_at(run["curve"], ends[run["task"], run["seed"]]) if same_time else run["after"]
+        found[run["task"]].setdefault(run["row"], []).append(score)
     return found
 
 

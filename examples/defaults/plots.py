@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from examples.defaults.records import Run
@@ -19,7 +20,8 @@ def plot_task(runs: Sequence[Run], task: str, rows: Sequence[str], path: Path) -
         if not curves:
             continue
         responses = [point[0] for point in curves[0]]
-        scores = [[curve[i][2] for curve in curves] for i in range(len(responses))]
+        each = [np.interp(responses, [point[0] for point in curve], [point[2] for point in curve]) for curve in curves]
+        scores = list(zip(*each, strict=True))
         (line,) = axes.plot(responses, [fmean(of_seeds) for of_seeds in scores], marker="o", markersize=3, label=row)
         low, high = [min(of_seeds) for of_seeds in scores], [max(of_seeds) for of_seeds in scores]
         axes.fill_between(responses, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
