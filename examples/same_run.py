@@ -108,6 +108,8 @@ def write_run(folder: Path) -> None:
         "total_episodes": STEPS * ROWS,
         "learning_rate": 1e-3,
         "critic_epochs": None,
+        "kl_coef": 0.05,
+        "kl_controller": "fixed",
         "num_logged_rollouts": ROWS,
         "save_steps": 0,
         "use_cpu": True,

@@ -15,7 +15,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
-    "config": 1482,
+    "config": 1484,
     "trainer": 1508,
     "models": 1436,
     "ppo": 1471,
@@ -31,7 +31,7 @@ BUDGET = {
     "estimate_memory": 372,
     "data": 579,
     "adapters": 424,
-    "migrate": 347,
+    "migrate": 349,
     "report": 322,
     "doctor": 372,
     "evaluation": 249,

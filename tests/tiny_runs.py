@@ -57,6 +57,7 @@ def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:
         "total_episodes": 20,
         "learning_rate": 1e-3,
         "kl_coef": 0.05,
+        "kl_controller": "fixed",
         "report_to": ["none"],
         "save_steps": 0,
         "save_total_limit": None,

@@ -19,6 +19,7 @@ from alpaca_ppo.registry import (
 
 _CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
+_KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
 CRITIC_RATE_RATIO = 3
 """Of a critic with steps of its own, to the policy's learning rate."""
 
@@ -115,13 +116,14 @@ class LearningOptions(RunOptions):
     target_kl_stop: float | None = argument(None, gt=0)
     """Approximate KL to the old policy, in nats per token, above which a step's updates end."""
 
-    kl_coef: float = argument(0.05, ge=0, group="KL to the reference policy")
-    """Weight of the KL to the reference policy in the reward, the initial one if a controller adapts it; 0 = none."""
+    kl_coef: float = argument(0.1, ge=0, group="KL to the reference policy")
+    """Weight of the KL to the reference policy in the reward; 0 = none. Under scaled, that for scores whose standard
+    deviation is 1; under proportional and horizon, the initial one."""
     kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)
     """KL estimator in the reward."""
-    kl_controller: Literal["fixed", "proportional", "horizon", "scaled"] = argument("fixed", needs=when("kl_coef"))
-    """How kl_coef follows the observed KL: fixed, proportional (AlpacaFarm) or horizon (arXiv:1909.08593). scaled
-    follows the scores instead: it multiplies kl_coef by their standard deviation over the run so far."""
+    kl_controller: Literal["fixed", "proportional", "horizon", "scaled"] = argument("scaled", needs=_KL_IN_REWARD)
+    """scaled multiplies kl_coef by the standard deviation of the scores over the run so far, so that it suits a reward
+    of any scale; fixed leaves it; proportional (AlpacaFarm) and horizon (arXiv:1909.08593) follow the observed KL."""
     target_kl: float = argument(6.0, gt=0, needs=when("kl_controller", "proportional", "horizon"))
     """Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop."""
     kl_horizon: int = argument(10000, ge=1, needs=when("kl_controller", "horizon"))

@@ -110,6 +110,8 @@ class Translation:
             for name, option in options_of(cls).items():
                 if not all(need.holds(run, {}) for need in option.needs):
                     self.options.pop(name, None)
+        if not self.options.get("kl_coef"):
+            self.options.pop("kl_controller", None)
         for name, value in _FILL_IN.items():
             if name not in self.options and (name != "reward_funcs" or "reward_model_name_or_path" not in self.options):
                 self.set(name, value, "not known from the source")

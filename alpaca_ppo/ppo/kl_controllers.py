@@ -16,7 +16,8 @@ class KLController:
     With e = clip(kl / target_kl - 1, -0.2, 0.2), an update multiplies it by 1 (`fixed`), by 1 + k_beta * e
     (`proportional`: AlpacaFarm's, for any number of sequences), or by 1 + e * num_sequences / horizon (`horizon`:
     Ziegler et al., arXiv:1909.08593, section 2.2). `scaled` sets it to kl_coef * sqrt(the mean of scores_std ** 2 over
-    the updates so far), so that rewards times c give shaped rewards times c from the second step on.
+    the updates so far), so that rewards times c give shaped rewards times c from the first step after which it is set.
+    Until scores have differed it stays at kl_coef, or nothing would hold a policy that waits for its first success.
 
     Args:
         kind: `fixed`, `proportional`, `horizon` or `scaled`; settings that it does not use are ignored.
@@ -52,7 +53,7 @@ class KLController:
         elif self._kind == "scaled" and math.isfinite(scores_std):
             self._num_variances += 1
             self._variance += (scores_std * scores_std - self._variance) / self._num_variances
-            self.value = self._kl_coef * math.sqrt(self._variance)
+            self.value = self._kl_coef * (math.sqrt(self._variance) or 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """The value and what `scaled` has seen, for `load_state_dict`."""

@@ -10,7 +10,13 @@ CRITIC_RATE, CRITIC_BATCH = "times the learning rate", "of a step batch"
 """Keys of rows in place of `critic_learning_rate` and `critic_step_batch_size`, which they give relative to the
 policy's."""
 
-BEFORE: Settings = {"critic_epochs": None, "cliprange_value": 0.2, "kl_coef": 0.05, "kl_loss_coef": 0.0}
+BEFORE: Settings = {
+    "critic_epochs": None,
+    "cliprange_value": 0.2,
+    "kl_coef": 0.05,
+    "kl_controller": "fixed",
+    "kl_loss_coef": 0.0,
+}
 """The defaults before, as far as they differ from today's."""
 _CRITIC: Settings = {**BEFORE, "critic_epochs": 4, CRITIC_RATE: 3, "cliprange_value": None}
 """Values that are clipped by a fixed number would depend on the scale of the reward."""

@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -85,6 +85,8 @@ TRL_DEFAULTS: Mapping[str, Any] = {
     "missing_eos_penalty": None,
 }
 """What TRL's `PPOConfig` has where its user gives nothing, of all that is neither the optimizer's nor sampling."""
+TRL_ALWAYS: Mapping[str, Any] = {"kl_controller": "fixed", "critic_epochs": None}
+"""What TRL does and has no option for."""
 TRANSLATED = {
     "response_len",
     "ppo_epochs",
@@ -217,11 +219,11 @@ def trl_optimizer_steps(settings: Mapping[str, Any]) -> int:
 
 
 def without_counterpart(args: PPOConfig) -> list[str]:
-    """Returns the options of `args`, other than the defaults, that TRL does not have."""
+    """Returns the options of `args` that TRL does not have, but for those at their default or as TRL does it."""
     known = SAME | TRANSLATED | NO_MATTER | {option.name for option in fields(RunOptions)}
     names = [option.name for option in fields(args) if option.name not in known]
-    default = PPOConfig(output_dir=args.output_dir)
-    changed = [name for name in names if getattr(args, name) != getattr(default, name)]
+    default = {**asdict(PPOConfig(output_dir=args.output_dir)), **TRL_ALWAYS}
+    changed = [name for name in names if getattr(args, name) != default[name]]
     return [f"{name}: {getattr(args, name)}" for name in changed]
 
 

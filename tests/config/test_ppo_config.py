@@ -120,6 +120,12 @@ def test_an_option_that_could_not_act_is_refused(settings):
                for name, value in settings.items())  # fmt: skip
 
 
+def test_a_kl_is_scaled_by_default_and_one_of_weight_0_may_be_fixed():
+    assert (PPOConfig().kl_controller, PPOConfig().kl_coef) == ("scaled", 0.1)
+    # As in a preset, or a file of an earlier run, with `kl_coef: 0` on the command line.
+    assert PPOConfig(kl_coef=0.0, kl_controller="fixed").kl_coef == 0.0
+
+
 def test_an_entropy_that_every_step_has_may_choose_the_best_model():
     assert PPOConfig(metric_for_best_model="ppo/policy/entropy", save_steps=4, entropy_coef=0.1).entropy_coef == 0.1
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from examples.mini_farm import against_trl, plots, trl_ppo
-from examples.mini_farm.against_trl import TRL_DEFAULTS, trl_optimizer_steps, trl_settings
+from examples.mini_farm.against_trl import TRL_DEFAULTS, trl_optimizer_steps, trl_settings, without_counterpart
 from examples.mini_farm.annotators import gold_score
 from examples.mini_farm.plots import GOLD, KL, PROXY, gold_at
 from examples.mini_farm.sampling import proxy_rewards
@@ -72,6 +72,11 @@ def test_trl_with_its_defaults_has_the_same_samples_steps_and_optimizer():
         "missing_eos_penalty", "cliprange_value", "kl_coef", "vf_coef", "lam"
     }  # fmt: skip
     assert {name: default[name] for name in TRL_DEFAULTS} == TRL_DEFAULTS and default["adam_beta1"] == 0.8
+
+
+def test_what_trl_always_does_is_no_option_that_it_lacks():
+    assert without_counterpart(options(kl_controller="fixed", critic_epochs=None)) == []
+    assert without_counterpart(options()) == ["kl_controller: scaled", "critic_epochs: 4"]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ BASE: dict[str, Any] = {
     "ppo_epochs": 2,
     # The critic steps with the policy.
     "critic_epochs": None,
+    "kl_coef": 0.05,
+    "kl_controller": "fixed",
     "response_len": 5,
     # A quarter of the vocabulary ends a response, so that lengths differ.
     "truncate_tokens": list(range(10, 26)),

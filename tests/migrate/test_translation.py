@@ -159,6 +159,7 @@ def test_trls_ppo_script_from_its_command_line(tmp_path):
         response_len=53,
         temperature=0.7,
         kl_coef=0.05,
+        kl_controller="fixed",
         lam=0.95,
         penalty_reward_value=-1.0,
         # TRL's PPOTrainer counts rollouts.
@@ -183,6 +184,7 @@ def test_verls_gsm8k_ppo_command_line(tmp_path):
         cliprange_value=0.5,
         clip_ratio_c=3.0,
         kl_coef=0.002,
+        kl_controller="fixed",
         kl_estimator="k1",
         critic_learning_rate=1e-5,
         critic_epochs=None,
@@ -223,6 +225,8 @@ def test_verls_gsm8k_grpo_command_line(tmp_path):
         output_dir=str(Path.cwd() / "checkpoints/verl_grpo/qwen3_8b"),
         report_to=["wandb"],
     )
+    # Without a KL in the reward there is nothing to control.
+    assert "kl_controller" not in yaml.safe_load(result.as_yaml())
     assert "distribution" in listed(result)["actor_rollout_ref.rollout.top_p"]
 
 

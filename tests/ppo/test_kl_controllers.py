@@ -36,6 +36,15 @@ def test_the_scaled_controller_by_hand():
     assert [*values, controller.value] == pytest.approx([0.6, 1.0, 1.0, 1.0, 0.81649658, 0.81649658], abs=1e-8)
 
 
+def test_the_scaled_controller_keeps_kl_coef_until_scores_differ():
+    # Then the equal ones count too: sqrt((0 + 0 + 9) / 3) = 1.7320508; sqrt(9 / 4) = 1.5
+    controller, values = KLController("scaled", kl_coef=0.2, target_kl=6.0), []
+    for std in (0.0, 0.0, 3.0, 0.0):
+        controller.update(1000.0, num_sequences=64, scores_std=std)
+        values.append(controller.value)
+    assert values == pytest.approx([0.2, 0.2, 0.34641016, 0.3], abs=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["proportional", "horizon"])
 def test_the_value_rests_at_the_target_and_its_error_is_bounded_by_a_fifth(kind):
     values = []

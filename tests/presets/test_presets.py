@@ -124,7 +124,7 @@ PLAIN = yaml.safe_load("""
   critic_step_batch_size: null, critic_learning_rate: null, critic_lr_warmup_steps: null,
   critic_pretraining_steps: 0, init_value_with_reward: false, lam_policy: null, lam_critic: null, lam_alpha: 0.05,
   cliprange_high: null, clip_ratio_c: null, positive_nll_coef: 0.0, positive_nll_threshold: 0.0, whiten_rewards: false,
-  whiten_advantages: true, kl_controller: fixed, entropy_coef: 0.0, dynamic_sampling: 0, mask_truncated: false }
+  whiten_advantages: true, entropy_coef: 0.0, dynamic_sampling: 0, mask_truncated: false }
 """)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from alpaca_ppo import ActorCritic, PPOTrainer
+from alpaca_ppo import ActorCritic, PPOConfig, PPOTrainer
 from alpaca_ppo.models import Critic, Policy, ScalarHead
 from alpaca_ppo.tracking.callbacks import CONTROL_FLAGS
 from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -248,7 +248,7 @@ def test_the_horizon_controller_counts_responses(tmp_path):
     assert trainer.kl_controller.value == pytest.approx(0.192)
 
 
-def test_the_scaled_controller_keeps_a_run_the_same_on_another_scale_of_the_reward(tmp_path):
+def test_without_a_critic_the_default_controller_keeps_a_run_the_same_on_another_scale_of_the_reward(tmp_path):
     learned_from = []
 
     class Recorded(PPOTrainer):
@@ -258,7 +258,7 @@ def test_the_scaled_controller_keeps_a_run_the_same_on_another_scale_of_the_rewa
 
     for scale in (1.0, 8.0):
         settings = {"adv_estimator": "reinforce_plus_plus", "reward_weights": [scale], "learning_rate": 1e-2}
-        run = {**settings, "kl_controller": "scaled", "kl_coef": 0.5, "total_episodes": 30}
+        run = {**settings, "kl_controller": PPOConfig().kl_controller, "kl_coef": 0.5, "total_episodes": 30}
         tiny_trainer(tmp_path / str(scale), trainer_class=Recorded, **run).train()
     for step, (small, large) in enumerate(zip(learned_from[:3], learned_from[3:], strict=True)):
         assert torch.equal(small["responses"], large["responses"])

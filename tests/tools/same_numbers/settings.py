@@ -29,6 +29,7 @@ COMMON: dict[str, Any] = {
     # Defaults of earlier commits.
     "adam_epsilon": 1e-5,
     "critic_epochs": None,
+    "kl_controller": "fixed",
     "num_logged_rollouts": 100,
     "logprob_chunk_size": 8,
     "report_to": ["none"],
