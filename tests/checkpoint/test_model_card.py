@@ -38,8 +38,8 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     assert "- **Base model**: `sft`\n- **Data**: `questions.jsonl`\n" in text
     assert "- **Reward**: `grade` (weight 1), `brevity` (weight 0.5)\n" in text
     assert (
-        "- **Recipe**: `gae` advantages, the `clip` loss, a scalar critic (separate), a KL penalty of 0.12 in the "
-        f"reward; {config['rollout_batch_size']} prompts with 1 response(s) a step, learning rate 0.0003, 4 steps\n"
+        "- **Recipe**: `gae` advantages, the `clip` loss, a scalar critic (separate), a scaled KL penalty of 0.12 in "
+        f"the reward; {config['rollout_batch_size']} prompts with 1 response(s) a step, learning rate 0.0003, 4 steps\n"
     ) in text
     assert "| Reward on held-out prompts | -1 | 1 |\n| Reward on training prompts | -0.5 | 0.5 |\n" in text
     assert "| Response length, tokens | 11 | 17.5 |" in text
