@@ -27,7 +27,7 @@ def plot_task(runs: Sequence[Run], task: str, rows: Sequence[str], path: Path) -
         axes.fill_between(responses, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set_xlabel("responses sampled")
     axes.set_ylabel(TASKS[task].unit)
-    axes.set_title(task)
+    axes.set_title(TASKS[task].title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)
