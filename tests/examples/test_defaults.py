@@ -1,7 +1,6 @@
 """The search for defaults: its new task, the options of its rows, and what it takes up again."""
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,6 @@ from examples.defaults.records import fill, outcome, recorded
 from examples.defaults.rows import ROWS, settings_of
 from examples.defaults.tasks import TASKS
 from examples.long_horizon.pipeline import flags_of
-
-README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_a_chain_is_right_by_its_last_digit_alone():
@@ -119,12 +116,3 @@ def test_between_two_evaluations_a_score_is_on_a_straight_line():
     # A quarter of the way from 10 to 14 seconds, and after the end.
     assert compare.score_at([(0, 0.0, 1.0), (8, 10.0, 3.0), (16, 14.0, 7.0)], 11.0) == 4.0
     assert compare.score_at([(0, 0.0, 1.0), (8, 10.0, 3.0)], 11.0) == 3.0
-
-
-def test_the_pages_show_the_recorded_runs():
-    runs = recorded(compare.RECORD)
-    samples = compare.table(compare.scores(runs, same_time=False), runs)
-    assert samples in compare.PAGE.read_text("utf-8") and samples in README.read_text("utf-8")
-    by_row = {(row, task): [run["seed"] for run in runs if (run["row"], run["task"]) == (row, task)]
-              for row in (*compare.ROWS, compare.LORA) for task in TASKS if compare.belongs(row, task)}  # fmt: skip
-    assert all(sorted(seeds) == list(compare.SEEDS) for seeds in by_row.values())
