@@ -107,6 +107,7 @@ def write_run(folder: Path) -> None:
         "step_batch_size": STEP_ROWS,
         "total_episodes": STEPS * ROWS,
         "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
         "critic_epochs": None,
         "kl_coef": 0.05,
         "kl_controller": "fixed",

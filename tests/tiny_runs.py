@@ -56,6 +56,7 @@ def tiny_config(output_dir: Path | str, **overrides: Any) -> PPOConfig:
         "critic_epochs": None,
         "total_episodes": 20,
         "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
         "kl_coef": 0.05,
         "kl_controller": "fixed",
         "report_to": ["none"],

@@ -116,7 +116,7 @@ class LearningOptions(RunOptions):
     target_kl_stop: float | None = argument(None, gt=0)
     """Approximate KL to the old policy, in nats per token, above which a step's updates end."""
 
-    kl_coef: float = argument(0.1, ge=0, group="KL to the reference policy")
+    kl_coef: float = argument(0.05, ge=0, group="KL to the reference policy")
     """Weight of the KL to the reference policy in the reward; 0 = none. Under scaled, that for scores whose standard
     deviation is 1; under proportional and horizon, the initial one."""
     kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)

@@ -45,7 +45,7 @@ class PPOConfig(LearningOptions):
     """Learning rate of AdamW."""
     lr_scheduler_type: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
-    ] = "constant"
+    ] = "linear"
     """Schedule of transformers.get_scheduler; only constant, constant_with_warmup and inverse_sqrt let a finished run
     be made longer."""
     warmup_steps: WarmupSteps = argument(0, needs=unless("lr_scheduler_type", "constant"))

@@ -102,8 +102,8 @@ SILENT = [
     {"reference": "none", "kl_coef": 0.0, "max_kl_to_ref": 5.0},
     {"critic": "c51", "cliprange_value": 0.5},
     {"critic_layout": "shared", "init_value_with_reward": True},
-    {"warmup_steps": 5},
-    {"critic_lr_warmup_steps": 5},
+    {"warmup_steps": 5, "lr_scheduler_type": "constant"},
+    {"critic_lr_warmup_steps": 5, "lr_scheduler_type": "constant"},
     {"num_atoms": 11},
     {"generation_backend": "vllm", "vllm_urls": ["http://a:1"], "vllm_python": "b/python"},
     {"generation_backend": "vllm", "vllm_urls": ["http://a:1"], "vllm_args": ["--max-num-seqs"]},
@@ -121,7 +121,7 @@ def test_an_option_that_could_not_act_is_refused(settings):
 
 
 def test_a_kl_is_scaled_by_default_and_one_of_weight_0_may_be_fixed():
-    assert (PPOConfig().kl_controller, PPOConfig().kl_coef) == ("scaled", 0.1)
+    assert (PPOConfig().kl_controller, PPOConfig().kl_coef) == ("scaled", 0.05)
     # As in a preset, or a file of an earlier run, with `kl_coef: 0` on the command line.
     assert PPOConfig(kl_coef=0.0, kl_controller="fixed").kl_coef == 0.0
 

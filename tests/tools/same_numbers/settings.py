@@ -30,6 +30,7 @@ COMMON: dict[str, Any] = {
     "adam_epsilon": 1e-5,
     "critic_epochs": None,
     "kl_controller": "fixed",
+    "lr_scheduler_type": "constant",
     "num_logged_rollouts": 100,
     "logprob_chunk_size": 8,
     "report_to": ["none"],
