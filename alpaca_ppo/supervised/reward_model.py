@@ -39,7 +39,7 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
     """Rows of token ids `chosen` and `rejected` (prompt included) and `length`, the longer of the two.
 
     Raises:
-        ValueError: when no pair fits.
+        ValueError: when a completion is neither text nor messages, or no pair fits.
     """
     pairs = []
     for row in (item["row"] for item in prompts):
@@ -48,13 +48,20 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
     return rows_that_fit(pairs, arguments.max_length)
 
 
-def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: str) -> list[int]:
+def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: Any) -> list[int]:
     encoded: Any
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and isinstance(completion, str):
         encoded = tokenizer(prompt + completion)
     else:
-        messages = [*prompt, {"role": "assistant", "content": completion}]
-        encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
+        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        turns = answer if isinstance(answer, list) else []
+        whole = all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in turns)
+        if isinstance(prompt, str) or not whole or not turns:
+            raise ValueError(
+                f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or, after "
+                "a prompt of messages, a list of messages with 'role' and 'content'"
+            )
+        encoded = tokenizer.apply_chat_template([*prompt, *turns], tokenize=True, return_dict=True)
     return list(encoded["input_ids"])
 
 

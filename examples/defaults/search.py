@@ -87,7 +87,8 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def _nats(runs: Sequence[Run], row: str) -> str:
-    return f"{fmean(run['kl'] for run in runs if (run['row'], run['task']) == (row, 'mini_farm')):.1f}"
+    nats = [run["kl"] for run in runs if (run["row"], run["task"]) == (row, "mini_farm")]
+    return f"{fmean(nats):.1f}" if nats else "?"
 
 
 def _ahead(runs: Sequence[Run], one: str, other: str) -> str:

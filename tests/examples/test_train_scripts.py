@@ -242,11 +242,23 @@ def test_a_conversation_is_tokenised_by_the_chat_template():
     dataset = Dataset.from_list([row | {"rejected": words(tokenizer, 30)}])
     (pair,) = preferences(dataset, tokenizer, pair_arguments())
     assert (pair["chosen"], pair["rejected"]) == ([10, 20], [10, 30])
+    as_messages = {
+        column: [{"role": "assistant", "content": words(tokenizer, ids)}]
+        for column, ids in (("chosen", 20), ("rejected", 30))
+    }
+    assert preferences(Dataset.from_list([row | as_messages]), tokenizer, pair_arguments())[0] == pair
 
 
 def test_unusable_pairs_are_named():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list(pairs(tokenizer, 1))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    turn = [{"role": "assistant", "content": "w20"}]
+    text = {"prompt": "w10", "chosen": turn, "rejected": turn}
+    question = [{"role": "user", "content": "w10"}]
+    for row in (text, {**text, "prompt": question, "chosen": [{"role": "assistant", "text": "w20"}]}):
+        with pytest.raises(ValueError, match="is a list; it must be text, or, after a prompt of messages, a list of"):
+            preferences(Dataset.from_list([row]), tokenizer, pair_arguments())
     with pytest.raises(ValueError, match="lacks .'rejected'."):
         preferences(dataset.remove_columns("rejected"), tokenizer, pair_arguments())
     with pytest.raises(ValueError, match="no row fits into max_length .2."):
