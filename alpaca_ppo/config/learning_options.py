@@ -117,8 +117,7 @@ class LearningOptions(RunOptions):
     """Approximate KL to the old policy, in nats per token, above which a step's updates end."""
 
     kl_coef: float = argument(0.05, ge=0, group="KL to the reference policy")
-    """Weight of the KL to the reference policy in the reward; 0 = none. Under scaled, that for scores whose standard
-    deviation is 1; under proportional and horizon, the initial one."""
+    """Weight of the KL to the reference policy in the reward; 0 = none. kl_controller says whether it changes."""
     kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)
     """KL estimator in the reward."""
     kl_controller: Literal["fixed", "proportional", "horizon", "scaled"] = argument("scaled", needs=_KL_IN_REWARD)
