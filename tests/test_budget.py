@@ -29,13 +29,13 @@ BUDGET = {
     "root": 811,
     "cli": 532,
     "estimate_memory": 372,
-    "data": 579,
+    "data": 584,
     "adapters": 424,
     "migrate": 349,
     "report": 322,
     "doctor": 372,
     "evaluation": 249,
-    "supervised": 205,
+    "supervised": 202,
     "presets": 6,
 }
 FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 175, 429, 134, 13

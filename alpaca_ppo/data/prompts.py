@@ -249,12 +249,20 @@ def _check_dataset(dataset: Dataset) -> None:
         )
 
 
+def well_formed_messages(value: Any) -> bool:
+    """Whether `value` is a list of messages, one at least, with `role` and `content`, both text."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+        )
+    )
+
+
 def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    whole = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not messages or not whole:
+    if not well_formed_messages(messages):
         raise ValueError(
             f"the prompt in row {number} is {shown(prompt)}; it must be text, or a list of messages with 'role' and "
             "'content', both text"

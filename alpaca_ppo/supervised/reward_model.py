@@ -29,6 +29,7 @@ from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments
 from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.data.prompts import well_formed_messages
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
 
@@ -49,19 +50,15 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
 
 
 def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: Any) -> list[int]:
-    encoded: Any
     if isinstance(prompt, str) and isinstance(completion, str):
-        encoded = tokenizer(prompt + completion)
-    else:
-        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        turns = answer if isinstance(answer, list) else []
-        whole = all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in turns)
-        if isinstance(prompt, str) or not whole or not turns:
-            raise ValueError(
-                f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or, after "
-                "a prompt of messages, a list of messages with 'role' and 'content'"
-            )
-        encoded = tokenizer.apply_chat_template([*prompt, *turns], tokenize=True, return_dict=True)
+        return list(tokenizer(prompt + completion)["input_ids"])
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    if isinstance(prompt, str) or not well_formed_messages(answer):
+        raise ValueError(
+            f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or, after "
+            "a prompt of messages, a list of messages with 'role' and 'content'"
+        )
+    encoded: Any = tokenizer.apply_chat_template([*prompt, *answer], tokenize=True, return_dict=True)
     return list(encoded["input_ids"])
 
 

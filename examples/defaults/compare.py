@@ -139,25 +139,19 @@ def verdict(found: Scores) -> str:
     """
     lines = []
     for row in ROWS[1:]:
-        pairs = {
-            task: (rows[OURS], rows[row])
-            for task, rows in found.items()
-            if min(_runs(rows, OURS), _runs(rows, row)) > 1
-        }
+        pairs = {task: (rows.get(OURS, ()), rows.get(row, ())) for task, rows in found.items()}
         errors = {
-            task: (fmean(ours) - fmean(other), standard_error(ours, other)) for task, (ours, other) in pairs.items()
+            task: (fmean(ours) - fmean(other), standard_error(ours, other))
+            for task, (ours, other) in pairs.items()
+            if min(len(ours), len(other)) > 1
         }
         ahead = sum(lead > 2 * error for lead, error in errors.values())
         behind = [TASKS[task].title for task, (lead, error) in errors.items() if lead < -error]
         lines.append(
-            f"- Of {row}: ahead by more than two standard errors on {ahead} of {len(pairs)} tasks, behind by more than "
-            f"one on {'; '.join(behind) or 'none'}."
+            f"- Of {row}: ahead by more than two standard errors on {ahead} of {len(errors)} tasks, behind by more "
+            f"than one on {'; '.join(behind) or 'none'}."
         )
     return "\n".join(lines)
-
-
-def _runs(rows: Mapping[str, Sequence[float]], row: str) -> int:
-    return len(rows.get(row, ()))
 
 
 def spent(runs: Sequence[Run]) -> str:
