@@ -35,7 +35,7 @@ BUDGET = {
     "report": 322,
     "doctor": 372,
     "evaluation": 249,
-    "supervised": 202,
+    "supervised": 218,
     "presets": 6,
 }
 FILES, RAISES, OPTIONS, WIDE_FUNCTIONS = 175, 429, 134, 13

@@ -57,7 +57,8 @@ class SFTArguments(_SupervisedArguments):
 
 @dataclass(frozen=True)
 class RewardModelArguments(_SupervisedArguments):
-    """Which model learns from which preferences: rows of a prompt and the completions `chosen` and `rejected`.
+    """Which model learns from which preferences: rows of a prompt and the completions `chosen` and `rejected`, or of
+    whole conversations `chosen` and `rejected`.
 
     Raises:
         ValueError: when the model or the dataset is not named, or `max_length` leaves no room.

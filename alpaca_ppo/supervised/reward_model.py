@@ -6,6 +6,7 @@ before the eos that it ends with, here and wherever the folder is loaded.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,22 @@ from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
 
 PAIR = ("chosen", "rejected")
+
+
+def with_prompts(dataset: Dataset, prompt_column: str) -> Dataset:
+    """The pairs, with a prompt of their own where `chosen` and `rejected` are whole conversations: the messages with
+    which both begin are moved to `prompt_column`, in place of what it held.
+    """
+    first = next(iter(dataset), {}).get(PAIR[0])
+    if not well_formed_messages(first) or first[0]["role"] == "assistant":
+        return dataset
+
+    def split(row: dict[str, Any]) -> dict[str, Any]:
+        chosen, rejected = (row[column] for column in PAIR)
+        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:-1], rejected[:-1], strict=False))))
+        return {prompt_column: chosen[:shared], PAIR[0]: chosen[shared:], PAIR[1]: rejected[shared:]}
+
+    return dataset.map(split)
 
 
 def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, arguments: RewardModelArguments) -> Dataset:
@@ -92,7 +109,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     )
     training.remove_unused_columns = False
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)
-    data = trainer_data(model_name, arguments, training, PAIR, tokenize)
+    data = trainer_data(model_name, arguments, training, PAIR, tokenize, with_prompts)
     tokenizer = data["processing_class"]
     # Head and adapter start at random, before the trainer seeds.
     set_seed(training.seed)

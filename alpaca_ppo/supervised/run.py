@@ -47,7 +47,12 @@ def prompts_of(
 
 
 def trainer_data(
-    model: str, arguments: Any, training: TrainingArguments, columns: Sequence[str], tokenize: Callable[..., Dataset]
+    model: str,
+    arguments: Any,
+    training: TrainingArguments,
+    columns: Sequence[str],
+    tokenize: Callable[..., Dataset],
+    with_prompts: Callable[[Dataset, str], Dataset] = lambda dataset, _: dataset,
 ) -> dict[str, Any]:
     """The tokenizer and the datasets of a `Trainer`, as its arguments. Sets in `training` what nobody need set.
 
@@ -57,6 +62,7 @@ def trainer_data(
         training: of the `Trainer`.
         columns: that a row needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
+        with_prompts: makes the column of prompts of the name given, where a dataset may lack it.
 
     Raises:
         ValueError: when the run starts from an adapter, or would overwrite a model; and as `prompts_of`.
@@ -80,7 +86,8 @@ def trainer_data(
     named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
     for kind, split in (("eval", arguments.dataset_test_split), ("train", arguments.dataset_train_split)):
         if split:
-            prompts = prompts_of(load_prompt_dataset(**named, split=split), tokenizer, arguments, columns)
+            dataset = with_prompts(load_prompt_dataset(**named, split=split), arguments.prompt_column)
+            prompts = prompts_of(dataset, tokenizer, arguments, columns)
             data[f"{kind}_dataset"] = tokenize(prompts, tokenizer, arguments)
     if training.process_index == 0:
         print(*introduction(prompts, tokenizer), sep="\n", flush=True)

@@ -1,8 +1,7 @@
 """The comparison of defaults: `python -m examples.defaults.compare` makes what is missing, and writes RESULTS.md.
 
-Nothing is set but sizes and the learning rate of `tasks`. A run is evaluated five times, so that programs can be
-compared after as much processor time too: when the fastest program of the task and seed has ended, between evaluations
-by a straight line.
+A run is evaluated five times, so that programs can be compared after as much processor time too: between evaluations, a
+score is on a straight line.
 """
 
 import math
@@ -20,7 +19,7 @@ from examples import trl_virtualenv
 from examples.defaults.plots import plot_task
 from examples.defaults.records import Run, fill, outcome
 from examples.defaults.rows import BEFORE, Settings, grpo
-from examples.defaults.tasks import TASKS
+from examples.defaults.tasks import RATE_TIMES_WIDTH, TASKS
 from examples.mini_farm.compare import difference, standard_error
 from examples.mini_farm.report import machine
 
@@ -30,14 +29,21 @@ OURS, OLD, GRPO, TRL = "these defaults", "the defaults before", "GRPO", f"TRL {t
 ROWS = (OURS, OLD, GRPO, TRL)
 LORA = "these defaults, LoRA"
 """For a recipe's picture alone, on mini_farm: the critic is a second adapter, and the rate five times the rule's."""
-PROGRAMS = (
-    "GRPO has the settings of its paper: one optimizer step on each rollout, where PPO takes four, and a KL of weight "
-    "0.04 in the loss. It gets 8 responses a prompt instead of 64, or a rollout would have two prompts at most. TRL "
-    "has no environments. Its curves start from the same policies, and are measured by this package."
+INTRODUCTION = f"""\
+Nothing is set but sizes, and the learning rate by one rule for all: {RATE_TIMES_WIDTH} divided by the model's width.
+
+GRPO has the settings of its paper: one optimizer step on each rollout, where PPO takes four, and a KL of weight 0.04 in
+the loss. It gets 8 responses a prompt instead of 64, or a rollout would have two prompts at most. TRL has no
+environments. Its curves start from the same policies, and are measured by this package."""
+SAME_TIME = (
+    "When the fastest program of the task and seed has ended. The others are read earlier, not planned shorter: their "
+    "learning rates have not fallen yet."
 )
 LEADS = f"By how much {OURS} are ahead, with the standard error of the difference:"
 Scores = Mapping[str, Mapping[str, Sequence[float]]]
 """By task and row, one number for each seed."""
+Pairs = Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]]
+"""By other row and task, the numbers of `OURS` and those of that row."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +100,11 @@ def score_at(curve: Sequence[Sequence[float]], seconds: float) -> float:
     return curve[-1][2]
 
 
-def scores(runs: Sequence[Run], *, same_time: bool) -> Scores:
-    """Returns the scores at equal samples or, with `same_time`, when the fastest program of task and seed has ended."""
+def scores(runs: Sequence[Run], *, same_time: bool, rows: Sequence[str] = ROWS) -> Scores:
+    """Returns the scores of `rows` at equal samples or, with `same_time`, when the fastest of them has ended."""
     found: dict[str, dict[str, list[float]]] = {task: {} for task in TASKS}
     ends: dict[tuple[str, int], float] = {}
-    compared = [run for run in runs if run["row"] in ROWS]
+    compared = [run for run in runs if run["row"] in rows]
     for run in compared:
         key = run["task"], run["seed"]
         ends[key] = min(ends.get(key, math.inf), run["processor_seconds"])
@@ -122,29 +128,33 @@ def _cell(numbers: Sequence[float]) -> str:
     return f"{fmean(numbers):.2f} ± {stdev(numbers) / len(numbers) ** 0.5:.2f}" if len(numbers) > 1 else ""
 
 
-def leads(found: Scores) -> str:
+def pairs(runs: Sequence[Run], *, same_time: bool) -> Pairs:
+    """Returns the scores of `OURS` and of each other program, with `same_time` when the faster of the two has ended."""
+    found: dict[str, dict[str, tuple[Sequence[float], Sequence[float]]]] = {}
+    for row in ROWS[1:]:
+        both = scores(runs, same_time=same_time, rows=(OURS, row))
+        found[row] = {
+            task: (of[OURS], of[row]) for task, of in both.items() if min(len(of.get(r, ())) for r in (OURS, row)) > 1
+        }
+    return found
+
+
+def leads(found: Pairs) -> str:
     """Returns by how much `OURS` is ahead of each other program, with the standard error of the difference."""
-    lines = [f"| | {' | '.join(ROWS[1:])} |", "|---" * len(ROWS) + "|"]
-    for task, rows in found.items():
-        others = (rows.get(row, ()) for row in ROWS[1:])
-        ours = rows.get(OURS, ())
-        cells = [difference(ours, other) if min(len(ours), len(other)) > 1 else "" for other in others]
+    lines = [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    for task in TASKS:
+        cells = [difference(*of[task]) if task in of else "" for of in found.values()]
         lines.append(f"| {TASKS[task].title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def verdict(found: Scores) -> str:
+def verdict(found: Pairs) -> str:
     """Returns on how many tasks `OURS` is ahead of each other program by more than two standard errors of the
     difference, and on which it is behind by more than one.
     """
     lines = []
-    for row in ROWS[1:]:
-        pairs = {task: (rows.get(OURS, ()), rows.get(row, ())) for task, rows in found.items()}
-        errors = {
-            task: (fmean(ours) - fmean(other), standard_error(ours, other))
-            for task, (ours, other) in pairs.items()
-            if min(len(ours), len(other)) > 1
-        }
+    for row, of in found.items():
+        errors = {task: (fmean(ours) - fmean(other), standard_error(ours, other)) for task, (ours, other) in of.items()}
         ahead = sum(lead > 2 * error for lead, error in errors.values())
         behind = [TASKS[task].title for task, (lead, error) in errors.items() if lead < -error]
         lines.append(
@@ -168,13 +178,15 @@ def spent(runs: Sequence[Run]) -> str:
 
 def page(runs: Sequence[Run]) -> str:
     """Returns the tables of all runs."""
-    samples, time = scores(runs, same_time=False), scores(runs, same_time=True)
+    tables = {same_time: table(scores(runs, same_time=same_time), runs) for same_time in (False, True)}
+    samples, time = pairs(runs, same_time=False), pairs(runs, same_time=True)
     return (
         "# Defaults compared\n\n"
         f"Written by `python -m examples.defaults.compare`: seeds {', '.join(map(str, SEEDS))} on data of seed "
-        f"{DATA_SEED}, means and their standard errors, on {machine()}. {__doc__.split(chr(10) * 2)[1]}\n\n{PROGRAMS}\n"
-        f"\n## At equal samples\n\n{table(samples, runs)}\n\n{LEADS}\n\n{leads(samples)}\n\n{verdict(samples)}\n"
-        f"\n## At equal processor time\n\n{table(time, runs)}\n\n{LEADS}\n\n{leads(time)}\n\n{verdict(time)}\n"
+        f"{DATA_SEED}, means and their standard errors, on {machine()}. {INTRODUCTION}\n"
+        f"\n## At equal samples\n\n{tables[False]}\n\n{LEADS}\n\n{leads(samples)}\n\n{verdict(samples)}\n"
+        f"\n## At equal processor time\n\n{SAME_TIME}\n\n{tables[True]}\n\n"
+        f"{LEADS[:-1]}, when the faster of the two has ended:\n\n{leads(time)}\n\n{verdict(time)}\n"
         f"\n## What the runs took\n\n{spent(runs)}\n"
     )
 

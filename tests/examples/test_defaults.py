@@ -106,11 +106,14 @@ def test_programs_are_compared_when_the_fastest_has_ended():
     assert f"| {chain}: right (%) | 0.00 | 9.00 ± 1.00 | 6.00 ± 1.00 |  |  |" in page
     assert f"| {chain} | +3.00 ± 1.41 |  |  |" in page and f"| {chain} | -1.00 ± 1.41 |  |  |" in page
     assert f"| {chain} | {compare.OLD} | 10 | 1.0 | 5.00 |" in page
-    ahead, behind = "- Of the defaults before: ahead by more than two standard errors on", "behind by more than one on"
+    ahead, behind = f"- Of {compare.OLD}: ahead by more than two standard errors on", "behind by more than one on"
     assert f"{ahead} 1 of 1 tasks, {behind} none." in page and f"{ahead} 0 of 1 tasks, {behind} none." in page
-    assert f"{ahead} 0 of 1 tasks, {behind} {chain}." in compare.verdict(
-        {"chain": {compare.OURS: [1.0, 2.0], compare.OLD: [3.0, 4.0]}}
-    )
+    worse = {compare.OLD: {"chain": ([1.0, 2.0], [3.0, 4.0])}}
+    assert f"{ahead} 0 of 1 tasks, {behind} {chain}." in compare.verdict(worse)
+    # A third program that ends earlier moves the table, but not how the two stand to each other.
+    third = [run(compare.GRPO, seed, 5.0, [0, 1, 1]) for seed in (1, 2)]
+    assert compare.scores([*runs, *third], same_time=True)["chain"][compare.OURS] == [2, 3]
+    assert compare.pairs([*runs, *third], same_time=True)[compare.OLD] == {"chain": ([4, 6], [5, 7])}
 
 
 def test_between_two_evaluations_a_score_is_on_a_straight_line():

@@ -249,6 +249,28 @@ def test_a_conversation_is_tokenised_by_the_chat_template():
     assert preferences(Dataset.from_list([row | as_messages]), tokenizer, pair_arguments())[0] == pair
 
 
+@pytest.mark.parametrize("column", [{}, {"prompt": "w10"}])
+def test_pairs_of_whole_conversations_begin_with_their_prompt(column):
+    """As in TRL's datasets, and in UltraFeedback, which repeats it as text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    same, chosen, rejected = ([{"role": role, "content": word} for role, word in turns] for turns in (
+        [("user", "w10"), ("assistant", "w11"), ("user", "w12")], [("assistant", "w20")], [("assistant", "w30")]
+    ))  # fmt: skip
+    whole = Dataset.from_list([{**column, "chosen": same + chosen, "rejected": same + rejected}] * 2)
+    split = reward_model.with_prompts(whole, "prompt")
+    assert split[1] == {"prompt": same, "chosen": chosen, "rejected": rejected}
+    assert preferences(split, tokenizer, pair_arguments())[1]["rejected"] == [10, 11, 12, 30]
+    # Equal answers stay answers, and what has a prompt already is left alone.
+    equal = Dataset.from_list([{"chosen": same[:2], "rejected": same[:2]}])
+    assert reward_model.with_prompts(equal, "prompt")[0] == {
+        "prompt": same[:1],
+        "chosen": same[1:2],
+        "rejected": same[1:2],
+    }
+    assert reward_model.with_prompts(split, "prompt") is split
+
+
 def test_unusable_pairs_are_named():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list(pairs(tokenizer, 1))
