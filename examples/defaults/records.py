@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,21 @@ def outcome(module: str, root: Path, asked: Run) -> Run:
 
 
 def fill(record: Path, asked: Sequence[Run], make: Callable[[Run], Run], *, jobs: int) -> list[Run]:
-    """Makes the runs of `asked` that `record` lacks, `jobs` at once, each recorded when it ends, and returns all."""
+    """Makes the runs of `asked` that `record` lacks, `jobs` at once, each recorded when it ends, and returns all.
+
+    When a run fails, the others are made first.
+    """
+    failed: Future[Run] | None = None
     with ThreadPoolExecutor(jobs) as pool:
         started = {pool.submit(make, run): run for run in missing(asked, recorded(record))}
         for ended in as_completed(started):
+            if ended.exception():
+                failed = ended
+                continue
             run = {**started[ended], **ended.result()}
             with record.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(run) + "\n")
             print(run, flush=True)
+    if failed:
+        failed.result()
     return recorded(record)

@@ -18,7 +18,7 @@ BEFORE: Settings = {
     "kl_loss_coef": 0.0,
     "lr_scheduler_type": "constant",
 }
-"""The defaults before, as far as they differ from today's."""
+"""The defaults before, where a row or today's default differs."""
 _CRITIC: Settings = {**BEFORE, "critic_epochs": 4, CRITIC_RATE: 3, "cliprange_value": None}
 """Values that are clipped by a fixed number would depend on the scale of the reward."""
 _KL_LOSS: Settings = {"kl_coef": 0.0, "kl_loss_type": "k3"}

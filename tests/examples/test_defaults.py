@@ -81,7 +81,29 @@ def test_runs_that_a_record_has_are_not_made_again(tmp_path):
     assert recorded(record) == runs
     page = search.page(runs)
     assert "| the defaults before | 2.00 | 2.00 | 2.00 |  | 10800 |" in page
-    assert "3 runs, 3.0 processor hours" in page
+    assert "3 runs took 3.0 processor hours" in page
+
+
+def test_seconds_of_a_row_are_those_of_one_seed():
+    tries = ((search.OLD, 11, 1.0), (search.OLD, 12, 2.0), (search.CRITIC, 11, 3.0))
+    runs = [{"row": row, "task": "mini_farm", "seed": seed, "after": after, "kl": 0.0, "processor_seconds": 10.0 * seed}
+            for row, seed, after in tries]  # fmt: skip
+    page = search.page(runs)
+    assert f"| {search.OLD} | 1.50 (1.00, 2.00) |  |  |  | 115 |" in page
+    assert f'"{search.CRITIC}" is ahead of "{search.OLD}" in 1 of 1 pairs' in page and ": +1.50 on mini_farm." in page
+
+
+def test_a_failed_run_loses_no_other(tmp_path):
+    record, asked = tmp_path / "runs.jsonl", search.asked()[:3]
+
+    def make(run):
+        if run == asked[0]:
+            raise RuntimeError("no memory")
+        return {"before": 1.0, "after": 2.0, "kl": 0.5, "processor_seconds": 1.0}
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fill(record, asked, make, jobs=1)
+    assert [run["task"] for run in recorded(record)] == [run["task"] for run in asked[1:]]
 
 
 def test_a_failed_run_says_how_it_ended():
@@ -106,7 +128,7 @@ def test_programs_are_compared_when_the_fastest_has_ended():
     assert f"| {chain}: right (%) | 0.00 | 9.00 ± 1.00 | 6.00 ± 1.00 |  |  |" in page
     assert f"| {chain} | +3.00 ± 1.41 |  |  |" in page and f"| {chain} | -1.00 ± 1.41 |  |  |" in page
     assert f"| {chain} | {compare.OLD} | 10 | 1.0 | 5.00 |" in page
-    ahead, behind = f"- Of {compare.OLD}: ahead by more than two standard errors on", "behind by more than one on"
+    ahead, behind = f"- Ahead of {compare.OLD} by more than two standard errors on", "behind by more than one on"
     assert f"{ahead} 1 of 1 tasks, {behind} none." in page and f"{ahead} 0 of 1 tasks, {behind} none." in page
     worse = {compare.OLD: {"chain": ([1.0, 2.0], [3.0, 4.0])}}
     assert f"{ahead} 0 of 1 tasks, {behind} {chain}." in compare.verdict(worse)
