@@ -15,7 +15,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
-    "config": 1484,
+    "config": 1497,
     "trainer": 1508,
     "models": 1436,
     "ppo": 1471,
@@ -32,8 +32,8 @@ BUDGET = {
     "data": 584,
     "adapters": 424,
     "migrate": 349,
-    "report": 322,
-    "doctor": 372,
+    "report": 324,
+    "doctor": 373,
     "evaluation": 249,
     "supervised": 218,
     "presets": 6,

@@ -1,10 +1,14 @@
-"""Which commit a folder is at, and which one the installed package is of. Imports no library."""
+"""Which commit a folder is at, which one the installed package is of, and where a browser shows it. Imports no
+library.
+"""
 
 import importlib.metadata
 import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 _ROOT = Path(__file__).parents[2]
 
@@ -13,13 +17,7 @@ def git_commit(folder: Path) -> str | None:
     """The commit of the repository around `folder`, with -dirty after it if files that it tracks have changed since;
     None without a commit or git, and if git takes longer than five seconds.
     """
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    # Without the variable, git may write to the repository's index.
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5, env=environment).decode().strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def package_commit() -> str | None:
@@ -29,9 +27,38 @@ def package_commit() -> str | None:
     # A virtual environment may lie in another project's repository.
     if (_ROOT / ".git").exists():
         return git_commit(_ROOT)
+    commit: str | None = _installed().get("vcs_info", {}).get("commit_id")
+    return commit
+
+
+def package_pages() -> str | None:
+    """The address under which a browser finds this package's files: of the commit that pip installed from a
+    repository's URL, or of the repository that the clone came from; None if neither is on the web.
+    """
+    if (_ROOT / ".git").exists():
+        url, commit = _git(_ROOT, "remote", "get-url", "origin"), "HEAD"
+    else:
+        url, commit = _installed().get("url"), package_commit()
+    parts = urlsplit(url or "")
+    if parts.scheme != "https" or not commit:
+        return None
+    # The part before an @ may be a password.
+    return f"https://{parts.netloc.rpartition('@')[2]}{parts.path.removesuffix('.git')}/blob/{commit}/"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Without the variable, git may write to the repository's index.
+    options: Any = {"stderr": subprocess.DEVNULL, "timeout": 5, "env": {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}}
+    try:
+        return subprocess.check_output(["git", "-C", str(folder), *arguments], **options).decode().strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _installed() -> dict[str, Any]:
+    """What pip recorded of where it installed the package from."""
     try:
         recorded = importlib.metadata.distribution("alpaca_ppo").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
-        return None
-    commit: str | None = json.loads(recorded or "{}").get("vcs_info", {}).get("commit_id")
-    return commit
+        return {}
+    return dict(json.loads(recorded or "{}"))

@@ -13,6 +13,7 @@ from typing import Any
 
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.fields import options_of
+from alpaca_ppo.config.git_state import package_pages
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.doctor.examination import read_lines
@@ -65,6 +66,7 @@ def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
         "tokens": answers.tokens,
         "left_out": answers.left_out,
         "of_one_run": sorted(OF_ONE_RUN),
+        "pages": package_pages(),
         "defaults": {name: plain(option.default) for of in OPTIONS for name, option in options_of(of).items()},
     }
 

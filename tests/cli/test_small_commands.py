@@ -42,9 +42,10 @@ def test_a_clone_has_its_commit_and_an_installed_package_the_one_that_pip_record
     installed = SimpleNamespace(read_text=lambda name: json.dumps(recorded) if name == "direct_url.json" else None)
     monkeypatch.setattr(git_state.importlib.metadata, "distribution", lambda name: installed)
     assert git_state.package_commit() == "c" * 40
+    assert git_state.package_pages() == f"https://host/alpaca_ppo/blob/{'c' * 40}/"
     # From a folder, or an index, which writes no such file.
     recorded = {"url": "file:///somewhere", "dir_info": {}}
-    assert git_state.package_commit() is None
+    assert git_state.package_commit() is git_state.package_pages() is None
     installed.read_text = lambda name: None
     assert git_state.package_commit() is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -52,7 +53,9 @@ def test_a_clone_has_its_commit_and_an_installed_package_the_one_that_pip_record
     for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    assert git_state.package_commit() == commit
+    assert git_state.package_commit() == commit and git_state.package_pages() is None
+    subprocess.run([*git, "remote", "add", "origin", "https://me:secret@host/a/alpaca_ppo.git"], check=True)
+    assert git_state.package_pages() == "https://host/a/alpaca_ppo/blob/HEAD/"
     (tmp_path / "file").write_text("2")
     assert git_state.package_commit() == f"{commit}-dirty"
     shutil.rmtree(tmp_path / ".git")

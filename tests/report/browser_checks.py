@@ -57,7 +57,12 @@ def reports(tmp_path_factory):
         "bare": [make_run(folder / "bare", steps=1)],
         "worse": [make_worse_run(folder / "worse")],
     }
-    return {name: write_report(read_runs(of), folder / f"{name}.html", token_mb=5) for name, of in runs.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("alpaca_ppo.report.page.package_pages", lambda: None)
+        paths = {name: write_report(read_runs(of), folder / f"{name}.html", token_mb=5) for name, of in runs.items()}
+        patch.setattr("alpaca_ppo.report.page.package_pages", lambda: "https://host/blob/c/")
+        paths["linked"] = write_report(read_runs(runs["worse"]), folder / "linked.html")
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +145,16 @@ def test_the_overview_begins_with_findings_and_ends(opened):
     assert page.locator(".essential figcaption b").all_inner_texts()[:2] == ["Reward", "KL to the reference"]
     assert "= model; mean score" in text_of(page, ".essential [data-metric='objective/scores'] figcaption")
     assert text_of(page, ".frontier option:checked") == "Reward: gold"
+
+
+def test_a_finding_links_the_page_that_mends_it_where_its_address_is_known(opened):
+    page = opened("worse")
+    assert "Remedy: stop; see docs/troubleshooting.md#a-heading" in text_of(page, ".finding")
+    assert page.locator(".finding a").count() == 0
+    page = opened("linked")
+    assert "Remedy: stop; see docs/troubleshooting.md#a-heading" in text_of(page, ".finding")
+    link = "https://host/blob/c/docs/troubleshooting.md#a-heading"
+    assert page.locator(".finding a").evaluate("link => link.href") == link
 
 
 def test_the_step_of_the_final_models_is_marked_and_that_they_are_worse_is_said(opened):

@@ -99,7 +99,7 @@ def make_worse_run(path: Path) -> Path:
     write_lines(path / "metrics.jsonl", [{"step": 0, "eval/scores": 5.0}, *steps])
     write_lines(path / "final/step.json", [{"step": 2, "trained_steps": 20, "metric": "eval/scores", "value": 3.0}])
     finding = {"step": 2, "rule": "eval_falling", "severity": "error", "sentence": "worse: 5 -> 3"}
-    write_lines(path / "findings.jsonl", [finding | {"remedy": "read it"}])
+    write_lines(path / "findings.jsonl", [finding | {"remedy": "stop; see docs/troubleshooting.md#a-heading"}])
     return path
 
 

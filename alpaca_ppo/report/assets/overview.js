@@ -55,6 +55,12 @@ function overview() {
 
 const SIGNS = { error: "✖ error", warning: "▲ warning" };
 
+// The text, with its page of the documentation at the end as a link where the report knows the address.
+function linked(text) {
+  const [said, page] = text.split(/(?=docs\/\S+$)/);
+  return DATA.pages && page ? [said, el("a", { href: DATA.pages + page }, page)] : text;
+}
+
 function findings() {
   const all = RUNS.flatMap((run, i) => (view.hidden.has(i) ? [] : run.findings.map((finding) => ({ run, finding }))));
   const order = Object.keys(SIGNS);
@@ -63,6 +69,6 @@ function findings() {
     all.length ? all.map(({ run, finding }) => el("details", { class: `finding ${finding.severity}`, open: true },
       el("summary", {}, el("span", { class: "sign" }, SIGNS[finding.severity]), ` ${finding.sentence}`,
         el("span", { class: "where" }, ` step ${exact(finding.step)}${RUNS.length > 1 ? `, ${run.name}` : ""}`)),
-      el("p", {}, el("b", {}, "Remedy: "), finding.remedy)))
+      el("p", {}, el("b", {}, "Remedy: "), linked(finding.remedy))))
       : el("p", { class: "empty" }, "No findings."));
 }
