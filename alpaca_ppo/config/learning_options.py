@@ -121,8 +121,8 @@ class LearningOptions(RunOptions):
     kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)
     """KL estimator in the reward."""
     kl_controller: Literal["fixed", "proportional", "horizon", "scaled"] = argument("scaled", needs=_KL_IN_REWARD)
-    """scaled multiplies kl_coef by the standard deviation of the scores over the run so far, so that it suits a reward
-    of any scale; fixed leaves it; proportional (AlpacaFarm) and horizon (arXiv:1909.08593) follow the observed KL."""
+    """scaled multiplies kl_coef by the standard deviation of a step's scores, on average so far, so that it suits a
+    reward of any scale; fixed leaves it; proportional (AlpacaFarm) and horizon (arXiv:1909.08593) follow the KL."""
     target_kl: float = argument(6.0, gt=0, needs=when("kl_controller", "proportional", "horizon"))
     """Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop."""
     kl_horizon: int = argument(10000, ge=1, needs=when("kl_controller", "horizon"))

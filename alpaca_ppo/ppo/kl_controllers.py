@@ -16,8 +16,8 @@ class KLController:
     With e = clip(kl / target_kl - 1, -0.2, 0.2), an update multiplies it by 1 (`fixed`), by 1 + k_beta * e
     (`proportional`: AlpacaFarm's, for any number of sequences), or by 1 + e * num_sequences / horizon (`horizon`:
     Ziegler et al., arXiv:1909.08593, section 2.2). `scaled` sets it to kl_coef * sqrt(the mean of scores_std ** 2 over
-    the updates so far), so that rewards times c give shaped rewards times c from the first step after which it is set.
-    Until scores have differed it stays at kl_coef, or nothing would hold a policy that waits for its first success.
+    the updates so far whose scores differed), so that rewards times c then give shaped rewards times c. Until scores
+    have differed it stays at kl_coef, or nothing would hold a policy that waits for its first success.
 
     Args:
         kind: `fixed`, `proportional`, `horizon` or `scaled`; settings that it does not use are ignored.
@@ -41,7 +41,7 @@ class KLController:
             kl: mean over all sequences of the KL summed over a sequence's tokens, in nats.
             num_sequences: number of those sequences.
             scores_std: standard deviation of their scores, of the population (`objective/scores_std` has no Bessel's
-                correction); `scaled` ignores the step if it is not finite.
+                correction); `scaled` ignores the step if it is 0 or not finite.
         """
         assert math.isfinite(kl), "_shape_reward's KL is checked (hook_checks)"
         error = min(max(kl / self._target_kl - 1, -ERROR_LIMIT), ERROR_LIMIT)
@@ -50,10 +50,10 @@ class KLController:
         elif self._kind == "horizon":
             assert num_sequences * ERROR_LIMIT < self._horizon, "the configuration's check of kl_horizon"
             self.value *= 1 + error * num_sequences / self._horizon
-        elif self._kind == "scaled" and math.isfinite(scores_std):
+        elif self._kind == "scaled" and 0 < scores_std < math.inf:
             self._num_variances += 1
             self._variance += (scores_std * scores_std - self._variance) / self._num_variances
-            self.value = self._kl_coef * (math.sqrt(self._variance) or 1.0)
+            self.value = self._kl_coef * math.sqrt(self._variance)
 
     def state_dict(self) -> dict[str, float]:
         """The value and what `scaled` has seen, for `load_state_dict`."""

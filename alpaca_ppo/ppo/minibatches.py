@@ -140,9 +140,9 @@ class UpdateStep(NamedTuple):
     """Seeds its random numbers."""
 
 
-def optimizer_steps(rows: int, step_batch_size: int, ppo_epochs: int) -> int:
-    """Returns the optimizer steps of a rollout of `rows` responses: ppo_epochs * ceil(rows / step_batch_size)."""
-    return ppo_epochs * -(-rows // step_batch_size)
+def optimizer_steps(rows: int, step_batch_size: int, passes: int) -> int:
+    """Returns the optimizer steps of a rollout of `rows` responses: passes * ceil(rows / step_batch_size)."""
+    return passes * -(-rows // step_batch_size)
 
 
 def step_counts(rows: int, args: PPOConfig, *, critic_only: bool) -> StepCounts:

@@ -1,4 +1,4 @@
-"""Presets: the published defaults of other implementations and settings of papers as YAML files, for `--config <name>`.
+"""Presets: the published defaults of other implementations and settings of papers as YAML files, for `--preset <name>`.
 
 They set the algorithm and the batch sizes, where those differ from the defaults, each option with the reason beside it.
 Models, rewards and most of the data stay for the user to name.

@@ -36,8 +36,8 @@ def next_kl_coef(coef: float, kl: Rows, config: Mapping[str, Any], scores: list[
     if config["kl_controller"] == "scaled":
         # The trainer takes the standard deviations in float32.
         deviations = [float(torch.tensor(pvariance(of_step), dtype=torch.float32).sqrt()) for of_step in scores]
-        spread = math.sqrt(sum(std**2 for std in deviations) / len(deviations))
-        return config["kl_coef"] * (spread if spread > 0 else 1)
+        squares = [std**2 for std in deviations if std > 0]
+        return config["kl_coef"] * (math.sqrt(sum(squares) / len(squares)) if squares else 1)
     observed = sum(float(row.sum()) for row in kl) / len(kl)
     error = min(max(observed / config["target_kl"] - 1, -0.2), 0.2)
     if config["kl_controller"] == "proportional":

@@ -27,22 +27,21 @@ def test_the_horizon_controller_by_hand():
 
 
 def test_the_scaled_controller_by_hand():
-    # sqrt(9 / 1) = 3; sqrt((9 + 41) / 2) = 5; no finite spread: no change; sqrt(50 / 3) = 4.0824829
+    # sqrt(9 / 1) = 3; sqrt((9 + 41) / 2) = 5; no finite spread: no change; sqrt((50 + 49) / 3) = 5.7445626
     controller, values = KLController("scaled", kl_coef=0.2, target_kl=6.0), []
-    for std in (3.0, 41**0.5, float("nan"), float("inf"), 0.0):
+    for std in (3.0, 41**0.5, float("nan"), float("inf"), 7.0):
         controller.update(1000.0, num_sequences=64, scores_std=std)
         values.append(controller.value)
     controller.update(1000.0, num_sequences=64)
-    assert [*values, controller.value] == pytest.approx([0.6, 1.0, 1.0, 1.0, 0.81649658, 0.81649658], abs=1e-8)
+    assert [*values, controller.value] == pytest.approx([0.6, 1.0, 1.0, 1.0, 1.14891253, 1.14891253], abs=1e-8)
 
 
-def test_the_scaled_controller_keeps_kl_coef_until_scores_differ():
-    # Then the equal ones count too: sqrt((0 + 0 + 9) / 3) = 1.7320508; sqrt(9 / 4) = 1.5
+def test_the_scaled_controller_counts_only_steps_whose_scores_differ():
     controller, values = KLController("scaled", kl_coef=0.2, target_kl=6.0), []
     for std in (0.0, 0.0, 3.0, 0.0):
         controller.update(1000.0, num_sequences=64, scores_std=std)
         values.append(controller.value)
-    assert values == pytest.approx([0.2, 0.2, 0.34641016, 0.3], abs=1e-8)
+    assert values == pytest.approx([0.2, 0.2, 0.6, 0.6], abs=1e-8)
 
 
 @pytest.mark.parametrize("kind", ["proportional", "horizon"])
