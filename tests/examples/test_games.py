@@ -12,13 +12,14 @@ from alpaca_ppo.config.parser import parse_args, read_yaml
 from alpaca_ppo.environments.conversation import Conversation, tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import EnvironmentKind
 from alpaca_ppo.environments.tool_calls import ToolCall, find_json_calls
-from examples.games import calculator, guessing, pipeline, row, table, train
+from examples.games import calculator, guessing, pipeline, row, train
 from examples.games.base import calculator_tokenizer, guessing_tokenizer
 from examples.games.calculator import Calculator
 from examples.games.guessing import Guess, GuessByTurn, optimal_turns
 from examples.games.notes import NOTES
 from examples.games.pipeline import PRESETS, flags_of
 from examples.games.rows import BEST, ROWS, Sizes, settings_of
+from examples.games.table import REPORT
 
 pytestmark = pytest.mark.proof
 
@@ -173,4 +174,4 @@ def test_a_run_of_each_game_in_miniature(tmp_path, in_process, capsys):
 
 
 def test_the_notes_stand_in_the_report():
-    assert table.REPORT.read_text("utf-8").endswith(f"\n\n{NOTES}")
+    assert REPORT.read_text("utf-8").endswith(f"\n\n{NOTES}")
