@@ -16,10 +16,8 @@ from examples.games import calculator, guessing, pipeline, row, train
 from examples.games.base import calculator_tokenizer, guessing_tokenizer
 from examples.games.calculator import Calculator
 from examples.games.guessing import Guess, GuessByTurn, optimal_turns
-from examples.games.notes import NOTES
 from examples.games.pipeline import PRESETS, flags_of
 from examples.games.rows import BEST, ROWS, Sizes, settings_of
-from examples.games.table import REPORT
 
 pytestmark = pytest.mark.proof
 
@@ -171,7 +169,3 @@ def test_a_run_of_each_game_in_miniature(tmp_path, in_process, capsys):
     chosen = (tmp_path / "calculator/best_games_seed_1/demonstrations.jsonl").read_text().splitlines()
     assert len(chosen) == 64 // 8
     assert f"{BEST}, seed 1: right answers (%) 0.0" in capsys.readouterr().out
-
-
-def test_the_notes_stand_in_the_report():
-    assert REPORT.read_text("utf-8").endswith(f"\n\n{NOTES}")

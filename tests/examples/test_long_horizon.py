@@ -11,12 +11,10 @@ from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.parser import read_yaml
 from examples.long_horizon import pipeline
 from examples.long_horizon.base import build_tokenizer
-from examples.long_horizon.notes import NOTES
 from examples.long_horizon.other_rewards import true_marks
 from examples.long_horizon.pipeline import Experiment, HorizonArguments, flags_of
 from examples.long_horizon.results import outcome_of
 from examples.long_horizon.rows import ROWS, Sizes, settings_of
-from examples.long_horizon.table import REPORT
 from examples.long_horizon.task import (
     FORMS,
     PLURALS,
@@ -157,7 +155,3 @@ def test_the_outcome_of_a_run_is_read_from_its_metrics_and_its_held_out_texts(tm
     assert (outcome.right_before, outcome.right, outcome.mean_right) == pytest.approx((60, 80, 70))
     assert (outcome.kl, outcome.explained_variance, outcome.seconds, outcome.seconds_per_step) == (3.0, 0.4, 4.0, 2.0)
     assert outcome.tokens == 214
-
-
-def test_the_notes_stand_in_the_report():
-    assert REPORT.read_text("utf-8").endswith(f"\n\n{NOTES}")
