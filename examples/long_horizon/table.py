@@ -7,6 +7,7 @@ from statistics import fmean
 
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.parser import parse_args
+from examples.long_horizon.notes import NOTES
 from examples.long_horizon.other_rewards import SHARE_TO_PASS
 from examples.long_horizon.pipeline import Experiment, HorizonArguments
 from examples.long_horizon.plots import plot_rows
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
         f"{table_of_others(outcomes)}\n\n"
         f"Made on {machine()}. Explained variance: mean over the last quarter of the steps. Seconds: rollouts, scoring "
         "and updates, on a machine whose speed varies.\n\n"
-        "![Right steps by PPO step, and by KL](results.png)\n"
+        f"![Right steps by PPO step, and by KL](results.png)\n\n{NOTES}"
     )
     write_text_atomically(report, text)
     print(f"\n{text}\nWritten: {report}")

@@ -1,4 +1,4 @@
-"""Every relative link leads to a file and a heading, every file that a page names is there, and cells are short."""
+"""Every relative link leads to a file and heading, every file that a page names is there; cells and pages are short."""
 
 import re
 from pathlib import Path
@@ -103,3 +103,11 @@ def test_a_cell_of_a_table_has_at_most_fifteen_words():
         if len(cell.split()) > 15
     ]
     assert not long, "\n".join(long)
+
+
+def test_all_pages_together_have_at_most_36000_words():
+    # docs/configuration.md is written from the options.
+    counts = {named(page): len(page.read_text("utf-8").split()) for page in pages()}
+    del counts["docs/configuration.md"]
+    longest = sorted(counts.items(), key=lambda item: -item[1])
+    assert sum(counts.values()) <= 36_000, f"{sum(counts.values())} words, in {longest}"
