@@ -6,13 +6,12 @@ from pathlib import Path
 
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.parser import parse_args
-from examples.games.notes import NOTES
 from examples.games.pipeline import Experiment, GamesArguments
 from examples.games.plots import plot_games
 from examples.games.results import Outcome, margin, outcome_of, reading, table
 from examples.games.rows import GROUP, MAIN, ROWS
 from examples.games.transcripts import transcripts
-from examples.mini_farm.report import machine
+from examples.mini_farm.report import machine, notes_of
 
 REPORT = Path(__file__).with_name("RESULTS.md")
 TITLES = {"guessing": "A number to be guessed", "calculator": "Sums with a calculator"}
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, list[Outcome]
         "afterwards: they are no way to play.\n\n"
         "![Turns of a game and right answers, by games played](results.png)\n\n"
         + "\n\n".join(sections)
-        + f"\n\nMade on {machine()}, one thread, a machine whose speed varies.\n\n{NOTES}"
+        + f"\n\nMade on {machine()}, one thread, a machine whose speed varies.\n{notes_of(report)}"
     )
     write_text_atomically(report, text)
     print(f"\n{text}\nWritten: {report}")

@@ -7,13 +7,12 @@ from statistics import fmean
 
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.parser import parse_args
-from examples.long_horizon.notes import NOTES
 from examples.long_horizon.other_rewards import SHARE_TO_PASS
 from examples.long_horizon.pipeline import Experiment, HorizonArguments
 from examples.long_horizon.plots import plot_rows
 from examples.long_horizon.results import Outcome, outcome_of, reading, table, table_of_others
 from examples.long_horizon.rows import MAIN, OTHERS, ROWS, VAPO
-from examples.mini_farm.report import machine
+from examples.mini_farm.report import machine, notes_of
 
 REPORT = Path(__file__).with_name("RESULTS.md")
 
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[Outcome]]:
         f"{table_of_others(outcomes)}\n\n"
         f"Made on {machine()}. Explained variance: mean over the last quarter of the steps. Seconds: rollouts, scoring "
         "and updates, on a machine whose speed varies.\n\n"
-        f"![Right steps by PPO step, and by KL](results.png)\n\n{NOTES}"
+        f"![Right steps by PPO step, and by KL](results.png)\n{notes_of(report)}"
     )
     write_text_atomically(report, text)
     print(f"\n{text}\nWritten: {report}")

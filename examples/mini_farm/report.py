@@ -12,6 +12,7 @@ REPORT = Path(__file__).with_name("RESULTS.md")
 TITLE = "# Results of the laptop laboratory"
 SECTIONS = ("Three seeds", "Over-optimisation", "Algorithms compared", "LoRA", "Against TRL")
 """In the order of the report."""
+NOTES = "\n## What it means\n"
 
 
 def write_section(report: Path, title: str, text: str, figure: Path | None = None) -> None:
@@ -34,6 +35,15 @@ def machine() -> str:
     """Returns hardware and versions, on which the numbers depend."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {packages}"
+
+
+def notes_of(report: Path) -> str:
+    """Returns what is written by hand at the end of a page that a script writes: from the heading "What it means" on,
+    with the blank line before it; nothing if there is no such page or heading.
+    """
+    text = report.read_text("utf-8") if report.is_file() else ""
+    _, heading, notes = text.partition(NOTES)
+    return heading + notes
 
 
 def _read(report: Path) -> dict[str, str]:

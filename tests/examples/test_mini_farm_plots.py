@@ -1,5 +1,7 @@
 """The laboratory's two figures, and the report that shows them."""
 
+from pathlib import Path
+
 import pytest
 from PIL import Image
 
@@ -80,6 +82,17 @@ def test_sections_of_the_report_are_written_separately_and_stay_in_order(tmp_pat
         f"## {last}\n\nLong.\n\n![{last}](overopt.png)\n"
     )
     assert path.with_name("overopt.png").read_bytes() == b"drawn"
+
+
+@pytest.mark.parametrize("example", ["games", "long_horizon"])
+def test_what_is_written_by_hand_outlives_a_new_table(example, tmp_path):
+    page = tmp_path / "RESULTS.md"
+    assert report.notes_of(page) == ""
+    page.write_text("# Made elsewhere\n")
+    assert report.notes_of(page) == ""
+    text = (Path(report.__file__).parents[1] / example / "RESULTS.md").read_text()
+    page.write_text("# New\n" + report.notes_of(Path(report.__file__).parents[1] / example / "RESULTS.md"))
+    assert page.read_text() == "# New\n\n" + text[text.index("## What it means") :]
 
 
 def outcome(gold, **given):
