@@ -21,7 +21,7 @@ from examples.defaults.records import Run, fill, outcome
 from examples.defaults.rows import BEFORE, Settings, grpo
 from examples.defaults.tasks import RATE_TIMES_WIDTH, TASKS
 from examples.mini_farm.compare import difference, standard_error
-from examples.mini_farm.report import machine
+from examples.mini_farm.report import machine, notes_of
 
 RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
 DATA_SEED, SEEDS, EVALUATIONS = 0, (1, 2, 3, 4, 5), 5
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     runs = fill(record, asked, partial(make, root=root), jobs=arguments.jobs)
     report = Path(arguments.report)
-    write_text_atomically(report, page(runs))
+    write_text_atomically(report, page(runs) + notes_of(report))
     for task in arguments.tasks:
         plot_task(runs, task, ROWS, report.with_name(f"{task}.png"))
     if "mini_farm" in arguments.tasks:

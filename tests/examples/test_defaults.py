@@ -1,6 +1,7 @@
 """The search for defaults: its new task, the options of its rows, and what it takes up again."""
 
 import random
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,9 @@ from examples.defaults.records import fill, outcome, recorded
 from examples.defaults.rows import GIVEN_UP, ROWS, settings_of
 from examples.defaults.tasks import TASKS
 from examples.long_horizon.pipeline import flags_of
+from tests.docs.markdown import ROOT
+
+README = ROOT / "README.md"
 
 
 def test_a_chain_is_right_by_its_last_digit_alone():
@@ -142,3 +146,13 @@ def test_between_two_evaluations_a_score_is_on_a_straight_line():
     # A quarter of the way from 10 to 14 seconds, and after the end.
     assert compare.score_at([(0, 0.0, 1.0), (8, 10.0, 3.0), (16, 14.0, 7.0)], 11.0) == 4.0
     assert compare.score_at([(0, 0.0, 1.0), (8, 10.0, 3.0)], 11.0) == 3.0
+
+
+def test_the_pages_show_the_recorded_runs():
+    runs = recorded(compare.RECORD)
+    samples = compare.table(compare.scores(runs, same_time=False), runs)
+    assert samples in compare.PAGE.read_text("utf-8") and samples in README.read_text("utf-8")
+    for row in (*compare.ROWS, compare.LORA):
+        for task in filter(partial(compare.belongs, row), TASKS):
+            seeds = [run["seed"] for run in runs if (run["row"], run["task"]) == (row, task)]
+            assert sorted(seeds) == list(compare.SEEDS), (row, task)
