@@ -35,10 +35,9 @@ def package_pages() -> str | None:
     """The address under which a browser finds this package's files: of the commit that pip installed from a
     repository's URL, or of the repository that the clone came from; None if neither is on the web.
     """
+    url, commit = _installed().get("url"), package_commit()
     if (_ROOT / ".git").exists():
         url, commit = _git(_ROOT, "remote", "get-url", "origin"), "HEAD"
-    else:
-        url, commit = _installed().get("url"), package_commit()
     parts = urlsplit(url or "")
     if parts.scheme != "https" or not commit:
         return None
@@ -48,9 +47,10 @@ def package_pages() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     # Without the variable, git may write to the repository's index.
-    options: Any = {"stderr": subprocess.DEVNULL, "timeout": 5, "env": {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}}
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        return subprocess.check_output(["git", "-C", str(folder), *arguments], **options).decode().strip()
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5, env=environment).decode().strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -41,7 +41,7 @@ def with_prompts(dataset: Dataset, prompt_column: str) -> Dataset:
     """The pairs, with a prompt of their own where `chosen` and `rejected` are whole conversations: the messages with
     which both begin are moved to `prompt_column`, in place of what it held.
     """
-    first = next(iter(dataset), {}).get(PAIR[0])
+    first: Any = dataset[0].get(PAIR[0]) if len(dataset) else None
     if not well_formed_messages(first) or first[0]["role"] == "assistant":
         return dataset
 
