@@ -35,9 +35,9 @@ def package_pages() -> str | None:
     """The address under which a browser finds this package's files: of the commit that pip installed from a
     repository's URL, or of the repository that the clone came from; None if neither is on the web.
     """
-    url, commit = _installed().get("url"), package_commit()
-    if (_ROOT / ".git").exists():
-        url, commit = _git(_ROOT, "remote", "get-url", "origin"), "HEAD"
+    in_clone = (_ROOT / ".git").exists()
+    url = _git(_ROOT, "remote", "get-url", "origin") if in_clone else _installed().get("url")
+    commit = "HEAD" if in_clone else package_commit()
     parts = urlsplit(url or "")
     if parts.scheme != "https" or not commit:
         return None

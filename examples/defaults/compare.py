@@ -17,7 +17,7 @@ from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
 from examples import trl_virtualenv
 from examples.defaults.plots import plot_task
-from examples.defaults.records import Run, fill, outcome
+from examples.defaults.records import Run, fill, outcome, runs_of
 from examples.defaults.rows import BEFORE, Settings, grpo
 from examples.defaults.tasks import RATE_TIMES_WIDTH, TASKS
 from examples.mini_farm.compare import difference, standard_error
@@ -43,7 +43,7 @@ SAME_TIME = (
     "When the fastest program of the task and seed has ended. The others are read earlier, not planned shorter: their "
     "learning rates have not fallen yet."
 )
-LEADS = f"By how much {OURS} are ahead, with the standard error of the difference:"
+LEADS = f"By how much {OURS} are ahead, with the standard error of the difference"
 Scores = Mapping[str, Mapping[str, Sequence[float]]]
 """By task and row, one number for each seed."""
 Pairs = Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]]
@@ -173,7 +173,7 @@ def spent(runs: Sequence[Run]) -> str:
     lines = ["| | program | processor seconds | KL (nats per response) | worst seed |", "|---" * 5 + "|"]
     for task in TASKS:
         for row in (*ROWS, LORA):
-            if made := [run for run in runs if (run["row"], run["task"]) == (row, task)]:
+            if made := runs_of(runs, row, task):
                 seconds, kl = (fmean(run[name] for run in made) for name in ("processor_seconds", "kl"))
                 worst = min(run["after"] for run in made)
                 lines.append(f"| {TASKS[task].title} | {row} | {seconds:.0f} | {kl:.1f} | {worst:.2f} |")
@@ -189,9 +189,9 @@ def page(runs: Sequence[Run]) -> str:
         "# Defaults compared\n\n"
         f"Written by `python -m examples.defaults.compare`: seeds {', '.join(map(str, SEEDS))} on data of seed "
         f"{DATA_SEED}, means and their standard errors, on {machine()}. {INTRODUCTION}\n"
-        f"\n## At equal samples\n\n{tables[False]}\n\n{LEADS}\n\n{leads(samples)}\n\n{verdict(samples)}\n"
+        f"\n## At equal samples\n\n{tables[False]}\n\n{LEADS}:\n\n{leads(samples)}\n\n{verdict(samples)}\n"
         f"\n## At equal processor time\n\n{SAME_TIME}\n\n{tables[True]}\n\n"
-        f"{LEADS[:-1]}, when the faster of the two has ended:\n\n{leads(time)}\n\n{verdict(time)}\n"
+        f"{LEADS}, when the faster of the two has ended:\n\n{leads(time)}\n\n{verdict(time)}\n"
         f"\n## Without seed 1\n\n{SEEN}\n\n{leads(unseen)}\n\n{verdict(unseen)}\n"
         f"\n## What the runs took\n\n{spent(runs)}\n"
     )

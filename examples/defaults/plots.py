@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 from matplotlib.figure import Figure
 
-from examples.defaults.records import Run
+from examples.defaults.records import Run, runs_of
 from examples.defaults.tasks import TASKS
 
 
@@ -16,7 +16,7 @@ def plot_task(runs: Sequence[Run], task: str, rows: Sequence[str], path: Path) -
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
     for row in rows:
-        curves = [run["curve"] for run in runs if (run["row"], run["task"]) == (row, task)]
+        curves = [run["curve"] for run in runs_of(runs, row, task)]
         if not curves:
             continue
         responses = [point[0] for point in curves[0]]

@@ -18,6 +18,11 @@ def recorded(record: Path) -> list[Run]:
     return [json.loads(line) for line in record.read_text("utf-8").splitlines()] if record.exists() else []
 
 
+def runs_of(runs: Sequence[Run], row: str, task: str) -> list[Run]:
+    """Returns the runs of `row` on `task`."""
+    return [run for run in runs if (run["row"], run["task"]) == (row, task)]
+
+
 def missing(asked: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Returns the runs of `asked` that are not among `runs`."""
     made = {tuple(run[name] for name in KEY) for run in runs}

@@ -14,7 +14,7 @@ from statistics import fmean
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
-from examples.defaults.records import Run, fill, outcome
+from examples.defaults.records import Run, fill, outcome, runs_of
 from examples.defaults.rows import CHOSEN, CRITIC, GIVEN_UP, OLD, ROWS, TWICE, settings_of
 from examples.defaults.tasks import TASKS
 from examples.mini_farm.report import machine
@@ -68,7 +68,7 @@ def page(runs: Sequence[Run]) -> str:
     for row in dict.fromkeys([*ROWS, *(run["row"] for run in runs)]):
         cells, seconds = [], 0.0
         for task in TUNED_ON:
-            if of_task := _of(runs, row, task):
+            if of_task := runs_of(runs, row, task):
                 scores = [run["after"] for run in of_task]
                 each = f" ({', '.join(f'{score:.2f}' for score in scores)})" if len(scores) > 1 else ""
                 cells.append(f"{fmean(scores):.2f}{each}")
@@ -98,21 +98,17 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def _of(runs: Sequence[Run], row: str, task: str) -> list[Run]:
-    return [run for run in runs if (run["row"], run["task"]) == (row, task)]
-
-
 def _leads(runs: Sequence[Run], one: str, other: str) -> str:
     leads = []
     for task in TUNED_ON:
-        first, second = ([run["after"] for run in _of(runs, row, task)] for row in (one, other))
+        first, second = ([run["after"] for run in runs_of(runs, row, task)] for row in (one, other))
         if first and second:
             leads.append(f"{fmean(first) - fmean(second):+.2f} on {task}")
     return ", ".join(leads)
 
 
 def _nats(runs: Sequence[Run], row: str) -> str:
-    nats = [run["kl"] for run in _of(runs, row, "mini_farm")]
+    nats = [run["kl"] for run in runs_of(runs, row, "mini_farm")]
     return f"{fmean(nats):.1f}" if nats else "?"
 
 

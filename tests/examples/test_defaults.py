@@ -8,7 +8,7 @@ import pytest
 from alpaca_ppo import PPOConfig, parse_args
 from examples.defaults import compare, search
 from examples.defaults.chain import QUERY_LEN, RESPONSE_LEN, STEPS, TABLE, Teacher, build_tokenizer, draw_prompt, right
-from examples.defaults.records import fill, outcome, recorded
+from examples.defaults.records import fill, outcome, recorded, runs_of
 from examples.defaults.rows import GIVEN_UP, ROWS, settings_of
 from examples.defaults.tasks import TASKS
 from examples.long_horizon.pipeline import flags_of
@@ -154,5 +154,5 @@ def test_the_pages_show_the_recorded_runs():
     assert samples in compare.PAGE.read_text("utf-8") and samples in README.read_text("utf-8")
     for row in (*compare.ROWS, compare.LORA):
         for task in filter(partial(compare.belongs, row), TASKS):
-            seeds = [run["seed"] for run in runs if (run["row"], run["task"]) == (row, task)]
+            seeds = [run["seed"] for run in runs_of(runs, row, task)]
             assert sorted(seeds) == list(compare.SEEDS), (row, task)
