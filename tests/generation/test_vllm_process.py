@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,13 @@ def folders() -> set[Path]:
 def servers(folder: Path) -> list[psutil.Process]:
     """The servers that were started with the interpreter in `folder`, by their environment."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("STARTED_BY") == str(folder) and "fake_vllm.py" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return [process for process in found if "watchdog.py" not in " ".join(process.cmdline())]
+    # Of a process that ends meanwhile, both are None.
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        command = " ".join(process.info["cmdline"] or [])
+        started_by = (process.info["environ"] or {}).get("STARTED_BY")
+        if started_by == str(folder) and "fake_vllm.py" in command and "watchdog.py" not in command:
+            found.append(process)
+    return found
 
 
 def until(condition: Any) -> None:
@@ -130,7 +131,8 @@ def test_a_server_that_ends_twice_ends_the_run(started: Setting, tmp_path: Path)
     class KillsAtEachTurn(Script):
         def on_stop(self, turn: Any) -> Any:
             for process in servers(tmp_path):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             return super().on_stop(turn)
 
     with pytest.warns(UserWarning, match="started again"), pytest.raises(ValueError, match="vLLM server .*SIGKILL"):

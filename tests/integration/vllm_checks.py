@@ -286,11 +286,11 @@ def test_a_server_that_is_killed_in_a_rollout_gives_the_same_tokens_again(tmp_pa
     (folder,) = folders() - before
 
     def server() -> psutil.Process:
-        return next(
-            p
-            for p in psutil.process_iter()
-            if f"{folder}/0.sock" in p.cmdline() and "watchdog.py" not in str(p.cmdline())
-        )
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if f"{folder}/0.sock" in command and "watchdog.py" not in str(command):
+                return process
+        raise AssertionError("no server runs")
 
     class Kills(Script):
         killed = False
