@@ -4,8 +4,11 @@ It is written by `tracking.run_record`. Its mapping `provenance` says where the 
 only the objects that the run was given in memory are read, because a file cannot bring them back.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
+
+import yaml
 
 from alpaca_ppo.config.credentials import REMOVED
 
@@ -59,7 +62,9 @@ def check_run_files(
                 f"back: {'; '.join(lost)}. {remedy}, or run that program again"
             )
         values = {name: value for name, value in content.items() if name != PROVENANCE}
-        if removed := [name for name, value in values.items() if name not in replaced and REMOVED in str(value)]:
+        # As YAML, because aliases that repeat each other are short there.
+        texts = {name: yaml.safe_dump(value, width=math.inf) for name, value in values.items() if name not in replaced}
+        if removed := [name for name, text in texts.items() if REMOVED in text]:
             raise ValueError(
                 f"--config {source} lacks a credential in {', '.join(removed)}, which a run does not write down; give "
                 f"it as an option (--{removed[0]} ...), or put it into a copy of the file"

@@ -144,12 +144,10 @@ def noticed_by() -> dict[str, list[str]]:
         shown_in(),
     )
     default, found = PPOConfig(), {}
+    settings = {n: case.settings() for n, case in CASES.items()}
     for name in options_of(PPOConfig) | options_of(ScriptArguments) | options_of(LoraArguments):
-        cases = [
-            n
-            for n, case in CASES.items()
-            if case.settings().get(name, getattr(default, name, None)) != getattr(default, name, None)
-        ]
+        usual = getattr(default, name, None)
+        cases = [n for n, given in settings.items() if given.get(name, usual) != usual]
         found[name] = [table[name]] if name in table else [f"{compared}[{case}]" for case in cases]
     return found
 
