@@ -15,7 +15,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 
 PACKAGE = Path(__file__).parents[1] / "alpaca_ppo"
 BUDGET = {
-    "config": 1497,
+    "config": 1499,
     "trainer": 1508,
     "models": 1436,
     "ppo": 1471,

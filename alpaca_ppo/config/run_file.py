@@ -4,7 +4,6 @@ It is written by `tracking.run_record`. Its mapping `provenance` says where the 
 only the objects that the run was given in memory are read, because a file cannot bring them back.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -63,7 +62,7 @@ def check_run_files(
             )
         values = {name: value for name, value in content.items() if name != PROVENANCE}
         # As YAML, because aliases that repeat each other are short there.
-        texts = {name: yaml.safe_dump(value, width=math.inf) for name, value in values.items() if name not in replaced}
+        texts = {name: yaml.safe_dump(value, width=1e9) for name, value in values.items() if name not in replaced}
         if removed := [name for name, text in texts.items() if REMOVED in text]:
             raise ValueError(
                 f"--config {source} lacks a credential in {', '.join(removed)}, which a run does not write down; give "

@@ -46,6 +46,7 @@ def test_when_one_rank_dies_the_others_end_soon_and_the_last_words_say_why(troub
     check_promises(tmp_path / "run")
 
 
+@pytest.mark.proof
 def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_same_end(tmp_path):
     assert launch(tmp_path / "whole").returncode == 0
     parts = tmp_path / "parts"
@@ -76,6 +77,7 @@ def test_ranks_agree_to_end_whichever_got_the_signal_and_the_run_goes_on_to_the_
     check_outcome(parts, outcome(tmp_path / "whole"))
 
 
+@pytest.mark.proof
 def test_ranks_end_soon_after_their_launcher_is_killed_and_a_run_started_at_once_waits_for_them(tmp_path, capsys):
     parts = tmp_path / "parts"
     # A real launcher: the ranks know theirs by its command line.

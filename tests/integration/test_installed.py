@@ -47,6 +47,7 @@ def alpaca_ppo(site: Path, cwd: Path, *arguments: str) -> str:
     return outcome.stdout
 
 
+@pytest.mark.proof
 def test_an_installed_wheel_trains_on_two_processes_outside_the_clone(site, tmp_path):
     write_run(tmp_path)
     output = alpaca_ppo(
@@ -60,6 +61,7 @@ def test_an_installed_wheel_trains_on_two_processes_outside_the_clone(site, tmp_
     assert (tmp_path / "two/final/policy/model.safetensors").is_file() and (tmp_path / "two/report.html").is_file()
 
 
+@pytest.mark.proof
 def test_an_installed_wheel_holds_its_presets_and_launch_files(site, tmp_path):
     assert "vapo" in alpaca_ppo(site, tmp_path, "presets")
     for folder, suffix in (("accelerate_configs", "yaml"), ("deepspeed_configs", "json")):

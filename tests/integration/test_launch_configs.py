@@ -62,9 +62,8 @@ def assert_same(lines: list[dict[str, Any]], alone: list[dict[str, Any]], tolera
     assert lines[1]["objective/kl_sum_seq"] != 0.0
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(c, marks=() if c in FROM_SCRATCH | {"ddp"} else pytest.mark.proof) for c in STARTED]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("config", STARTED)
 def test_a_launch_configuration_starts_the_run_of_one_process(run, alone, config):
     assert_same(launch(run, config), alone, tolerance=1e-4)
 

@@ -105,6 +105,7 @@ def test_a_notebook_is_interrupted_and_goes_on(tmp_path):
     assert [line["step"] for line in metric_lines(tmp_path / "run")] == [0, 1, 2]
 
 
+@pytest.mark.proof
 def test_the_notebook_about_your_own_reward(tmp_path):
     cells = executed("your_own_reward.ipynb", tmp_path, FOLDER=str(tmp_path / "out"), STEPS=10)
     assert printed(cell_with(cells, "csv.writer")).startswith("112 tickets to train on, 32 held out\n")
@@ -139,6 +140,7 @@ def test_the_notebook_about_your_own_reward(tmp_path):
     assert "</html>" in Path(address.removeprefix("file://")).read_text()
 
 
+@pytest.mark.proof
 def test_the_notebook_of_the_laboratory(tmp_path):
     root = tmp_path / "lab"
     cells = executed("laboratory.ipynb", tmp_path, ROOT=str(root), SIZES=SMALL_LABORATORY, EPISODES=128, SEED=2)

@@ -3,10 +3,13 @@
 import re
 import subprocess
 
+import pytest
+
 from tests.integration.launching import ENVIRONMENT, HANG
 from tests.tools.warm_python import warm_python
 
 
+@pytest.mark.proof
 def test_a_run_killed_at_accesses_to_the_disk_ends_as_if_nothing_had_happened():
     # In a process of its own: it forks, which a process with threads must not.
     own = [warm_python(), "-m", "tests.tools.torture", "--kills", "0", "--stride", "29"]
