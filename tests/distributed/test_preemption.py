@@ -139,6 +139,14 @@ def interrupted_run(folder, event, **how):
     return trainer, ended.value
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of the run of `RUN` that is left alone."""
+    folder = tmp_path_factory.mktemp("whole")
+    tiny_trainer(folder, **RUN).train()
+    return folder
+
+
 @pytest.mark.parametrize(
     ("event", "step", "checkpoints"),
     [
@@ -151,8 +159,7 @@ def interrupted_run(folder, event, **how):
         ("on_train_end", 3, ["checkpoint-2", "checkpoint-3"]),
     ],
 )
-def test_a_signal_at_any_event_leaves_a_run_that_can_go_on(event, step, checkpoints, tmp_path, capsys):
-    tiny_trainer(tmp_path / "whole", **RUN).train()
+def test_a_signal_at_any_event_leaves_a_run_that_can_go_on(event, step, checkpoints, whole, tmp_path, capsys):
     before = signal.getsignal(signal.SIGINT)
     parts = tmp_path / "parts"
     trainer, ended = interrupted_run(parts, event, step=step)
@@ -163,8 +170,8 @@ def test_a_signal_at_any_event_leaves_a_run_that_can_go_on(event, step, checkpoi
     assert event == "on_train_end" or (checkpoints[-1] in output and "resume_from_checkpoint: true" in output)
     trainer.callback_handler.callbacks.clear()
     trainer.train(resume_from_checkpoint=True)
-    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
-    assert files(parts) == files(tmp_path / "whole")
+    assert metric_lines(parts) == metric_lines(whole)
+    assert files(parts) == files(whole)
 
 
 def test_a_checkpoint_that_holds_this_very_point_is_not_written_again(tmp_path, monkeypatch):
@@ -290,8 +297,7 @@ class Failing(TrainerCallback):
         raise RuntimeError("killed here")
 
 
-def test_a_signal_in_an_update_finishes_the_step_first(tmp_path):
-    tiny_trainer(tmp_path / "whole", **RUN).train()
+def test_a_signal_in_an_update_finishes_the_step_first(whole, tmp_path):
     parts = tmp_path / "parts"
     trainer = tiny_trainer(parts, **RUN)
     before_update(trainer, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -299,11 +305,10 @@ def test_a_signal_in_an_update_finishes_the_step_first(tmp_path):
         trainer.train()
     assert [path.name for path in parts.glob("checkpoint-*")] == ["checkpoint-1"]
     tiny_trainer(parts, **RUN).train(resume_from_checkpoint=True)
-    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
+    assert metric_lines(parts) == metric_lines(whole)
 
 
-def test_a_step_whose_line_was_still_to_be_written_has_one_line_however_often_the_run_is_resumed(tmp_path):
-    tiny_trainer(tmp_path / "whole", **RUN).train()
+def test_a_step_whose_line_was_still_to_be_written_has_one_line_however_often_the_run_is_resumed(whole, tmp_path):
     parts = tmp_path / "parts"
     trainer, _ = interrupted_run(parts, "on_step_end", step=2)
     trainer.callback_handler.callbacks = [Failing()]
@@ -311,8 +316,8 @@ def test_a_step_whose_line_was_still_to_be_written_has_one_line_however_often_th
         trainer.train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(parts)] == [0, 1, 2]
     tiny_trainer(parts, **RUN).train(resume_from_checkpoint=True)
-    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
-    assert files(parts) == files(tmp_path / "whole")
+    assert metric_lines(parts) == metric_lines(whole)
+    assert files(parts) == files(whole)
 
 
 def test_ranks_in_lockstep_leave_the_sampling_together():

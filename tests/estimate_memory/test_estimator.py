@@ -27,8 +27,8 @@ from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
 from alpaca_ppo.estimate_memory.passes import largest_micro_batch, measure
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
-QUERY, RESPONSE, ROWS, VOCABULARY = 16, 48, 8, 4096
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+QUERY, RESPONSE, ROWS, VOCABULARY, LAYERS = 16, 48, 8, 4096, 2
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS}
 
 
 def llama(**overrides: Any) -> Any:
@@ -186,9 +186,9 @@ def test_a_step_takes_the_estimated_memory(tmp_path, fresh_state, with_lora, ove
 # Embedding and head have 4096 * 128 weights each. A layer: q and o 128 * 128, k and v 128 * 64, three of 128 * 256, and
 # two norms of 128; there is another norm at the end.
 LAYER = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256
-WEIGHTS = 2 * VOCABULARY * 128 + 4 * (LAYER + 2 * 128) + 128
+WEIGHTS = 2 * VOCABULARY * 128 + LAYERS * (LAYER + 2 * 128) + 128
 # q and o 128 + 128, k and v 128 + 64, gate, up and down 128 + 256, times rank 8.
-ADAPTER = 4 * (2 * 256 + 2 * 192 + 3 * 384) * 8
+ADAPTER = LAYERS * (2 * 256 + 2 * 192 + 3 * 384) * 8
 
 
 def of_run(sharding: Sharding | None = None, peft_config: Any = None, **overrides: Any) -> Any:
@@ -217,7 +217,7 @@ def test_four_bits_shrink_the_linear_layers_of_the_base():
     layout = {"critic_layout": "shared", "use_cpu": False, "dtype": "bfloat16"}
     whole, packed = (of_run(None, lora(), load_in_4bit=four, **layout)["score"].weights for four in (False, True))
     # Half a byte and a float32 scale for each 64 weights, in place of two bytes.
-    assert whole - packed == 4 * LAYER * (2 - 0.5 - 4 / 64)
+    assert whole - packed == LAYERS * LAYER * (2 - 0.5 - 4 / 64)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_engines_share_out_weights_gradients_and_optimizer(stage, weights, betwe
 
 
 def test_the_cache_holds_keys_and_values_of_every_layer():
-    # Two key-value heads of 32, keys and values of 4 bytes, 4 layers.
-    column = 2 * 32 * 2 * 4 * 4
+    # Two key-value heads of 32, keys and values of 4 bytes.
+    column = 2 * 32 * 2 * 4 * LAYERS
     for overrides, rows, columns in (
         ({}, 9, 64),
         ({"generation_backend": "generate"}, 8, 64),
@@ -321,8 +321,8 @@ def test_bfloat16_is_a_cast_under_autocast_and_the_weights_under_deepspeed():
     layout = {"critic_layout": "shared", "reference": "none", "kl_coef": 0.0}
     plain, autocast = (of_run(bf16=bf16, **layout) for bf16 in (False, True))
     assert plain["score"].weights == autocast["score"].weights
-    # The casts of four layers and the head are kept while a rollout is sampled.
-    assert autocast["sampling"].activations > 2 * (4 * LAYER + VOCABULARY * 128)
+    # The casts of all layers and the head are kept while a rollout is sampled.
+    assert autocast["sampling"].activations > 2 * (LAYERS * LAYER + VOCABULARY * 128)
     buffers = 2 * 16 * 4
     zero = of_run(Sharding(2, 1), bf16=True, **layout)["score"]
     assert zero.weights - buffers == (plain["score"].weights - buffers) / 2 == 2 * (WEIGHTS + 128)

@@ -15,6 +15,8 @@ from examples.mini_farm import compare, lora, overopt, quickstart, results
 from examples.mini_farm.splits import prompt_of, read_rows
 from tests.tools.warm_python import warm_python
 
+pytestmark = pytest.mark.proof
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MINIATURE = (
     "--sft_rows 160 --preference_rows 24 --held_out_pairs 8 --unlabeled_rows 16 --val_rows 8 --vocab_size 700 "

@@ -54,6 +54,7 @@ def enlarge(folder: Path) -> None:
         subprocess.run(["mount", "-o", "remount,size=50m", folder], check=True)
 
 
+@pytest.mark.proof
 def test_a_full_disk_ends_both_ranks_and_the_run_goes_on_when_there_is_room(tmp_path):
     folder, settings = tmp_path / "disk", ("total_episodes=30", "save_steps=1")
     # A checkpoint has about 930 kB.

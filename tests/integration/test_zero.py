@@ -142,9 +142,9 @@ KEPT = {
     "single": ["adapters", "uneven"],
     "zero1": [],
     "zero2": [],
-    "zero3": ["adapters", "uneven"],
+    "zero3": ["adapters"],
     "ddp": [],
-    "fsdp": ["adapters", "uneven"],
+    "fsdp": ["uneven"],
     "fsdp-3": [],
 }
 
