@@ -100,13 +100,12 @@ def test_stages_that_a_run_refuses_are_not_listed(folder):
 
 
 def test_adapters_that_select_layers_by_number_are_estimated():
-    targets = ["model.layers.3.self_attn.q_proj", "model.layers.0.self_attn.q_proj"]
-    by_number = LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM")
+    by_number = LoraConfig(r=8, target_modules=["model.layers.1.self_attn.q_proj"], task_type="CAUSAL_LM")
     named = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
     args = settings(critic_layout="shared")
     found = [measure(Models(saved(llama()), adapter), args) for adapter in (by_number, named)]
-    # The shared critic's head of 128; rank 8 of 128 + 128 in two layers, or in all four.
-    assert [f.elements for f in found] == [128 + layers * 8 * 256 for layers in (2, 4)]
+    # The shared critic's head of 128; rank 8 of 128 + 128 in one layer, or in both.
+    assert [f.elements for f in found] == [128 + layers * 8 * 256 for layers in (1, 2)]
     assert found[0].kv_cache == found[1].kv_cache
 
 
