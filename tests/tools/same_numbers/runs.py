@@ -57,16 +57,6 @@ def config_of(run: Run, output_dir: Path, inputs: Path) -> PPOConfig:
     if given.get("critic", "scalar") == "scalar" and given.get("adv_estimator", "gae") == "gae":
         # The default of earlier commits.
         given.setdefault("cliprange_value", 0.2)
-    if "value_support" not in known and "value_support" in given:
-        given["value_min"], given["value_max"] = given.pop("value_support")
-    if "use_kl_loss" in known:
-        given["use_kl_loss"] = bool(given.get("kl_loss_coef"))
-    if "eval_do_sample" in known:
-        given["eval_do_sample"] = bool(given.get("eval_temperature"))
-    if "num_quantiles" in known and given.get("critic") in ("quantile", "iqn") and "num_atoms" in given:
-        given["num_quantiles"] = given.pop("num_atoms")
-    if "max_sampling_rounds" in known and (rounds := given.get("dynamic_sampling")):
-        given |= {"dynamic_sampling": True, "max_sampling_rounds": rounds}
     filled = {k: v.format(inputs=inputs) if isinstance(v, str) and "{inputs}" in v else v for k, v in given.items()}
     return PPOConfig(**{older.get(name, name): value for name, value in filled.items()})
 
