@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import textwrap
 from collections.abc import Sequence
 
 from alpaca_ppo.config.fields import options_of
@@ -33,7 +32,7 @@ def presets(argv: Sequence[str]) -> int:
         return 0
     for name in preset_names():
         text = " ".join(re.findall("^# +(.*)", preset_path(name).read_text(encoding="utf-8"), flags=re.MULTILINE))
-        print(f"{name:<14}{textwrap.shorten(text, 120, placeholder=' ...')}")
+        print(f"{name:<14}{re.split(r'(?<=[.]) (?=[A-Z])', text)[0]}")
     return 0
 
 

@@ -159,7 +159,7 @@ class LearningOptions(RunOptions):
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
     critic_epochs: int | None = argument(4, ge=1, needs=_OWN_STEPS)
     """Passes of the critic over each rollout, in optimizer steps of its own that come before all of the policy's; null
-    = the critic steps with the policy, as a shared one always does, unless critic_step_batch_size is set.
+    = the critic steps with the policy (a shared one always does); critic_step_batch_size alone gives it steps too.
     target_kl_stop takes no step from it."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Responses in an optimizer step of the critic, which then takes steps of its own, as with critic_epochs; null =

@@ -1,4 +1,4 @@
-"""What was tried: changes to the defaults before the search, alone and beside a critic with steps of its own."""
+"""What was tried: changes to the old defaults the search, alone and beside a critic with steps of its own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ _KL_LOSS: Settings = {"kl_coef": 0.0, "kl_loss_type": "k3"}
 """Whitened advantages have no scale, and so a KL in the loss weighs the same whatever the reward."""
 _SCALED: Settings = {"kl_controller": "scaled", "kl_coef": 0.1}
 _ALONE: Mapping[str, Settings] = {
-    "the defaults before": BEFORE,
+    "the old defaults": BEFORE,
     "critic: 4 epochs": {**_CRITIC, CRITIC_RATE: 1},
     "critic: 4 epochs, 3 times the rate": _CRITIC,
     "critic: 2 epochs, quarter batches, 3 times the rate": {**_CRITIC, "critic_epochs": 2, CRITIC_BATCH: 0.25},
@@ -58,13 +58,29 @@ ROWS: Mapping[str, Settings] = {
     **{f"+ {name}": {**_CRITIC, **settings} for name, settings in _BESIDE_CRITIC.items()},
 }
 """Rows with a plus are beside "critic: 4 epochs, 3 times the rate"."""
+SCALES = (0.1, 10)
+
+
+def of_scale(name: str, scale: float) -> str:
+    """Returns the row of mini_farm with the reward times `scale`, where the row times 1 is `name`."""
+    return f"{name}, reward times {scale}"
+
+
 OLD, CRITIC, CHOSEN = (
-    "the defaults before",
+    "the old defaults",
     "critic: 4 epochs, 3 times the rate",
     "+ scaled KL in the reward, 0.05, linear schedule",
 )
 TWICE = (OLD, CRITIC, "+ scaled KL in the reward, 0.1", "+ scaled KL in the reward, 0.1, linear schedule", CHOSEN)
 """Rows of two seeds; the others have one."""
+KL_RULES = {"`fixed`, 0.05": CRITIC, "`scaled`, 0.1": "+ scaled KL in the reward, 0.1"}
+"""Rows whose KL is compared at other scales of the reward, by `kl_controller` and `kl_coef`."""
+OF_SCALES: Mapping[str, Settings] = {
+    of_scale(name, scale): {**ROWS[name], "reward_weights": [scale, 0]}
+    for name in KL_RULES.values()
+    for scale in SCALES
+}
+"""Rows of mini_farm alone, whose second source, the gold score, has weight 0."""
 GIVEN_UP = ("+ scaled KL in the reward, 0.1, 4 epochs", "+ scaled KL in the reward, 0.1, 4 epochs, linear schedule")
 """Rows that were given up after their first runs."""
 
@@ -88,7 +104,7 @@ def grpo(task: str) -> Settings:
 
 def settings_of(row: str, task: str) -> Settings:
     """Returns the options of `row` for `task`."""
-    settings = dict(ROWS[row])
+    settings = dict({**ROWS, **OF_SCALES}[row])
     if CRITIC_RATE in settings:
         settings["critic_learning_rate"] = settings.pop(CRITIC_RATE) * RATE_TIMES_WIDTH / TASKS[task].width
     if CRITIC_BATCH in settings:

@@ -151,7 +151,7 @@ TASKS: Mapping[str, Task] = {
         prepare=_mini_farm,
         metric="eval/scores/gold",
         in_points=lambda score: score,
-        unit="gold score",
+        unit="annotators' score",
     ),
     "long_horizon": Task(
         title="30 decisions, one reward at the end",
@@ -167,7 +167,7 @@ TASKS: Mapping[str, Task] = {
         sizes=_sizes(lengths=(1, guessing.RESPONSE_LEN), rollout=128, step=64, responses=3200, max_turn_tokens=4),
         prepare=partial(_game, "guessing"),
         metric="eval/scores",
-        unit="score (hundredths)",
+        unit="points of 100",
         plays=True,
     ),
     "calculator": Task(

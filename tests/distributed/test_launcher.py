@@ -97,7 +97,7 @@ def test_a_rank_that_got_a_signal_saves_and_ends_by_itself(torchrun, tmp_path):
     assert output_of_orphan(torchrun, [RANK, "signalled"], tmp_path) == "lived on\n"
 
 
-@pytest.mark.parametrize("start", ["nohup", "setsid"])
+@pytest.mark.parametrize("start", ["nohup", pytest.param("setsid", marks=pytest.mark.proof)])
 def test_a_run_lives_on_when_its_shell_ends_even_with_a_launchers_variables(start, tmp_path):
     # A shell in which somebody has exported them.
     shell = ["bash", "-c", f'export TORCHELASTIC_RUN_ID=none RANK=0\n{start} "$@" & wait', "bash", sys.executable]

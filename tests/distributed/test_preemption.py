@@ -80,7 +80,11 @@ def files(folder):
 
 @pytest.mark.parametrize(
     ("settings", "trainer_class", "stride"),
-    [({}, PPOTrainer, 5), ({}, LongFirst, 7), (LORA, None, 9)],
+    [
+        pytest.param({}, PPOTrainer, 5, marks=pytest.mark.proof),
+        ({}, LongFirst, 7),
+        pytest.param(LORA, None, 9, marks=pytest.mark.proof),
+    ],
     ids=["plain", "subclass", "lora"],
 )
 def test_a_run_interrupted_again_and_again_is_the_run_that_never_was(

@@ -84,6 +84,7 @@ def test_returns_discount_between_the_turns(tmp_path, turn_gamma, turn_lam):
     assert not rollouts["advantages"][:, 1].any()
 
 
+@pytest.mark.proof
 def test_the_courses_of_a_trainer_are_these_as_often_as_they_are_likely(tmp_path):
     problem, by_token = courses()
     trainer = enumerable_trainer(

@@ -149,6 +149,11 @@ def predicted_peaks(models: Models, args: PPOConfig, sharding: Sharding) -> dict
     }
 
 
+def proved(*parameters: Any) -> Any:
+    """Those of a case for `make proof`."""
+    return pytest.param(*parameters, marks=pytest.mark.proof)
+
+
 @pytest.fixture
 def fresh_state():
     """Configurations differ in precision, of which Accelerate keeps one per process."""
@@ -160,13 +165,13 @@ def fresh_state():
 @pytest.mark.parametrize(
     ("with_lora", "overrides"),
     [
-        (False, {"reference": "copy"}),
         (False, {"reference": "copy", "gradient_checkpointing": True, "max_tokens_per_micro_batch": 96}),
-        (False, {"reference": "copy", "step_per_device_batch_size": ROWS}),
-        (False, {"critic_layout": "shared"}),
+        proved(False, {"reference": "copy"}),
+        proved(False, {"reference": "copy", "step_per_device_batch_size": ROWS}),
+        proved(False, {"critic_layout": "shared"}),
         (False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
         (True, {"reference": "adapter_off"}),
-        (True, {"critic_layout": "adapter"}),
+        proved(True, {"critic_layout": "adapter"}),
         (True, {"critic_layout": "adapter", "gradient_checkpointing": True, "dtype": "bfloat16"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else f"lora={value}",
@@ -360,7 +365,7 @@ def test_what_is_offloaded_is_in_host_memory():
     assert by_hand(Sharding(4, 2, offload_weights=True), **ON_A_DEVICE)[1] == 0
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("kind", [proved("mixtral"), "qwen3_moe", proved("gemma2")])
 def test_other_architectures_can_be_measured(kind):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     own = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": experts, "gemma2": {"head_dim": 32}}[kind]

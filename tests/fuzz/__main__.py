@@ -1,6 +1,6 @@
 """`python -m tests.fuzz`: the tests of this folder with new cases, for as long as you like.
 
-Each round is a run of pytest with twenty times as many cases as a test run has, drawn from the seed that is printed
+Each round is a run of pytest with twenty times as many cases as `make proof` has, drawn from the seed that is printed
 before it; `--seed` repeats it. The first round with a failure is the last one.
 """
 
@@ -20,7 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="New mutated input, round after round.")
     parser.add_argument("--minutes", type=float, default=10.0, help="Start no round after so many (default: 10).")
     parser.add_argument("--seed", type=int, help="Of the first round; the next ones count up from it.")
-    parser.add_argument("--factor", type=float, default=20.0, help="Times the cases of a test run (default: 20).")
+    parser.add_argument("--factor", type=float, default=20.0, help="Times the cases of `make proof` (default: 20).")
     parser.add_argument("-k", dest="only", default="", help="Only tests that match, as in pytest.")
     args = parser.parse_args()
     seed = random.randrange(2**31) if args.seed is None else args.seed
@@ -28,7 +28,16 @@ def main() -> int:
     while True:
         again = f"python -m tests.fuzz --minutes 0 --factor {args.factor:g} --seed {seed}"
         print(f"\nseed {seed}; to repeat this round: {again}{f' -k {args.only!r}' if args.only else ''}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).parent), f"--hypothesis-seed={seed}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "proof",
+            str(Path(__file__).parent),
+            f"--hypothesis-seed={seed}",
+        ]
         command += ["-k", args.only] if args.only else []
         code = subprocess.run(command, env=os.environ | {FACTOR: str(args.factor)}).returncode
         if code or time.monotonic() >= end:

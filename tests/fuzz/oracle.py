@@ -1,7 +1,7 @@
 """What must hold for any input: it is accepted, or refused by this package in words that say what is wrong.
 
-`fuzz` is the decorator of every test here. Under pytest the cases are the same in each run; `python -m tests.fuzz`
-(`make fuzz`) draws many more, new ones.
+`fuzz` is the decorator of every test here. It is run by `make proof`, with the same cases each time; `python -m
+tests.fuzz` (`make fuzz`) draws many more, new ones.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 import alpaca_ppo
@@ -37,7 +38,7 @@ def fuzz(examples: int, **strategies: Any) -> Callable[[Callable[..., None]], Ca
     factor = os.environ.get(FACTOR)
     profile = settings.get_profile("fuzz_long" if factor else "fuzz")
     number = round(examples * float(factor or 1))
-    return lambda test: settings(profile, max_examples=number)(given(**strategies)(test))
+    return lambda test: pytest.mark.proof(settings(profile, max_examples=number)(given(**strategies)(test)))
 
 
 class Refused:

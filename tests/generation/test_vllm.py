@@ -502,7 +502,7 @@ def test_the_options_name_a_server_or_a_way_to_start_one(tmp_path: Path) -> None
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **options))
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.proof), True])
 def test_a_run_with_evaluations_redrawn_prompts_and_turns_repeats_and_resumes(tmp_path: Path, lora: bool) -> None:
     options: dict[str, Any] = {
         # The stand-in's log-probs are no policy's.

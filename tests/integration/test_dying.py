@@ -30,6 +30,7 @@ def launch(folder, *settings, launcher="accelerate"):
     return subprocess.run(whole, capture_output=True, text=True, env=ENVIRONMENT, timeout=SOON)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("trouble", "launcher", "cause"),
     [

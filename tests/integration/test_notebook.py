@@ -84,6 +84,7 @@ def shown(cell, kind):
     return [out.data[kind] for out in cell.outputs if "data" in out and kind in out.data]
 
 
+@pytest.mark.proof
 def test_a_notebook_is_interrupted_and_goes_on(tmp_path):
     cells = [
         MAKE.replace("FOLDER", repr(str(tmp_path / "run"))),

@@ -16,6 +16,7 @@ def on_two(output_dir: Path, *settings: str) -> subprocess.CompletedProcess:
     return start(RUN_TINY, output_dir, *settings, config="ddp")
 
 
+@pytest.mark.proof
 def test_all_ranks_end_with_the_cause_where_no_update_may_be_skipped(tmp_path):
     outcome = on_two(tmp_path, "total_episodes=30", "poison=[[1,0]]", "save_steps=1")
     assert outcome.returncode != 0

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from alpaca_ppo.checkpoint.serialization import Checkpoint
-from tests.integration.launching import proves, start_tiny
+from tests.integration.launching import start_tiny
 from tests.tiny_runs import metric_lines
+
+pytestmark = pytest.mark.proof
 
 COMMON = (
     "dtype=float32",
@@ -43,25 +45,14 @@ FROM_OTHERS = {
 # Not DDP on three processes: after its first step, also that of a resumed run, it puts gradients into other buckets,
 # and the sum of three depends on their place there.
 EXACT = [setting for setting in FROM_OTHERS if setting != "ddp-3"]
-# What `make test` runs; the others are for `make proof`.
-KEPT: dict[str, list[str]] = {"ddp": [], "single": ["ddp"]}
-
-
-def case(*settings: str) -> Any:
-    """Parameters of a test about runs under `settings`, of which the last one goes on."""
-    kept = settings[-1] in KEPT and (len(settings) == 1 or settings[0] in KEPT[settings[-1]])
-    return pytest.param(*settings, marks=() if kept else pytest.mark.proof)
-
-
-SETTINGS = [case(setting) for setting in EXACT]
-MOVES = [case(before, after) for after, others in FROM_OTHERS.items() for before in others]
+MOVES = [(before, after) for after, others in FROM_OTHERS.items() for before in others]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, request) -> Path:
+def runs(tmp_path_factory) -> Path:
     """A folder with SETTING/KIND/whole, SETTING/KIND/parts and SETTING/from_OTHER."""
     folder = tmp_path_factory.mktemp("resume")
-    for setting, others in (FROM_OTHERS if proves(request) else KEPT).items():
+    for setting, others in FROM_OTHERS.items():
         wanted: list[tuple[Any, ...]] = []
         for kind, settings in KINDS.items():
             wanted.append((folder / setting / kind / "whole", *settings))
@@ -85,7 +76,7 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EXACT)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(setting, kind, runs):
     whole, parts = (runs / setting / kind / name for name in ("whole", "parts"))
     assert [line["step"] for line in metric_lines(whole)] == [0, 1, 2, 3]
@@ -108,13 +99,13 @@ def test_a_checkpoint_resumes_under_another_setting(before, after, runs):
         assert float((weights[name] - tensor).norm()) <= tolerance * float(tensor.norm()) + 1e-7, name
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EXACT)
 def test_the_newest_checkpoints_are_kept(setting, runs):
     kept = sorted(path.name for path in (runs / setting / "lora/parts").glob("checkpoint-*"))
     assert kept == ["checkpoint-2", "checkpoint-3"]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EXACT)
 def test_a_checkpoint_holds_the_same_tensors_whatever_the_setting(setting, runs):
     for kind in KINDS:
         shapes = []

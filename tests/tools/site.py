@@ -7,6 +7,7 @@ lead to the repository.
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -14,6 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import alpaca_ppo
+from alpaca_ppo.config.git_state import package_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/**/*.md", "examples/**/*.png")
@@ -52,12 +54,21 @@ def _members(name: str) -> str:
     return "\n    options: {members: false}" if name.endswith(("Config", "Arguments")) else ""
 
 
+@cache
+def origin() -> str | None:
+    """The address that this repository was cloned from, if it is on the web."""
+    address = package_pages()
+    return address and address.partition("/blob/")[0]
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The text of `page` with its links as the site needs them, and without what fences say to the tests alone."""
     page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri, 1)}
     source = page.file.abs_src_path
     if source is None:
         return markdown
+
+    repository = config.extra["repository"] or origin() or "https://github.com/OWNER/alpaca_ppo"
 
     def of_the_site(link: re.Match[str]) -> str:
         target = (Path(source).parent / link[1]).resolve()
@@ -66,7 +77,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = target.relative_to(ROOT).as_posix()
         if files.get_file_from_path(path.removeprefix("docs/")):
             return os.path.relpath(path.removeprefix("docs/"), Path(page.file.src_uri).parent)
-        return f"{config.extra['repository']}/{'tree' if target.is_dir() else 'blob'}/main/{path}"
+        return f"{repository}/{'tree' if target.is_dir() else 'blob'}/main/{path}"
 
     markdown = re.sub(r"^(```\w+) [\w-]+$", r"\1", markdown, flags=re.MULTILINE)
     return re.sub(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])", of_the_site, markdown)
