@@ -76,7 +76,7 @@ def _linear(model: PreTrainedModel) -> list[str]:
 def mark_as_owned(name: str, peft: PeftModel) -> None:
     """Marks the adapter `name` as added by a run, so that a later run on the same model may replace it."""
     # Kept with its configuration: the user may delete the adapter and add another one of the same name.
-    vars(peft).setdefault(_OWNED, {})[name] = peft.peft_config[name]
+    peft.__dict__.setdefault(_OWNED, {})[name] = peft.peft_config[name]
 
 
 def free_names(names: Iterable[str], peft: PeftModel) -> None:

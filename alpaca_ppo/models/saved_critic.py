@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import PeftModel
@@ -32,7 +32,7 @@ from alpaca_ppo.saved_models import has_remote_code, loading
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
 _REMEDY = "copy the folder again from the run that saved it (final/value)"
 
-ValueModel = str | PreTrainedModel | PeftModel
+ValueModel: TypeAlias = str | PreTrainedModel | PeftModel
 
 
 def is_critic_folder(name: str) -> bool:

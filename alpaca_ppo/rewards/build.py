@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from alpaca_ppo.rewards.reward_function import OFFERED, FailurePolicy, FunctionR
 from alpaca_ppo.rewards.reward_model import build_model_reward, model_name
 from alpaca_ppo.rewards.scorer import RewardScorer, free_name
 
-RewardFunc = Callable[..., Any] | str | PreTrainedModel
+RewardFunc: TypeAlias = Callable[..., Any] | str | PreTrainedModel
 
 
 def build_reward(

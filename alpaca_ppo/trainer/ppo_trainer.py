@@ -43,6 +43,7 @@ from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import make_updater
 from alpaca_ppo.rewards import FunctionReward
+from alpaca_ppo.rewards.build import RewardFunc
 from alpaca_ppo.rewards.scorer import Penalties
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
@@ -52,8 +53,6 @@ from alpaca_ppo.trainer import preflight, setup
 from alpaca_ppo.trainer.evaluation import EvaluatingTrainer, Evaluator
 from alpaca_ppo.trainer.inspected_prompts import logged_rollouts
 from alpaca_ppo.types import PromptBatch, Rollouts
-
-RewardFunc = str | PreTrainedModel | Callable[..., Any]
 
 
 class PPOTrainer(EvaluatingTrainer):

@@ -130,6 +130,7 @@ def test_the_graphs_of_critic_and_policy_are_never_alive_together(layout, tmp_pa
     assert len(seen) == len(alive) > 0 and not any(any(states) for states in seen)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("by_model", [False, True])
 def test_recomputing_saves_activations_of_every_backbone(layout, by_model, tmp_path):
@@ -250,6 +251,7 @@ def test_half_precision_bases_train_adapters_and_heads_in_float32(tmp_path):
     assert {entry["exp_avg"].dtype for entry in state} == {torch.float32}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"use_rslora": True}])
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_on_a_half_precision_base_too_every_adapter_starts_from_it(arch, settings, tmp_path):

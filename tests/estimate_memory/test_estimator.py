@@ -169,7 +169,7 @@ def fresh_state():
         proved(False, {"reference": "copy"}),
         proved(False, {"reference": "copy", "step_per_device_batch_size": ROWS}),
         proved(False, {"critic_layout": "shared"}),
-        (False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
+        proved(False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
         (True, {"reference": "adapter_off"}),
         proved(True, {"critic_layout": "adapter"}),
         (True, {"critic_layout": "adapter", "gradient_checkpointing": True, "dtype": "bfloat16"}),
@@ -242,6 +242,7 @@ def test_engines_share_out_weights_gradients_and_optimizer(stage, weights, betwe
         assert (found[phase].weights > step.weights) == (stage == 3)
 
 
+@pytest.mark.proof
 def test_the_cache_holds_keys_and_values_of_every_layer():
     # Two key-value heads of 32, keys and values of 4 bytes.
     column = 2 * 32 * 2 * 4 * LAYERS
@@ -269,6 +270,7 @@ def test_a_micro_batch_has_the_tokens_of_its_budget():
         assert largest_micro_batch(settings(**overrides), processes) == (rows, tokens), overrides
 
 
+@pytest.mark.proof
 def test_a_vllm_server_has_its_share_of_the_device_while_it_samples():
     models, vllm = Models(saved(llama())), {"generation_backend": "vllm"}
     ((own, _),) = predict(models, settings(), [Sharding()])
@@ -284,6 +286,7 @@ def test_a_vllm_server_has_its_share_of_the_device_while_it_samples():
             assert mine == server == url
 
 
+@pytest.mark.proof
 def test_replies_are_read_by_all_rows_at_once():
     args = settings(response_len=128)
     plain, replies = (measure(Models(saved(llama())), args, replies=r).prefill for r in (False, True))
@@ -294,6 +297,7 @@ def test_replies_are_read_by_all_rows_at_once():
 ON_A_DEVICE = {"use_cpu": False}
 
 
+@pytest.mark.proof
 def test_an_offloaded_reference_is_on_the_device_for_the_log_probs_alone():
     copied, offloaded = (of_run(reference=choice, **ON_A_DEVICE) for choice in ("copy", "copy_offloaded"))
     for phase in PHASES:
@@ -303,6 +307,7 @@ def test_an_offloaded_reference_is_on_the_device_for_the_log_probs_alone():
     assert of_run(reference="copy_offloaded") == of_run(reference="copy")
 
 
+@pytest.mark.proof
 def test_what_bounds_a_pass_bounds_its_memory():
     plain = of_run()
     # A process has half the rows, and its sampler half the slots but the one for what all prompts begin with.
@@ -322,6 +327,7 @@ def test_what_bounds_a_pass_bounds_its_memory():
     assert again.activations > 3 * once.activations
 
 
+@pytest.mark.proof
 def test_bfloat16_is_a_cast_under_autocast_and_the_weights_under_deepspeed():
     layout = {"critic_layout": "shared", "reference": "none", "kl_coef": 0.0}
     plain, autocast = (of_run(bf16=bf16, **layout) for bf16 in (False, True))
@@ -447,6 +453,7 @@ def test_rewards_a_value_model_and_environments_are_counted(folder, tmp_path):
     assert answered[0]["activations"] > plain["prefill"]["activations"]
 
 
+@pytest.mark.proof
 def test_a_budget_of_tokens_shrinks_to_one_row(folder):
     run = ("--model_name_or_path", folder, "--device_gib=1.001", *FLAGS[1:], "--init_value_with_reward=false")
     texts = [c["change"] for c in estimated(*run, "--max_tokens_per_micro_batch=128")["changes"]]

@@ -194,9 +194,8 @@ def test_an_interpreter_without_the_right_vllm_is_refused_before_models_load(
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_python=python))
 
 
-@pytest.mark.parametrize(
-    ("then", "number"), [("sys.stdin.read()", signal.SIGKILL), pytest.param("pass", None, marks=pytest.mark.proof)]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize(("then", "number"), [("sys.stdin.read()", signal.SIGKILL), ("pass", None)])
 def test_nothing_is_left_of_a_server_however_the_run_ends(
     tmp_path: Path, then: str, number: signal.Signals | None
 ) -> None:

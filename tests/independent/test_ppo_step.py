@@ -70,6 +70,7 @@ def test_the_trainer_learns_from_what_an_independent_ppo_learns_from(runs, name)
                 assert key in ("entropies", "loss_weights")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "options"),
     [

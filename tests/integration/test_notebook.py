@@ -175,6 +175,7 @@ def test_the_notebook_of_the_laboratory(tmp_path):
     assert "</html>" in (NOTEBOOKS / href).read_text()
 
 
+@pytest.mark.proof
 def test_a_cell_that_fails_is_an_error(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):

@@ -154,6 +154,7 @@ def test_under_ddp_the_policy_s_weights_are_yielded_without_a_copy(runs):
     assert len(published) > 2 and all(found["same"] and found["more"] == 0 for found in published)
 
 
+@pytest.mark.proof
 def test_prompts_are_redrawn_on_two_processes_as_on_one(runs):
     redrawn = [line["objective/redrawn_prompts"] for line in metric_lines(runs / "two/rloo")]
     assert len(redrawn) == 2 and 0 < redrawn[0] != redrawn[1] > 0
@@ -175,6 +176,7 @@ def test_a_loss_that_is_nan_on_one_rank_is_skipped_on_all(name, runs):
     assert all(record["cause"].count("on rank") == 1 for record in records), "one rank's loss, found by both"
 
 
+@pytest.mark.proof
 def test_a_rank_that_needs_padding_makes_all_pad(runs):
     for processes, reason in (("one", ""), ("two", ", with padding: policy on process 1, critic on process 1, ")):
         output = (runs / processes / "padded_rank/output.txt").read_text()

@@ -29,6 +29,7 @@ def test_all_ranks_end_with_the_cause_where_no_update_may_be_skipped(tmp_path):
     assert [line["ppo/policy/skipped_updates"] for line in metric_lines(tmp_path)] == [0, 1, 0]
 
 
+@pytest.mark.proof
 def test_all_ranks_end_before_the_first_rollout_where_the_sampler_is_not_the_policy(tmp_path):
     outcome = on_two(tmp_path, "arch=rwkv", "dtype=float32", "generation_backend=generate")
     assert outcome.returncode != 0

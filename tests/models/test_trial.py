@@ -82,11 +82,15 @@ def test_models_without_weights_and_with_other_attention_need_padding():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     assert packing_problem(model) == "its weights are on the meta device"
+    weights = tiny_causal_lm("llama", output_attentions=True, attn_implementation="eager")
+    assert packing_problem(weights) == "its attention (eager) cannot be replaced"
+
+
+@pytest.mark.proof
+def test_a_model_with_flex_attention_keeps_it():
     flex = tiny_causal_lm("llama", hidden_size=16)
     flex.config._attn_implementation = "flex_attention"
     assert packing_problem(flex) is not None and flex.config._attn_implementation == "flex_attention"
-    weights = tiny_causal_lm("llama", output_attentions=True, attn_implementation="eager")
-    assert packing_problem(weights) == "its attention (eager) cannot be replaced"
 
 
 def test_an_error_in_the_trial_is_the_reason():
