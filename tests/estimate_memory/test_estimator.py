@@ -170,7 +170,7 @@ def fresh_state():
         proved(False, {"reference": "copy", "step_per_device_batch_size": ROWS}),
         proved(False, {"critic_layout": "shared"}),
         proved(False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
-        (True, {"reference": "adapter_off"}),
+        proved(True, {"reference": "adapter_off"}),
         proved(True, {"critic_layout": "adapter"}),
         (True, {"critic_layout": "adapter", "gradient_checkpointing": True, "dtype": "bfloat16"}),
     ],

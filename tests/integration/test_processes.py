@@ -104,7 +104,7 @@ TWO = {**HEAVY, "told": TOLD}
 
 
 # What `make test` runs; the others are for `make proof`.
-KEPT = ["rank_without_prompts", "ragged_batches", "dropping", "talking", "told"]
+KEPT = ["rank_without_prompts", "dropping", "talking", "told"]
 
 
 def case(name: str, *more: Any) -> Any:
