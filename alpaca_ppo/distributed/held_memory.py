@@ -98,7 +98,7 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     reference = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
     weights, gradients, elements = sum(measured.weights.values()) - reference, measured.gradients, measured.elements
     policy = measured.weights["policy"]
-    gathered = offloaded = 0.0
+    gathered = more = offloaded = 0.0
     if sharding.fsdp:
         # What a layer's gradients take until they are reduced, its activations have left.
         held, backward, step, optimizer = 0.0, gradients / n, gradients / n, 8 * elements / n
@@ -124,19 +124,22 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
         weights /= n
         # Passes of one base with different adapters have no common order that DeepSpeed could record.
         unordered = args.uses_critic and args.critic_layout == "adapter"
-        live = measured.layer if unordered else policy + measured.weights.get("critic", 0.0)
-        gathered = min(live, _MAX_LIVE * (2.0 if args.bf16 or args.dtype == "bfloat16" else 4.0))
+        most = _MAX_LIVE * (2.0 if args.bf16 or args.dtype == "bfloat16" else 4.0)
+        whole = min(policy + measured.weights.get("critic", 0.0), most)
+        gathered = min(measured.layer, most) if unordered else whole
+        # Those of the critic alone have one.
+        more = (whole - gathered) * args.separate_critic_steps
         if sharding.offload_weights and not args.use_cpu:
             offloaded, weights = offloaded + weights, 0.0
     still = PhaseMemory("", weights, held, optimizer)
     sampling = replace(still, weights=weights + policy * (sharding.fsdp or stage == 3), kv_cache=measured.kv_cache)
-    passing = replace(still, weights=weights + gathered)
+    passing, updating = (replace(still, weights=weights + live) for live in (gathered, gathered + more))
     return [
         replace(sampling, phase="prefill", activations=measured.prefill),
         replace(sampling, phase="sampling", activations=measured.sampling),
         replace(passing, phase="score", activations=measured.score),
         # A reference that is offloaded is on the device during its own pass alone.
         replace(passing, phase="log-probs", weights=passing.weights + reference, activations=measured.logprobs),
-        replace(passing, phase="backward", gradients=backward, activations=measured.backward),
+        replace(updating, phase="backward", gradients=backward, activations=measured.backward),
         replace(still, phase="optimizer step", gradients=step),
     ], offloaded

@@ -138,15 +138,7 @@ STAGES = {
     "fsdp-3": ["adapters", "uneven", "ragged", "reward_model", "one_row_each", "tied", "clipped", "clipped_adapters"],
 }
 # What `make test` runs; the others are for `make proof`.
-KEPT = {
-    "single": ["uneven"],
-    "zero1": [],
-    "zero2": [],
-    "zero3": [],
-    "ddp": [],
-    "fsdp": ["uneven"],
-    "fsdp-3": [],
-}
+KEPT = {"single": ["uneven"], "zero1": [], "zero2": [], "zero3": [], "ddp": [], "fsdp": ["uneven"], "fsdp-3": []}
 
 
 def case(stage: str, name: str, *more: Any) -> Any:
