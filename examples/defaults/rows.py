@@ -1,4 +1,4 @@
-"""What was tried: changes to the old defaults the search, alone and beside a critic with steps of its own."""
+"""What was tried: changes to the old defaults, alone and beside a critic with steps of its own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -58,12 +58,12 @@ ROWS: Mapping[str, Settings] = {
     **{f"+ {name}": {**_CRITIC, **settings} for name, settings in _BESIDE_CRITIC.items()},
 }
 """Rows with a plus are beside "critic: 4 epochs, 3 times the rate"."""
-SCALES = (0.1, 10)
+SCALES = (0.1, 1, 10)
 
 
 def of_scale(name: str, scale: float) -> str:
-    """Returns the row of mini_farm with the reward times `scale`, where the row times 1 is `name`."""
-    return f"{name}, reward times {scale}"
+    """Returns the row with the settings of the row `name`, and the reward times `scale`."""
+    return name if scale == 1 else f"{name}, reward times {scale}"
 
 
 OLD, CRITIC, CHOSEN = (
@@ -79,6 +79,7 @@ OF_SCALES: Mapping[str, Settings] = {
     of_scale(name, scale): {**ROWS[name], "reward_weights": [scale, 0]}
     for name in KL_RULES.values()
     for scale in SCALES
+    if scale != 1
 }
 """Rows of mini_farm alone, whose second source, the gold score, has weight 0."""
 GIVEN_UP = ("+ scaled KL in the reward, 0.1, 4 epochs", "+ scaled KL in the reward, 0.1, 4 epochs, linear schedule")

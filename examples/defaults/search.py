@@ -128,10 +128,10 @@ def _ahead(runs: Sequence[Run], one: str, other: str) -> str:
 
 def of_scales(runs: Sequence[Run]) -> str:
     """Returns the section on the scale of the reward."""
-    lines = ["| `kl_controller`, `kl_coef` | reward times 0.1 | reward times 1 | reward times 10 |", "|---" * 4 + "|"]
-    small, large = SCALES
+    lines = [f"| `kl_controller`, `kl_coef` | {' | '.join(f'reward times {scale}' for scale in SCALES)} |"]
+    lines.append("|---" * (len(SCALES) + 1) + "|")
     for rule, row in KL_RULES.items():
-        cells = [_ended(runs, name) for name in (of_scale(row, small), row, of_scale(row, large))]
+        cells = [_ended(runs, of_scale(row, scale)) for scale in SCALES]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
     return (
         "## The scale of the reward\n\n"

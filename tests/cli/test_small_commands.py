@@ -23,7 +23,7 @@ def test_presets_are_listed_with_their_origin_and_shown(capsys):
     assert main(["presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(preset_names())
-    assert all(line.endswith(".") and len(line) <= 145 for line in lines)
+    assert all(line.endswith(".") and len(line) <= 134 for line in lines)
     assert any(line.startswith("vapo          VAPO (arXiv:2504.05118") for line in lines)
     assert main(["presets", "vapo"]) == 0
     shown = capsys.readouterr().out

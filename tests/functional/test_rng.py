@@ -20,7 +20,7 @@ def signed(value: int) -> int:
 
 
 @functools.cache
-def numbers(coordinate: str, count: int = 4096) -> Tensor:
+def numbers(coordinate: str, count: int = 8192) -> Tensor:
     """`count` numbers that differ in one coordinate alone."""
     if coordinate == "position":
         keys = stream_keys(seed=1, step=2, prompt_ids=torch.tensor([3]), num_return_sequences=1)

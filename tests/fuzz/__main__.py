@@ -28,17 +28,8 @@ def main() -> int:
     while True:
         again = f"python -m tests.fuzz --minutes 0 --factor {args.factor:g} --seed {seed}"
         print(f"\nseed {seed}; to repeat this round: {again}{f' -k {args.only!r}' if args.only else ''}", flush=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "proof",
-            str(Path(__file__).parent),
-            f"--hypothesis-seed={seed}",
-        ]
-        command += ["-k", args.only] if args.only else []
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "proof", f"--hypothesis-seed={seed}"]
+        command += [str(Path(__file__).parent), *(["-k", args.only] if args.only else [])]
         code = subprocess.run(command, env=os.environ | {FACTOR: str(args.factor)}).returncode
         if code or time.monotonic() >= end:
             return code
