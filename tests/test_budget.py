@@ -21,7 +21,7 @@ BUDGET = {
     "ppo": 1471,
     "generation": 1956,
     "functional": 1229,
-    "distributed": 1283,
+    "distributed": 1291,
     "rewards": 783,
     "checkpoint": 841,
     "tracking": 703,

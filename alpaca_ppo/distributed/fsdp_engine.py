@@ -23,6 +23,9 @@ from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.sampler import Sampler
 from alpaca_ppo.models import Policy
 
+# torch before 2.13 has the other name alone.
+_gather: Any = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+
 
 class FSDPEngine(Engine):
     """Trains policy and critic with sharded parameters.
@@ -172,5 +175,19 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _full(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every rank.
+
+    `full_tensor` would do, were it not for gloo: after that gather (ALLGATHER_COALESCED) its two threads may write the
+    operation's name into the same string at once, which ends the process now and then. Names as short as this one's
+    (_ALLGATHER_BASE) need no memory of their own.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    mesh, shard = tensor.device_mesh, tensor.to_local().detach()
+    # The last ranks may have fewer rows, or none.
+    rows = -(-len(tensor) // mesh.size())
+    padded = shard if len(shard) == rows else torch.cat((shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])))
+    whole = shard.new_empty(rows * mesh.size(), *shard.shape[1:])
+    _gather(whole, padded, mesh.get_group())
     # Detached last: as a view, it would keep what has been gathered when it is emptied.
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return whole[: len(tensor)].detach()

@@ -9,6 +9,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from alpaca_ppo.distributed import fsdp_engine
 from alpaca_ppo.distributed.accelerator import hardware, make_accelerator, make_engine
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.fsdp_config import check_fsdp
@@ -113,10 +114,10 @@ def test_weights_that_do_not_fit_while_sampling_are_named_with_the_remedy(as_tor
     with engine.sampling() as model:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
-    def out_of_memory(tensor):
+    def out_of_memory(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(DTensor, "full_tensor", out_of_memory)
+    monkeypatch.setattr(fsdp_engine, "_gather", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError, match="process 0 cannot hold all .* GiB.* generation_backend: vllm"):
         with engine.sampling():
             pass

@@ -294,9 +294,14 @@ def run(output_dir: str, *settings: str) -> None:
 
 def train(trainer: PPOTrainer, output_dir: str, resume: bool | str | None) -> None:
     """The training of a run."""
-    with mock.patch("torch.load", to_no_file(torch.load)), mock.patch("torch.save", to_no_file(torch.save)):
+    with (
+        mock.patch("torch.load", to_no_file(torch.load)),
+        mock.patch("torch.save", to_no_file(torch.save)),
+        # With gloo it may end the process, rarely.
+        mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("gathered by full_tensor")),
+    ):
         trainer.train(resume_from_checkpoint=resume)
-    weights = trainer.updater.engine.weights()
+        weights = trainer.updater.engine.weights()
     state = trainer.state
     reached = {"step": state.global_step, "best": state.best_global_step, "published": published(trainer, weights)}
     (Path(output_dir) / f"reached_{trainer.accelerator.process_index}.json").write_text(json.dumps(reached))
