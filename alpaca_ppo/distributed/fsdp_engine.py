@@ -177,9 +177,9 @@ def _local(tensor: Tensor) -> Tensor:
 def _full(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank.
 
-    `full_tensor` would do, were it not for gloo: after that gather (ALLGATHER_COALESCED) its two threads may write the
-    operation's name into the same string at once, which ends the process now and then. Names as short as this one's
-    (_ALLGATHER_BASE) need no memory of their own.
+    Not by `full_tensor`, which ends a process now and then on CPUs: both threads of gloo write the name of what they
+    did last into one string, without a lock. That is safe for names of up to 15 letters, which need no memory of their
+    own: ALLGATHER, and not the ALLGATHER_COALESCED of `full_tensor`.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
