@@ -30,6 +30,10 @@ class PromptBatch(Queries):
 
     rows: list[dict[str, Any]]
     """B dataset rows with all columns; `prompt` is the text or messages that reward functions get."""
+    sampling_round: NotRequired[int]
+    """The round in which `dynamic_sampling` drew them, from 1; absent for the step's own prompts."""
+    episodes: NotRequired[Any]
+    """What answers the responses (`environments.episodes.Episodes`), where there are environments."""
 
 
 class Rollouts(Queries, total=False):

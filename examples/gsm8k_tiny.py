@@ -22,7 +22,7 @@ from alpaca_ppo.data import PromptForm, collate_prompts, load_prompt_dataset, pr
 from alpaca_ppo.generation import resolve_stop_tokens
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import Policy, load_causal_lm
-from alpaca_ppo.ppo.rollouts import EvaluatedRows, evaluate_responses, sample_responses
+from alpaca_ppo.ppo.rollouts import ForwardRows, forward_responses, sample_responses
 from alpaca_ppo.types import PromptBatch
 from examples.mini_farm.base import write_base
 from examples.rewards.gsm8k import correctness, well_formed
@@ -86,8 +86,8 @@ def measure(model: Path, reference: Path, rows: Dataset, *, do_sample: bool, see
         seed=seed,
     )
     samples = sample_responses(policy.model, prompts, sampling_params, per_device_batch_size=_BATCH)
-    evaluated = EvaluatedRows(samples, torch.device("cpu"), per_device_batch_size=_BATCH)
-    own, other = (evaluate_responses(p, evaluated, temperature=1.0, chunk_size=4096) for p in (policy, prior))
+    evaluated = ForwardRows(samples, torch.device("cpu"), per_device_batch_size=_BATCH)
+    own, other = (forward_responses(p, evaluated, temperature=1.0, chunk_size=4096) for p in (policy, prior))
     texts = tokenizer.batch_decode(samples["responses"], skip_special_tokens=True)
     answers = [row["answer"] for row in prompts["rows"]]
     stopped = samples["stopped"].float()

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.ppo.rollouts import EvaluatedRows, evaluate_responses
+from alpaca_ppo.ppo.rollouts import ForwardRows, forward_responses
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import acting, loss_of, tiny_trainer
 
@@ -111,9 +111,9 @@ def enumerated_rollouts(trainer: PPOTrainer, problem: Problem, sampler: PreTrain
     samples = {"queries": queries, "query_attn_masks": torch.tensor([[0, 1, 1]]).repeat(count, 1)}
     samples |= {"responses": problem.responses, "response_mask": problem.mask, "rewards": problem.rewards}
     samples |= {"scores": problem.rewards, "prompt_ids": torch.zeros(count, dtype=torch.long)}
-    rows = EvaluatedRows(samples, torch.device("cpu"), per_device_batch_size=64)
-    samples |= evaluate_responses(trainer.model, rows, chunk_size=8, temperature=1.0)
-    reference = evaluate_responses(trainer.collector.reference.policy, rows, chunk_size=8, temperature=1.0)
+    rows = ForwardRows(samples, torch.device("cpu"), per_device_batch_size=64)
+    samples |= forward_responses(trainer.model, rows, chunk_size=8, temperature=1.0)
+    reference = forward_responses(trainer.collector.reference.policy, rows, chunk_size=8, temperature=1.0)
     samples |= {f"ref_{name}": value for name, value in reference.items()}
     samples["rollout_logprobs"] = token_logprobs(sampler or trainer.actor_critic.policy.model, problem).detach()
     if trainer.args.old_policy == "rollout":

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.config.fields import options_of
+from alpaca_ppo.ppo.device_rows import row_tensors
 from alpaca_ppo.ppo.metrics import StepStats
-from alpaca_ppo.ppo.minibatches import UpdateStep, row_tensors
+from alpaca_ppo.ppo.update_plan import UpdateStep
 from alpaca_ppo.ppo.updates import Applied
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 

@@ -120,8 +120,8 @@ class PPOConfig(LearningOptions):
         return asked and self.uses_critic and self.critic_layout != "shared"
 
     @property
-    def critic_passes(self) -> int:
-        """Passes of the critic over each rollout: `critic_epochs`, or as many as the policy's."""
+    def num_critic_epochs(self) -> int:
+        """Epochs of the critic on each rollout: `critic_epochs`, or as many as the policy's."""
         return (self.separate_critic_steps and self.critic_epochs) or self.ppo_epochs
 
     @property

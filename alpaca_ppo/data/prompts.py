@@ -1,7 +1,7 @@
 """Tokenized prompts: templates and chat templates are applied, overlong prompts are dropped or cut, and batches padded.
 
 Token ids are kept in memory, 4 bytes each; the rows stay in the dataset and are read on access. Leaves out images and
-the continuation of an assistant message; sorting and chunking by length are in `ppo.minibatches`.
+the continuation of an assistant message; sorting and chunking by length are in `ppo.batch_packing`.
 """
 
 import hashlib

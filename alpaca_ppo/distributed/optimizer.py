@@ -1,6 +1,6 @@
 """A run's optimizer, and the learning-rate schedules of policy and critic, each of which counts its own steps.
 
-The formulas of the schedules are transformers'. How many optimizer steps a run takes is counted in `ppo.minibatches`.
+The formulas of the schedules are transformers'. How many optimizer steps a run takes is counted in `ppo.update_plan`.
 """
 
 import math

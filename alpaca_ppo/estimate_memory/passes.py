@@ -24,8 +24,9 @@ from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models, as_with_va
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.models.policy import eval_mode
-from alpaca_ppo.ppo.minibatches import ROW_KEYS, UpdateStep, row_tensors
-from alpaca_ppo.ppo.rollouts import EvaluatedRows, evaluate_responses
+from alpaca_ppo.ppo.device_rows import ROW_KEYS, row_tensors
+from alpaca_ppo.ppo.rollouts import ForwardRows, forward_responses
+from alpaca_ppo.ppo.update_plan import UpdateStep
 from alpaca_ppo.ppo.updates import MicroBatch, Updater
 
 _FOUR_BIT = 0.5 + 4 / 64
@@ -80,9 +81,9 @@ class _Passes:
         self._rows = min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size)
         """Responses sampled, scored or evaluated at once."""
         rows = self._full_rows(self._rows, args.longest_row)
-        self._evaluated = EvaluatedRows(rows, torch.device("cpu"), per_device_batch_size=self._rows)
+        self._forward_rows = ForwardRows(rows, torch.device("cpu"), per_device_batch_size=self._rows)
         # They are kept for the pass over fake tensors.
-        list(self._evaluated.passes(actor_critic))
+        list(self._forward_rows.batches(actor_critic))
         count, tokens = largest_micro_batch(args, processes)
         batch: Any = self._full_rows(count, math.ceil(tokens / count)) | {"prompt_ids": torch.zeros(0)}
         packed = actor_critic.pack(*row_tensors(batch).values())
@@ -164,7 +165,7 @@ class _Passes:
         args, critic = self._args, self._actor_critic.critic
         how: Any = {"temperature": args.temperature, "chunk_size": args.logprob_chunk_size, "with_entropies": True}
         with self._autocast:
-            evaluate_responses(self._actor_critic, self._evaluated, with_critic=critic is not None, **how)
+            forward_responses(self._actor_critic, self._forward_rows, with_critic=critic is not None, **how)
 
     def _backward(self, trained: Sequence[nn.Parameter]) -> None:
         def loss_of(part: str) -> Any:

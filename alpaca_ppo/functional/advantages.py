@@ -47,6 +47,8 @@ class AdvantageInputs:
     scores_by_source: Tensor | None = None
     """(B, S) float32: the score of each reward source, without its weight and before any penalty; NaN where the source
     gave none."""
+    critic_pretraining: bool = False
+    """Whether this step trains the critic alone, for which `gae` makes Monte-Carlo returns (`lam_critic` 1)."""
 
 
 AdvEstimator = Callable[[AdvantageInputs, Any], Advantages]

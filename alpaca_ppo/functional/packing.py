@@ -1,7 +1,7 @@
 """Prompts and responses as a causal model reads them: positions that do not count padding, and rows that are moved to
 the left and trimmed, or laid end to end without padding.
 
-Which rows go together into a batch is decided elsewhere (`ppo.minibatches`), and how a model attends to rows in one
+Which rows go together into a batch is decided elsewhere (`ppo.batch_packing`), and how a model attends to rows in one
 sequence in `models.packed_attention`.
 """
 

@@ -90,6 +90,14 @@ class SamplingParams:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p ({self.top_p}) must be in (0, 1]")
 
+    def check_full_softmax(self) -> None:
+        """Raises ValueError for `top_k` or `top_p`: training samples from all tokens, which every log-prob is of."""
+        if self.top_k is not None or self.top_p is not None:
+            raise ValueError(
+                f"training would sample with top_k {self.top_k} and top_p {self.top_p}, but all log-probs are those of "
+                "all tokens; leave both None, and use eval_top_p for evaluation"
+            )
+
 
 @dataclass(frozen=True)
 class Generation:

@@ -1,10 +1,8 @@
-"""The advantage estimators that a configuration can name: which function of `functional` each calls, with which of the
-configuration's options, and which parts of a rollout it needs.
+"""The advantage estimators that a configuration can name: which function of `functional` each calls, and with which
+options.
 
 The rollouts of a step are global here, so no estimator needs a collective operation.
 """
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,34 +22,26 @@ from alpaca_ppo.functional import (
 from alpaca_ppo.functional.masked import rounding_error
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
+_NEEDED = {
+    "needs_critic": "values",
+    "needs_group": "prompt_ids",
+    "needs_greedy_baseline": "baseline_scores",
+    "needs_scores_by_source": "scores_by_source",
+}
+"""The input that an estimator with a trait cannot do without."""
 
-def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo_returns: bool = False) -> Advantages:
+
+def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     """Advantages and returns (B, R) by the estimator that `args.adv_estimator` names.
 
-    Args:
-        inputs: what the estimator reads.
-        args: of the run.
-        monte_carlo_returns: whether the returns are sums of discounted rewards, which no value enters: the estimator is
-            then given `args` with `lam_critic` 1 and no `turn_lam`.
-
     Raises:
-        ValueError: when the values, prompt ids, baseline scores or scores by source that the estimator needs are
-            missing, and when it returns anything other than `Advantages`.
+        ValueError: when an input that the estimator needs is missing, and when it returns anything but `Advantages`.
     """
     name = args.adv_estimator
-    estimator = ADV_ESTIMATORS.get(name)
-    needed = {
-        "needs_critic": "values",
-        "needs_group": "prompt_ids",
-        "needs_greedy_baseline": "baseline_scores",
-        "needs_scores_by_source": "scores_by_source",
-    }
-    for trait, field in needed.items():
+    for trait, field in _NEEDED.items():
         if getattr(inputs, field) is None and ADV_ESTIMATORS.trait(name, trait):
             raise ValueError(f"adv_estimator is {name!r} but `{field}` is missing; rollout() must return them")
-    if monte_carlo_returns:
-        args = replace(args, lam_critic=1.0, turn_lam=None)
-    returned = estimator(inputs, args)
+    returned = ADV_ESTIMATORS.get(name)(inputs, args)
     if not isinstance(returned, Advantages):
         raise ValueError(f"the adv_estimator {name!r} returned {returned!r:.100}; return functional.Advantages")
     return returned
@@ -60,28 +50,32 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig, *, monte_carlo
 @ADV_ESTIMATORS.implement("gae")
 def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     assert inputs.values is not None
-    rewards = inputs.rewards
+    rewards, mask = inputs.rewards, inputs.response_mask
     if args.whiten_rewards:
-        rewards = masked_whiten(rewards, inputs.response_mask, keep_mean=True)
+        rewards = masked_whiten(rewards, mask, keep_mean=True)
     lam_policy: float | Tensor = args.lam
     if isinstance(args.lam_policy, str):
-        lam_policy = length_adaptive_lam(inputs.response_mask, alpha=args.lam_alpha)
+        lam_policy = length_adaptive_lam(mask, alpha=args.lam_alpha)
     elif args.lam_policy is not None:
         lam_policy = float(args.lam_policy)
+    lam_critic, turn_lam = args.lam if args.lam_critic is None else args.lam_critic, args.turn_lam
+    if inputs.critic_pretraining:
+        # Sums of discounted rewards, which no value enters.
+        lam_critic, turn_lam = 1.0, None
     estimated = decoupled_gae(
         rewards,
         inputs.values,
-        inputs.response_mask,
+        mask,
         gamma=args.gamma,
         lam_policy=lam_policy,
-        lam_critic=args.lam if args.lam_critic is None else args.lam_critic,
+        lam_critic=lam_critic,
         turn_gamma=args.turn_gamma,
-        turn_lam=args.turn_lam,
+        turn_lam=turn_lam,
     )
     if not args.whiten_advantages:
         return estimated
     # The critic learns from the returns, which stay as they are.
-    return estimated._replace(advantages=masked_whiten(estimated.advantages, inputs.response_mask))
+    return estimated._replace(advantages=masked_whiten(estimated.advantages, mask))
 
 
 @ADV_ESTIMATORS.implement("reinforce_plus_plus")

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from alpaca_ppo import hook_checks
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.functional import informative_rows
-from alpaca_ppo.ppo import hook_checks
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.types import Rollouts
 
@@ -49,11 +49,12 @@ def replace_uninformative(
     nothing.
 
     Args:
-        rollouts: of the step's own prompts, of all ranks.
+        rollouts: of the step's own prompts, of all ranks, as `rollout` returned them.
         prompts: draws fresh ones; moved on.
         rollout: returns the global rollouts of dataset indices; also called with the number of the round, from 1.
         args: of the run.
     """
+    hook_checks.check_rollouts(rollouts)
     counts = dict.fromkeys(("objective/sampling_rounds", "objective/redrawn_prompts", "tokens/discarded"), 0.0)
     for sampling_round in range(1, args.dynamic_sampling + 1):
         differ = informative(rollouts, args)

@@ -1,10 +1,12 @@
 """The controller of `kl_coef`, the weight of the KL in the reward: fixed, proportional, horizon or scaled.
 
-It is plain Python. Its caller averages the observed KL over all processes, and takes the spread of all scores, so that
+Its caller averages the observed KL over all processes, and takes the spread of all scores, so that
 every process makes the same update. The configuration checks the bounds of the settings.
 """
 
 import math
+
+from alpaca_ppo.config.ppo_config import PPOConfig
 
 ERROR_LIMIT = 0.2
 """Bound of the relative error kl / target - 1 in one update (arXiv:1909.08593, section 2.2)."""
@@ -63,3 +65,8 @@ class KLController:
         """Restores them; targets and rates remain those of the constructor."""
         self.value, self._variance = float(state["value"]), float(state["variance"])
         self._num_variances = int(state["num_variances"])
+
+
+def make_kl_controller(args: PPOConfig) -> KLController:
+    """The controller of a run."""
+    return KLController(args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon)

@@ -1,11 +1,10 @@
-"""The terms of a micro-batch's losses, and the policy losses that a configuration can name.
+"""The terms of the policy's loss in a micro-batch, and the policy losses that a configuration can name.
 
-The mathematics is in `functional`, the critic's loss in its head. Every term is a part of the optimizer step's loss
-(see `types.Rollouts.denominator`), so the terms of the micro-batches add up.
+The mathematics is in `functional`; the critic's loss is in its head (`models.critic_heads`). Every term is a
+part of the optimizer step's loss (see `types.Rollouts.denominator`), so the terms of the micro-batches add up.
 """
 
-from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -24,10 +23,10 @@ from alpaca_ppo.functional import (
     rollout_correction_weights,
     sapo_policy_loss,
 )
-from alpaca_ppo.models import ActorCriticOutputs, CriticHead
+from alpaca_ppo.models import ActorCriticOutputs
 from alpaca_ppo.ppo.metrics import mismatch_stats
-from alpaca_ppo.ppo.minibatches import trained_mask
-from alpaca_ppo.registry import POLICY_LOSSES, DppoDivergence
+from alpaca_ppo.ppo.row_masks import gradient_mask
+from alpaca_ppo.registry import POLICY_LOSSES
 from alpaca_ppo.types import Rollouts
 
 Terms = tuple[Tensor, dict[str, Tensor]]
@@ -40,7 +39,7 @@ def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]
     weights = rollout_correction_weights(
         rollouts["logprobs"],
         rollouts["rollout_logprobs"],
-        trained_mask(rollouts, args),
+        gradient_mask(rollouts, args),
         level=args.rollout_correction_level,
         threshold=args.rollout_correction_threshold,
     )
@@ -70,12 +69,22 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
     """Policy loss, log-likelihood of successes, KL loss and entropy bonus, added up, and their statistics."""
     assert outputs.logprobs is not None
     mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
-    tensors = outputs.logprobs, batch["logprobs"], batch["advantages"], mask
-    returned = POLICY_LOSSES.get(args.policy_loss)(*tensors, args=args, weights=weights, denominator=denominator)
-    policy = _checked(f"policy_loss {args.policy_loss!r}", returned)
-    # One KL of the update is logged: k3, which estimates what k1 does with less noise.
-    logged = {f"policy/{name}": stat for name, stat in policy.stats.items() if name != "approx_kl_k1"}
-    stats = {"loss/policy": policy.loss} | logged
+    policy_loss_of = POLICY_LOSSES.get(args.policy_loss)
+    policy = checked_loss(
+        f"policy_loss {args.policy_loss!r}",
+        policy_loss_of(
+            outputs.logprobs,
+            batch["logprobs"],
+            batch["advantages"],
+            mask,
+            args=args,
+            weights=weights,
+            denominator=denominator,
+        ),
+    )
+    stats = {"loss/policy": policy.loss, **{f"policy/{name}": stat for name, stat in policy.stats.items()}}
+    # Both estimate the same KL, k3 with less noise.
+    stats.pop("policy/approx_kl_k1", None)
     if outputs.entropies is not None:
         stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
 
@@ -86,9 +95,8 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
     loss = policy.loss
     if args.positive_nll_coef:
         # Without importance weights: it imitates these responses, and estimates no expectation over the sampler's.
-        nll = positive_nll_loss(
-            outputs.logprobs, _succeeded(batch["scores"], args), mask, denominator=batch["positive_tokens"]
-        )
+        positive = _succeeded(batch["scores"], args)
+        nll = positive_nll_loss(outputs.logprobs, positive, mask, denominator=batch["positive_tokens"])
         stats |= {"loss/positive_nll": nll.loss, "policy/positive_fraction": nll.stats["positive_fraction"]}
         loss = loss + args.positive_nll_coef * nll.loss
     if args.kl_loss_coef:
@@ -103,62 +111,109 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
     return loss, {name: stat.detach() for name, stat in stats.items()}
 
 
-def critic_terms(batch: Rollouts, outputs: ActorCriticOutputs, head: CriticHead, args: PPOConfig) -> Terms:
-    """The loss of the critic's `head`, weighted by `vf_coef`, and its statistics."""
-    assert outputs.predictions is not None
-    value = _checked(f"loss of the critic {head.kind!r}", head.loss(outputs.predictions, batch, args))
-    stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
-    return args.vf_coef * value.loss, {name: stat.detach() for name, stat in stats.items()}
-
-
-def _checked(what: str, returned: Any) -> Loss:
+def checked_loss(what: str, returned: Any) -> Loss:
+    """What a registered loss or a critic's head returned; anything but a `Loss` is refused."""
     if not isinstance(returned, Loss):
         raise ValueError(f"the {what} returned {returned!r:.100}; return functional.Loss(loss, stats)")
     return returned
 
 
-_DPPO_RATIO_BOUND = 20.0
+class _Scale(TypedDict):
+    """How the losses of tokens add up to the optimizer step's loss; see `aggregate_loss`."""
+
+    weights: Tensor | None
+    denominator: Tensor
 
 
-def _ranges(args: PPOConfig) -> dict[str, Any]:
+class _ClipRanges(TypedDict):
+    cliprange_low: float
+    cliprange_high: float
+
+
+def _ranges(args: PPOConfig) -> _ClipRanges:
     return {"cliprange_low": args.cliprange, "cliprange_high": args.cliprange_high or args.cliprange}
 
 
+_DPPO_RATIO_BOUND = 20.0
+
+
 @POLICY_LOSSES.implement("clip")
-def _clip(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
-    ratio_c = args.clip_ratio_c
-    return policy_loss(*batch, clip_ratio_c=ratio_c, loss_agg_mode=args.loss_agg_mode, **_ranges(args) | how)
-
-
-@POLICY_LOSSES.implement("gspo")
-def _gspo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
-    return gspo_policy_loss(*batch, loss_agg_mode=args.loss_agg_mode, **_ranges(args) | how)
-
-
-@POLICY_LOSSES.implement("cispo")
-def _cispo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
-    return cispo_policy_loss(*batch, loss_agg_mode=args.loss_agg_mode, **_ranges(args) | how)
-
-
-@POLICY_LOSSES.implement("sapo")
-def _sapo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
-    return sapo_policy_loss(*batch, tau_pos=1.0, tau_neg=1.05, loss_agg_mode=args.loss_agg_mode, **how)
-
-
-@POLICY_LOSSES.implement("gmpo")
-def _gmpo(*batch: Tensor, args: PPOConfig, **how: Any) -> Loss:
-    return gmpo_policy_loss(*batch, **_ranges(args) | how)
-
-
-@POLICY_LOSSES.implement("dppo")
-def _dppo(*batch: Tensor, divergence: DppoDivergence = "tv", args: PPOConfig, **how: Any) -> Loss:
-    return dppo_policy_loss(
-        *batch,
-        divergence=divergence,
-        clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
+def _clip(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
+) -> Loss:
+    return policy_loss(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        clip_ratio_c=args.clip_ratio_c,
         loss_agg_mode=args.loss_agg_mode,
-        **_ranges(args) | how,
+        **_ranges(args),
+        **scale,
     )
 
 
-POLICY_LOSSES.implement("dppo_kl")(partial(_dppo, divergence="kl"))
+@POLICY_LOSSES.implement("gspo")
+def _gspo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
+) -> Loss:
+    return gspo_policy_loss(logprobs, old, advantages, mask, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale)
+
+
+@POLICY_LOSSES.implement("cispo")
+def _cispo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
+) -> Loss:
+    return cispo_policy_loss(
+        logprobs, old, advantages, mask, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale
+    )
+
+
+@POLICY_LOSSES.implement("sapo")
+def _sapo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
+) -> Loss:
+    return sapo_policy_loss(
+        logprobs, old, advantages, mask, tau_pos=1.0, tau_neg=1.05, loss_agg_mode=args.loss_agg_mode, **scale
+    )
+
+
+@POLICY_LOSSES.implement("gmpo")
+def _gmpo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
+) -> Loss:
+    return gmpo_policy_loss(logprobs, old, advantages, mask, **_ranges(args), **scale)
+
+
+@POLICY_LOSSES.implement("dppo")
+def _dppo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
+) -> Loss:
+    return dppo_policy_loss(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        divergence="tv",
+        clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
+        loss_agg_mode=args.loss_agg_mode,
+        **_ranges(args),
+        **scale,
+    )
+
+
+@POLICY_LOSSES.implement("dppo_kl")
+def _dppo_kl(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
+) -> Loss:
+    return dppo_policy_loss(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        divergence="kl",
+        clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
+        loss_agg_mode=args.loss_agg_mode,
+        **_ranges(args),
+        **scale,
+    )

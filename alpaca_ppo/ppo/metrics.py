@@ -25,7 +25,7 @@ from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
 from alpaca_ppo.functional.groups import informative_rows
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.shaping import sequence_scores
-from alpaca_ppo.ppo.minibatches import trained_mask, with_reward
+from alpaca_ppo.ppo.row_masks import gradient_mask, with_reward
 from alpaca_ppo.types import Rollouts
 
 _DIGITS = {"mismatch/logprob_abs_mean": 4, "mismatch/k3": 5, "mismatch/ratio_max": 2}
@@ -54,6 +54,25 @@ class Timers:
             yield count
         synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+class StepRecord:
+    """What is measured while a step or an evaluation is made, apart from its rollouts and losses.
+
+    Args:
+        during: as for `Timers`.
+    """
+
+    def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
+        self.timers = Timers(during)
+        self.logged: dict[str, list[float]] = {}
+        """Sum and number of the values of each metric that reward functions have logged, on all ranks."""
+        self.drawn: dict[str, float] = {}
+        """The metrics of what `dynamic_sampling` has drawn."""
+
+    def logged_means(self) -> dict[str, float]:
+        """The means of what reward functions have logged, as `reward/*`."""
+        return {f"reward/{name}": total / number for name, (total, number) in self.logged.items()}
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -133,28 +152,31 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
         rollouts: the step's rollouts, with shaped rewards.
         source_names: names of the columns of `scores_by_source`. The mean of a source is over the rows that it scored.
     """
-    of_responses, rollouts = response_stats(rollouts), with_reward(rollouts)
-    mask = rollouts["response_mask"]
-    by_source = rollouts["scores_by_source"].nanmean(dim=0).tolist()
-    spreads = [standard_deviation(column[~column.isnan()]) for column in rollouts["scores_by_source"].unbind(dim=1)]
+    scored = with_reward(rollouts)
+    by_source = scored["scores_by_source"]
+    means = by_source.nanmean(dim=0).tolist()
+    spreads = [standard_deviation(column[~column.isnan()]) for column in by_source.unbind(dim=1)]
     stats = {
-        **{f"objective/scores/{name}": mean for name, mean in zip(source_names, by_source, strict=True)},
+        **{f"objective/scores/{name}": mean for name, mean in zip(source_names, means, strict=True)},
         **{f"objective/scores_std/{name}": spread for name, spread in zip(source_names, spreads, strict=True)},
-        **group_stats(rollouts),
-        "objective/kl_sum_seq": float(rollouts["kl"].sum(dim=1).mean()),
-        "objective/kl_avg_seq": float(masked_mean(rollouts["kl"], mask)),
-        "objective/shaped_rewards": float(rollouts["shaped_rewards"].sum(dim=1).mean()),
-        "objective/non_score_rewards": float(rollouts["non_score_rewards"].sum(dim=1).mean()),
-        **{f"objective/{name}": value for name, value in of_responses.items()},
+        "objective/kl_sum_seq": float(scored["kl"].sum(dim=1).mean()),
+        "objective/kl_avg_seq": float(masked_mean(scored["kl"], scored["response_mask"])),
+        "objective/shaped_rewards": float(scored["shaped_rewards"].sum(dim=1).mean()),
+        "objective/non_score_rewards": float(scored["non_score_rewards"].sum(dim=1).mean()),
+        **{f"objective/{name}": value for name, value in response_stats(scored).items()},
     }
     for name in ("entropies", "ref_entropies"):
-        if name in rollouts:
-            stats[f"objective/{name}"] = float(masked_mean(rollouts[name], mask))
-    if "overlong_penalties" in rollouts:
-        stats["objective/overlong_penalty"] = float(rollouts["overlong_penalties"].mean())
-    if "baseline_scores" in rollouts:
-        stats["objective/baseline_scores"] = float(rollouts["baseline_scores"].mean())
-    return stats | mismatch_of(rollouts) if "recomputed" in rollouts else stats
+        if name in scored:
+            stats[f"objective/{name}"] = float(masked_mean(scored[name], scored["response_mask"]))
+    if "overlong_penalties" in scored:
+        stats["objective/overlong_penalty"] = float(scored["overlong_penalties"].mean())
+    if "baseline_scores" in scored:
+        stats["objective/baseline_scores"] = float(scored["baseline_scores"].mean())
+    if "trained_rows" in rollouts:
+        stats["objective/masked_rows"] = float((~rollouts["trained_rows"]).sum())
+    if "recomputed" in scored:
+        stats |= mismatch_of(scored)
+    return stats | group_stats(scored)
 
 
 def group_stats(rollouts: Rollouts) -> dict[str, float]:
@@ -184,7 +206,7 @@ def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
     """Returns `ppo/returns/*`, `ppo/advantages/*` and, with a critic, `ppo/val/*` of a step, over the tokens that give
     a gradient.
     """
-    mask, returns = trained_mask(rollouts, args), rollouts["returns"]
+    mask, returns = gradient_mask(rollouts, args), rollouts["returns"]
     stats = {
         "ppo/returns/mean": float(masked_mean(returns, mask)),
         "ppo/returns/var": float(masked_var(returns, mask, unbiased=False)),
@@ -204,37 +226,38 @@ def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
     return stats
 
 
-def response_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns what steps and evaluations measure of the responses that have a reward: rewards, lengths in tokens, the
-    means of what episodes counted, and how many responses have none (`masked_rows`).
+def response_stats(scored: Rollouts) -> dict[str, float]:
+    """Returns what steps and evaluations measure of responses that have a reward: rewards, lengths in tokens, and the
+    means of what episodes counted.
     """
-    every, rollouts = rollouts, with_reward(rollouts)
+    num_tokens = scored["response_mask"].sum(dim=1)
     stats = {
-        "rewards": float(sequence_scores(rollouts["rewards"]).mean()),
-        "scores": float(rollouts["scores"].mean()),
-        "scores_std": standard_deviation(rollouts["scores"]),
-        "response_length": float(rollouts["response_mask"].sum(dim=1).float().mean()),
-        "truncated_fraction": float((~rollouts["stopped"]).float().mean()),
-        "empty_fraction": float((rollouts["stopped"] & (rollouts["response_mask"].sum(dim=1) == 1)).float().mean()),
+        "rewards": float(sequence_scores(scored["rewards"]).mean()),
+        "scores": float(scored["scores"].mean()),
+        "scores_std": standard_deviation(scored["scores"]),
+        "response_length": float(num_tokens.float().mean()),
+        "truncated_fraction": float((~scored["stopped"]).float().mean()),
+        "empty_fraction": float((scored["stopped"] & (num_tokens == 1)).float().mean()),
     }
-    if "num_turns" in rollouts:
-        stats["turns"] = float(rollouts["num_turns"].float().mean())
+    if "num_turns" in scored:
+        stats["turns"] = float(scored["num_turns"].float().mean())
         for name in ("environment_tokens", "tool_calls"):
-            stats[name] = float(rollouts[name].float().mean())
-        if calls := int(rollouts["tool_calls"].sum()):
-            stats["tool_failure_rate"] = int(rollouts["tool_failures"].sum()) / calls
-    if "trained_rows" in every:
-        stats["masked_rows"] = float((~every["trained_rows"]).sum())
+            stats[name] = float(scored[name].float().mean())
+        if calls := int(scored["tool_calls"].sum()):
+            stats["tool_failure_rate"] = int(scored["tool_failures"].sum()) / calls
     return stats
 
 
 def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns metrics of an evaluation, without `eval/`: `response_stats`, and the KL to the reference: the k1 estimate
-    in nats, summed over a response.
+    """Returns metrics of an evaluation, without `eval/`: `response_stats`, how many responses have no reward
+    (`masked_rows`), and the KL to the reference: the k1 estimate in nats, summed over a response.
     """
     scored = with_reward(rollouts)
     kl = (scored["logprobs"] - scored["ref_logprobs"]).sum(dim=1)
-    return {**response_stats(rollouts), "kl_sum_seq": float(kl.mean())}
+    stats = {**response_stats(scored), "kl_sum_seq": float(kl.mean())}
+    if "trained_rows" in rollouts:
+        stats["masked_rows"] = float((~rollouts["trained_rows"]).sum())
+    return stats
 
 
 def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[str, float]:

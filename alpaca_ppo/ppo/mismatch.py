@@ -129,11 +129,11 @@ class SamplerCheck:
         engine, backend, args = collector.engine, collector.backend, collector.args
         critic = engine.actor_critic.critic
         shared = critic is not None and critic.shares_states
-        self._may_spare = args.old_policy == "auto" and not (
+        self._can_skip_pass = args.old_policy == "auto" and not (
             backend.has_own_weights or answered or shared or self.half_precision
         )
         self._conditions = [backend.name, args.dtype, engine.accelerator.mixed_precision, type(engine).__name__]
-        self._spares: bool | None = None
+        self._skips_pass: bool | None = None
         self._warned = False
 
     @property
@@ -147,7 +147,7 @@ class SamplerCheck:
     @property
     def compares(self) -> bool:
         """Whether the short responses before the first rollout are of any use."""
-        return self._args.mismatch_action != "ignore" or (self._may_spare and self._spares is None)
+        return self._args.mismatch_action != "ignore" or (self._can_skip_pass and self._skips_pass is None)
 
     def recomputes(self, step: int) -> bool:
         """Whether the old log-probs of `step` (from 0) come from a forward pass of the trainer.
@@ -157,7 +157,7 @@ class SamplerCheck:
         """
         if self._args.old_policy != "auto":
             return self._args.old_policy != "rollout"
-        return not self._spares or step == self._args.critic_pretraining_steps
+        return not self._skips_pass or step == self._args.critic_pretraining_steps
 
     def before_training(self, prompts: PromptBatch, sampling_params: SamplingParams) -> None:
         """Samples short responses to a few prompts with the run's generation backend, judges them, and decides `auto`.
@@ -171,13 +171,13 @@ class SamplerCheck:
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
         self._collector.sync()
         samples = self._collector.sample(prompts, short)
-        logprobs = self._collector.evaluate(samples, POLICY_ALONE, temperature=short.temperature)["logprobs"]
+        logprobs = self._collector.forward(samples, POLICY_ALONE, temperature=short.temperature)["logprobs"]
         pair = samples["rollout_logprobs"], samples["response_mask"]
         measured = {**mismatch_stats(logprobs, *pair), "clipped": clipped_difference(logprobs, *pair)}
         stats = self._largest(measured)
-        if self._may_spare and self._spares is None:
-            self._spares = not exceeded_bounds(stats, half_precision=False)
-            difference, whose = stats["mismatch/logprob_abs_mean"], "sampler" if self._spares else "trainer"
+        if self._can_skip_pass and self._skips_pass is None:
+            self._skips_pass = not exceeded_bounds(stats, half_precision=False)
+            difference, whose = stats["mismatch/logprob_abs_mean"], "sampler" if self._skips_pass else "trainer"
             self._report(
                 f"sampler and trainer differ by {difference:.2g} nats per token: old log-probs are the {whose}'s "
                 "(old_policy: auto)"
@@ -212,11 +212,11 @@ class SamplerCheck:
 
     def state_dict(self) -> dict[str, Any]:
         """The decision, and what it depends on."""
-        return {"spares": self._spares, "conditions": self._conditions}
+        return {"spares": self._skips_pass, "conditions": self._conditions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the decision that `state_dict` returned, if it was made under the same conditions."""
-        self._spares = state["spares"] if list(state["conditions"]) == self._conditions else None
+        self._skips_pass = state["spares"] if list(state["conditions"]) == self._conditions else None
 
     def _largest(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """The largest of each number on any rank, so that all ranks decide alike."""

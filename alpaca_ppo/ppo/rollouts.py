@@ -1,14 +1,13 @@
-"""One rank's part of a rollout: sample responses, evaluate log-probabilities and values, gather the rows of all ranks.
+"""One rank's part of a rollout: its prompts, samples, log-probs and values, and the rows of all ranks put together.
 
-`RolloutTrainer.rollout` decides the order of the parts and how responses are scored; of the configuration this module
-reads the sizes of passes alone.
+`PPOTrainer.rollout` decides the order of the parts and how responses are scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -16,31 +15,33 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_over_ranks, pad_to_longest_rank
+from alpaca_ppo.data import PromptDataset, collate_prompts
+from alpaca_ppo.distributed.collectives import (
+    any_rank,
+    gather_rows,
+    max_int_over_ranks,
+    pad_to_longest_rank,
+    rank_share,
+)
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.episodes import Episodes
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows, row_lengths
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
-from alpaca_ppo.ppo.minibatches import (
-    DeviceBatch,
-    DeviceRows,
-    chunks_by_length,
-    chunks_by_tokens,
-    row_tensors,
-    shape_as_on_others,
-)
+from alpaca_ppo.ppo.batch_packing import chunks_by_length, chunks_by_tokens
+from alpaca_ppo.ppo.device_rows import DeviceBatch, DeviceRows, row_tensors
+from alpaca_ppo.ppo.failed_rewards import rewards_shaped_alike
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 
 @dataclass(frozen=True)
-class RolloutPasses:
-    """Which passes a rollout makes besides sampling and scoring, and what happens if rewards fail."""
+class RolloutOptions:
+    """What a rollout computes besides samples and scores, and what happens if rewards fail."""
 
     with_policy: bool = True
-    """The policy's own log-probs; without them the sampler's log-probs are used, which saves a forward pass."""
+    """The policy's log-probs by the trainer; without them the sampler's are used, which saves a forward pass."""
     with_critic: bool = True
     """The critic's values."""
     with_reference: bool = True
@@ -55,7 +56,7 @@ class RolloutPasses:
     """Whether all rewards may fail; otherwise that is an error."""
 
 
-POLICY_ALONE = RolloutPasses(with_critic=False, with_reference=False)
+POLICY_ALONE = RolloutOptions(with_critic=False, with_reference=False)
 """A forward pass of the policy and nothing else."""
 
 
@@ -98,17 +99,31 @@ def sample_responses(
     }
 
 
-class EvaluatedRows:
-    """The rows that some models evaluate: divided into passes, copied to the device and packed once for all models that
-    read them alike.
+def add_baseline(rows: dict[str, Tensor], greedy: Mapping[str, Tensor], baseline_scores: Tensor) -> None:
+    """Adds `baseline_scores` to `rows` in place; rows whose prompt's greedy response has no reward are not trained on.
+
+    Args:
+        rows: the samples; each prompt has the same number of rows, next to one another.
+        greedy: the greedy responses, one for each prompt.
+        baseline_scores: (prompts,), their scores.
+    """
+    n = rows["responses"].size(0) // len(baseline_scores)
+    rows["baseline_scores"] = baseline_scores.repeat_interleave(n)
+    if "trained_rows" in rows:
+        rows["trained_rows"] = rows["trained_rows"] & greedy["trained_rows"].repeat_interleave(n)
+
+
+class ForwardRows:
+    """Rows for forward passes of several models: divided into batches, copied to the device and packed once for all
+    models that read them alike.
 
     Args:
         samples: rows with the ROW_KEYS, on the CPU.
         device: where the models are.
         per_device_batch_size: rows of one forward pass with padding.
         max_tokens: tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding.
-        most_passes: from this rank's number of passes the number that all ranks make, where they have to make equally
-            many.
+        count_of_all_ranks: from this rank's number of batches the number that all ranks need, where they have to make
+            equally many passes.
     """
 
     def __init__(
@@ -118,32 +133,36 @@ class EvaluatedRows:
         *,
         per_device_batch_size: int,
         max_tokens: int | None = None,
-        most_passes: Callable[[int], int] = int,
+        count_of_all_ranks: Callable[[int], int] = int,
     ) -> None:
         self.shape = samples["responses"].shape
         self._rows, self._device = row_tensors(samples), device
         self._group = int(samples["sample_ids"].max()) + 1 if "sample_ids" in samples else 1
-        self._batch_size, self._max_tokens, self._most_passes = per_device_batch_size, max_tokens, most_passes
+        self._batch_size, self._max_tokens = per_device_batch_size, max_tokens
+        self._count_of_all_ranks = count_of_all_ranks
         self._batches: dict[bool, list[tuple[list[int], DeviceBatch]]] = {}
         self._packed: dict[tuple[bool, int, RowLayout], PackedRows] = {}
 
-    def passes(self, model: ActorCritic | Policy) -> Iterator[tuple[list[int], list[Tensor], Any]]:
-        """The rows of each pass of `model`, their tensors on the device, and what `model.pack` returns for them."""
+    def batches(self, model: ActorCritic | Policy) -> Iterator[tuple[list[int], list[Tensor], Any]]:
+        """The rows of each forward pass of `model`, their tensors on the device, and what `model.pack` returns."""
         free = model.padding_free
         if free not in self._batches:
-            lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
-            if free and self._max_tokens is not None:
-                chunks = chunks_by_tokens(lengths, self._max_tokens, group=self._group)
-            else:
-                chunks = chunks_by_length(lengths, self._batch_size)
-            chunks += [[] for _ in range(self._most_passes(len(chunks)) - len(chunks))]
-            self._batches[free] = list(zip(chunks, DeviceRows(self._rows, chunks, self._device), strict=True))
+            self._batches[free] = self._divided(free)
         for number, (rows, batch) in enumerate(self._batches[free]):
             tensors = list(batch.device.values())
             if isinstance(model, Policy):
                 yield rows, tensors, self._pack(batch, (free, number, model.layout))
             else:
                 yield rows, tensors, tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
+
+    def _divided(self, padding_free: bool) -> list[tuple[list[int], DeviceBatch]]:
+        lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
+        if padding_free and self._max_tokens is not None:
+            chunks = chunks_by_tokens(lengths, self._max_tokens, group=self._group)
+        else:
+            chunks = chunks_by_length(lengths, self._batch_size)
+        chunks += [[] for _ in range(self._count_of_all_ranks(len(chunks)) - len(chunks))]
+        return list(zip(chunks, DeviceRows(self._rows, chunks, self._device), strict=True))
 
     def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout]) -> PackedRows:
         if key not in self._packed:
@@ -153,9 +172,9 @@ class EvaluatedRows:
 
 
 @torch.no_grad()
-def evaluate_responses(
+def forward_responses(
     model: ActorCritic | Policy,
-    rows: EvaluatedRows,
+    rows: ForwardRows,
     *,
     temperature: float,
     chunk_size: int,
@@ -164,7 +183,7 @@ def evaluate_responses(
     **parts: bool,
 ) -> dict[str, Tensor]:
     """`logprobs`, `entropies` (if asked for) and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU,
-    from a forward pass of the trainer without gradients.
+    from forward passes without gradients.
 
     Args:
         model: what to run.
@@ -172,11 +191,11 @@ def evaluate_responses(
         temperature: divides the logits.
         chunk_size: tokens whose logits are in memory at once.
         with_entropies: whether entropies are computed.
-        poll: called before each pass; an exception in it ends the evaluation.
+        poll: called before each pass; it may raise.
         parts: `with_policy` and `with_critic` of an `ActorCritic`.
     """
     out: dict[str, Tensor] = {}
-    for numbers, tensors, packed in rows.passes(model):
+    for numbers, tensors, packed in rows.batches(model):
         poll()
         outputs = model(
             *tensors,
@@ -200,12 +219,14 @@ class RolloutCollector:
 
     Args:
         engine: of the trained models.
-        args: the sizes of passes.
+        args: lengths, and the sizes of forward passes.
         reference: provides the reference policy; None without one.
         scorer: the reward sources.
         metric_scorer: what only measures the responses of an evaluation.
         backend: samples the responses.
         preemption: ends the sampling after a signal.
+        dummy_prompt: an item of a `PromptDataset`, for a rank that has fewer prompts than another.
+        pad_token_id: fills prompts.
     """
 
     engine: Engine
@@ -215,6 +236,8 @@ class RolloutCollector:
     metric_scorer: RewardScorer
     backend: Backend
     preemption: PreemptionHandler
+    dummy_prompt: dict[str, Any]
+    pad_token_id: int
 
     @property
     def accelerator(self) -> Accelerator:
@@ -234,22 +257,28 @@ class RolloutCollector:
                 )
                 engine.prepare_frozen_model(source.model)
 
-    def local_prompts(
-        self, batches: Sequence[PromptBatch], dummy_prompts: Callable[[int], PromptBatch]
-    ) -> PromptBatch | None:
+    def collate(self, prompts: PromptDataset, indices: Sequence[int], *, sampling_round: int = 0) -> list[PromptBatch]:
+        """This rank's share of `prompts[indices]`, as one batch, which has no rows if there is nothing to share."""
+        share = rank_share(indices, self.accelerator)
+        batch = self.prompt_batch([prompts[i] for i in share], share)
+        return [{**batch, "sampling_round": sampling_round} if sampling_round else batch]
+
+    def prompt_batch(self, items: Sequence[Any], prompt_ids: Sequence[int]) -> PromptBatch:
+        """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
+        return collate_prompts(items, prompt_ids, pad_token_id=self.pad_token_id, query_len=self.args.query_len)
+
+    def local_prompts(self, batches: Sequence[PromptBatch]) -> PromptBatch | None:
         """This rank's prompts as one batch; None if it has none.
 
         If forward passes need every rank (`engine.synced_forwards`), a rank with fewer prompts than others gets dummies
         after its own, so that all ranks make the same passes.
-
-        Args:
-            batches: this rank's prompts.
-            dummy_prompts: returns the given number of dummy prompts.
         """
+        count = sum(len(batch["rows"]) for batch in batches)
         if self.engine.synced_forwards:
-            count = sum(len(batch["rows"]) for batch in batches)
-            batches = pad_to_longest_rank(batches, count, dummy_prompts, self.accelerator)
-        if not batches:
+            batches = pad_to_longest_rank(
+                batches, count, lambda n: self.prompt_batch([self.dummy_prompt] * n, [0] * n), self.accelerator
+            )
+        if not any(batch["rows"] for batch in batches):
             return None
         return PromptBatch(
             queries=torch.cat([batch["queries"] for batch in batches]),
@@ -267,12 +296,12 @@ class RolloutCollector:
             samples_per_prompt: rows of each prompt.
         """
         if self.scorer.policy.mask:
-            rows = shape_as_on_others(rows, self.accelerator)
-        gathered: Any = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
+            rows = rewards_shaped_alike(rows, self.accelerator)
+        gathered = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
         if gathered is None:
             self.preemption.poll_all_ranks()
-        rollouts: Rollouts = gathered
-        return rollouts
+            raise AssertionError("a rank without rows has received a signal, for which poll_all_ranks raises")
+        return cast(Rollouts, gathered)
 
     def sync(self) -> None:
         """Gives a backend with weights of its own those of the engine's policy, if they have changed. Every rank must
@@ -284,18 +313,15 @@ class RolloutCollector:
             backend.version = engine.weights_version
 
     def sample(
-        self,
-        prompts: PromptBatch,
-        sampling_params: SamplingParams,
-        episodes: Episodes | None = None,
-        on_rows: Callable[[int], Any] = lambda rows: None,
+        self, prompts: PromptBatch, sampling_params: SamplingParams, on_rows: Callable[[int], Any] = lambda rows: None
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision; `on_rows` is called with numbers of
-        responses that are finished.
+        """`sample_responses` of the engine's policy, in the run's precision, with the prompts' `episodes` if they have
+        some; `on_rows` is called with numbers of responses that are finished.
         """
         engine, backend = self.engine, self.backend
+        episodes: Episodes | None = prompts.get("episodes")
 
-        def poll_and_listen() -> None:
+        def poll() -> None:
             self.preemption.poll()
             if episodes is not None:
                 episodes.listen()
@@ -306,8 +332,8 @@ class RolloutCollector:
                 episodes.finish(rows, finished)
 
         backend.wake()
-        whole = nullcontext(engine.actor_critic.policy.model) if backend.has_own_weights else engine.sampling()
-        with engine.autocast(), whole as model, self.preemption.part():
+        policy = nullcontext(engine.actor_critic.policy.model) if backend.has_own_weights else engine.sampling()
+        with engine.autocast(), policy as model, self.preemption.part():
             samples = sample_responses(
                 model,
                 prompts,
@@ -315,7 +341,7 @@ class RolloutCollector:
                 backend=backend,
                 per_device_batch_size=self.args.rollout_per_device_batch_size,
                 turns=None if episodes is None else episodes.turns,
-                hooks=SamplingHooks(poll_and_listen, finish),
+                hooks=SamplingHooks(poll, finish),
             )
         backend.sleep()
         if episodes is None:
@@ -323,41 +349,43 @@ class RolloutCollector:
         episodes.wait()
         return samples | episodes.statistics(samples)
 
-    def evaluate(
-        self, samples: Mapping[str, Tensor], passes: RolloutPasses, *, temperature: float
+    def forward(
+        self, samples: Mapping[str, Tensor], options: RolloutOptions, *, temperature: float
     ) -> dict[str, Tensor]:
         """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
 
-        Without `passes.with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left
-        out; without a reference, `ref_logprobs` is a copy of the policy's log-probs. Every rank must call it, with
-        equally many rows if forward passes need every rank (`engine.synced_forwards`).
+        Without `with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left out;
+        without a reference, `ref_logprobs` is a copy of the policy's log-probs. Every rank must call it, with equally
+        many rows if forward passes need every rank (`engine.synced_forwards`).
         """
         engine, device, batch_size = self.engine, self.accelerator.device, self.args.rollout_per_device_batch_size
-        rows = EvaluatedRows(
+        rows = ForwardRows(
             samples,
             device,
             per_device_batch_size=batch_size,
             # Without padding, as many tokens at once as so many of the longest rows have.
             max_tokens=batch_size * self.args.longest_row,
-            most_passes=partial(max_int_over_ranks, accelerator=self.accelerator) if engine.synced_forwards else int,
+            count_of_all_ranks=partial(max_int_over_ranks, accelerator=self.accelerator)
+            if engine.synced_forwards
+            else int,
         )
         run = partial(
-            evaluate_responses,
+            forward_responses,
             rows=rows,
             temperature=temperature,
             chunk_size=self.args.logprob_chunk_size,
-            with_entropies=passes.with_entropies,
+            with_entropies=options.with_entropies,
             poll=self.preemption.poll,
         )
         out: dict[str, Tensor] = {}
-        if passes.with_policy or passes.with_critic:
+        if options.with_policy or options.with_critic:
             with engine.autocast():
-                out = run(engine.actor_critic, with_policy=passes.with_policy, with_critic=passes.with_critic)
-        if passes.with_policy:
+                out = run(engine.actor_critic, with_policy=options.with_policy, with_critic=options.with_critic)
+        if options.with_policy:
             out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
         else:
             out["logprobs"] = samples["rollout_logprobs"].clone()
-        if self.reference is None or not passes.with_reference:
+        if self.reference is None or not options.with_reference:
             return out | {"ref_logprobs": out["logprobs"].clone()}
         with self.reference.on_device(device) as reference, engine.autocast():
             return out | {f"ref_{name}": value for name, value in run(reference).items()}

@@ -8,7 +8,7 @@ and neither the optimizer nor the schedule counts the update, as in transformers
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from alpaca_ppo import hook_checks
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.accelerator import make_engine
@@ -25,17 +26,12 @@ from alpaca_ppo.distributed.optimizer import Part, Schedules, StepCounts, prepar
 from alpaca_ppo.functional.packing import PackedRows, row_lengths
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
+from alpaca_ppo.ppo.batch_packing import plan_micro_batches
+from alpaca_ppo.ppo.device_rows import DeviceRows, row_tensors, upload
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import BatchStats, StatsAccumulator, StepStats, logs_entropies
-from alpaca_ppo.ppo.minibatches import (
-    DeviceRows,
-    UpdateStep,
-    plan_micro_batches,
-    row_tensors,
-    step_counts,
-    trained_rows,
-    upload,
-)
+from alpaca_ppo.ppo.row_masks import gradient_rows
+from alpaca_ppo.ppo.update_plan import UpdateStep, step_counts
 from alpaca_ppo.types import Rollouts
 
 LossHook = Callable[[Rollouts, ActorCriticOutputs], Terms]
@@ -88,18 +84,18 @@ class Updater:
     def micro_batches(self, rollouts: Rollouts, update: UpdateStep) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an optimizer step: as many on every rank, some of them without rows, perhaps.
 
-        Rows that give no gradient (`trained_rows`) are left out; without any other, the gradient is 0.
+        Rows that give no gradient (`gradient_rows`) are left out; without any other, the gradient is 0.
         """
-        rows = update.rows[trained_rows(rollouts, self.args)[update.rows]]
-        lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])[rows].tolist()
         actor_critic, rank = self.engine.actor_critic, self.accelerator.process_index
-        plan = plan_micro_batches(
-            lengths, self.args, padding_free=actor_critic.padding_free, num_ranks=self.accelerator.num_processes
-        )[rank]
+        rows = update.rows[gradient_rows(rollouts, self.args)[update.rows]]
         shared = step_denominators(rollouts, rows, self.args)
         if actor_critic.critic is not None:
             taus = actor_critic.critic.head.sample_taus(seeded_generator(*update.key))
             shared |= {} if taus is None else {"value_taus": taus}
+        lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])[rows].tolist()
+        plan = plan_micro_batches(
+            lengths, self.args, padding_free=actor_critic.padding_free, num_ranks=self.accelerator.num_processes
+        )[rank]
         device = self.accelerator.device
         common = {key: upload(value, device) for key, value in shared.items()}
         tensors: Any = rollouts
@@ -116,67 +112,65 @@ class Updater:
     def backward(self, batch: MicroBatch, policy_loss: LossHook, value_loss: LossHook) -> BatchStats:
         """The forward and backward passes of a micro-batch; returns what its losses have measured.
 
-        A critic that shares no activations with the policy goes first, in passes of its own, so that the two graphs are
-        never in memory together.
-
         Raises:
             ValueError: unless a hook returns a scalar loss with a gradient, and statistics.
             torch.OutOfMemoryError: with what to set.
         """
-        engine, part = self.engine, batch.update.part
-        critic = engine.actor_critic.critic
-        passes = [(part != "critic", part != "policy" and critic is not None)]
-        if passes == [(True, True)] and critic is not None and not critic.shares_states:
-            passes = [(False, True), (True, False)]
-        found: dict[str, Terms] = {}
-        try:
-            for with_policy, with_critic in passes:
-                ends = (with_policy, with_critic) == passes[-1]
-                with (
-                    # A reward function or a callback may have left them off.
-                    torch.enable_grad(),
-                    engine.passing(last_batch=batch.last, last_pass=ends),
-                    # Gradient checkpointing recomputes activations of the critic with its adapter.
-                    nullcontext() if with_policy else engine.actor_critic.critic_active(),
-                ):
-                    outputs: ActorCriticOutputs = engine.model(
-                        *row_tensors(batch.rows).values(),
-                        value_taus=batch.rows.get("value_taus"),
-                        temperature=self.args.temperature,
-                        chunk_size=self.args.logprob_chunk_size,
-                        packed=batch.packed,
-                        with_policy=with_policy,
-                        with_critic=with_critic,
-                        with_entropies=self.args.entropy_coef > 0 or logs_entropies(batch.update.step),
-                    )
-                    hooks = {"compute_policy_loss": policy_loss} if with_policy else {}
-                    hooks |= {"compute_value_loss": value_loss} if with_critic else {}
-                    own = {name: _checked(name, hook(batch.rows, outputs)) for name, hook in hooks.items()}
-                    loss = torch.stack([loss for loss, _ in own.values()]).sum()
-                    if ends:
-                        loss = loss + engine.unused_parameter_loss(self._untouched(with_policy, with_critic))
-                    engine.backward(loss)
-                    found |= {name: (loss.detach(), stats) for name, (loss, stats) in own.items()}
-        except torch.OutOfMemoryError as error:
-            rows, tokens = len(batch.lengths), sum(batch.lengths)
-            raise torch.OutOfMemoryError(
-                f"process {self.accelerator.process_index} ran out of memory in a micro-batch of {rows} responses "
-                f"({tokens} tokens); set max_tokens_per_micro_batch: {max(tokens // 2, 1)} or gradient_checkpointing: "
-                f"true (docs/memory.md has more). {str(error).partition(chr(10))[0]}"
-            ) from error
-        terms = [found[name] for name in ("compute_policy_loss", "compute_value_loss") if name in found]
-        total = torch.stack([loss for loss, _ in terms]).sum()
-        stats = {name: value for _, of_hook in terms for name, value in of_hook.items()} | {"loss/total": total}
+        hooks = {"policy": policy_loss, "critic": value_loss}
+        passes, terms = self._passes(batch.update.part), dict[str, Terms]()
+        with _memory_advice(batch, self.accelerator.process_index):
+            for parts in passes:
+                terms |= self._backward_pass(batch, {part: hooks[part] for part in parts}, last=parts == passes[-1])
+        measured = [terms[part] for part in hooks if part in terms]
+        total = torch.stack([loss for loss, _ in measured]).sum()
+        stats = {name: value for _, of_hook in measured for name, value in of_hook.items()} | {"loss/total": total}
         fault = non_finite(total, stats)
         if fault is not None:
             fault += f" on rank {self.accelerator.process_index} (prompts {batch.rows['prompt_ids'].tolist()})"
-        return BatchStats(stats, batch.tokens, batch.lengths, not engine.actor_critic.padding_free, fault)
+        return BatchStats(stats, batch.tokens, batch.lengths, not self.engine.actor_critic.padding_free, fault)
 
-    def _untouched(self, with_policy: bool, with_critic: bool) -> list[nn.Parameter]:
-        """The parameters that a pass gives no gradient to."""
+    def _passes(self, part: Part) -> list[tuple[Part, ...]]:
+        """What each backward pass of a micro-batch trains.
+
+        A critic that shares no activations with the policy goes first, in a pass of its own, so that the two graphs are
+        never in memory together.
+        """
+        critic = self.engine.actor_critic.critic
+        if part != "both":
+            return [(part,)]
+        if critic is None:
+            return [("policy",)]
+        return [("policy", "critic")] if critic.shares_states else [("critic",), ("policy",)]
+
+    def _backward_pass(self, batch: MicroBatch, hooks: Mapping[str, LossHook], *, last: bool) -> dict[str, Terms]:
+        """One forward and backward pass for the losses of `hooks`; `last` on this micro-batch."""
+        engine, with_policy, with_critic = self.engine, "policy" in hooks, "critic" in hooks
+        # Gradient checkpointing recomputes activations of the critic with its adapter.
+        adapter = nullcontext() if with_policy else engine.actor_critic.critic_active()
+        # A reward function or a callback may have left gradients off.
+        with torch.enable_grad(), engine.passing(last_batch=batch.last, last_pass=last), adapter:
+            outputs: ActorCriticOutputs = engine.model(
+                *row_tensors(batch.rows).values(),
+                value_taus=batch.rows.get("value_taus"),
+                temperature=self.args.temperature,
+                chunk_size=self.args.logprob_chunk_size,
+                packed=batch.packed,
+                with_policy=with_policy,
+                with_critic=with_critic,
+                with_entropies=self.args.entropy_coef > 0 or logs_entropies(batch.update.step),
+            )
+            terms = {part: hook_checks.checked_terms(part, hook(batch.rows, outputs)) for part, hook in hooks.items()}
+            loss = torch.stack([loss for loss, _ in terms.values()]).sum()
+            if last:
+                loss = loss + engine.unused_parameter_loss(self._without_gradient(with_policy, with_critic))
+            engine.backward(loss)
+        return {part: (loss.detach(), stats) for part, (loss, stats) in terms.items()}
+
+    def _without_gradient(self, with_policy: bool, with_critic: bool) -> list[nn.Parameter]:
+        """The parameters that a pass or step of policy, critic or both gives no gradient."""
         actor_critic = self.engine.actor_critic
-        policy, critic = (actor_critic.policy_parameters(), actor_critic.critic_parameters())
-        return ([] if with_policy else policy) + ([] if with_critic else critic)
+        of_policy = [] if with_policy else actor_critic.policy_parameters()
+        return of_policy + ([] if with_critic else actor_critic.critic_parameters())
 
     def apply(self, update: UpdateStep, stats: StepStats, check: Callable[[Mapping[str, float]], Any]) -> Applied:
         """Takes the optimizer step whose gradients `backward` has added up, and counts it in `stats`; every rank must
@@ -191,46 +185,57 @@ class Updater:
         if any_rank(bool(stats.faults), self.accelerator):
             everywhere = gather_list(stats.faults, self.accelerator)
             fault = "; ".join(each for of_rank in everywhere for each in of_rank)
-        limit, first = self.args.target_kl_stop, stats.policy_unchanged
-        if fault is None and update.part != "critic" and (first or limit is not None):
-            whole = StatsAccumulator()
-            for of_rank in gather_list(stats.update, self.accelerator):
-                whole.merge(of_rank)
-            measured = whole.compute()
-            # Without a mean, no row of the step gives a gradient.
-            if first and whole.means:
-                check(measured)
-            if limit is not None and whole.means:
-                # KL(old || new) of the step's rows on all ranks, in nats per token.
-                if "policy/approx_kl_k3" not in measured:
-                    raise ValueError(
-                        f"target_kl_stop is {limit}, but the policy loss measured no approx_kl_k3; add it to its "
-                        "statistics, or set target_kl_stop: null"
-                    )
-                stopped = measured["policy/approx_kl_k3"] > limit
+        elif update.part != "critic":
+            stopped = self._exceeds_kl(stats, check)
         if fault is None and not stopped:
             fault = self._take(update.part, stats)
         stats.end_update(update.part, taken=not stopped, skipped=fault is not None)
         return Applied(fault, stopped)
 
+    def _exceeds_kl(self, stats: StepStats, check: Callable[[Mapping[str, float]], Any]) -> bool:
+        """Whether the KL(old || new) of the optimizer step's rows on all ranks, in nats per token, is above
+        `target_kl_stop`. Calls `check` before the first step of the policy.
+        """
+        limit, first = self.args.target_kl_stop, stats.policy_unchanged
+        if limit is None and not first:
+            return False
+        whole = StatsAccumulator()
+        for of_rank in gather_list(stats.update, self.accelerator):
+            whole.merge(of_rank)
+        measured = whole.compute()
+        if not whole.means:
+            # No row of the step gives a gradient.
+            return False
+        if first:
+            check(measured)
+        if limit is None:
+            return False
+        if "policy/approx_kl_k3" not in measured:
+            raise ValueError(
+                f"target_kl_stop is {limit}, but the policy loss measured no approx_kl_k3; add it to its statistics, "
+                "or set target_kl_stop: null"
+            )
+        return measured["policy/approx_kl_k3"] > limit
+
     def _take(self, part: Part, stats: StepStats) -> str | None:
         """Clips and steps; returns whose gradient is not finite, with which the step is not taken."""
         before, now = self.learning_rates, self.engine.learning_rates
+        with_policy, with_critic = part != "critic", part != "policy"
         self.learning_rates = LearningRates(
-            before.policy if part == "critic" else now.policy, before.critic if part == "policy" else now.critic
+            now.policy if with_policy else before.policy, now.critic if with_critic else before.critic
         )
-        norms = self.engine.step(frozen=self._untouched(part != "critic", part != "policy"))
+        norms = self.engine.step(frozen=self._without_gradient(with_policy, with_critic))
         if norms.non_finite is not None:
             return f"{norms.non_finite}, though the losses of all ranks are finite"
         self.schedules.step(part)
         self.num_updates += 1
-        measured = {} if part == "critic" else {"policy/grad_norm": norms.policy}
-        if part != "policy" and norms.critic is not None:
+        measured = {"policy/grad_norm": norms.policy} if with_policy else {}
+        if with_critic and norms.critic is not None:
             measured["val/grad_norm"] = norms.critic
         stats.update.add({name: torch.tensor(n, dtype=torch.float64) for name, n in measured.items()}, tokens=1)
         return None
 
-    def warn(self, train_stats: Mapping[str, float]) -> None:
+    def warn_outside_support(self, train_stats: Mapping[str, float]) -> None:
         """Warns, once, if returns lie outside the critic's support."""
         outside = train_stats.get("val/outside_support", 0.0)
         # Probability mass at the edges is no problem in itself: returns may be 0 or 1 with the support [0, 1].
@@ -243,12 +248,18 @@ class Updater:
             )
 
 
-def _checked(hook: str, returned: Any) -> Terms:
-    loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        raise ValueError(f"{hook}() returned {returned!r:.200}; return (loss, stats), a scalar with a gradient first")
-    terms: Terms = returned
-    return terms
+@contextmanager
+def _memory_advice(batch: MicroBatch, process_index: int) -> Iterator[None]:
+    """Adds to an out-of-memory error in the block what to set."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        rows, tokens = len(batch.lengths), sum(batch.lengths)
+        raise torch.OutOfMemoryError(
+            f"process {process_index} ran out of memory in a micro-batch of {rows} responses ({tokens} tokens); set "
+            f"max_tokens_per_micro_batch: {max(tokens // 2, 1)} or gradient_checkpointing: true (docs/memory.md has "
+            f"more). {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:

@@ -1,19 +1,18 @@
-"""`BaseTrainer`: the loop over steps, with the evaluation, logging, checkpoints, callbacks and signals around a step.
+"""`BaseTrainer`: the loop over steps, with evaluation, logging, checkpoints, callbacks and signals around each.
 
-What a step computes is not here (`ppo_trainer`); how a checkpoint is written is in `checkpoint`.
+What a step computes is in `ppo_trainer`, how a checkpoint is written in `checkpoint`.
 """
 
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.compatibility import check_identity, run_identity
@@ -23,62 +22,72 @@ from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.config.credentials import without_credentials
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, ExplainsUnknownNames
-from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.data import PromptDataset
-from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.accelerator import hardware
 from alpaca_ppo.distributed.collectives import record_error
-from alpaca_ppo.distributed.preemption import Interrupted, PreemptionHandler
+from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
-from alpaca_ppo.ppo.kl_controllers import KLController
-from alpaca_ppo.ppo.mismatch import SamplerCheck, SamplerMismatch
+from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.ppo.mismatch import SamplerMismatch
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
 from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAboveKL
 from alpaca_ppo.tracking.console import Console
 from alpaca_ppo.tracking.results import WeightsStep
-from alpaca_ppo.tracking.run_log import RunLog, check_metrics, metrics_identity
-from alpaca_ppo.tracking.run_record import RunRecord
+from alpaca_ppo.tracking.run_log import check_metrics, metrics_identity
+from alpaca_ppo.trainer.evaluation import Evaluator, Prompt, answer_texts
 from alpaca_ppo.trainer.preflight import check_room, checked_hub_id
 from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.trainer.run_doctor import RunDoctor
+from alpaca_ppo.trainer.setup import RunParts
 from alpaca_ppo.types import PromptBatch
 
 
 class BaseTrainer(ExplainsUnknownNames, ABC):
-    """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`), and checks its sampler.
+    """The loop of a run. A subclass makes a step (`step`) and sets `evaluator`; `PPOTrainer` documents the attributes.
 
-    A subclass's constructor sets what is declared here, and then calls `set_up_run`.
+    Args:
+        parts: what the run is made of.
+        callbacks: of the user.
     """
 
     foreign_sections = (*TRAINER_SECTIONS, *CONFIG_SECTIONS)
-    args: PPOConfig
-    checkpoint_size: int
-    """The least number of bytes of a checkpoint, or of the final models without one."""
-    accelerator: Accelerator
-    processing_class: Any
-    train_prompts: PromptDataset
-    eval_prompts: Mapping[str, PromptDataset]
-    """The eval sets by name; "" is the name of the only one if it has none. Empty without evaluation."""
-    schedule: PromptSchedule
     collector: RolloutCollector
-    run_log: RunLog
-    padding: str
-    """Which models' rows have padding, and why; empty if none has."""
-    sampler_fallback: str
-    """Why `auto` samples by `model.generate`; empty if it does not."""
     updater: Updater
-    preemption: PreemptionHandler
-    has_own_schedule: bool
-    """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
-    kl_controller: KLController
-    sampler_check: SamplerCheck
-    run_record: RunRecord
-    """What run.yaml holds beyond `args`. `train_from_arguments` replaces it before the run log is opened."""
-    start_identity: Mapping[str, Any]
-    """The models and rewards that the run starts from (`compatibility.start_identity`)."""
+    evaluator: Evaluator
+
+    def __init__(self, parts: RunParts, callbacks: Sequence[TrainerCallback]) -> None:
+        self.args = parts.args
+        self.accelerator = parts.accelerator
+        self.processing_class = parts.processing_class
+        self.train_prompts = parts.train_prompts
+        self.eval_prompts = parts.eval_prompts
+        self.schedule = parts.schedule
+        self.sampling_params = parts.sampling_params
+        self.environments = parts.environments
+        self.updater = parts.updater
+        self.collector = parts.collector
+        self.sampler_check = parts.sampler_check
+        self.kl_controller = parts.kl_controller
+        self.run_log = parts.run_log
+        self.state = parts.state
+        self.start = parts.start
+        self.run_lock = RunLock(self.accelerator, self.args.output_dir)
+        self.progress = TrainProgress(self.state, self.updater)
+        self.callback_handler = CallbackHandler(callbacks, self.state, self.built_in_callbacks())
+        self.checkpoints = CheckpointManager(
+            self.accelerator,
+            self.args,
+            self.state,
+            engine=self.updater.engine,
+            scheduler=self.updater.schedules,
+            components=self._components,
+            # A hash of metrics.jsonl is part of what is saved.
+            identity=lambda: self._identity() | {"metrics": metrics_identity(Path(self.args.output_dir))},
+            check=self._check_saved,
+        )
 
     @abstractmethod
     def check_sampler(self) -> None:
@@ -95,36 +104,91 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     def log_rollouts(self) -> None:
         """Writes the table of the rollouts of the step that was made last."""
 
-    @abstractmethod
-    def prompt_batches(self, step: int) -> list[PromptBatch]:
-        """Returns this rank's prompts of `step` (from 0)."""
+    @property
+    def model(self) -> Any:
+        """What a step calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
+        return self.updater.engine.model
 
-    @abstractmethod
-    def evaluate(self) -> dict[str, float]:
-        """Returns the metrics of an evaluation on the eval prompts."""
-
-    def set_up_run(self, callbacks: Sequence[Any]) -> None:
-        """Builds the run's state, lock, callback handler, checkpoint manager and signal handler."""
-        self.actor_critic = self.updater.engine.actor_critic
+    @property
+    def actor_critic(self) -> ActorCritic:
         """Policy and critic without the wrapper of DDP or mixed precision around them."""
-        self.run_lock = RunLock(self.accelerator, self.args.output_dir)
-        self.state = TrainerState(
-            max_steps=self.schedule.num_steps, is_world_process_zero=self.accelerator.is_main_process
+        return self.updater.engine.actor_critic
+
+    def prompt_batches(self, step: int) -> list[PromptBatch]:
+        """This rank's prompts of `step` (from 0) as one batch, which has no rows if the step has fewer prompts than
+        there are ranks. A loop of your own holds the lock on the output folder from its first ones on.
+        """
+        self.run_lock.acquire()
+        return self.collector.collate(self.train_prompts, self.step_prompts(step).indices)
+
+    def step_prompts(self, step: int) -> StepPrompts:
+        """The dataset indices of `step` (from 0), on all ranks."""
+        return self.schedule.prompts_of(step, self.progress.extra_prompts(step))
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy (or sampled, `eval_temperature`) responses to the eval prompts: reward, length and KL to the reference
+        as `eval/*`, or `eval/<set>/*` of each of several eval sets; docs/evaluation.md has the rest.
+
+        If `failed_rewards: mask` leaves no response, all of them but `eval/masked_rows` are NaN.
+
+        Sampled evaluations use the same random numbers each time, so that differences come from the policy, and the
+        global random generators are left as they were. The table goes to eval/step_*.jsonl; called before `train`, it
+        does not replace one that a run with checkpoints has left there.
+
+        Raises:
+            ValueError: when the trainer has no eval dataset.
+        """
+        if not self.eval_prompts:
+            raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
+        with self.run_lock.held(), kept_random_states():
+            return self.evaluator.run(self.state.global_step)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        num_return_sequences: int = 1,
+        do_sample: bool = True,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[list[str]]:
+        """Returns the policy's answers to each prompt as text, as it is now; nothing is scored or recorded.
+
+        The same seed gives the same answers, and no random number of the run is touched. Each process samples what it
+        is given: under DDP and ZeRO 1 or 2 one of them may call this alone, under ZeRO 3 all must, with the same
+        prompts, and so must they where the sampler has weights of its own.
+
+        Args:
+            prompts: one prompt or several: texts, or conversations (lists of messages), to which the chat template is
+                applied.
+            num_return_sequences: answers to each prompt.
+            do_sample: False takes the most likely token each time.
+            max_new_tokens: tokens of an answer; None = `response_len`.
+            temperature: None = that of the run.
+            top_k: sample from the k most likely tokens only.
+            top_p: sample only from the most likely tokens that together reach this probability.
+            seed: of the random numbers.
+
+        Raises:
+            ValueError: if there are no prompts, texts and conversations are mixed, a prompt has no tokens, prompt and
+                response are longer than the model's positions, or a number is outside its range.
+        """
+        of_run = self.sampling_params
+        params = replace(
+            of_run,
+            step=0,
+            seed=seed,
+            do_sample=do_sample,
+            num_return_sequences=num_return_sequences,
+            max_new_tokens=of_run.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            temperature=of_run.temperature if temperature is None else temperature,
+            top_k=top_k,
+            top_p=top_p,
         )
-        self.callback_handler = CallbackHandler(callbacks, self.state, self.built_in_callbacks())
-        self.preemption.lockstep = self.updater.engine.synced_forwards
-        self.progress = TrainProgress(self.state, self.updater)
-        self.checkpoints = CheckpointManager(
-            self.accelerator,
-            self.args,
-            self.state,
-            engine=self.updater.engine,
-            scheduler=self.updater.schedules,
-            components=self._components,
-            # A hash of metrics.jsonl is part of what is saved.
-            identity=lambda: self._identity() | {"metrics": metrics_identity(Path(self.args.output_dir))},
-            check=self._check_saved,
-        )
+        return answer_texts(self.collector, self.processing_class, prompts, params)
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """The callbacks of every run, in the order in which they are notified; stop rules are among them."""
@@ -157,11 +221,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             )
         return own | added
 
-    @property
-    def model(self) -> Any:
-        """What a step calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
-        return self.updater.engine.model
-
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
         """Runs all steps and saves the final models, resuming from a checkpoint if requested; returns the last metrics.
 
@@ -180,7 +239,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
                 After SIGINT in a notebook or an interactive interpreter, KeyboardInterrupt.
         """
-        with record_error(), self.run_lock.held(), self.preemption.install():
+        with record_error(), self.run_lock.held(), self.collector.preemption.install():
             try:
                 return self._train(resume_from_checkpoint)
             except Interrupted as interrupted:
@@ -204,7 +263,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
                 step = self.state.global_step
                 stats = self.step(self.prompt_batches(step))
                 # An overridden `step` or `step_with_rollouts` may not have counted it.
-                self.state.global_step = step + 1
+                self.progress.count_step(step)
                 steps.update()
                 self.log_rollouts()
                 self._end_step(stats)
@@ -261,7 +320,7 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         # Stop only where `progress` is up to date: from a checkpoint saved anywhere else, the run could not be resumed
         # exactly.
         if self.progress.is_current:
-            self.preemption.poll_all_ranks()
+            self.collector.preemption.poll_all_ranks()
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/). Unlike
@@ -332,22 +391,23 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         with collectives.raise_on_all_ranks(self.accelerator):
             # A run that has no step left only writes its final models again.
             if not self._finished:
-                check_room(self.args, self.checkpoint_size, self.schedule.num_steps - self.state.global_step)
+                check_room(self.args, self.start.checkpoint_size, self.schedule.num_steps - self.state.global_step)
         # Whether the evaluation before the first step has been logged.
         begun = lines > 0 or not self.progress.at_start
         step = self.progress.step if begun else -1
         self.run_log.begin(
-            self.run_record.config(self.args),
-            self.run_record.provenance(hardware(self.accelerator), resumed_step=step),
+            self.start.record.config(self.args),
+            self.start.record.provenance(hardware(self.accelerator), resumed_step=step),
             step=step,
             lines=lines,
         )
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
-        padding = f", with padding: {self.padding}" if self.padding and self.args.padding_free == "auto" else ""
-        fallback = ", sampled by model.generate" if self.sampler_fallback else ""
-        if self.sampler_fallback not in padding:
-            fallback += f": {self.sampler_fallback}"
+        start = self.start
+        padding = f", with padding: {start.padding}" if start.padding and self.args.padding_free == "auto" else ""
+        fallback = ", sampled by model.generate" if start.sampler_fallback else ""
+        if start.sampler_fallback not in padding:
+            fallback += f": {start.sampler_fallback}"
         self.run_log.message(
             f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
             f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"
@@ -371,8 +431,8 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             self.train_prompts,
             self.processing_class,
             self.actor_critic,
-            start=self.start_identity,
-            optimizer_steps=None if self.has_own_schedule else self.updater.schedules.totals,
+            start=self.start.identity,
+            optimizer_steps=None if self.start.has_own_schedule else self.updater.schedules.totals,
         )
 
     def _check_saved(self, folder: Path, saved: Checkpoint) -> None:

@@ -57,7 +57,7 @@ def train_from_arguments(
         peft_config=peft_config,
         **environments,
     )
-    trainer.run_record = record
+    trainer.start = replace(trainer.start, record=record)
     stats = trainer.train(resume_from_checkpoint=resume)
     trainer.accelerator.end_training()
     doctors = [callback for callback in trainer.callback_handler.built_in if isinstance(callback, RunDoctor)]

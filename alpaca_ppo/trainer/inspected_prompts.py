@@ -5,19 +5,23 @@ makes the same passes over the same few rows, so that sharded models can take pa
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from alpaca_ppo import hook_checks
+from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.ppo import metrics
-from alpaca_ppo.ppo.minibatches import row_tensors, with_reward
-from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector, RolloutPasses
+from alpaca_ppo.ppo.device_rows import row_tensors
+from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector, RolloutOptions
+from alpaca_ppo.ppo.row_masks import with_reward
 from alpaca_ppo.tracking import rollout_tables
-from alpaca_ppo.types import Rollouts
+from alpaca_ppo.types import PromptBatch, Rollouts
 
-LOOKS = 10
+NUM_INSPECTIONS = 10
 """Steps of a run at which prompts of the training data are answered, besides its start."""
 
 
@@ -32,7 +36,7 @@ def logged_rollouts(
     args = collector.args
     first: Any = {name: value[: args.num_logged_rollouts] for name, value in rollouts.items()}  # type: ignore[index]
     if metrics.logs_entropies(step - 1) and step > args.critic_pretraining_steps:
-        now = collector.evaluate(row_tensors(first), POLICY_ALONE, temperature=args.temperature)
+        now = collector.forward(row_tensors(first), POLICY_ALONE, temperature=args.temperature)
         first["ratio"] = torch.exp(now["logprobs"] - first["logprobs"]) * first["response_mask"]
     return rollout_tables.rollout_rows(first, processing_class, source_names=collector.scorer.names)
 
@@ -56,22 +60,39 @@ def add_tokens(
     if not len(chosen):
         return
     few: Any = {name: value[chosen] for name, value in rollouts.items()}  # type: ignore[index]
-    few |= evaluated(collector, few)
+    few |= token_numbers(collector, few)
     for place, i in enumerate(chosen.tolist()):
         rows[i]["tokens"] = rollout_tables.token_entries(few, processing_class, place)
 
 
-def evaluated(collector: RolloutCollector, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def token_numbers(collector: RolloutCollector, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Log-probs, entropies, KL and values of `samples` under the policy as it is now, its reference and the critic."""
     rows = row_tensors(samples) | {"rollout_logprobs": samples["rollout_logprobs"]}
-    passes = RolloutPasses(with_critic=collector.engine.actor_critic.critic is not None, with_entropies=True)
-    numbers = collector.evaluate(rows, passes, temperature=collector.args.temperature)
+    options = RolloutOptions(with_critic=collector.engine.actor_critic.critic is not None, with_entropies=True)
+    numbers = collector.forward(rows, options, temperature=collector.args.temperature)
     return numbers | {"kl": numbers["logprobs"] - numbers["ref_logprobs"]}
+
+
+def greedy_answers(
+    collector: RolloutCollector,
+    prompts: PromptBatch,
+    sampling_params: SamplingParams,
+    generate: Callable[[PromptBatch, SamplingParams], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """The policy's most likely answer to each of `prompts`, by the hook `generate`, with the numbers of its tokens; it
+    has no score (NaN).
+    """
+    params = replace(sampling_params, do_sample=False, num_return_sequences=1)
+    samples = hook_checks.complete_samples(
+        generate(prompts, params), prompts, num_return_sequences=1, max_new_tokens=params.max_new_tokens
+    )
+    unscored = torch.full((len(prompts["rows"]),), torch.nan)
+    return {**samples, **token_numbers(collector, samples), "scores": unscored}
 
 
 class TrainingPromptInspector(TrainerCallback):
     """Without an eval dataset and without environments: the policy's greedy answers to a few training prompts, before
-    training and at `LOOKS` steps of it, in inspected/step_*.jsonl.
+    training and at `NUM_INSPECTIONS` steps of it, in inspected/step_*.jsonl.
 
     Args:
         answer: writes the table of a step.
@@ -86,7 +107,7 @@ class TrainingPromptInspector(TrainerCallback):
             self._answer(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """At the steps that divide the run into `LOOKS` parts."""
+        """At the steps that divide the run into `NUM_INSPECTIONS` parts."""
         total, step = state.max_steps, state.global_step
-        if step * LOOKS // total > (step - 1) * LOOKS // total:
+        if step * NUM_INSPECTIONS // total > (step - 1) * NUM_INSPECTIONS // total:
             self._answer(step)

@@ -1,11 +1,13 @@
-"""`PPOTrainer`: one step of PPO as hooks to override: rollout -> _shape_reward -> _estimate_advantage ->
-step_with_rollouts.
+"""`PPOTrainer`: one step of PPO as a chain of hooks, each of which a subclass may override, in the order in which they
+run: rollout (_generate, _score) -> _shape_reward -> _estimate_advantage -> step_with_rollouts (compute_policy_loss,
+compute_value_loss) -> record_step_stats.
 
-The mathematics is in `functional`, the parts of a step in `ppo`. The hooks within `rollout`, `_generate` and `_score`,
-are in `rollout_trainer`; the loop over steps, with logging and checkpoints, is in `base_trainer`.
+The mathematics is in `functional`, the parts of a step in `ppo`. What the trainer is made of is built in `setup`; the
+loop over steps, with evaluation, logging and checkpoints, is in `base_trainer`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,46 +18,40 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from alpaca_ppo.checkpoint.compatibility import start_identity
-from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
-from alpaca_ppo.config.checks import REFERENCES
-from alpaca_ppo.config.fields import check_needs
-from alpaca_ppo.config.names import model_folder
+from alpaca_ppo import hook_checks
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.data import introduction
-from alpaca_ppo.distributed.accelerator import make_accelerator
-from alpaca_ppo.distributed.collectives import max_over_ranks
-from alpaca_ppo.distributed.preemption import PreemptionHandler
-from alpaca_ppo.environments.kinds import EnvironmentFactory, make_kinds
+from alpaca_ppo.distributed.collectives import gather_list, max_over_ranks
+from alpaca_ppo.distributed.random_states import kept_random_states
+from alpaca_ppo.environments.kinds import EnvironmentFactory
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
-from alpaca_ppo.generation import make_backend
-from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, factory
-from alpaca_ppo.models.loading import check_same_tokenizer, load_processing_class
-from alpaca_ppo.ppo import hook_checks, metrics
+from alpaca_ppo.functional.shaping import per_token, sequence_scores
+from alpaca_ppo.generation import SamplingParams
+from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
+from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages
-from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
-from alpaca_ppo.ppo.kl_controllers import KLController
-from alpaca_ppo.ppo.losses import correction_weights, critic_terms, policy_terms
-from alpaca_ppo.ppo.metrics import StepStats
-from alpaca_ppo.ppo.minibatches import compared_mask, plan_updates
-from alpaca_ppo.ppo.mismatch import SamplerCheck
-from alpaca_ppo.ppo.rollouts import RolloutCollector
-from alpaca_ppo.ppo.updates import make_updater
-from alpaca_ppo.rewards import FunctionReward
+from alpaca_ppo.ppo.dynamic_sampling import replace_uninformative
+from alpaca_ppo.ppo.failed_rewards import leave_out_failures
+from alpaca_ppo.ppo.losses import checked_loss, correction_weights, policy_terms
+from alpaca_ppo.ppo.metrics import StepRecord, StepStats
+from alpaca_ppo.ppo.mismatch import spread_by_length
+from alpaca_ppo.ppo.rollouts import RolloutOptions, add_baseline
+from alpaca_ppo.ppo.row_masks import compared_mask
+from alpaca_ppo.ppo.update_plan import plan_updates
+from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.build import RewardFunc
-from alpaca_ppo.rewards.scorer import Penalties
+from alpaca_ppo.rewards.reward_function import merged
+from alpaca_ppo.rewards.scorer import Penalties, score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
-from alpaca_ppo.tracking.run_log import RunLog
-from alpaca_ppo.tracking.run_record import RunRecord
-from alpaca_ppo.trainer import preflight, setup
-from alpaca_ppo.trainer.evaluation import EvaluatingTrainer, Evaluator
-from alpaca_ppo.trainer.inspected_prompts import logged_rollouts
+from alpaca_ppo.trainer import setup
+from alpaca_ppo.trainer.base_trainer import BaseTrainer
+from alpaca_ppo.trainer.evaluation import Evaluator, Measure
+from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector, greedy_answers, logged_rollouts
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 
-class PPOTrainer(EvaluatingTrainer):
+class PPOTrainer(BaseTrainer):
     """Trains a causal language model with PPO and a critic against any reward.
 
     Args:
@@ -86,11 +82,33 @@ class PPOTrainer(EvaluatingTrainer):
         tool_call_parser: finds the tool calls in a turn's text (`environments.tool_calls.ToolCallParser`); by default
             the tokenizer's `response_template`, or JSON between <tool_call> tags.
 
+    Attributes:
+        args: the configuration.
+        accelerator: Accelerate's object for processes and devices.
+        processing_class: the policy's tokenizer.
+        train_prompts: the tokenized prompts of `train_dataset`.
+        eval_prompts: those of each eval set by name, "" for the only one without a name; empty without evaluation.
+        schedule: which prompts each step takes, and how many steps there are.
+        sampling_params: how responses are sampled in training.
+        environments: what answers the policy between its turns; None without tools and environments.
+        updater: the optimizer steps; `updater.engine` holds the models and the optimizer.
+        collector: samples, log-probs and values of this rank; holds the reference and the reward sources.
+        sampler_check: compares sampler and trainer.
+        kl_controller: holds the current `kl_coef` and adapts it.
+        evaluator: evaluates the policy on `eval_prompts`.
+        run_log: metrics.jsonl, trackers and the progress bar.
+        run_lock: the lock on the output folder.
+        state: transformers' `TrainerState`; `state.global_step` counts completed steps.
+        progress: the point from which the run would resume.
+        callback_handler: the callbacks and their control flags.
+        checkpoints: saves, loads and rotates checkpoints.
+        start: what the run started from, for its records.
+        step_record: timings and logged numbers of the step in progress.
+        last_rollouts: the rollouts of the last step, until their table is written.
+
     Raises:
         ValueError: for arguments that cannot work together, and for those of another trainer, with what they are here.
     """
-
-    _last_rollouts: Rollouts | None = None
 
     def __init__(
         self,
@@ -113,77 +131,41 @@ class PPOTrainer(EvaluatingTrainer):
         environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None = None,
         tool_call_parser: ToolCallParser | None = None,
     ) -> None:
-        given = dict(locals())
-        args = preflight.check_config_class(args)
-        model, ref_model = model_folder("model", model), model_folder("ref_model", ref_model)
-        value_model = model_folder("value_model", value_model, part="value", writes_text=False)
-        if args.reference not in REFERENCES:
-            args = replace(args, reference=model_folder("reference", args.reference))
-        preflight.check_output_dir(args)
-        kinds = make_kinds(tools, environment_factory)
-        evaluation = preflight.check_evaluation(args, reward_funcs, metric_funcs, kinds)
-        # A subclass that scores in another way may give the functions more than the dataset has.
-        if type(self)._score is PPOTrainer._score:
-            preflight.check_reward_columns(train_dataset, eval_dataset, reward_funcs, metric_funcs, kinds)
-        start = factory.first_reward_model(reward_funcs) if args.init_value_with_reward else value_model
-        self.args, self.run_record = args, RunRecord.of_objects(type(self), given)
-        self.accelerator, trust = make_accelerator(args, accelerator), args.trust_remote_code
-        self.processing_class = processing_class or load_processing_class(model, trust_remote_code=trust)
-        self.train_prompts = setup.make_prompts(train_dataset, self.processing_class, args, kinds)
-        for line in introduction(self.train_prompts, self.processing_class):
-            self.accelerator.print(line)
-        self.eval_prompts = setup.make_eval_prompts(eval_dataset, self.processing_class, args, kinds)
-        chat = any(prompts.are_messages for prompts in (self.train_prompts, *self.eval_prompts.values()))
-        device = self.accelerator.device
-        scorer = setup.make_scorer(reward_funcs, reward_processing_classes, args, device, kinds)
-        metric_scorer = setup.build_scorer(metric_funcs, metric_processing_classes, args, device, measures=True)
-        check_needs(
-            args,
-            eval_set=bool(self.eval_prompts),
-            reward_functions=bool(scorer.functions or kinds),
-            # A `_generate` of one's own may leave holes in responses, at which turns end.
-            environments_or_tools=bool(kinds) or type(self)._generate is not PPOTrainer._generate,
-            prompts_that_are_messages=chat,
+        given = setup.TrainerArguments(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            value_model=value_model,
+            ref_model=ref_model,
+            peft_config=peft_config,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            accelerator=accelerator,
+            metric_funcs=metric_funcs,
+            metric_processing_classes=metric_processing_classes,
+            tools=tools,
+            environment_factory=environment_factory,
+            tool_call_parser=tool_call_parser,
         )
-        self.schedule = setup.make_schedule(len(self.train_prompts), args)
-        actor_critic = factory.make_actor_critic(model, value_model, reward_funcs, peft_config, args)
-        trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
-        self.checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and optimizers[0] is None)
-        if args.uses_critic and args.critic_layout == "separate" and isinstance(start, str):
-            # Of a model in memory the tokenizer is not known.
-            check_same_tokenizer(start, self.processing_class, trust_remote_code=trust)
-        self.sampling_params = setup.make_sampling_params(actor_critic, self.processing_class, args, chat=chat)
-        setup.add_reward_adapter(scorer, actor_critic, args, device)
-        self.environments = setup.make_environments(
-            kinds, tool_call_parser, self.processing_class, self.sampling_params, args, messages=chat
+        parts = setup.make_parts(
+            given,
+            type(self),
+            samples_itself=type(self)._generate is not PPOTrainer._generate,
+            scores_itself=type(self)._score is not PPOTrainer._score,
         )
-        if self.environments is not None:
-            for name, function in self.environments.reward_functions():
-                scorer.add(FunctionReward(function, name=name), 1.0)
-        reference = factory.make_reference(actor_critic, ref_model, args)
-        self.start_identity = start_identity(actor_critic, reference, scorer, self.environments)
-        self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
-        self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
-        backend, self.preemption = make_backend(args.generation_backend, args), PreemptionHandler(self.accelerator)
-        self.collector = RolloutCollector(
-            self.updater.engine, args, reference, scorer, metric_scorer, backend, self.preemption
-        )
-        answered = self.environments is not None and self.environments.answer
-        self.sampler_fallback = agree_on_backend(backend, self.updater.engine, answered=answered)
-        self.has_own_schedule = optimizers[1] is not None
-        self.collector.prepare_frozen_models()
-        self.run_log = RunLog(self.accelerator, args)
-        self.evaluator = Evaluator(evaluation, self.collector, self.processing_class)
-        self.sampler_check = SamplerCheck(self.collector, answered=answered, report=self.run_log.message)
-        self.kl_controller = KLController(
-            args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon
-        )
-        self.penalties = Penalties(args.penalty_reward_value, args.overlong_buffer_len)
-        self.set_up_run(callbacks or [])
+        super().__init__(parts, callbacks or [])
+        self.evaluator = Evaluator(parts, self.collect_rollouts)
+        self.step_record = setup.make_step_record(self.run_log)
+        self.last_rollouts: Rollouts | None = None
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics."""
-        step, rollouts = self.state.global_step + 1, self.step_rollouts(prompt_batches)
+        step = self.state.global_step
+        rollouts = self.step_rollouts(prompt_batches)
         shaped = self._shape_reward(
             rewards=rollouts["rewards"],
             responses=rollouts["responses"],
@@ -203,7 +185,160 @@ class PPOTrainer(EvaluatingTrainer):
         )
         rollouts |= hook_checks.checked("_estimate_advantage", estimated, rollouts)
         train_stats = self.step_with_rollouts(rollouts)
-        return self.record_step_stats(train_stats, rollouts, step)
+        return self.record_step_stats(train_stats, rollouts, step + 1)
+
+    def step_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
+        """The global rollouts of a step (`rollout`), in which fresh prompts have taken the places of those without
+        spread (`dynamic_sampling`).
+        """
+        rollouts, step = self.rollout(prompt_batches), self.state.global_step
+        if self.args.dynamic_sampling:
+            prompts = self.step_prompts(step)
+
+            def redraw(prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
+                batches = self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round)
+                return self.rollout(batches)
+
+            rollouts, self.step_record.drawn = replace_uninformative(rollouts, prompts, redraw, args=self.args)
+            self.progress.drawn[step] = prompts.extra_prompts
+        hook_checks.check_rollouts(rollouts)
+        return rollouts
+
+    def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
+        """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and computes their log-probs
+        and values under policy, critic and reference.
+
+        Returns the global rollouts of all ranks, on the CPU, in the prompts' order; `types.Rollouts` lists the keys
+        up to `rewards`.
+        """
+        step, args = self.state.global_step, self.args
+        self.sampling_params.check_full_softmax()
+        sampling_round = max((batch.get("sampling_round", 0) for batch in prompt_batches), default=0)
+        sampling_params = replace(self.sampling_params, seed=args.seed, step=step, sampling_round=sampling_round)
+        options = RolloutOptions(
+            with_policy=self.sampler_check.recomputes(step),
+            with_critic=args.uses_critic,
+            with_entropies=metrics.logs_entropies(step),
+            greedy_baseline=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"),
+            compares_group=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_group"),
+            may_fail=sampling_round > 0,
+        )
+        rollouts = self.collect_rollouts(prompt_batches, sampling_params, options, self.step_record)
+        self.sampler_check.check_rollouts(rollouts)
+        return rollouts
+
+    def collect_rollouts(
+        self,
+        prompt_batches: Sequence[PromptBatch],
+        sampling_params: SamplingParams,
+        options: RolloutOptions,
+        record: StepRecord,
+        measure: Measure | None = None,
+    ) -> Rollouts:
+        """The global rollouts of a step or an evaluation.
+
+        Args:
+            prompt_batches: of this rank.
+            sampling_params: how to sample, and the seed and step of the random numbers.
+            options: which log-probs and values are computed.
+            record: gets the timings, and what reward functions log.
+            measure: adds tensors to this rank's scored samples.
+        """
+        n = sampling_params.num_return_sequences
+        count = sum(len(batch["rows"]) for batch in prompt_batches)
+        self.collector.sync()
+        prompts = self.collector.local_prompts(prompt_batches)
+        local = None
+        shown = self.run_log.bar.phase("sampling", count * (n + options.greedy_baseline))
+        # A signal leaves the block with `local` None; then `gather` raises on every rank.
+        with shown, self.collector.preemption.rollout(can_stop=self.progress.is_current):
+            rows: dict[str, Tensor] = {}
+            if prompts is not None:
+                ways = [sampling_params]
+                if options.greedy_baseline:
+                    ways.append(replace(sampling_params, do_sample=False, num_return_sequences=1))
+                rows, *greedy = [self._sample_and_score(prompts, way, record, measure) for way in ways]
+                if greedy:
+                    add_baseline(rows, greedy[0], sequence_scores(greedy[0]["rewards"]))
+                with record.timers.measure("logprobs"):
+                    rows |= self.collector.forward(rows, options, temperature=sampling_params.temperature)
+            local = {key: value[: count * n] for key, value in rows.items() if count}
+        rollouts = self.collector.gather(local, samples_per_prompt=n)
+        failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count * n]
+        if "trained_rows" in rollouts:
+            compares, may_fail = options.compares_group, options.may_fail
+            report = leave_out_failures(
+                rollouts, failures, self.accelerator, compares_group=compares, may_fail=may_fail
+            )
+            if report:
+                self.run_log.message(report)
+        record.logged = merged([record.logged, *gather_list(self.collector.scorer.logged.pop(), self.accelerator)])
+        return rollouts
+
+    def _sample_and_score(
+        self, prompts: PromptBatch, sampling_params: SamplingParams, record: StepRecord, measure: Measure | None = None
+    ) -> dict[str, Tensor]:
+        """Checked samples of this rank's prompts with their scores, on the CPU."""
+        timers = record.timers
+        rows = [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
+        with ExitStack() as stack:
+            if self.environments is not None:
+                begun = self.environments.episodes(prompts, sampling_params, self.collector.preemption.poll)
+                with timers.measure("environments"):
+                    episodes = stack.enter_context(begun)
+                rows, sampling_params = episodes.rows, episodes.sampling_params
+                prompts = {**episodes.prompts, "episodes": episodes}
+            with timers.measure("rollout"):
+                samples = self._generate(prompts, sampling_params)
+            samples = hook_checks.complete_samples(
+                samples,
+                prompts,
+                num_return_sequences=sampling_params.num_return_sequences,
+                max_new_tokens=sampling_params.max_new_tokens,
+                sample_ids=sampling_params.sample_ids,
+            )
+            self.collector.preemption.poll()
+            with timers.measure("score"):
+                scores = self._score(samples, rows)
+                scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
+                if self.environments is not None and self.environments.reward_per_token:
+                    scored["rewards"] = per_token(scored["rewards"], samples["response_mask"])
+                return samples | scored | ({} if measure is None else measure(samples | scored, rows))
+
+    def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
+        """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
+
+        Override it to sample with another engine. The random numbers of each response are a function of its key
+        alone (`sampling_params.random_keys(prompts["prompt_ids"])`), so that a run does not depend on batches or ranks.
+
+        Args:
+            prompts: token ids, left-padded, with the dataset's rows.
+            sampling_params: lengths, temperature, stop tokens, and the seed and step of the random numbers.
+
+        Returns:
+            tensors on the CPU with P * n rows, the samples of a prompt next to one another: `responses` (P * n, R)
+            int64 with R = max_new_tokens; `response_mask` (P * n, R) bool, True = a token the policy chose (holes are
+            allowed); `rollout_logprobs` (P * n, R) float, the chosen tokens' log-probs in nats; `stopped` (P * n,)
+            bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any extra
+            tensors with one entry per row, which are passed on to `_score` and the later hooks.
+        """
+        with self.run_log.bar.phase("sampling") as count_rows:
+            return self.collector.sample(prompts, sampling_params, count_rows)
+
+    def _score(self, samples: dict[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Scores finished responses with the run's reward sources.
+
+        Args:
+            samples: the checked samples of C responses: what `_generate` returned, with `queries`, `query_attn_masks`,
+                `prompt_ids` and `sample_ids` added.
+            rows: the dataset's row of each of them.
+
+        Returns:
+            `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
+            of the token; `scores_by_source` (C, sources).
+        """
+        penalties = Penalties(self.args.penalty_reward_value, self.args.overlong_buffer_len)
+        return score_responses(self.collector.scorer, self.processing_class, samples, rows, penalties=penalties)
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
@@ -228,20 +363,18 @@ class PPOTrainer(EvaluatingTrainer):
         `extra` holds `scores` (B,) or (B, R), the rewards before shaping, `prompt_ids` (B,), `baseline_scores` (B,) or
         None, and `scores_by_source` (B, sources), for estimators that need them.
         """
-        inputs = AdvantageInputs(rewards=rewards, values=values, response_mask=response_mask, **extra)
-        return estimate_advantages(inputs, self.args, monte_carlo_returns=self.in_critic_pretraining)._asdict()
+        inputs = AdvantageInputs(rewards, values, response_mask, critic_pretraining=self.in_critic_pretraining, **extra)
+        return estimate_advantages(inputs, self.args)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
-        """The optimizer steps on the global rollouts (`ppo.minibatches.plan_updates`); returns the statistics of all
-        ranks.
+        """The optimizer steps on the global rollouts (`ppo.update_plan`); returns the statistics of all ranks.
 
-        Counts the step, so that the next `rollout` of a custom loop uses new random numbers.
+        Counts the step, so that the next `rollout` of a loop of your own uses new random numbers.
         """
         step, stats = self.state.global_step, StepStats()
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
-        rows, critic_only = rollouts["responses"].size(0), self.in_critic_pretraining
-        plan = plan_updates(rows, self.args, step, critic_only=critic_only)
-        with self.timers.measure("update", len(plan)) as count_updates:
+        plan = plan_updates(len(rollouts["responses"]), self.args, step, critic_only=self.in_critic_pretraining)
+        with self.step_record.timers.measure("update", len(plan)) as count_updates:
             for update in plan:
                 count_updates(1)
                 for batch in self.updater.micro_batches(rollouts, update):
@@ -252,33 +385,9 @@ class PPOTrainer(EvaluatingTrainer):
                 if applied.stopped:
                     break
             train_stats = stats.reduce(self.accelerator, with_critic=self.actor_critic.critic is not None)
-        self.updater.warn(train_stats)
-        self.state.global_step = step + 1
+        self.updater.warn_outside_support(train_stats)
+        self.progress.count_step(step)
         return train_stats
-
-    def _record_skip(self, cause: str, prompt_ids: list[int]) -> None:
-        """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.
-
-        Raises:
-            FloatingPointError: when more than `max_skipped_updates` have been skipped in total.
-        """
-        self.progress.skipped_updates += 1
-        number, step, limit = self.progress.skipped_updates, self.state.global_step + 1, self.args.max_skipped_updates
-        self.run_log.append(
-            "skipped_updates", {"number": number, "step": step, "cause": cause, "prompt_ids": prompt_ids}
-        )
-        text = (
-            f"step {step}: {cause}: the update was skipped and the weights are unchanged (prompts {prompt_ids}); "
-            f"{number} updates in this run had a non-finite loss or gradient, max_skipped_updates is {limit}"
-        )
-        if number > limit:
-            raise FloatingPointError(f"{text}; to continue, raise it and resume from the last checkpoint")
-        self.run_log.message(text)
-
-    @property
-    def in_critic_pretraining(self) -> bool:
-        """Whether this step trains the critic alone, on Monte-Carlo returns."""
-        return self.state.global_step < self.args.critic_pretraining_steps
 
     def compute_policy_loss(self, batch: Rollouts, outputs: ActorCriticOutputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and statistics of the policy in one micro-batch, on the device: policy gradient, successes, KL, entropy.
@@ -290,30 +399,33 @@ class PPOTrainer(EvaluatingTrainer):
         return policy_terms(batch, outputs, self.args)
 
     def compute_value_loss(self, batch: Rollouts, outputs: ActorCriticOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same of the critic: its loss times `vf_coef`. It has a backward pass of its own if the critic shares no
-        activations with the policy; `outputs` then has the critic's part only.
+        """The same of the critic: the loss of its head times `vf_coef`. It has a backward pass of its own if the critic
+        shares no activations with the policy; `outputs` then has the critic's part only.
         """
-        assert self.actor_critic.critic is not None
-        return critic_terms(batch, outputs, self.actor_critic.critic.head, self.args)
+        assert self.actor_critic.critic is not None and outputs.predictions is not None
+        head = self.actor_critic.critic.head
+        value = checked_loss(f"loss of the critic {head.kind!r}", head.loss(outputs.predictions, batch, self.args))
+        stats = {"loss/value": value.loss} | {f"val/{name}": stat for name, stat in value.stats.items()}
+        return self.args.vf_coef * value.loss, {name: stat.detach() for name, stat in stats.items()}
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
         """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them. `kl_controller`
         then sets `kl_coef` for the next step.
         """
+        record, self.step_record = self.step_record, setup.make_step_record(self.run_log)
+        self.last_rollouts = rollouts
+        local = {**record.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats = {
             "objective/kl_coef": self.kl_controller.value,
             **self.updater.learning_rates.stats(),
-            **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
+            **metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator)),
             **metrics.advantage_stats(rollouts, self.args),
+            **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **self.sampler_check.stats(rollouts),
-            **self.logged_means(),
-            **self.drawn_stats,
+            **record.logged_means(),
+            **record.drawn,
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
-        timers, self.timers = self.timers, self.new_timers()
-        local = {**timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
-        stats |= metrics.throughput_stats(rollouts, max_over_ranks(local, self.accelerator))
-        self._last_rollouts = rollouts
         # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
         if step > self.args.critic_pretraining_steps:
             kl = float(rollouts["kl"].sum(dim=1).mean())
@@ -321,12 +433,74 @@ class PPOTrainer(EvaluatingTrainer):
             self.kl_controller.update(kl, num_sequences=len(rollouts["responses"]), scores_std=scores_std)
         return stats
 
+    @property
+    def in_critic_pretraining(self) -> bool:
+        """Whether this step trains the critic alone, on Monte-Carlo returns."""
+        return self.state.global_step < self.args.critic_pretraining_steps
+
+    def _record_skip(self, cause: str, prompt_ids: list[int]) -> None:
+        """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.
+
+        Raises:
+            FloatingPointError: when more than `max_skipped_updates` have been skipped in total.
+        """
+        self.progress.skipped_updates += 1
+        number, step, limit = self.progress.skipped_updates, self.state.global_step + 1, self.args.max_skipped_updates
+        skipped = {"number": number, "step": step, "cause": cause, "prompt_ids": prompt_ids}
+        self.run_log.append("skipped_updates", skipped)
+        text = (
+            f"step {step}: {cause}: the update was skipped and the weights are unchanged (prompts {prompt_ids}); "
+            f"{number} updates in this run had a non-finite loss or gradient, max_skipped_updates is {limit}"
+        )
+        if number > limit:
+            raise FloatingPointError(f"{text}; to continue, raise it and resume from the last checkpoint")
+        self.run_log.message(text)
+
+    def check_sampler(self) -> None:
+        """Compares sampler and trainer on short responses to at most 4 of the next step's prompts, of lengths as
+        different as possible, unless `rollout` or `_generate` is overridden: a subclass may sample in another way.
+
+        Raises:
+            ValueError: if the two disagree and `mismatch_action` is stop.
+        """
+        own = type(self)
+        inherited = own.rollout is PPOTrainer.rollout and own._generate is PPOTrainer._generate
+        if self.sampler_check.compares and inherited and not self.train_prompts.any_blank:
+            # The same on every rank.
+            ids = self.step_prompts(self.state.global_step).indices[:16]
+            items = [self.train_prompts[i] for i in ids]
+            chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)
+            prompts = self.collector.prompt_batch([items[i] for i in chosen], [ids[i] for i in chosen])
+            self.sampler_check.before_training(prompts, self.sampling_params)
+
     def log_rollouts(self) -> None:
         """Writes the table of the last step's rollouts, after its update."""
-        step, rollouts, self._last_rollouts = self.state.global_step, self._last_rollouts, None
+        step, rollouts, self.last_rollouts = self.state.global_step, self.last_rollouts, None
         if rollouts is not None and self.args.num_logged_rollouts:
             rows = logged_rollouts(self.collector, self.processing_class, rollouts, step)
             rollout_tables.add_columns(rows, self.train_prompts, self.args.prompt_column)
             self.run_log.log_table("rollouts", rows, step)
         if rollouts is not None and samples_are_due(step):
             self.run_log.samples = rollout_tables.sample_rows(rollouts, self.processing_class)
+
+    def built_in_callbacks(self) -> list[TrainerCallback]:
+        """Also the one that answers training prompts for the report's inspector."""
+        follows = self.args.num_inspected_prompts and not self.eval_prompts and self.environments is None
+        inspectors: list[TrainerCallback] = [TrainingPromptInspector(self._inspect_training_prompts)] if follows else []
+        return [*inspectors, *super().built_in_callbacks()]
+
+    def _inspect_training_prompts(self, step: int) -> None:
+        """Writes the table of the policy's greedy answers to the first `num_inspected_prompts` training prompts, which
+        are not scored: a reward function may count its calls, or cost money. The global random generators are left as
+        they were.
+        """
+        ids = range(min(self.args.num_inspected_prompts, len(self.train_prompts)))
+        batch = self.collector.prompt_batch([self.train_prompts[i] for i in ids], ids)
+        rollouts: Any = None
+        # A signal leaves the inner block, and `poll` raises on every rank if one of them was stopped.
+        with kept_random_states(), self.collector.preemption.rollout(can_stop=self.progress.is_current):
+            rollouts = greedy_answers(self.collector, batch, self.sampling_params, self._generate)
+        self.poll()
+        rows = rollout_tables.rollout_rows(rollouts, self.processing_class)
+        rollout_tables.add_columns(rows, self.train_prompts, self.args.prompt_column)
+        self.run_log.log_table("inspected", rows, step)

@@ -150,7 +150,7 @@ def checked_hub_id(name: str | None) -> str:
     """Returns the name of a hub repository that this user may be able to write to.
 
     Raises:
-        ValueError: if there is none, the hub does not accept it, or, on the main process, see `hub.check_login`.
+        ValueError: if there is none, the hub does not accept it, or, on the main process, see `export.check_login`.
     """
     try:
         validate_repo_id(name or "")

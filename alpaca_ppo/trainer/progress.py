@@ -43,6 +43,10 @@ class TrainProgress:
         self._num_updates = 0
         self._random = random_states()
 
+    def count_step(self, step: int) -> None:
+        """Counts `step` (from 0) as completed; once more does nothing."""
+        self._state.global_step = step + 1
+
     def advance(self, stats: Mapping[str, float], *, step_ended: bool) -> None:
         """Records that the run is at a point where it can be interrupted."""
         self.step, self._num_updates = self._state.global_step, self._updater.num_updates

@@ -1,34 +1,246 @@
-"""Builds the trainer's parts from the configuration: prompts, schedule, sampling parameters, rewards, environments.
+"""What a trainer is made of, from the constructor's arguments (`make_parts`) and the options of its configuration.
 
-The models are built in `models.factory`, the accelerator in `distributed.accelerator`.
+The models are built in `models.factory`, accelerator and engine in `distributed.accelerator`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from alpaca_ppo.adapters.files import read_reward_adapter
+from alpaca_ppo.checkpoint.compatibility import start_identity
+from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
+from alpaca_ppo.config.checks import REFERENCES
+from alpaca_ppo.config.fields import check_needs
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.control_tokens import ControlTokens
-from alpaca_ppo.data import PromptDataset, PromptForm, prepare_prompts
+from alpaca_ppo.data import PromptDataset, PromptForm, introduction, prepare_prompts
 from alpaca_ppo.data.schedule import PromptSchedule
+from alpaca_ppo.distributed.accelerator import make_accelerator
+from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.conversation import Conversation
 from alpaca_ppo.environments.episode import EpisodeSettings
 from alpaca_ppo.environments.episodes import Environments, kind_of
-from alpaca_ppo.environments.kinds import NoEnvironment
+from alpaca_ppo.environments.kinds import EnvironmentFactory, NoEnvironment, make_kinds
 from alpaca_ppo.environments.tool_calls import ToolCallParser
-from alpaca_ppo.evaluation.settings import check_set_names
-from alpaca_ppo.generation import StopStrings, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
+from alpaca_ppo.evaluation.settings import EvaluationSettings, check_set_names
+from alpaca_ppo.generation import (
+    StopStrings,
+    make_backend,
+    resolve_stop_tokens,
+    resolve_truncate_tokens,
+    resolve_turn_end,
+)
 from alpaca_ppo.generation.responses import SamplingParams
-from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.models.loading import check_token_ids, load_processing_class
+from alpaca_ppo.models import ActorCritic, factory
+from alpaca_ppo.models.loading import check_same_tokenizer, check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.trial import packing_problem
-from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
+from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
+from alpaca_ppo.ppo.kl_controllers import KLController, make_kl_controller
+from alpaca_ppo.ppo.metrics import StepRecord
+from alpaca_ppo.ppo.mismatch import SamplerCheck
+from alpaca_ppo.ppo.rollouts import RolloutCollector
+from alpaca_ppo.ppo.updates import Updater, make_updater
+from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, FunctionReward, ModelReward, RewardScorer, build_reward
+from alpaca_ppo.rewards.build import RewardFunc
+from alpaca_ppo.tracking.run_log import RunLog
+from alpaca_ppo.tracking.run_record import RunRecord
+from alpaca_ppo.trainer import preflight
 from alpaca_ppo.trainer.preflight import REWARD_ADAPTER, Kinds
+
+_SHOWN_PHASES = {"rollout": "sampling", "score": "scoring", "logprobs": "log-probs"}
+"""The names of timed phases in the progress bar, where they differ from those in `time/*`."""
+
+
+@dataclass(frozen=True)
+class TrainerArguments:
+    """The arguments of `PPOTrainer`, which documents them."""
+
+    model: str | PreTrainedModel | PeftModel | ActorCritic
+    reward_funcs: RewardFunc | Sequence[RewardFunc] | None
+    args: PPOConfig | None
+    train_dataset: Dataset | None
+    eval_dataset: Dataset | Mapping[str, Dataset] | None
+    processing_class: Any
+    value_model: str | PreTrainedModel | None
+    ref_model: str | PreTrainedModel | PeftModel | None
+    peft_config: Any
+    reward_processing_classes: Any
+    callbacks: Sequence[TrainerCallback] | None
+    optimizers: tuple[torch.optim.Optimizer | None, Any]
+    accelerator: Accelerator | None
+    metric_funcs: RewardFunc | Sequence[RewardFunc] | None
+    metric_processing_classes: Any
+    tools: Sequence[Callable[..., Any]] | None
+    environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None
+    tool_call_parser: ToolCallParser | None
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What a run started from, for its records, and for the checkpoint that a resumed run is compared with."""
+
+    record: RunRecord
+    """What run.yaml holds beyond the configuration."""
+    identity: Mapping[str, Any]
+    """The models and rewards (`compatibility.start_identity`)."""
+    checkpoint_size: int
+    """The least number of bytes of a checkpoint, or of the final models without one."""
+    padding: str
+    """Which models' rows have padding, and why; empty if none has."""
+    sampler_fallback: str
+    """Why `auto` samples by `model.generate`; empty if it does not."""
+    has_own_schedule: bool
+    """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a trainer is made of; `PPOTrainer` documents the attributes that it takes from here."""
+
+    args: PPOConfig
+    accelerator: Accelerator
+    processing_class: Any
+    train_prompts: PromptDataset
+    eval_prompts: Mapping[str, PromptDataset]
+    schedule: PromptSchedule
+    sampling_params: SamplingParams
+    environments: Environments | None
+    updater: Updater
+    collector: RolloutCollector
+    sampler_check: SamplerCheck
+    kl_controller: KLController
+    evaluation: EvaluationSettings
+    run_log: RunLog
+    state: TrainerState
+    start: RunStart
+
+
+def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: bool, scores_itself: bool) -> RunParts:
+    """Builds a run: what can be checked without loading a model is checked first.
+
+    Args:
+        given: the constructor's arguments.
+        trainer_class: of the trainer, for the record.
+        samples_itself: whether a subclass overrides `_generate`: it may leave holes in responses, at which turns end.
+        scores_itself: whether a subclass overrides `_score`: it may give reward functions more than the dataset has.
+
+    Raises:
+        ValueError: for arguments that cannot work together.
+    """
+    args, record = preflight.check_config_class(given.args), RunRecord.of_objects(trainer_class, vars(given))
+    model, ref_model = model_folder("model", given.model), model_folder("ref_model", given.ref_model)
+    value_model = model_folder("value_model", given.value_model, part="value", writes_text=False)
+    if args.reference not in REFERENCES:
+        args = replace(args, reference=model_folder("reference", args.reference))
+    preflight.check_output_dir(args)
+    kinds = make_kinds(given.tools, given.environment_factory)
+    evaluation = preflight.check_evaluation(args, given.reward_funcs, given.metric_funcs, kinds)
+    if not scores_itself:
+        preflight.check_reward_columns(
+            given.train_dataset, given.eval_dataset, given.reward_funcs, given.metric_funcs, kinds
+        )
+    accelerator, trust = make_accelerator(args, given.accelerator), args.trust_remote_code
+    processing_class = given.processing_class or load_processing_class(model, trust_remote_code=trust)
+    train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
+    for line in introduction(train_prompts, processing_class):
+        accelerator.print(line)
+    eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
+    chat = any(prompts.are_messages for prompts in (train_prompts, *eval_prompts.values()))
+    device = accelerator.device
+    scorer = make_scorer(given.reward_funcs, given.reward_processing_classes, args, device, kinds)
+    metric_scorer = build_scorer(given.metric_funcs, given.metric_processing_classes, args, device, measures=True)
+    check_needs(
+        args,
+        eval_set=bool(eval_prompts),
+        reward_functions=bool(scorer.functions or kinds),
+        environments_or_tools=bool(kinds) or samples_itself,
+        prompts_that_are_messages=chat,
+    )
+    schedule = make_schedule(len(train_prompts), args)
+
+    actor_critic = factory.make_actor_critic(model, value_model, given.reward_funcs, given.peft_config, args)
+    trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
+    checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
+    critic_start = factory.first_reward_model(given.reward_funcs) if args.init_value_with_reward else value_model
+    # Of a model in memory the tokenizer is not known.
+    if args.uses_critic and args.critic_layout == "separate" and isinstance(critic_start, str):
+        check_same_tokenizer(critic_start, processing_class, trust_remote_code=trust)
+    sampling_params = make_sampling_params(actor_critic, processing_class, args, chat=chat)
+    add_reward_adapter(scorer, actor_critic, args, device)
+    environments = make_environments(
+        kinds, given.tool_call_parser, processing_class, sampling_params, args, messages=chat
+    )
+    if environments is not None:
+        for name, function in environments.reward_functions():
+            scorer.add(FunctionReward(function, name=name), 1.0)
+    reference = factory.make_reference(actor_critic, ref_model, args)
+    identity = start_identity(actor_critic, reference, scorer, environments)
+
+    padding = agree_on_padding(actor_critic, reference, accelerator)
+    updater = make_updater(accelerator, actor_critic, *given.optimizers, args=args, schedule=schedule)
+    backend, preemption = make_backend(args.generation_backend, args), PreemptionHandler(accelerator)
+    preemption.lockstep = updater.engine.synced_forwards
+    collector = RolloutCollector(
+        updater.engine,
+        args,
+        reference,
+        scorer,
+        metric_scorer,
+        backend,
+        preemption,
+        dummy_prompt=train_prompts[0],
+        pad_token_id=sampling_params.pad_token_id,
+    )
+    answered = environments is not None and environments.answer
+    fallback = agree_on_backend(backend, updater.engine, answered=answered)
+    collector.prepare_frozen_models()
+    run_log = RunLog(accelerator, args)
+    state = TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
+    metric_scorer.logged = scorer.logged
+    for each in (scorer, metric_scorer):
+        each.offer(state)
+        each.interruptible_call = partial(preemption.part, at_once=True)
+    scorer.on_source = lambda name: run_log.bar.detail(name)
+    return RunParts(
+        args=args,
+        accelerator=accelerator,
+        processing_class=processing_class,
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        schedule=schedule,
+        sampling_params=sampling_params,
+        environments=environments,
+        updater=updater,
+        collector=collector,
+        sampler_check=SamplerCheck(collector, answered=answered, report=run_log.message),
+        kl_controller=make_kl_controller(args),
+        evaluation=evaluation,
+        run_log=run_log,
+        state=state,
+        start=RunStart(
+            record=record,
+            identity=identity,
+            checkpoint_size=checkpoint_size,
+            padding=padding,
+            sampler_fallback=fallback,
+            has_own_schedule=given.optimizers[1] is not None,
+        ),
+    )
+
+
+def make_step_record(run_log: RunLog) -> StepRecord:
+    """An empty record, whose timed phases the progress bar shows."""
+    return StepRecord(lambda phase, parts: run_log.bar.phase(_SHOWN_PHASES.get(phase, phase), parts))
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds) -> PromptDataset:

@@ -84,7 +84,7 @@ generation/test_vllm_process.py
     vllm_args vllm_gpu_memory_utilization vllm_python
 models/test_loading_arguments.py
   test_every_model_that_the_run_loads_gets_them: model_init_kwargs
-ppo/test_minibatches.py
+ppo/test_update_plan.py
   test_an_update_takes_the_critics_steps_and_then_the_policys: critic_step_batch_size
 tracking/test_console.py
   test_a_run_says_what_happens_and_nothing_else: logging_steps

@@ -69,7 +69,7 @@ def signal_at(trainer, monkeypatch, *, check: int) -> None:
         return asking
 
     for name in ("poll", "poll_all_ranks"):
-        monkeypatch.setattr(trainer.preemption, name, counted(getattr(trainer.preemption, name)))
+        monkeypatch.setattr(trainer.collector.preemption, name, counted(getattr(trainer.collector.preemption, name)))
 
 
 def files(folder):

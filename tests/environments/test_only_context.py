@@ -33,8 +33,8 @@ def poison(tensors, mask):
 class Recording(PPOTrainer):
     """Keeps what each step samples, and what it learns from."""
 
-    def set_up_run(self, callbacks):
-        super().set_up_run(callbacks)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.sampled, self.learned, self.denominators = [], [], []
 
     def rollout(self, prompt_batches):

@@ -31,7 +31,7 @@ NOT_COMPARED = {
     "stop_strings": "tests/generation/test_stop_strings.py",
     "reward_adapter": "tests/rewards: the independent PPO scores by functions",
     "init_value_with_reward": "tests/models: the independent PPO takes the critic's weights at the start",
-    "max_tokens_per_micro_batch": "changes no update; tests/ppo/test_minibatches.py and test_properties_trainer.py",
+    "max_tokens_per_micro_batch": "changes no update; tests/ppo/test_batch_packing.py and test_properties_trainer.py",
     "max_kl_to_ref": "ends the run; tests/trainer",
     "max_skipped_updates": "allows updates that are not finite; tests/trainer",
     "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import seeded_generator
-from alpaca_ppo.ppo.minibatches import plan_updates
+from alpaca_ppo.ppo.update_plan import plan_updates
 from tests.independent.cases import SOURCES, Case
 from tests.independent.networks import Networks, Row, Weights
 from tests.independent.ppo_step import IndependentPPO, Randomness, Samples

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 from transformers import AutoTokenizer
 
-from alpaca_ppo.ppo.minibatches import plan_packed_micro_batches
+from alpaca_ppo.ppo.batch_packing import plan_packed_micro_batches
 from examples import same_run
 from examples.same_run import Difference, compare, launch, write_run
 from tests.tools.warm_python import warm_python

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from alpaca_ppo.ppo.minibatches import DeviceRows, upload
+from alpaca_ppo.ppo.device_rows import DeviceRows, upload
 
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])

@@ -1,15 +1,16 @@
 """The terms of a micro-batch's loss, worked out by hand, and what is checked of registered losses."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, tensor
 
-from alpaca_ppo import PPOConfig
+from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.functional import Loss, aggregate_loss, masked_mean, register_policy_loss
 from alpaca_ppo.models import ActorCriticOutputs, ScalarHead
-from alpaca_ppo.ppo.losses import critic_terms, policy_terms
+from alpaca_ppo.ppo.losses import policy_terms
 from tests.registered import temporary_choices
 
 MASK = tensor([[True, True], [True, False]])
@@ -33,6 +34,12 @@ def outputs(**others: Tensor) -> ActorCriticOutputs:
     entropies, values = tensor([[0.5, 1.0], [1.5, 0.0]]), torch.zeros(2, 2)
     tensors = {"logprobs": torch.full((2, 2), -1.0), "entropies": entropies, "values": values, "predictions": values}
     return ActorCriticOutputs(**{**tensors, "value_means": None, **others})  # type: ignore[arg-type]
+
+
+def critic_terms(head: Any, args: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the trainer's hook returns for a critic with this head."""
+    trainer: Any = SimpleNamespace(args=args, actor_critic=SimpleNamespace(critic=SimpleNamespace(head=head)))
+    return PPOTrainer.compute_value_loss(trainer, batch(), outputs())
 
 
 def test_policy_kl_and_entropy_terms_add_up_over_the_denominator():
@@ -69,7 +76,7 @@ def test_the_samplers_log_probs_are_compared_with_the_policys_in_the_loss_where_
 
 def test_the_critics_term_is_the_loss_of_its_head_times_vf_coef():
     head = ScalarHead(4)
-    loss, stats = critic_terms(batch(), outputs(), head, PPOConfig(vf_coef=0.5))
+    loss, stats = critic_terms(head, PPOConfig(vf_coef=0.5))
     # Half the squared errors 1, 4 and 16 over the denominator.
     assert float(stats["loss/value"]) == 0.5 * 21 / 6 and float(loss) == 0.5 * 0.5 * 21 / 6
     assert float(stats["val/error"]) == 7.0
@@ -108,4 +115,4 @@ def test_what_a_registered_loss_returns_is_checked(monkeypatch: pytest.MonkeyPat
     head = ScalarHead(4)
     monkeypatch.setattr(head, "loss", lambda *args, **keywords: tensor(1.0))
     with pytest.raises(ValueError, match="the loss of the critic 'scalar' returned tensor"):
-        critic_terms(batch(), outputs(), head, PPOConfig())
+        critic_terms(head, PPOConfig())

@@ -5,7 +5,7 @@ import torch
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.ppo.losses import correction_weights, step_denominators
-from alpaca_ppo.ppo.minibatches import trained_mask, trained_rows
+from alpaca_ppo.ppo.row_masks import gradient_mask, gradient_rows
 from alpaca_ppo.ppo.updates import Applied
 from tests.tiny_runs import one_update, tiny_trainer, weights, with_advantages
 
@@ -19,13 +19,13 @@ ROLLOUTS = {
 
 def test_without_the_option_every_response_gives_a_gradient():
     args = PPOConfig()
-    assert torch.equal(trained_mask(ROLLOUTS, args), MASK) and trained_rows(ROLLOUTS, args).all()
+    assert torch.equal(gradient_mask(ROLLOUTS, args), MASK) and gradient_rows(ROLLOUTS, args).all()
 
 
 def test_with_it_those_that_stopped_give_one():
     args = PPOConfig(mask_truncated=True)
-    assert trained_mask(ROLLOUTS, args).tolist() == [[False] * 3, *MASK[1:].tolist()]
-    assert trained_rows(ROLLOUTS, args).tolist() == [False, True, True, True]
+    assert gradient_mask(ROLLOUTS, args).tolist() == [[False] * 3, *MASK[1:].tolist()]
+    assert gradient_rows(ROLLOUTS, args).tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_importance_weights_are_those_of_the_responses_that_give_a_gradient():
     args = PPOConfig(mask_truncated=True, old_policy="correct")
     logprobs = torch.tensor([[0.5, 0.5, 0.5], [0.0, 0, 0], [0.0, 0, 0], [0, 0, 0]])
     given = {**ROLLOUTS, "logprobs": logprobs, "rollout_logprobs": torch.zeros(4, 3)}
-    assert torch.equal(correction_weights(given, args)["loss_weights"], torch.where(trained_mask(given, args), 1.0, 0))
+    assert torch.equal(correction_weights(given, args)["loss_weights"], torch.where(gradient_mask(given, args), 1.0, 0))
 
 
 @pytest.fixture(scope="module")

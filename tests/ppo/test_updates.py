@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.ppo.minibatches import UpdateStep
+from alpaca_ppo.ppo.update_plan import UpdateStep
 from tests.tiny_runs import tiny_trainer, with_advantages
 
 

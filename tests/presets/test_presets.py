@@ -12,7 +12,7 @@ from alpaca_ppo import PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.parser import read_preset, read_yaml
 from alpaca_ppo.data import PromptForm
-from alpaca_ppo.ppo.minibatches import plan_updates
+from alpaca_ppo.ppo.update_plan import plan_updates
 from alpaca_ppo.presets import preset_names, preset_path
 from tests.tiny_runs import acting, tiny_trainer, weights
 

@@ -8,7 +8,7 @@ import torch
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models import C51Head, build_actor_critic
-from alpaca_ppo.ppo.minibatches import plan_updates
+from alpaca_ppo.ppo.update_plan import plan_updates
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer, weights, with_advantages
 
@@ -115,4 +115,4 @@ def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
 def test_the_warning_does_not_need_the_probability_at_the_edges(tmp_path):
     trainer = tiny_trainer(tmp_path, critic="c51")
     with pytest.warns(UserWarning, match="^25.0% of the returns lie outside the critic's support, so the values"):
-        trainer.updater.warn({"val/outside_support": 0.25})
+        trainer.updater.warn_outside_support({"val/outside_support": 0.25})

@@ -48,18 +48,18 @@ def test_a_disk_without_room_for_one_checkpoint_or_the_final_models_is_refused(a
     moments = [value for values in saved.optimizer["state"].values() for value in values.values()]
     size = sum(tensor.nbytes for tensor in [*saved.weights.values(), *moments])
     free(size)
-    check_room(trainer.args, trainer.checkpoint_size)
+    check_room(trainer.args, trainer.start.checkpoint_size)
     free(size * 3 // 4)
     with pytest.raises(ValueError, match=REFUSED.format("one checkpoint", size * 3 // 4)):
-        check_room(trainer.args, trainer.checkpoint_size)
+        check_room(trainer.args, trainer.start.checkpoint_size)
     # The final models need no moments, two thirds of a checkpoint.
     trainer = tiny_trainer(tmp_path, trainer_arguments=arguments(), **settings)
     final = sum(path.stat().st_size for path in (tmp_path / "final").rglob("*.safetensors"))
     free(final)
-    check_room(trainer.args, trainer.checkpoint_size)
+    check_room(trainer.args, trainer.start.checkpoint_size)
     free(final // 2)
     with pytest.raises(ValueError, match=REFUSED.format("the final models", final // 2)):
-        check_room(trainer.args, trainer.checkpoint_size)
+        check_room(trainer.args, trainer.start.checkpoint_size)
 
 
 def test_the_room_for_all_checkpoints_that_will_be_kept_is_asked_for(tmp_path, free, monkeypatch):

@@ -111,9 +111,10 @@ def test_what_a_subclass_adds_to_the_rollouts_follows_its_rows(whole, tmp_path):
         place = trainer.calls[last]["prompts"].index(prompt)
         assert torch.equal(responses, rows[last][2 * place : 2 * place + 2])
     # A prompt that is drawn in another round gets other responses, and in the same one the same.
-    again = [trainer._redraw([7], number)["responses"] for number in (1, 1, 2)]
+    fresh = [trainer.collector.collate(trainer.train_prompts, [7], sampling_round=number) for number in (1, 1, 2)]
+    again = [trainer.rollout(batches)["responses"] for batches in fresh]
     assert torch.equal(again[0], again[1]) and not torch.equal(again[0], again[2])
-    # The trainer's own parameters are those of the first round again.
+    # The trainer's own parameters are those of the first round.
     assert trainer.sampling_params.sampling_round == 0 and whole[0].sampling_params.sampling_round == 0
 
 
@@ -166,7 +167,7 @@ def test_fresh_prompts_whose_rewards_all_fail_replace_nothing(tmp_path):
     rollouts = with_advantages(trainer, trainer.prompt_batches(0))
     assert rollouts["prompt_ids"].tolist()[::2] == trainer.schedule.prompts_of(0).indices
     assert rollouts["scores"].tolist() == [0.0] * 12
-    counts = trainer.drawn_stats
+    counts = trainer.step_record.drawn
     assert counts["objective/sampling_rounds"] == 2 and counts["objective/redrawn_prompts"] == 12
     assert counts["objective/uninformative_prompts"] == 6 and counts["tokens/discarded"] == 0
     assert counts["objective/extra_prompts"] == 12 and rollouts["trained_rows"].all()

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.distributed.preemption import Interrupted
-from alpaca_ppo.ppo import minibatches
+from alpaca_ppo.ppo import failed_rewards
 from alpaca_ppo.rewards import RewardError
 from alpaca_ppo.rewards.batch import RowFailure, make_reward_batch
 from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer, weights, with_advantages
@@ -231,7 +231,7 @@ def failure(text):
 def test_only_some_of_many_failures_are_named():
     rollouts = {"trained_rows": torch.arange(20) > 11}
     failures = [failure(f"raised {i}.") for i in range(12)]
-    text = minibatches.leave_out_failures(rollouts, failures, ALONE, compares_group=False, may_fail=False)
+    text = failed_rewards.leave_out_failures(rollouts, failures, ALONE, compares_group=False, may_fail=False)
     assert "12 of 20" in text and "raised 7." in text and "raised 8." not in text
 
 
@@ -243,26 +243,29 @@ def test_a_response_is_left_alone_by_failures_only_and_an_empty_one_is_no_compan
         "trained_rows": torch.tensor([False, True, False, True, True, True, True, True]),
     }
     whole = dict(rollouts)
-    minibatches.leave_out_failures(whole, [failure("raised")], ALONE, compares_group=False, may_fail=False)
+    failed_rewards.leave_out_failures(whole, [failure("raised")], ALONE, compares_group=False, may_fail=False)
     assert torch.equal(whole["trained_rows"], rollouts["trained_rows"])
-    minibatches.leave_out_failures(rollouts, [failure("raised")], ALONE, compares_group=True, may_fail=False)
+    failed_rewards.leave_out_failures(rollouts, [failure("raised")], ALONE, compares_group=True, may_fail=False)
     assert rollouts["trained_rows"].tolist() == [False, False, False, True, False, True, True, True]
 
 
 def test_a_rank_without_a_failure_of_its_own_raises_the_text_of_the_others(monkeypatch):
-    monkeypatch.setattr(minibatches, "gather_list", lambda item, accelerator: [[failure("raised A")], item])
+    monkeypatch.setattr(failed_rewards, "gather_list", lambda item, accelerator: [[failure("raised A")], item])
     with pytest.raises(ValueError, match=r"(?s)1 of 1 responses.*raised A"):
         rollouts = {"trained_rows": torch.tensor([False])}
-        minibatches.leave_out_failures(rollouts, [], ALONE, compares_group=False, may_fail=False)
+        failed_rewards.leave_out_failures(rollouts, [], ALONE, compares_group=False, may_fail=False)
 
 
 def test_rewards_that_all_failed_take_the_shape_of_other_ranks_rewards(monkeypatch):
     """A rank on which nobody scored tokens, because nothing was scored."""
     rows = {"rewards": torch.zeros(2), "response_mask": torch.ones(2, 3).bool(), "trained_rows": torch.zeros(2).bool()}
     for per_token, shape in ((True, (2, 3)), (False, (2,))):
-        monkeypatch.setattr(minibatches, "any_rank", lambda flag, accelerator, found=per_token: found)
-        assert minibatches.shape_as_on_others(rows, ALONE)["rewards"].shape == shape
-    assert minibatches.shape_as_on_others({}, ALONE) == {} and minibatches.shape_as_on_others(None, ALONE) is None
+        monkeypatch.setattr(failed_rewards, "any_rank", lambda flag, accelerator, found=per_token: found)
+        assert failed_rewards.rewards_shaped_alike(rows, ALONE)["rewards"].shape == shape
+    assert (
+        failed_rewards.rewards_shaped_alike({}, ALONE) == {}
+        and failed_rewards.rewards_shaped_alike(None, ALONE) is None
+    )
 
 
 def test_a_function_that_is_given_by_name_may_fail_too(tmp_path):

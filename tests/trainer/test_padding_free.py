@@ -23,7 +23,7 @@ def test_a_policy_with_states_of_its_own_gets_padded_rows(tmp_path):
     trainer = tiny_trainer(tmp_path, model=model, adv_estimator="rloo", num_return_sequences=2, total_episodes=10)
     trainer.train()
     assert not trainer.actor_critic.padding_free
-    assert trainer.padding == "policy, reference: OwnStates reads padded rows"
+    assert trainer.start.padding == "policy, reference: OwnStates reads padded rows"
 
 
 class LouderLlama(LlamaForCausalLM):

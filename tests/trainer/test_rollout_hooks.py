@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.ppo.hook_checks import check_scores, complete_samples
+from alpaca_ppo.hook_checks import check_scores, complete_samples
 from tests.tiny_runs import tiny_trainer, weights
 
 
@@ -109,7 +109,7 @@ def sampled(tmp_path_factory):
             return seen["samples"]
 
     trainer = tiny_trainer(tmp_path_factory.mktemp("run"), trainer_class=Watching, num_return_sequences=2)
-    trainer.rollout(trainer.collate(trainer.train_prompts, [0, 1]))
+    trainer.rollout(trainer.collector.collate(trainer.train_prompts, [0, 1]))
     return seen
 
 
@@ -153,7 +153,9 @@ def right_padded(masks):
 )
 def test_what_generate_must_return(change, message, sampled):
     with pytest.raises((ValueError, FloatingPointError), match=message):
-        complete_samples(change(sampled["samples"]), sampled["prompts"], sampled["sampling_params"])
+        params = sampled["sampling_params"]
+        sizes = {"num_return_sequences": params.num_return_sequences, "max_new_tokens": params.max_new_tokens}
+        complete_samples(change(sampled["samples"]), sampled["prompts"], **sizes)
 
 
 @pytest.mark.parametrize(

@@ -2,51 +2,46 @@
 tensor operation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.masked import zero_outside
-from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.types import PromptBatch, Rollouts
 
+_LOSS_HOOKS = {"policy": "compute_policy_loss", "critic": "compute_value_loss"}
 RETURNED = {
     "_shape_reward": ("shaped_rewards", "non_score_rewards", "kl"),
     "_estimate_advantage": ("advantages", "returns"),
 }
 
 
-def check_full_softmax(sampling_params: SamplingParams) -> None:
-    """Checks that training samples from the whole softmax, which is what every log-prob is of.
-
-    Raises:
-        ValueError: for `top_k` or `top_p`.
-    """
-    if sampling_params.top_k is not None or sampling_params.top_p is not None:
-        raise ValueError(
-            f"training would sample with top_k {sampling_params.top_k} and top_p {sampling_params.top_p}, but all "
-            "log-probs are those of all tokens; leave both None, and use eval_top_p for evaluation"
-        )
-
-
-def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
+def complete_samples(
+    samples: Any,
+    prompts: PromptBatch,
+    *,
+    num_return_sequences: int,
+    max_new_tokens: int,
+    sample_ids: Sequence[int] | None = None,
+) -> dict[str, Tensor]:
     """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added.
 
     Args:
         samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
-        prompts: the P prompts that the hook was called with.
-        sampling_params: those that the hook was called with; each prompt has its `num_return_sequences` (n) rows next
-            to one another.
+        prompts: the P prompts that the hook was called with; each has `num_return_sequences` (n) rows next to one
+            another.
+        num_return_sequences: of the sampling parameters that the hook was called with, like the others.
+        max_new_tokens: R.
+        sample_ids: the number of each row among its prompt's samples; None = 0 to n - 1.
 
     Raises:
-        ValueError: for a missing key, a shape other than (P * n, R) with R = max_new_tokens, another dtype, a response
-            without a chosen token, or a prompt that is not left-padded.
+        ValueError: for a missing key, a shape other than (P * n, R), another dtype, a response without a chosen token,
+            or a prompt that is not left-padded.
         FloatingPointError: for log-probs under the mask that are not finite.
     """
-    n, given, count = sampling_params.num_return_sequences, sampling_params.sample_ids, len(prompts["rows"])
-    rows, tokens = (count * n,), (count * n, sampling_params.max_new_tokens)
+    n, count = num_return_sequences, len(prompts["rows"])
+    rows, tokens = (count * n,), (count * n, max_new_tokens)
     queries = (count * n, prompts["queries"].size(1))
     shapes = {"responses": tokens, "response_mask": tokens, "rollout_logprobs": tokens, "stopped": rows}
     complete: Any = samples
@@ -57,7 +52,7 @@ def complete_samples(samples: Any, prompts: PromptBatch, sampling_params: Sampli
             **samples,
             # Always computed from `prompts`; values that the hook returned under these names are ignored.
             "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
-            "sample_ids": torch.arange(n).repeat(count) if given is None else torch.tensor(given),
+            "sample_ids": torch.arange(n).repeat(count) if sample_ids is None else torch.tensor(sample_ids),
         }
     _check("_generate", complete, {**shapes, "queries": queries, "query_attn_masks": queries}, rows)
     mask, attention = complete["response_mask"], complete["query_attn_masks"].bool()
@@ -94,7 +89,9 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     _check("_score", scores, shapes, (rows,))
     if taken := sorted(set(scores) & set(samples)):
         raise ValueError(f"_score() returned {', '.join(taken)}, which _generate() returned already; use other names")
-    return {**scores, "rewards": zero_outside(rewards, samples["response_mask"])} if of_tokens else dict(scores)
+    if not of_tokens:
+        return dict(scores)
+    return {**scores, "rewards": torch.where(samples["response_mask"], rewards, 0.0)}
 
 
 def check_rollouts(rollouts: Any) -> None:
@@ -142,3 +139,18 @@ def _check_finite(hook: str, tensors: Mapping[str, Tensor], mask: Tensor) -> Non
                 f"{hook}() returned {key} with numbers that are not finite under response_mask; nothing was trained on "
                 "them"
             )
+
+
+def checked_terms(part: str, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the loss hook of the policy or the critic (`part`) returned: the loss and its statistics.
+
+    Raises:
+        ValueError: unless the loss is a scalar with a gradient.
+    """
+    loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
+        raise ValueError(
+            f"{_LOSS_HOOKS[part]}() returned {returned!r:.200}; return (loss, stats), a scalar with a gradient first"
+        )
+    terms: tuple[Tensor, dict[str, Tensor]] = returned
+    return terms

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alpaca_ppo.ppo import minibatches, rollouts
-from alpaca_ppo.ppo.rollouts import EvaluatedRows, RolloutPasses
+from alpaca_ppo.ppo import device_rows, rollouts
+from alpaca_ppo.ppo.rollouts import ForwardRows, RolloutOptions
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import tiny_trainer
 
@@ -16,7 +16,7 @@ from tests.tiny_runs import tiny_trainer
 def counted(monkeypatch):
     """How often rows were copied and packed, and the tokens of each sequence that was packed."""
     counts, tokens = Counter(), []
-    upload, pack_rows = minibatches.upload, rollouts.pack_rows
+    upload, pack_rows = device_rows.upload, rollouts.pack_rows
 
     def counting_upload(*arguments):
         counts["uploads"] += 1
@@ -28,7 +28,7 @@ def counted(monkeypatch):
         tokens.append(packed.input_ids.numel())
         return packed
 
-    monkeypatch.setattr(minibatches, "upload", counting_upload)
+    monkeypatch.setattr(device_rows, "upload", counting_upload)
     monkeypatch.setattr(rollouts, "pack_rows", counting_pack)
     return counts, tokens
 
@@ -51,7 +51,7 @@ def samples_of(trainer):
 
 
 def evaluate(trainer, samples, **passes):
-    return trainer.collector.evaluate(samples, RolloutPasses(**passes), temperature=1.0)
+    return trainer.collector.forward(samples, RolloutOptions(**passes), temperature=1.0)
 
 
 def trainer_of(folder, **settings):
@@ -66,7 +66,7 @@ def test_policy_critic_and_reference_share_passes_copies_and_packed_rows(tmp_pat
     # Prompts and their three responses: 12 + 3, 3 + 12, 9 + 3 and 6 + 12 tokens; at most 4 rows * 9 tokens a pass.
     assert [
         rows
-        for rows, _, _ in EvaluatedRows(samples, torch.device("cpu"), per_device_batch_size=4, max_tokens=36).passes(
+        for rows, _, _ in ForwardRows(samples, torch.device("cpu"), per_device_batch_size=4, max_tokens=36).batches(
             trainer.actor_critic
         )
     ] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
@@ -86,11 +86,11 @@ def test_policy_critic_and_reference_share_passes_copies_and_packed_rows(tmp_pat
 def test_a_rank_makes_the_passes_of_the_longest_one(tmp_path):
     trainer = trainer_of(tmp_path)
     samples, calls = samples_of(trainer), []
-    rows = EvaluatedRows(
-        samples, torch.device("cpu"), per_device_batch_size=4, max_tokens=36, most_passes=lambda count: count + 2
+    rows = ForwardRows(
+        samples, torch.device("cpu"), per_device_batch_size=4, max_tokens=36, count_of_all_ranks=lambda count: count + 2
     )
     trainer.actor_critic.policy.model.base_model.register_forward_hook(lambda *_: calls.append(1))
-    out = rollouts.evaluate_responses(
+    out = rollouts.forward_responses(
         trainer.actor_critic, rows, temperature=1.0, chunk_size=trainer.args.logprob_chunk_size
     )
     assert len(calls) == 2 + 2

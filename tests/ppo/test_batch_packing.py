@@ -1,21 +1,16 @@
-"""Which rows make an optimizer step and a micro-batch: hand-worked cases, and that no row is lost or counted twice."""
+"""Which rows make a chunk or a micro-batch: hand-worked cases, and that no row is lost or counted twice."""
 
 from functools import partial
-from itertools import groupby
 
 import pytest
 
-from alpaca_ppo.functional.rng import seeded_permutation
-from alpaca_ppo.ppo.minibatches import (
+from alpaca_ppo.ppo.batch_packing import (
     chunks_by_length,
     chunks_by_tokens,
-    optimizer_steps,
     plan_equal_rows,
     plan_micro_batches,
     plan_packed_micro_batches,
     plan_padded_micro_batches,
-    plan_updates,
-    step_counts,
 )
 from tests.tiny_runs import tiny_config
 
@@ -27,44 +22,6 @@ def tokens(lengths, rows):
 def cells(lengths, rows):
     """What rows cost that are padded to the longest."""
     return len(rows) * max((lengths[i] for i in rows), default=0)
-
-
-def test_optimizer_steps_round_up_within_each_epoch():
-    # ceil(10 / 4) = 3, twice.
-    assert optimizer_steps(10, 4, 2) == 6
-    assert optimizer_steps(8, 4, 3) == 6
-
-
-GROUPS = {"adv_estimator": "grpo", "num_return_sequences": 2}
-PLANS_OF_UPDATES = [
-    # ceil(10 / 4) = 3 steps an epoch, two epochs.
-    ({}, False, [("both", 6)], (6, 6, 6)),
-    ({}, True, [("critic", 6)], (6, 0, 6)),
-    (GROUPS, False, [("both", 6)], (6, 6, 0)),
-    ({"critic_epochs": 3}, False, [("critic", 9), ("policy", 6)], (15, 6, 9)),
-    # ceil(10 / 7) = 2.
-    ({"critic_step_batch_size": 7}, False, [("critic", 4), ("policy", 6)], (10, 6, 4)),
-    ({"critic_step_batch_size": 7, "critic_epochs": 1}, True, [("critic", 2)], (2, 0, 2)),
-]
-
-
-@pytest.mark.parametrize(("settings", "critic_only", "parts", "counts"), PLANS_OF_UPDATES)
-def test_an_update_takes_the_critics_steps_and_then_the_policys(settings, critic_only, parts, counts):
-    args = tiny_config("unused", ppo_epochs=2, **settings)
-    plan = plan_updates(10, args, 3, critic_only=critic_only)
-    assert [(part, len(list(steps))) for part, steps in groupby(plan, key=lambda step: step.part)] == parts
-    assert step_counts(10, args, critic_only=critic_only) == counts
-    assert {step.step for step in plan} == {3}
-    # The key is seed, step, epoch and number; each epoch has all rows in an order of its own, alike for both parts.
-    assert [(step.key[:2], step.key[3]) for step in plan] == [((args.seed, 3), number) for number in range(len(plan))]
-    for part, _ in parts:
-        orders = {}
-        for step in plan:
-            if step.part == part:
-                orders[step.key[2]] = [*orders.get(step.key[2], []), *step.rows.tolist()]
-        assert list(orders) == list(range(len(orders)))
-        for epoch, order in orders.items():
-            assert order == seeded_permutation(10, args.seed, 3, epoch).tolist()
 
 
 def test_chunks_hold_rows_of_like_length():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.ppo.hook_checks import RETURNED, check_rollouts, checked
+from alpaca_ppo.hook_checks import RETURNED, check_rollouts, checked
 from tests.tiny_runs import tiny_trainer
 
 

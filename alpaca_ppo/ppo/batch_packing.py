@@ -1,0 +1,143 @@
+"""Rows of different lengths divided among forward passes: chunks for passes without gradients, micro-batches for an
+update, so that little is padded and processes wait little for one another.
+"""
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+
+from alpaca_ppo.config.ppo_config import PPOConfig
+
+Plan = list[list[list[int]]]
+"""`plan[rank][micro_batch]` is a list of row indices, possibly empty; every rank has the same number of micro-batches,
+because collective operations must match."""
+
+
+def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
+    """The indices of `lengths` in chunks of at most `max_rows`, longest first, for passes with padding."""
+    order = _longest_first(lengths)
+    return [order[i : i + max_rows] for i in range(0, len(order), max_rows)]
+
+
+def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, group: int) -> list[list[int]]:
+    """The indices of `lengths` in chunks of at most `max_tokens` tokens, in their order, for passes without padding.
+
+    The rows of a group of `group` neighbours (the samples of a prompt) are in one chunk, unless they alone exceed
+    `max_tokens`.
+    """
+    chunks: list[list[int]] = []
+    tokens = 0
+    for start in range(0, len(lengths), group):
+        rows = list(range(start, min(start + group, len(lengths))))
+        fit = sum(lengths[row] for row in rows) <= max_tokens
+        for part in [rows] if fit else [[row] for row in rows]:
+            more = sum(lengths[row] for row in part)
+            if not chunks or tokens + more > max_tokens:
+                chunks.append([])
+                tokens = 0
+            chunks[-1] += part
+            tokens += more
+    return chunks
+
+
+def plan_micro_batches(lengths: Sequence[int], args: PPOConfig, *, padding_free: bool, num_ranks: int) -> Plan:
+    """The micro-batches of each rank, under the run's budget.
+
+    Args:
+        lengths: tokens of each row of the optimizer step, in the pass where it has the most.
+        args: of the run.
+        padding_free: whether rows are laid end to end, or padded to the longest of their micro-batch.
+        num_ranks: number of processes.
+    """
+    if padding_free:
+        return plan_packed_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
+    if args.max_tokens_per_micro_batch is None and num_ranks == 1:
+        # A smaller last batch gets as many micro-batches as a full one: there is no other process to keep waiting.
+        return plan_equal_rows(lengths, num_micro_batches=-(-args.step_batch_size // args.step_per_device_batch_size))
+    return plan_padded_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
+
+
+def plan_packed_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
+    """Micro-batches of at most `max_tokens` tokens without padding; a longer row is a micro-batch of its own.
+
+    There are as few of them as longest-processing-time-first scheduling allows (Graham 1969: the longest row that is
+    left goes to the bin with the fewest tokens), so bins are about equally full.
+    """
+    order = _longest_first(lengths)
+    count = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
+    while True:
+        bins = _fill_bins(order, lengths, num_ranks * count)
+        costs = [sum(lengths[i] for i in rows) for rows in bins]
+        if all(cost <= max_tokens or len(rows) == 1 for rows, cost in zip(bins, costs, strict=True)):
+            return _deal(bins, costs, num_ranks)
+        count += 1
+
+
+def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
+    """Micro-batches that cost their rows times the longest of them: at most `max_tokens`, or one row.
+
+    There are as few of them as possible, with rows of similar length together, and the largest costs the least that so
+    many of them allow. The number of rows is not bounded: then micro-batches of short rows would cost less.
+    """
+    order = _longest_first(lengths)
+    count = -(-max(1, len(_cut_runs(order, lengths, max_tokens))) // num_ranks)
+    # Bisection: the smallest budget for which `count` micro-batches a rank are enough.
+    low, high = 1, max_tokens
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut_runs(order, lengths, middle)) <= num_ranks * count:
+            high = middle
+        else:
+            low = middle + 1
+    bins = _cut_runs(order, lengths, high)
+    bins += [[] for _ in range(num_ranks * count - len(bins))]
+    return _deal(bins, [len(rows) * max((lengths[i] for i in rows), default=0) for rows in bins], num_ranks)
+
+
+def plan_equal_rows(lengths: Sequence[int], *, num_micro_batches: int) -> Plan:
+    """The rows of one process in micro-batches of equally many rows (the first ones may have one more), those of
+    similar length together.
+    """
+    order = _longest_first(lengths)
+    size, num_larger = divmod(len(order), num_micro_batches)
+    bounds = [i * size + min(i, num_larger) for i in range(num_micro_batches + 1)]
+    return [[order[start:stop] for start, stop in pairwise(bounds)]]
+
+
+def _longest_first(costs: Sequence[int]) -> list[int]:
+    """The indices of `costs`, the largest first; of equal ones the first."""
+    return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+
+
+def _fill_bins(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """The rows of `order`, each in the bin that has the fewest tokens at that moment."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, i) for i in range(num_bins)]
+    for row in order:
+        tokens, i = heap[0]
+        bins[i].append(row)
+        heapq.heapreplace(heap, (tokens + lengths[row], i))
+    return bins
+
+
+def _cut_runs(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """`order`, longest first, cut into runs whose rows times longest is at most `max_tokens`, or that have one row."""
+    runs: list[list[int]] = []
+    for row in order:
+        if not runs or (len(runs[-1]) + 1) * lengths[runs[-1][0]] > max_tokens:
+            runs.append([])
+        runs[-1].append(row)
+    return runs
+
+
+def _deal(bins: Sequence[list[int]], costs: Sequence[int], num_ranks: int) -> Plan:
+    """Deals bins of similar cost to the ranks' i-th micro-batches, the costliest to the rank that has the least."""
+    order = _longest_first(costs)
+    plan: Plan = [[] for _ in range(num_ranks)]
+    totals = [0] * num_ranks
+    for start in range(0, len(order), num_ranks):
+        ranks = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+        for rank, i in zip(ranks, order[start : start + num_ranks], strict=True):
+            plan[rank].append(bins[i])
+            totals[rank] += costs[i]
+    return plan

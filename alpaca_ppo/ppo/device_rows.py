@@ -1,0 +1,66 @@
+"""Rows of the rollouts on their way from the CPU to the device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ROW_KEYS = ("queries", "query_attn_masks", "responses", "response_mask")
+"""What a forward pass reads, in the order of its arguments."""
+
+
+def row_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The entries `ROW_KEYS` of `batch`."""
+    return {key: batch[key] for key in ROW_KEYS}
+
+
+class DeviceBatch(NamedTuple):
+    """Some rows, on the CPU and on the device."""
+
+    host: dict[str, Tensor]
+    """Lengths are read from these, so that the device need not be waited for."""
+    device: dict[str, Tensor]
+
+
+class DeviceRows:
+    """Batches of rows, copied to the device in one piece: each batch is a view of the copy.
+
+    A batch without rows has one row with an empty `response_mask`: where ranks must make the same passes, some of them
+    have nothing to train on.
+
+    Args:
+        tensors: (B, ...) each, on the CPU; with a `response_mask`.
+        batches: the rows of each batch.
+        device: of the model.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], batches: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._tensors, self._sizes, self._device = tensors, [len(batch) for batch in batches], device
+        order = torch.tensor([row for batch in batches for row in batch], dtype=torch.long)
+        self._host = {key: value[order] for key, value in tensors.items()}
+        self._uploaded = {key: upload(value, device) for key, value in self._host.items()}
+
+    def __iter__(self) -> Iterator[DeviceBatch]:
+        start = 0
+        for size in self._sizes:
+            rows = slice(start, start + size)
+            start += size
+            if size:
+                yield DeviceBatch(_select(self._host, rows), _select(self._uploaded, rows))
+            else:
+                # Copies: a loss may change its batch in place.
+                host = {key: value[:1].clone() for key, value in self._tensors.items()}
+                host["response_mask"] = torch.zeros_like(host["response_mask"])
+                yield DeviceBatch(host, {key: upload(value, self._device) for key, value in host.items()})
+
+
+def _select(tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    return {key: value[rows] for key, value in tensors.items()}
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; from the CPU to CUDA through pinned memory, so that the host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -1,0 +1,73 @@
+"""What becomes of responses whose reward failed (`failed_rewards: mask`), in the rollouts of all ranks."""
+
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from alpaca_ppo.distributed.collectives import any_rank, gather_list
+from alpaca_ppo.functional.shaping import per_token
+from alpaca_ppo.rewards.batch import RowFailure
+from alpaca_ppo.types import Rollouts
+
+_MAX_SHOWN = 8
+
+
+def rewards_shaped_alike(rows: dict[str, Tensor] | None, accelerator: Accelerator) -> dict[str, Tensor] | None:
+    """This rank's `rows` with rewards (B, R) if another rank's are: a rank whose rewards all failed cannot know that
+    its sources score tokens. Every rank must call it.
+    """
+    per_token_here = bool(rows) and rows["rewards"].dim() == 2  # type: ignore[index]
+    per_token_anywhere = any_rank(per_token_here, accelerator)
+    if not rows or per_token_here or not per_token_anywhere or bool(rows["trained_rows"].any()):
+        return rows
+    return {**rows, "rewards": per_token(rows["rewards"], rows["response_mask"])}
+
+
+def leave_out_failures(
+    rollouts: Rollouts,
+    failures: Sequence[RowFailure],
+    accelerator: Accelerator,
+    *,
+    compares_group: bool,
+    may_fail: bool,
+) -> str:
+    """Updates `trained_rows` of the global rollouts in place. Every rank must call it.
+
+    If the estimator `compares_group`, a response is also left out whose reward is the only one left of several to its
+    prompt: its advantage would be its bare score.
+
+    Args:
+        rollouts: of all ranks, with `trained_rows` False where a reward failed.
+        failures: of this rank.
+        accelerator: of the run.
+        compares_group: whether responses to a prompt are compared.
+        may_fail: whether it is no error if all rewards failed.
+
+    Returns:
+        How many responses are left out, and why, in words; empty if none is.
+
+    Raises:
+        ValueError: on every rank, if no response is left, unless `may_fail`; this rank's first failure if it has one.
+    """
+    scored = rollouts["trained_rows"]
+    only_one = torch.zeros_like(scored)
+    if compares_group:
+        _, group = torch.unique(rollouts["prompt_ids"], return_inverse=True)
+        member = scored & rollouts["response_mask"].any(dim=1)
+        members = torch.bincount(group[member], minlength=len(group))[group]
+        failed = torch.bincount(group[~scored], minlength=len(group))[group]
+        only_one = member & (members == 1) & (failed > 0)
+    rollouts["trained_rows"] = scored & ~only_one
+    errors = [str(failure) for failure in failures[:_MAX_SHOWN]]
+    errors = [error for of_rank in gather_list(errors, accelerator) for error in of_rank]
+    num_failed, num_only = int((~scored).sum()), int(only_one.sum())
+    if not num_failed:
+        return ""
+    left = f", and {num_only} because no other response to their prompt has a reward" if num_only else ""
+    shown = "\n".join(f"- {error}" for error in errors[:_MAX_SHOWN])
+    text = f"{num_failed} of {len(scored)} responses give no gradient because their reward failed{left}:\n{shown}"
+    if may_fail or bool(rollouts["trained_rows"].any()):
+        return text
+    raise failures[0] if failures else ValueError(text)
