@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: the top level, the direction of imports, sizes, names, unread options.
+"""The house rules that a machine can check: the top level, the direction of imports, names, unread options.
 
 Each rule is a function from source text to a list of complaints; one test runs it over the repository, another over a
 planted offence.
@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.test_budget import docstring_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "alpaca_ppo"
@@ -113,27 +111,6 @@ def leaf_offences(text: str, module: str) -> list[str]:
     ]
 
 
-def long_functions(text: str, name: str, limit: int = 90) -> list[str]:
-    """Functions of more than `limit` lines, from `def` to the end, docstring not counted."""
-    tree = ast.parse(text)
-    docstrings, offences = docstring_lines(tree), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = len(set(range(node.lineno, node.end_lineno + 1)) - docstrings)
-            if lines > limit:
-                offences.append(f"{name}:{node.lineno} {node.name}: {lines} lines without its docstring, limit {limit}")
-    return offences
-
-
-def code_lines(text: str) -> int:
-    """Lines of `text` without the docstrings of its modules, classes and functions."""
-    return len(text.splitlines()) - len(docstring_lines(ast.parse(text)))
-
-
-def line_limit(path: Path) -> int:
-    return 150 if path.parent == EXAMPLES and path.name.startswith("train_") else 400
-
-
 def fields_of(text: str, class_name: str) -> list[str]:
     """Names of the annotated fields in the body of `class_name`."""
     for node in ast.walk(ast.parse(text)):
@@ -194,24 +171,6 @@ def test_a_module_without_a_tier_and_a_leaf_with_a_library_are_found():
     assert leaf_offences("import numpy\nimport math\nfrom torch import nn", "alpaca_ppo.functional.kl") == [
         "alpaca_ppo.functional.kl imports numpy"
     ]
-
-
-def test_files_stay_within_their_line_limit():
-    lengths = {p: code_lines(p.read_text()) for folder in (PACKAGE, EXAMPLES) for p in sources(folder)}
-    assert_none([f"{named(p)}: {n} lines, limit {line_limit(p)}" for p, n in lengths.items() if n > line_limit(p)])
-
-
-def test_functions_stay_within_ninety_lines():
-    assert_none(
-        [o for folder in (PACKAGE, EXAMPLES) for p in sources(folder) for o in long_functions(p.read_text(), named(p))]
-    )
-
-
-def test_the_docstring_does_not_count_as_length_and_one_line_too_many_does():
-    docstring = '    """One.\n' + "\n" * 50 + '    """\n'
-    fits = "def f():\n" + docstring + "    x = 1\n" * 89
-    assert long_functions(fits, "f.py") == []
-    assert long_functions(fits + "    x = 1\n", "f.py") == ["f.py:1 f: 91 lines without its docstring, limit 90"]
 
 
 def test_no_module_has_a_name_that_says_nothing():
