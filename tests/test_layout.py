@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: the top level, the direction of imports, names, unread options.
+"""The house rules that a machine can check: the top level, the direction and circles of imports, names, unread options.
 
 Each rule is a function from source text to a list of complaints; one test runs it over the repository, another over a
 planted offence.
@@ -6,6 +6,7 @@ planted offence.
 
 import ast
 import fnmatch
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
@@ -111,6 +112,27 @@ def leaf_offences(text: str, module: str) -> list[str]:
     ]
 
 
+def import_circle(texts: dict[str, str]) -> list[str]:
+    """Modules each of which imports the next, the first named again as the last; empty without a circle.
+
+    `texts` are sources by dotted name; a package's name ends in `__init__`.
+    """
+    modules = {module.removesuffix(".__init__") for module in texts}
+    imported: dict[str, set[str]] = {}
+    for module, text in texts.items():
+        found = set()
+        for name in imported_names(text, module):
+            # What is imported is a module or, if there is none of that name, something in the module before the dot.
+            found.add(name if name in modules else name.rpartition(".")[0])
+        name = module.removesuffix(".__init__")
+        imported[name] = (found & modules) - {name}
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
 def fields_of(text: str, class_name: str) -> list[str]:
     """Names of the annotated fields in the body of `class_name`."""
     for node in ast.walk(ast.parse(text)):
@@ -140,6 +162,19 @@ def test_top_level_holds_what_the_design_names_and_nothing_else():
 
 def test_imports_point_one_way_between_the_tiers():
     assert_none([o for p in sources(PACKAGE) for o in tier_offences(p.read_text(), module_name(p))])
+
+
+def test_the_modules_of_the_package_import_each_other_in_no_circle():
+    circle = import_circle({module_name(path): path.read_text() for path in sources(PACKAGE)})
+    assert not circle, " imports ".join(circle)
+
+
+def test_a_circle_of_imports_is_found_inside_functions_and_through_packages_too():
+    line = {"p.a": "import p.b", "p.b": "from p.c import x", "p.c": "import torch"}
+    assert import_circle(line) == []
+    circle = import_circle(line | {"p.c": "def f():\n    from . import a"})
+    assert circle[0] == circle[-1] and " ".join(circle) in {"p.a p.b p.c p.a", "p.b p.c p.a p.b", "p.c p.a p.b p.c"}
+    assert set(import_circle({"p.__init__": "from .a import x", "p.a": "from p import y"})) == {"p", "p.a"}
 
 
 def test_functional_imports_torch_and_the_standard_library_only():
