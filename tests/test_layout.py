@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: the top level, the direction of imports, sizes, names, unread options.
+"""The house rules that a machine can check: the top level, the direction and circles of imports, names, unread options.
 
 Each rule is a function from source text to a list of complaints; one test runs it over the repository, another over a
 planted offence.
@@ -6,14 +6,13 @@ planted offence.
 
 import ast
 import fnmatch
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.test_budget import docstring_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "alpaca_ppo"
@@ -113,25 +112,25 @@ def leaf_offences(text: str, module: str) -> list[str]:
     ]
 
 
-def long_functions(text: str, name: str, limit: int = 90) -> list[str]:
-    """Functions of more than `limit` lines, from `def` to the end, docstring not counted."""
-    tree = ast.parse(text)
-    docstrings, offences = docstring_lines(tree), []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = len(set(range(node.lineno, node.end_lineno + 1)) - docstrings)
-            if lines > limit:
-                offences.append(f"{name}:{node.lineno} {node.name}: {lines} lines without its docstring, limit {limit}")
-    return offences
+def import_circle(texts: dict[str, str]) -> list[str]:
+    """Modules each of which imports the next, the first named again as the last; empty without a circle.
 
-
-def code_lines(text: str) -> int:
-    """Lines of `text` without the docstrings of its modules, classes and functions."""
-    return len(text.splitlines()) - len(docstring_lines(ast.parse(text)))
-
-
-def line_limit(path: Path) -> int:
-    return 150 if path.parent == EXAMPLES and path.name.startswith("train_") else 400
+    `texts` are sources by dotted name; a package's name ends in `__init__`.
+    """
+    modules = {module.removesuffix(".__init__") for module in texts}
+    imported: dict[str, set[str]] = {}
+    for module, text in texts.items():
+        found = set()
+        for name in imported_names(text, module):
+            # What is imported is a module or, if there is none of that name, something in the module before the dot.
+            found.add(name if name in modules else name.rpartition(".")[0])
+        name = module.removesuffix(".__init__")
+        imported[name] = (found & modules) - {name}
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
 
 
 def fields_of(text: str, class_name: str) -> list[str]:
@@ -165,6 +164,19 @@ def test_imports_point_one_way_between_the_tiers():
     assert_none([o for p in sources(PACKAGE) for o in tier_offences(p.read_text(), module_name(p))])
 
 
+def test_the_modules_of_the_package_import_each_other_in_no_circle():
+    circle = import_circle({module_name(path): path.read_text() for path in sources(PACKAGE)})
+    assert not circle, " imports ".join(circle)
+
+
+def test_a_circle_of_imports_is_found_inside_functions_and_through_packages_too():
+    line = {"p.a": "import p.b", "p.b": "from p.c import x", "p.c": "import torch"}
+    assert import_circle(line) == []
+    circle = import_circle(line | {"p.c": "def f():\n    from . import a"})
+    assert circle[0] == circle[-1] and " ".join(circle) in {"p.a p.b p.c p.a", "p.b p.c p.a p.b", "p.c p.a p.b p.c"}
+    assert set(import_circle({"p.__init__": "from .a import x", "p.a": "from p import y"})) == {"p", "p.a"}
+
+
 def test_functional_imports_torch_and_the_standard_library_only():
     modules = sources(PACKAGE / "functional")
     assert modules
@@ -194,24 +206,6 @@ def test_a_module_without_a_tier_and_a_leaf_with_a_library_are_found():
     assert leaf_offences("import numpy\nimport math\nfrom torch import nn", "alpaca_ppo.functional.kl") == [
         "alpaca_ppo.functional.kl imports numpy"
     ]
-
-
-def test_files_stay_within_their_line_limit():
-    lengths = {p: code_lines(p.read_text()) for folder in (PACKAGE, EXAMPLES) for p in sources(folder)}
-    assert_none([f"{named(p)}: {n} lines, limit {line_limit(p)}" for p, n in lengths.items() if n > line_limit(p)])
-
-
-def test_functions_stay_within_ninety_lines():
-    assert_none(
-        [o for folder in (PACKAGE, EXAMPLES) for p in sources(folder) for o in long_functions(p.read_text(), named(p))]
-    )
-
-
-def test_the_docstring_does_not_count_as_length_and_one_line_too_many_does():
-    docstring = '    """One.\n' + "\n" * 50 + '    """\n'
-    fits = "def f():\n" + docstring + "    x = 1\n" * 89
-    assert long_functions(fits, "f.py") == []
-    assert long_functions(fits + "    x = 1\n", "f.py") == ["f.py:1 f: 91 lines without its docstring, limit 90"]
 
 
 def test_no_module_has_a_name_that_says_nothing():

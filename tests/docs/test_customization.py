@@ -1,5 +1,5 @@
-"""Each example of docs/customization.md is short and trains, as a user would run it: registered names and rewards by
-train_ppo.py and the YAML beneath them, callbacks and subclasses in a trainer.
+"""Each example of docs/customization.md trains, as a user would run it: registered names and rewards by train_ppo.py
+and the YAML beneath them, callbacks and subclasses in a trainer.
 """
 
 import json
@@ -46,11 +46,6 @@ def test_the_page_adds_one_of_each():
     registered |= {"Metrics of a reward function", "A sampler"}
     assert set(SETTINGS) == registered
     assert {"A metric", "A callback", "Tokens from another engine"} <= set(IN_TRAINERS)
-
-
-@pytest.mark.parametrize("heading", PROGRAMS)
-def test_each_example_is_shorter_than_25_lines(heading):
-    assert len(PROGRAMS[heading].text.splitlines()) < 25
 
 
 @pytest.mark.parametrize("heading", SETTINGS)

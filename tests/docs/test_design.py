@@ -1,5 +1,5 @@
 """docs/design.md is the map of the package as it is: every file once, the tiers of the layout test, changes with files
-that exist; and the README is short.
+that exist.
 """
 
 import re
@@ -8,7 +8,6 @@ from tests.docs.markdown import ROOT, blocks, table_rows
 from tests.test_layout import TIERS
 
 DESIGN = (ROOT / "docs/design.md").read_text("utf-8")
-README = (ROOT / "README.md").read_text("utf-8")
 
 
 def files_of_tree(text: str) -> list[str]:
@@ -46,9 +45,3 @@ def test_fifteen_changes_or_more_name_a_file():
     rows = table_rows(DESIGN, "change")
     assert len(rows) >= 15
     assert [row["change"] for row in rows if not re.search(r"`alpaca_ppo/[\w/]+\.py`", row["open"])] == []
-
-
-def test_the_readme_is_short():
-    lines = README.splitlines()
-    assert len(lines) <= 110
-    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []

@@ -87,14 +87,14 @@ def test_a_recipe_trains_evaluates_and_reports_on_stand_ins(page, stand_ins, tmp
     assert (results / "results.json").exists() and (tmp_path / "run/report.html").exists()
 
 
-def test_every_page_shows_its_file_of_at_most_30_lines_with_reasons():
+def test_every_page_shows_its_file_with_reasons():
     pages = {path.stem: path.read_text() for path in (ROOT / "docs/recipes").glob("*.md")}
     assert set(pages) == {*RECIPES, "README"}
     for page, text in pages.items():
         if page != "README":
             file = file_of(page).read_text()
             assert [block.text for block in blocks(text, page, "yaml")] == [file], page
-            assert len(file.splitlines()) <= 30 and file.count("# ") >= 6, page
+            assert file.count("# ") >= 6, page
 
 
 def test_what_a_verifier_looks_for_is_what_the_prompt_asks_for():
