@@ -4,11 +4,11 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
-from alpaca_ppo.config.foreign_names import ExplainsUnknownNames
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, check_argument_names
 from alpaca_ppo.config.names import check_model_name, check_url
 
 MODELS = frozenset({"model", "value_model", "peft_config"})
@@ -22,7 +22,7 @@ RESERVE_GIB = 1.0
 """GiB of an accelerator's memory that tensors cannot use: CUDA context, kernel workspaces, fragmentation."""
 
 
-class CheckedArguments(ExplainsUnknownNames):
+class CheckedArguments:
     """Base of a command's dataclass: checks each field, whether it can act, and that what is required is there.
 
     Raises:
@@ -31,6 +31,10 @@ class CheckedArguments(ExplainsUnknownNames):
 
     required: ClassVar[tuple[str, ...]] = ()
     """The options that must be set; instead of the first of "one or other", the other may be."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_argument_names(cls, args, kwargs, CONFIG_SECTIONS)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self)

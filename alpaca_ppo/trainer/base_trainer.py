@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerState
@@ -22,7 +22,7 @@ from alpaca_ppo.checkpoint.manager import CheckpointManager, Component
 from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.config.credentials import without_credentials
-from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, ExplainsUnknownNames
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, check_argument_names
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.schedule import PromptSchedule
@@ -47,13 +47,12 @@ from alpaca_ppo.trainer.run_doctor import RunDoctor
 from alpaca_ppo.types import PromptBatch
 
 
-class BaseTrainer(ExplainsUnknownNames, ABC):
+class BaseTrainer(ABC):
     """The loop of a run. A subclass computes a step (`step`) and an evaluation (`evaluate`), and checks its sampler.
 
     A subclass's constructor sets what is declared here, and then calls `set_up_run`.
     """
 
-    foreign_sections = (*TRAINER_SECTIONS, *CONFIG_SECTIONS)
     args: PPOConfig
     checkpoint_size: int
     """The least number of bytes of a checkpoint, or of the final models without one."""
@@ -79,6 +78,10 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
     """What run.yaml holds beyond `args`. `train_from_arguments` replaces it before the run log is opened."""
     start_identity: Mapping[str, Any]
     """The models and rewards that the run starts from (`compatibility.start_identity`)."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_argument_names(cls, args, kwargs, (*TRAINER_SECTIONS, *CONFIG_SECTIONS))
+        return super().__new__(cls)
 
     @abstractmethod
     def check_sampler(self) -> None:
