@@ -26,39 +26,31 @@ _SHORT_REPR.maxlevel, _SHORT_REPR.maxlist, _SHORT_REPR.maxdict = 3, 20, 20
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 400
 _BOUNDS_IN_WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+# Instead of messages of pydantic that do not begin with "Input should", by type.
 _EXPECTED = {
-    "bool_type": "be a valid boolean",
-    "dict_type": "be a valid dictionary",
-    "finite_number": "be a finite number",
-    "float_type": "be a valid number",
-    "greater_than": "be greater than {gt:g}",
-    "greater_than_equal": "be greater than or equal to {ge:g}",
-    "int_type": "be a valid integer",
     "invalid-json-value": "be a valid JSON value",
-    "less_than": "be less than {lt:g}",
-    "less_than_equal": "be less than or equal to {le:g}",
-    "list_type": "be a valid list",
-    "literal_error": "be {expected}",
     "string_too_short": "be a string of length {min_length} or more",
-    "string_type": "be a valid string",
     "too_long": "have length {max_length} or less",
     "too_short": "have length {min_length} or more",
 }
-"""What a value should be, by the type of pydantic's error, with its `ctx`. A user's dataclass may cause other types."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """A condition for an option to have an effect; `need | need` holds if one of the two holds."""
+    """A condition for an option to have an effect; `need | need` holds if one of the two holds.
+
+    Attributes:
+        option: another option, or a fact of the run such as "environments or tools".
+        values: of which `option` must have one; if there are none, it must be set.
+        negated: `option` must have none of the values, or must not be set.
+        by_trait: the values are the names in a registry that have a trait, including names that users register.
+        alternative: the second need of `need | need`.
+    """
 
     option: str
-    """Another option, or a fact of the run such as "environments or tools"."""
     values: Callable[[], tuple[Any, ...]]
-    """The values of which `option` must have one; if there are none, `option` must be set."""
     negated: bool = False
-    """`option` must have none of the values, or must not be set."""
     by_trait: bool = False
-    """The values are all names of a registry with some trait, including names that users register."""
     alternative: "Need | None" = None
 
     def __or__(self, alternative: "Need") -> "Need":
@@ -172,8 +164,8 @@ class Option:
             # A union has an error for each of its members.
             wanted: dict[str, None] = {}
             for each in error.errors(include_url=False):
-                expected = _EXPECTED.get(each["type"], "be valid ({msg})")
-                wanted[expected.format(msg=each["msg"], **each.get("ctx", {}))] = None
+                expected = _EXPECTED.get(each["type"], "").format(**each.get("ctx", {}))
+                wanted[expected or each["msg"].removeprefix("Input should ")] = None
             # YAML reads 3 and 2020-01-02 as a number and a date.
             quotes = ", in quotes" if isinstance(value, int | float | datetime.date) and self.accepts("") else ""
             given = "null" if value is None else shown(value)
