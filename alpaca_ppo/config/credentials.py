@@ -49,14 +49,11 @@ def without_credential_arguments(words: tuple[str, ...] | list[str]) -> list[str
     cleaned, option = [], ""
     for word in words:
         flag, equals, value = word.partition("=")
-        if not flag.startswith("-"):
-            cleaned.append(without_credentials(word, option))
-        elif equals:
-            cleaned.append(f"{flag}={without_credentials(value, flag.lstrip('-'))}")
-            option = ""
+        if flag.startswith("-"):
+            option = "" if equals else flag.lstrip("-")
+            cleaned.append(f"{flag}={without_credentials(value, flag.lstrip('-'))}" if equals else word)
         else:
-            cleaned.append(word)
-            option = flag.lstrip("-")
+            cleaned.append(without_credentials(word, option))
     return cleaned
 
 
