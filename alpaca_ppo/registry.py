@@ -48,11 +48,9 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name, the built-in ones first."""
         return tuple(self.traits)
 
     def trait(self, name: str, trait: str) -> Any:
-        """The value of one trait of `name`, such as whether an estimator needs a critic."""
         self.check(name)
         return self.traits[name].get(trait, self.defaults[trait])
 
@@ -82,9 +80,6 @@ class Registry(Generic[T]):
         """A decorator that adds `name` and attaches code to it.
 
         A later registration replaces an earlier one, so that a notebook's cell can be run again.
-
-        Raises:
-            ValueError: when the name is a built-in one, or cannot be written in YAML and on a command line.
         """
         if not name or any(character.isspace() or character in ",:" for character in name):
             raise ValueError(f"{self.field} cannot be named {name!r}; use a word without spaces, commas and colons")
@@ -94,7 +89,6 @@ class Registry(Generic[T]):
         return self.implement(name)
 
     def get(self, name: str) -> T:
-        """The code behind `name`."""
         self.check(name)
         return self._targets[name]
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def import_and_call(words: Sequence[str]) -> int:
         return int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words))
 
-    # The import is inside, because it may take seconds, in which Ctrl-C shall have no traceback either.
+    # Ctrl-C during the import, which may take seconds, is handled too.
     return exit_status(import_and_call, words)
 
 

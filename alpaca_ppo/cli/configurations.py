@@ -15,7 +15,7 @@ from alpaca_ppo.presets import preset_names, preset_path
 
 
 def presets(argv: Sequence[str]) -> int:
-    """Prints the list of presets, or one with the defaults beside it; returns the exit status."""
+    """Prints the list of presets, or one with the defaults beside it."""
     parser = argparse.ArgumentParser(prog="alpaca-ppo presets", description="Options by name, for --preset NAME.")
     parser.add_argument("name", nargs="?", help="show this one, where it differs from the defaults; without: list all")
     if (name := parser.parse_args(argv).name) is not None:
@@ -33,7 +33,7 @@ def presets(argv: Sequence[str]) -> int:
 
 
 def migrate(argv: Sequence[str]) -> int:
-    """Prints another trainer's configuration as options of this package; returns the exit status."""
+    """Prints another trainer's configuration as options of this package."""
     description = "A TRL script, or a YAML file or command line of verl, as options of alpaca-ppo train."
     parser = argparse.ArgumentParser(prog="alpaca-ppo migrate", description=description, allow_abbrev=False)
     parser.add_argument("--num_processes", type=int, default=1, help="of the TRL run; it multiplies batch sizes")
@@ -45,11 +45,11 @@ def migrate(argv: Sequence[str]) -> int:
 
 
 def estimate_memory(argv: Sequence[str]) -> int:
-    """Prints the estimated memory of a run; returns the exit status."""
+    """Prints the estimated memory of a run."""
     script, lora, args = parse_args(
         [EstimateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo estimate-memory"
     )
-    # Imported only now, because they import torch, for which `--help` need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.estimate_memory.estimator import estimate, table
 

@@ -22,7 +22,7 @@ _MORE_OPTIONS = "seed dtype reference load_in_4bit trust_remote_code rollout_per
 
 @dataclass(frozen=True)
 class EvaluateArguments(ScriptArguments):
-    """What `alpaca-ppo evaluate` loads; a configuration of a training run is valid here too."""
+    """What `alpaca-ppo evaluate` loads, which may be the configuration of a training run."""
 
     model_name_or_path: str = argument(
         "",
@@ -41,12 +41,12 @@ class EvaluateArguments(ScriptArguments):
     results_dir: str = argument("outputs/evaluation", "Folder for results.json, answers.jsonl and the tables.")
     overwrite: bool = argument(False, "Replace the results of an earlier evaluation in results_dir.")
 
-    required = ("model or model_name_or_path",)
+    required = (("model", "model_name_or_path"),)
     needed_objects = MEASURED
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Evaluates, prints the metrics, and writes results.json and answers.jsonl; returns the exit status."""
+    """Evaluates, prints the metrics, and writes results.json and answers.jsonl."""
     script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo evaluate")
     model = model_folder("model", script_args.model or script_args.model_name_or_path)
     folder = Path(script_args.results_dir)
@@ -63,7 +63,7 @@ def evaluate(argv: Sequence[str]) -> int:
     del settings["whiten_rewards"]
     settings |= {"num_return_sequences": 1, "adv_estimator": "reinforce_plus_plus", "kl_coef": 0.0}
     args = PPOConfig(**{**settings, "report_to": ["none"], "output_dir": str(folder)})
-    # Imported only now, because it imports torch, for which `--help` and errors of the options need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments
 

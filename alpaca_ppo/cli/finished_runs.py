@@ -15,7 +15,7 @@ from alpaca_ppo.library_output import say_loading
 
 
 def report(argv: Sequence[str]) -> int:
-    """Writes the report of runs, or prints the doctor's findings; returns the exit status."""
+    """Writes the report of runs, or prints the doctor's findings."""
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo report",
         description="Writes the report of one or several runs: one HTML file that opens from disk.",
@@ -41,7 +41,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Writes the models of a checkpoint, or of a run's newest one, as folders; returns the exit status."""
+    """Writes the models of a checkpoint, or of a run's newest one, as folders."""
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo export",
         description="Writes the models of a checkpoint as a run writes its last ones into final: FOLDER/policy (an "
@@ -61,7 +61,7 @@ def export(argv: Sequence[str]) -> int:
     script, lora, args = parse_args(
         [ModelArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
     )
-    # Imported only now, because they import torch, for which `--help` need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.checkpoint.directory import newest_checkpoint
     from alpaca_ppo.checkpoint.export import save_final

@@ -21,7 +21,7 @@ _LONGEST_PROMPT = 1_000_000
 
 
 def sample(argv: Sequence[str]) -> int:
-    """Answers prompts; returns the exit status."""
+    """Answers prompts."""
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo sample", description="Shows what a policy answers, beside its reference.", allow_abbrev=False
     )
@@ -56,7 +56,7 @@ def sample(argv: Sequence[str]) -> int:
     if temperature:
         generation |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     check_model_name("--reference", None if given.reference == "none" else given.reference)
-    # Imported only now, because they import torch, for which `--help` need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     import torch
 

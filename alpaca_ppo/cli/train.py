@@ -24,7 +24,7 @@ _COMMON = """
 
 
 def train(argv: Sequence[str]) -> int:
-    """Trains with PPO, in this process or in those that a launcher starts; returns the exit status."""
+    """Trains with PPO, in this process or in those that it starts."""
     launcher, rest = split_flags(argv)
     if {"--help", "-h", "--help-all", "--help_all"} & set(rest):
         parse_options([LaunchArguments, *_TYPES], rest, prog=PROG, common=_COMMON)
@@ -38,7 +38,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def sft(argv: Sequence[str]) -> int:
-    """Fine-tunes a causal language model; returns the exit status."""
+    """Fine-tunes a causal language model."""
     _help_of_supervised([SFTArguments], "alpaca-ppo sft", argv)
     say_loading()
     from alpaca_ppo.supervised.sft import train_sft
@@ -48,7 +48,7 @@ def sft(argv: Sequence[str]) -> int:
 
 
 def reward(argv: Sequence[str]) -> int:
-    """Trains a reward model on preference pairs; returns the exit status."""
+    """Trains a reward model on preference pairs."""
     _help_of_supervised([RewardModelArguments, LoraArguments], "alpaca-ppo reward", argv)
     say_loading()
     from alpaca_ppo.supervised.reward_model import train_reward_model
@@ -80,7 +80,7 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
                 "rename the file, or choose another output_dir"
             )
     script_args.check_before_loading(args)
-    # Imported only now, because they import torch, for which `--help` and errors of the options need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.distributed.launcher import launcher_command
     from alpaca_ppo.tracking.run_record import RunRecord

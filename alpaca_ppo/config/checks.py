@@ -42,7 +42,6 @@ _REFUSED_KEYWORDS = {
 
 
 def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:
-    """Checks the names of the arguments in `given`, the value of the option `field`."""
     for remedy, names in _REFUSED_KEYWORDS[field].items():
         if refused := set(names.split()) & set(given or ()):
             # The value is not shown, because it may be a token.
@@ -50,7 +49,6 @@ def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:
 
 
 def check_combinations(config: Any) -> None:
-    """Checks that the options of a `PPOConfig` do not contradict each other."""
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
     check_keywords("model_init_kwargs", config.model_init_kwargs)
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:

@@ -43,8 +43,7 @@ class Need:
         option: another option, or a fact of the run such as "environments or tools".
         values: of which `option` must have one; if there are none, it must be set.
         negated: `option` must have none of the values, or must not be set.
-        by_trait: the values are the names in a registry that have a trait, including names that users register.
-        alternative: the second need of `need | need`.
+        by_trait: the values are the names with some trait, including those that users register.
     """
 
     option: str
@@ -84,17 +83,17 @@ class Need:
 
 
 def when(option: str, *values: Any) -> Need:
-    """Needs `option` to have one of `values`, or to be set if there are none."""
+    """`option` must have one of `values` or, if there are none, be set."""
     return Need(option, lambda: values)
 
 
 def unless(option: str, *values: Any) -> Need:
-    """Needs `option` to have none of `values`, or not to be set if there are none."""
+    """The contrary of `when`."""
     return Need(option, lambda: values, negated=True)
 
 
 def when_trait(registry: Registry[Any], *traits: str) -> Need:
-    """Needs the option of `registry` to have a name with one of `traits`."""
+    """The option of `registry` must have a name with one of `traits`."""
 
     def names() -> tuple[str, ...]:
         return tuple(name for name in registry.names if any(registry.trait(name, trait) for trait in traits))
@@ -104,13 +103,7 @@ def when_trait(registry: Registry[Any], *traits: str) -> Need:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One field, for the parser, the checks and the documentation: what `argument` declares, and its name and type.
-
-    Attributes:
-        hint: the annotated type.
-        default: the default value, or `dataclasses.MISSING`.
-        owner: the dataclass whose field it is.
-    """
+    """One field of the dataclass `owner`: what `argument` declares, with its name, type and default (or MISSING)."""
 
     given_help: str = ""
     group: str = ""
@@ -124,17 +117,14 @@ class Option:
 
     @functools.cached_property
     def help(self) -> str:
-        """The help given with the field, or the string below it."""
         return self.given_help or _strings_below_fields(self.owner).get(self.name, "")
 
     @property
     def nullable(self) -> bool:
-        """Whether None is accepted."""
         return type(None) in typing.get_args(self.hint)
 
     @property
     def is_list(self) -> bool:
-        """Whether the type is or includes a list."""
         return any(typing.get_origin(member) is list for member in (self.hint, *typing.get_args(self.hint)))
 
     @property
@@ -149,7 +139,6 @@ class Option:
         return TypeAdapter(bounded, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
 
     def accepts(self, value: Any) -> bool:
-        """Whether `value` has the field's type and is within its bounds."""
         try:
             self._validator.validate_python(value)
         except ValidationError:
@@ -189,13 +178,12 @@ def argument(
     """A dataclass field for `check_fields` and `parse_args`.
 
     Args:
-        default: the default value; a list is copied for each instance.
-        help: one or two sentences for `--help` and the documentation; by default the string below the field.
+        default: a list is copied for each instance.
+        help: one or two sentences; by default the string below the field.
         registry: the valid names, if users may extend them. A closed set of names is a `Literal` type instead.
         group: the heading in `--help` and the documentation, for this field and those after it.
-        needs: the conditions for the field to have an effect; see `check_needs`.
-        bounds: arguments of `pydantic.Field`, such as gt, ge, lt, le and min_length; NaN and infinity need
-            allow_inf_nan.
+        needs: the conditions for the field to have an effect.
+        bounds: arguments of `pydantic.Field`: gt, ge, lt, le, min_length, max_length, allow_inf_nan (default False).
     """
     option = Option(help, group, bounds, registry, (needs,) if isinstance(needs, Need) else tuple(needs))
     if isinstance(default, list):
@@ -223,17 +211,15 @@ def options_of(cls: Any) -> Mapping[str, Option]:
 
 
 def check_fields(arguments: Any) -> None:
-    """Checks each field of the dataclass instance `arguments`: see `Option.check`."""
+    """Checks each field of the dataclass instance `arguments` by `Option.check`."""
     for name, option in options_of(arguments.__class__).items():
         option.check(getattr(arguments, name))
 
 
 def check_needs(arguments: Any, **facts: bool) -> None:
-    """Raises a `ValueError` that names the fields set to a value without effect, and what they need.
+    """Raises a `ValueError` for fields of the dataclass instance `arguments` that are set but have no effect.
 
-    Args:
-        arguments: a dataclass instance.
-        facts: facts of the run that are no options, named as in `needs` but with _ in place of blanks.
+    `facts` of the run are named as in `needs`, with _ in place of blanks.
     """
     known_facts = {name.replace("_", " "): fact for name, fact in facts.items()}
     by_need: dict[str, list[str]] = {}

@@ -17,10 +17,8 @@ from alpaca_ppo.config.names import did_you_mean
 from alpaca_ppo.config.run_file import OPTIONS_OF_ARGUMENT
 
 CONFIG_SECTIONS = ("GRPOConfig", "PPOConfig", "TrainingArguments", "ModelConfig", "ppo_trainer.yaml")
-"""The sections in which an unknown option is looked up."""
 
 TRAINER_SECTIONS = ("GRPOTrainer", "PPOTrainer")
-"""The sections in which an unknown argument of a trainer's constructor is looked up, before `CONFIG_SECTIONS`."""
 
 _HINT = "`alpaca-ppo migrate FILE` translates a TRL script, or a YAML file or command line of verl, as a whole"
 
@@ -30,9 +28,8 @@ class ForeignName:
     """A name that another project gives an option: an entry of the table.
 
     Attributes:
-        name: the name, for verl with dots; one that ends in .* stands for all keys below it.
-        section: the class or file that it belongs to.
-        of: the project of that class.
+        name: for verl with dots; one that ends in .* stands for all keys below it.
+        section: the class or file that it belongs to, of the project `of`.
         ours: the options here that do the same; empty if there are none.
         same: whether the first of `ours` has the same values and the same meaning, except for those in `values`.
         how: which values `ours` get, with {value} for the foreign one.
@@ -82,7 +79,6 @@ class ForeignName:
 
 
 def value_key(value: Any) -> str:
-    """`value` as a key of `ForeignName.values`."""
     return "null" if value is None else str(value).lower()
 
 
@@ -94,7 +90,6 @@ def _table() -> dict[str, Any]:
 
 @functools.cache
 def foreign_names(section: str) -> Mapping[str, ForeignName]:
-    """The names of one section of the table."""
     table = _table()[section]
     project = table["of"]
     entries = {name: ForeignName(name, section, project, (ours,), same=True) for name, ours in table["same"].items()}
@@ -130,11 +125,6 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
 
     If some of these names are another project's, further lines warn about names in `valid` that have another meaning
     there, and about the estimator that options of GRPO imply.
-
-    Args:
-        given: names and their values.
-        valid: the names of options or arguments here.
-        sections: the sections of the table in which names are looked up.
     """
     lines: list[str] = []
     unknown: list[ForeignName] = []
@@ -181,23 +171,16 @@ def flattened(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """`value` as in YAML, on one line."""
     return textwrap.shorten(value if isinstance(value, str) else json.dumps(value, default=repr), 200)
 
 
 def check_argument_names(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], sections: Collection[str]) -> None:
     """Checks that the constructor of `cls` takes the keyword arguments in `kwargs`; one with `**kwargs` takes all.
 
-    It is called from `__new__`, before `__init__`, which a dataclass generates for each subclass.
-
-    Args:
-        cls: the class that is instantiated.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        sections: the sections of the table in which unknown names are looked up.
+    It is called from `__new__`, because a dataclass generates `__init__` for each subclass.
 
     Raises:
-        ValueError: explains all unknown arguments, and names the required ones that are missing.
+        ValueError: explains all unknown arguments (`explain_names`), and names required ones that are missing.
     """
     # Found through `__init__`, because it stands in a class below that of `__new__`.
     parameters = list(inspect.signature(cls).parameters.values())

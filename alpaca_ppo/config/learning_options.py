@@ -64,8 +64,7 @@ class LearningOptions(RunOptions):
     lam: float = argument(0.95, ge=0, le=1, needs=(_CRITIC, unless("lam_policy") | unless("lam_critic")))
     """Lambda of GAE, where lam_policy and lam_critic do not replace it."""
     lam_policy: Share | Literal["adaptive"] | None = argument(None, needs=_CRITIC)
-    """Lambda of GAE's advantages: a number; adaptive = 1 - 1 / (lam_alpha * length), at least 0, for each response
-    (VAPO); null = lam."""
+    """Lambda of GAE's advantages; adaptive (VAPO) is max(0, 1 - 1 / (lam_alpha * length)) per response; null = lam."""
     lam_critic: float | None = argument(None, ge=0, le=1, needs=_CRITIC)
     """Lambda of GAE's returns, which the critic learns; 1 = no bootstrapping (VC-PPO); null = lam."""
     lam_alpha: float = argument(0.05, gt=0, needs=when("lam_policy", "adaptive"))
@@ -78,16 +77,15 @@ class LearningOptions(RunOptions):
     """Whiten GAE's advantages over the step's rollouts."""
 
     policy_loss: str = argument("clip", registry=POLICY_LOSSES, group="Policy loss")
-    """clip is PPO's; gspo clips one ratio per sequence; gmpo clips the ratios of a geometric mean; cispo clips
-    importance weights and keeps every gradient; sapo has a smooth gate; dppo bounds the change of a token's
-    probability, dppo_kl its binary KL."""
+    """clip is PPO's; gspo clips one ratio per sequence, gmpo the ratios of a geometric mean; cispo clips importance
+    weights and keeps every gradient; sapo has a smooth gate; dppo bounds the change of probabilities, dppo_kl its
+    binary KL."""
     cliprange: float = argument(0.2, gt=0, lt=1, needs=when_trait(POLICY_LOSSES, "clips"))
     """Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the change; dppo_kl: of the KL)."""
     cliprange_high: float | None = argument(None, gt=0, needs=when_trait(POLICY_LOSSES, "clips"))
     """Upper clip range (clip-higher); null = cliprange on both sides."""
     clip_ratio_c: float | None = argument(None, gt=1, needs=when_trait(POLICY_LOSSES, "dual_clip"))
-    """Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of every ratio; null
-    = 20."""
+    """Dual clip: bound of the ratio for negative advantages; null = none. With dppo, of every ratio; null = 20."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How the losses of tokens are averaged into one loss."""
     entropy_coef: float = argument(0.0, ge=0)
@@ -100,8 +98,8 @@ class LearningOptions(RunOptions):
     """Responses without a stop token give no gradient; their scores still count where responses are compared."""
     old_policy: Literal["auto", "recompute", "rollout", "correct"] = "auto"
     """Old log-probabilities: recompute runs the trainer's forward pass; rollout takes the sampler's; correct recomputes
-    them and weights the loss by the ratio of the two. auto compares the two before the first rollout: if they agree in
-    float32, it is rollout from the second step on, else recompute."""
+    them and weights the loss by their ratio. auto compares the two before the first rollout: rollout from the second
+    step on if they agree in float32, else recompute."""
     rollout_correction_level: RolloutCorrectionLevel = argument("token", needs=when("old_policy", "correct"))
     """Whether the loss has one weight per token or one per sequence."""
     rollout_correction_threshold: float = argument(2.0, gt=0, allow_inf_nan=True, needs=when("old_policy", "correct"))
@@ -117,9 +115,9 @@ class LearningOptions(RunOptions):
     kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)
     """KL estimator in the reward."""
     kl_controller: Literal["fixed", "proportional", "horizon", "scaled"] = argument("scaled", needs=_KL_IN_REWARD)
-    """scaled multiplies kl_coef by the standard deviation of a step's scores, averaged over the steps so far, so that
-    one kl_coef suits rewards of any scale; fixed keeps kl_coef; proportional (AlpacaFarm) and horizon
-    (arXiv:1909.08593) change it so that the KL approaches target_kl."""
+    """scaled multiplies kl_coef by the standard deviation of a step's scores, averaged over the steps so far, to suit
+    rewards of any scale; fixed keeps kl_coef; proportional (AlpacaFarm) and horizon (arXiv:1909.08593) adapt it to
+    target_kl."""
     target_kl: float = argument(6.0, gt=0, needs=when("kl_controller", "proportional", "horizon"))
     """Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop."""
     kl_horizon: int = argument(10000, ge=1, needs=when("kl_controller", "horizon"))
@@ -135,8 +133,7 @@ class LearningOptions(RunOptions):
     """Critic head: scalar predicts the mean return; c51 and hl_gauss predict the probabilities of fixed returns;
     quantile and iqn predict quantiles of the return."""
     critic_layout: Literal["separate", "shared", "adapter"] = argument("separate", needs=_CRITIC)
-    """separate = a backbone of its own; shared = a head on the policy's backbone; adapter = a second LoRA on its
-    base."""
+    """separate = its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA on its base."""
     vf_coef: float = argument(0.1, ge=0, needs=_CRITIC)
     """Weight of the value loss."""
     cliprange_value: float | None = argument(None, gt=0, needs=(_CRITIC, when("critic", "scalar")))
@@ -146,8 +143,7 @@ class LearningOptions(RunOptions):
     )
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
-    """Learning rate of the critic; null = three times learning_rate, or learning_rate if the critic has no optimizer
-    steps of its own."""
+    """Learning rate of the critic; null = learning_rate, or three times that if the critic has its own steps."""
     critic_lr_warmup_steps: WarmupSteps | None = argument(
         None, needs=(_CRITIC, unless("lr_scheduler_type", "constant"))
     )
@@ -155,18 +151,16 @@ class LearningOptions(RunOptions):
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
     critic_epochs: int | None = argument(4, ge=1, needs=_OWN_STEPS)
-    """Passes of the critic over each rollout, in optimizer steps of its own before those of the policy; target_kl_stop
-    does not end them. null = the critic is trained in the policy's steps, as a shared critic always is, or, if
-    critic_step_batch_size is set, has ppo_epochs passes of its own."""
+    """Passes of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
+    does not end them. null = ppo_epochs if critic_step_batch_size is set, else none: the critic is trained in the
+    policy's steps, as a shared one always is."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
-    """Responses in an optimizer step of the critic, which then has steps of its own even without critic_epochs; null =
-    step_batch_size."""
+    """Responses in an optimizer step of the critic, which then always has its own steps; null = step_batch_size."""
     critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)
     """Initial steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1); the
     policy's schedule begins after them."""
     init_value_with_reward: bool = argument(False, needs=(_CRITIC, when("critic_layout", "separate")))
-    """Initialize the critic from the reward model instead of the policy; a distributional critic takes its backbone
-    only."""
+    """Initialize the critic from the reward model (a distributional one from its backbone), not from the policy."""
     quantile_huber_kappa: float = argument(1.0, gt=0, needs=when("critic", "quantile", "iqn"))
     """Error at which the loss of the quantile and iqn critics turns from quadratic to linear."""
     num_atoms: int | None = argument(None, ge=2, needs=unless("critic", "scalar"))

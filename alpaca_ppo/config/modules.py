@@ -16,7 +16,6 @@ _LOADED: set[str] = set()
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Imports the modules and files of the option `import_modules`, for what they register."""
     for name in names:
         load_module(name, what=f"import_modules holds {name!r}")
 
@@ -24,13 +23,7 @@ def import_modules(names: Sequence[str]) -> None:
 def load_function(spec: str, *, what: str) -> Callable[..., Any]:
     """The function or class that `spec` names: "package.module:function" or "path/to/file.py:function".
 
-    Args:
-        spec: see above, and `load_module`.
-        what: what it is called in errors, such as "reward function".
-
-    Raises:
-        ValueError: if `spec` has another form, or the module, file or function does not exist. Exceptions raised inside
-            the module are passed on.
+    Errors begin with `what`, such as "reward function". Modules and exceptions are as for `load_module`.
     """
     target, _, name = spec.rpartition(":")
     if not target or not name.isidentifier():
@@ -49,14 +42,7 @@ def load_module(name: str, *, what: str) -> ModuleType:
     """The module `name`: "package.module", or the path of a file that ends in .py. A second call returns the same one.
 
     Paths are relative to the current folder, where modules are searched first too. A file can import the modules beside
-    it while it is loaded.
-
-    Args:
-        name: see above.
-        what: the beginning of error messages.
-
-    Raises:
-        ValueError: when there is no such file or module. Exceptions raised inside the module are passed on.
+    it while it is loaded. Exceptions raised inside the module are passed on; errors of ours begin with `what`.
     """
     file = Path(name).resolve() if name.endswith(".py") else None
     if file is not None and not file.is_file():

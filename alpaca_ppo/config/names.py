@@ -41,14 +41,14 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
     printed; otherwise `name` itself, which may be a model already.
 
     Args:
-        field: the option or argument that has the name, for errors.
+        field: the option, for errors.
         name: see above.
         part: policy or value; None if the folder of a run is not valid.
         writes_text: whether a classifier is refused.
 
     Raises:
-        ValueError: as `check_model_name`; for a name without an owner that the hub does not have; for a folder that
-            holds no model, such as a checkpoint; for a classifier.
+        ValueError: as `check_model_name`; for a name without an owner that the hub does not have; for a folder without
+            a model, such as a checkpoint.
     """
     if not isinstance(name, str):
         return name
@@ -125,7 +125,6 @@ def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.75) -> 
 
 
 def check_url(name: str, url: str) -> None:
-    """Checks that requests can be sent to `url`, a value of the option `name`."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and " " not in url

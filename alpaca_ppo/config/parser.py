@@ -45,7 +45,7 @@ class ParsedOptions:
 def parse_args(
     dataclass_types: Sequence[type], argv: Sequence[str] | None = None, *, prog: str | None = None, epilog: str = ""
 ) -> tuple[Any, ...]:
-    """An instance of each dataclass in `dataclass_types`: see `parse_options`."""
+    """The instances of `parse_options`."""
     return parse_options(dataclass_types, argv, prog=prog, epilog=epilog).instances
 
 
@@ -68,11 +68,7 @@ def parse_options(
         argv: the command line without the program's name; `sys.argv[1:]` by default.
         prog: the program's name, for the help; that of the script by default.
         epilog: a paragraph at the end of the help.
-        common: the only options that `--help` shows, where `--help-all` shows all; empty = both show all.
-
-    Raises:
-        ValueError: for a file, preset, flag, key or value that is not valid, and for the file of a run that cannot be
-            repeated (`check_run_files`).
+        common: the options that `--help` shows; empty = all, as `--help-all`.
     """
     options = {name: option for cls in dataclass_types for name, option in options_of(cls).items()}
     flags = _split_flags(sys.argv[1:] if argv is None else argv, options)
@@ -195,7 +191,6 @@ def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], wher
 
 
 def _accepts(option: Option, value: Any) -> bool:
-    """Whether the option, or an entry of its list, may be `value`."""
     return option.accepts([value] if option.is_list else value)
 
 
@@ -216,12 +211,7 @@ def _update(values: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping in the YAML file at `path`.
-
-    Raises:
-        ValueError: when there is no such file, or it is not valid YAML in UTF-8, has a key twice, or does not hold a
-            mapping.
-    """
+    """The mapping in the YAML file at `path`."""
     # Path.is_file would raise an OSError for a text that is no file name.
     if os.path.isfile(path):
         return _read_mapping(Path(path), f"--config {path}")
@@ -230,7 +220,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The mapping of the preset `name`, or a `ValueError` if there is none."""
+    """The mapping of the preset `name`."""
     names = preset_names()
     if name not in names:
         file = f" did you mean --config {name}?" if os.path.isfile(name) else ""
@@ -267,7 +257,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes text in quotes if `_Loader` would read it as a number."""
+    """Writes text in quotes that `_Loader` would read as a number."""
 
 
 for _class in (_Loader, _Dumper):
@@ -283,27 +273,24 @@ def as_yaml(content: Any) -> str:
 def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: Collection[str]) -> str:
     """The text of `--help`, of the options in `common`, or of all if it is empty."""
     lines = [f"usage: {prog or Path(sys.argv[0]).name} [--config FILE] [--option VALUE ...]"]
-    width, group = max(60, min(shutil.get_terminal_size().columns, 120)), ""
-    entries = [(f"--{name}", text.format(", ".join(preset_names()))) for name, text in _SOURCES.items()]
+    width = max(60, min(shutil.get_terminal_size().columns, 120))
+    indented = textwrap.TextWrapper(width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    for name, text in _SOURCES.items():
+        lines += [f"  --{name}", *indented.wrap(text.format(", ".join(preset_names())))]
+    group = ""
     for option in options.values():
         if common and option.name not in common:
             continue
         if option.group != group:
             group = option.group
-            entries.append((f"\n{group}:", ""))
-        entries.append((f"--{option.name} {type_in_words(option.hint)}", description(option)))
-    for head, text in entries:
-        lines += [
-            head if head.startswith("\n") else f"  {head}",
-            *textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8),
-        ]
+            lines.append(f"\n{group}:")
+        lines += [f"  --{option.name} {type_in_words(option.hint)}", *indented.wrap(description(option))]
     if common:
         lines.append(f"\n--help-all describes all {len(options)} options.")
     return "\n".join([*lines, *textwrap.wrap(epilog, width)])
 
 
 def type_in_words(hint: Any) -> str:
-    """The type of an option in words, for the help and the documentation."""
     origin, parts = typing.get_origin(hint), [part for part in typing.get_args(hint) if part is not type(None)]
     if origin is typing.Literal:
         return " | ".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in parts)
@@ -323,10 +310,8 @@ def description(option: Option, *, built_in: bool = False) -> str:
         text += f" One of {', '.join(option.registry.built_in if built_in else option.registry.names)}."
     if option.needs:
         text += f" Needs {', and '.join(str(need) for need in option.needs)}."
-    known = option.default not in ("", dataclasses.MISSING)
-    notes = [
-        f"default {json.dumps(option.default, default=str)}" if known else "",
-        option.range,
-        "or null" if option.nullable and option.default is not None else "",
-    ]
-    return f"{text} ({'; '.join(filter(None, notes))})" if any(notes) else text
+    has_default = option.default not in ("", dataclasses.MISSING)
+    notes = [f"default {json.dumps(option.default, default=str)}"] if has_default else []
+    notes += [option.range] if option.range else []
+    notes += ["or null"] if option.nullable and option.default is not None else []
+    return f"{text} ({'; '.join(notes)})" if notes else text

@@ -45,7 +45,7 @@ class PPOConfig(LearningOptions):
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
     ] = "linear"
     """Schedule of transformers.get_scheduler; a finished run can be made longer only with constant,
-    constant_with_warmup or inverse_sqrt."""
+    constant_with_warmup and inverse_sqrt."""
     warmup_steps: WarmupSteps = argument(0, needs=unless("lr_scheduler_type", "constant"))
     """Optimizer steps of warm-up, or, below 1, their share of all; constant has none."""
     weight_decay: float = argument(0.0, ge=0)
@@ -55,8 +55,7 @@ class PPOConfig(LearningOptions):
     adam_beta2: float = argument(0.999, ge=0, lt=1)
     """Second beta of AdamW."""
     adam_epsilon: float = argument(1e-8, gt=0)
-    """Epsilon of AdamW; 1e-5 (AlpacaFarm's value) nearly halves the step of a 7B model whose gradient has the norm
-    1."""
+    """Epsilon of AdamW; AlpacaFarm's 1e-5 nearly halves the step of a 7B model with a gradient of norm 1."""
     max_grad_norm: float = argument(1.0, gt=0)
     """Maximum norm of the policy's gradient, without the critic's; larger ones are clipped."""
     max_skipped_updates: int = argument(0, ge=0)
@@ -96,17 +95,14 @@ class PPOConfig(LearningOptions):
 
     @property
     def responses_per_step(self) -> int:
-        """Responses of a full step."""
         return self.rollout_batch_size * self.num_return_sequences
 
     @property
     def longest_row(self) -> int:
-        """Most tokens of a row: prompt and response."""
         return self.query_len + self.response_len
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Most tokens of a micro-batch."""
         return self.max_tokens_per_micro_batch or self.step_per_device_batch_size * self.longest_row
 
     @property
@@ -117,12 +113,10 @@ class PPOConfig(LearningOptions):
 
     @property
     def critic_passes(self) -> int:
-        """Passes of the critic over each rollout."""
         return (self.separate_critic_steps and self.critic_epochs) or self.ppo_epochs
 
     @property
     def critic_rate(self) -> float:
-        """Learning rate of the critic."""
         if self.critic_learning_rate is not None:
             return self.critic_learning_rate
         return self.learning_rate * (CRITIC_RATE_RATIO if self.separate_critic_steps else 1)
@@ -134,5 +128,4 @@ class PPOConfig(LearningOptions):
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the advantage estimator needs a critic."""
         return bool(ADV_ESTIMATORS.trait(self.adv_estimator, "needs_critic"))

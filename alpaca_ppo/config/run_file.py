@@ -36,7 +36,7 @@ def check_run_files(
     are set later replace them.
 
     Args:
-        contents: the mapping in each file, by its name; later files replace the options of earlier ones.
+        contents: the mapping in each file; later files replace the options of earlier ones.
         given: the options on the command line, which replace those of the files.
         needed: the arguments of `PPOTrainer` that the command needs; None = all.
     """

@@ -37,17 +37,15 @@ class RunOptions:
     num_logged_rollouts: int = argument(8, ge=0)
     """Samples per step written to rollouts/ with their per-token numbers; 0 = none."""
     num_inspected_prompts: int = argument(4, ge=0)
-    """Prompts whose answers the report shows token by token as training goes on: the first of the eval dataset or,
-    without one, of the training data, answered greedily at up to eleven steps and not scored. 0 = none."""
+    """Prompts whose answers the report follows token by token: of the eval dataset or, without one, of the training
+    data, answered greedily at up to eleven steps and not scored. 0 = none."""
     report: bool = True
     """Write report.html into output_dir at the end of the run, and refresh it while the run trains."""
     stop_on: list[DoctorSeverity | DoctorRule] | None = None
-    """Findings of the doctor that end the run, with a checkpoint: severities (error, warning) or rules
-    (docs/doctor.md)."""
+    """Findings of the doctor that end the run: severities (error, warning) or rules (docs/doctor.md)."""
 
     save_steps: int = argument(20, ge=0, group="Checkpoints")
-    """Steps between two checkpoints, from which a killed run resumes; the last step is saved too. 0 = only the final
-    models are saved."""
+    """Steps between two checkpoints; the last step is saved too. 0 = only the final models are saved."""
     save_total_limit: int | None = argument(2, ge=1, needs=when("save_steps"))
     """Checkpoints to keep, including the newest and the best (1 keeps both); null = all."""
     metric_for_best_model: str | None = argument(None, needs=when("save_steps"))
@@ -58,8 +56,7 @@ class RunOptions:
     load_best_model_at_end: bool = argument(False, needs=when("metric_for_best_model"))
     """End with the weights of the best checkpoint, in the trainer and in final/, instead of the last step's."""
     overwrite_output_dir: bool = False
-    """Delete an earlier run in output_dir when a new one starts there; otherwise the new run is refused. A resumed run
-    deletes nothing."""
+    """Delete an earlier run in output_dir, which is otherwise an error; a resumed run deletes nothing."""
     ignore_changes: list[Literal["data", "model", "reward"]] | None = None
     """Resume even if these differ from the checkpoint's: data (the training rows), model (the starting policy or the
     reference), reward (sources, weights, environments)."""
@@ -77,10 +74,9 @@ class RunOptions:
     eval_num_samples: int = argument(1, ge=1, needs=when("eval_temperature"))
     """Responses to each prompt in evaluation."""
     eval_success_above: float | None = argument(None, needs=when("eval set"))
-    """A response whose eval_success_by is above this counts as correct, and evaluations have pass@k and avg@n; null =
-    they do not."""
+    """A response whose eval_success_by is above this is correct, for pass@k and avg@n; null = neither."""
     eval_success_by: str = argument("scores", needs=when("eval_success_above"))
-    """What is compared with eval_success_above: scores, rewards (with penalties), a reward source (scores/<source>) or
+    """What eval_success_above is compared with: scores, rewards (with penalties), a reward source (scores/<source>) or
     one of metric_funcs."""
     eval_opponent: str | None = argument(None, needs=when("eval set"))
     """Whose answers the policy's are compared with: reference, column:<name> of the eval set, or a .jsonl file with
@@ -92,22 +88,18 @@ class RunOptions:
     query_len: int = argument(192, ge=1, group="Prompts")
     """Maximum length of a prompt, in tokens."""
     overlong_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """Prompts longer than query_len: drop leaves them out, truncate cuts off their beginning, both with a count; error
-    ends the run."""
+    """Prompts longer than query_len: drop them, truncate their beginning (both are counted), or end with an error."""
     prompt_column: str = argument("prompt", needs=(unless("prompt_template"), unless("user_template")))
     """Dataset column that holds the prompt, as text or messages. If there is none, Alpaca's columns instruction and
     input become a user message if the tokenizer has a chat template, else text of the template alpaca."""
     prompt_template: str | None = None
-    """Named template, or format string over the dataset's columns, for prompts of plain text without the chat
-    template."""
+    """Named template or format string over the dataset's columns, for plain text without the chat template."""
     user_template: str | None = argument(None, needs=unless("prompt_template"))
-    """Format string over the dataset's columns for a user message, such as "{instruction}\n{input}"; input
-    may be empty."""
+    """Format string over the columns for a user message, such as "{instruction}\n{input}"; input may be empty."""
     system_prompt: str | None = argument(None, needs=unless("prompt_template"))
     """System message before the user's, unless the row has one; text in prompt_column is then the user's message."""
     chat_template_kwargs: dict[str, JsonValue] | None = argument(None, needs=when("prompts that are messages"))
-    """Arguments of the chat template, such as enable_thinking: false for Qwen3, as YAML or JSON; reward models do not
-    get them."""
+    """Arguments of the chat template, such as {enable_thinking: false}; reward models do not get them."""
     control_tokens_from: Literal["template", "prompts", "everything"] = "prompts"
     """Whose text may contain control tokens, such as <|im_end|>: the chat template's only; the prompts' too; or
     everything, tools and environments included. In other text, the same characters become ordinary tokens."""
@@ -123,9 +115,8 @@ class RunOptions:
     num_return_sequences: int = argument(1, ge=1)
     """Responses sampled for each prompt."""
     dynamic_sampling: int = argument(0, ge=0, needs=unless("num_return_sequences", 1))
-    """How often in a step prompts whose responses all have the same score, before any penalty, are replaced by new
-    ones, such as 3. total_epochs does not count the prompts of replacements, so the run goes through the dataset more
-    often. 0 = never."""
+    """How often in a step prompts whose responses all have the same score, before any penalty, are replaced, such as 3.
+    Replacements do not count in total_epochs, so the run goes through the dataset more often. 0 = never."""
     rollout_per_device_batch_size: int = argument(32, ge=1)
     """Responses that a process samples or scores at once."""
     step_batch_size: int = argument(64, ge=1)
@@ -143,12 +134,10 @@ class RunOptions:
     temperature: float = argument(1.0, gt=0)
     """Temperature of the sampling and of every log-probability."""
     generation_backend: str = argument("auto", registry=GENERATION_BACKENDS)
-    """slots starts a waiting prompt as soon as another response has ended; generate runs model.generate on one batch
-    after the other; auto is slots, or generate where the model or sharded parameters do not allow slots; vllm samples
-    on vLLM's servers."""
+    """slots starts a waiting prompt as soon as a response ends; generate runs model.generate on one batch after the
+    other; auto is slots, or generate where the model or sharded parameters do not allow slots; vllm uses servers."""
     vllm_python: str | None = argument(None, needs=_OWN_SERVER)
-    """Python interpreter with vLLM (alpaca-ppo vllm-env), with which each process starts a server; null = use
-    vllm_urls."""
+    """Python interpreter with vLLM (alpaca-ppo vllm-env), which runs a server per process; null = use vllm_urls."""
     vllm_urls: list[str] | None = argument(None, min_length=1, needs=_VLLM)
     """Addresses of vLLM servers that run already, such as http://127.0.0.1:8000; null = start them (vllm_python)."""
     vllm_dtype: Literal["float32", "bfloat16", "float16"] | None = argument(None, needs=_VLLM)

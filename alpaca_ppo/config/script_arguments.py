@@ -23,8 +23,8 @@ RESERVE_GIB = 1.0
 class CheckedArguments:
     """Base of a command's dataclass, which checks its fields, their needs, and that what is required is set."""
 
-    required: ClassVar[tuple[str, ...]] = ()
-    """The options that must be set. Of "name or other", one is enough; the error names the first."""
+    required: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Groups of options, of each of which one must be set; the error names the first."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         check_argument_names(cls, args, kwargs, CONFIG_SECTIONS)
@@ -33,8 +33,7 @@ class CheckedArguments:
     def __post_init__(self) -> None:
         check_fields(self)
         check_needs(self)
-        for alternatives in self.required:
-            names = alternatives.split(" or ")
+        for names in self.required:
             if not any(getattr(self, name) for name in names):
                 raise ValueError(f"{names[0]} is not set; give --{names[0]} or put it in the --config file")
 
@@ -43,7 +42,7 @@ class CheckedArguments:
 class ScriptArguments(CheckedArguments):
     """What `alpaca-ppo train` loads: models, rewards and data."""
 
-    required: ClassVar[tuple[str, ...]] = ("model_name_or_path", "dataset_name or environments")
+    required: ClassVar[tuple[tuple[str, ...], ...]] = (("model_name_or_path",), ("dataset_name", "environments"))
     needed_objects: ClassVar[Collection[str] | None] = None
     """The arguments of `PPOTrainer` that the command needs from a run's own file (`check_run_files`); None = all."""
 
@@ -57,8 +56,7 @@ class ScriptArguments(CheckedArguments):
     reward_funcs: list[str] | None = None
     """Reward functions, as module:function or file.py:function."""
     reward_url: list[str] | None = None
-    """Addresses of a reward server, which are one reward source; the environment variable REWARD_API_KEY holds its
-    key."""
+    """Addresses of a reward server, together one reward source; the variable REWARD_API_KEY holds its key."""
     reward_url_timeout: float = argument(60.0, gt=0, le=86400, needs=when("reward_url"))
     """Seconds that a server may take for a request."""
     environments: list[str] | None = None
@@ -132,7 +130,7 @@ class ScriptArguments(CheckedArguments):
 class ModelArguments(ScriptArguments):
     """`ScriptArguments` for commands that load the models only."""
 
-    required = ("model_name_or_path",)
+    required = (("model_name_or_path",),)
     needed_objects = MODELS
 
 

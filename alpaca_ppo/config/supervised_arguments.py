@@ -33,7 +33,7 @@ class _SupervisedArguments(CheckedArguments):
     dataset_name: str = ""
     """Demonstrations, or for a reward model preferences: a hub id, a folder, or a data file."""
 
-    required = ("model_name_or_path", "dataset_name")
+    required = (("model_name_or_path",), ("dataset_name",))
 
 
 @dataclass(frozen=True)

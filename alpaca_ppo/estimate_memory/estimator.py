@@ -29,12 +29,8 @@ def predict(
 ) -> list[tuple[list[PhaseMemory], float]]:
     """What `phases` returns for each of the `shardings`, which are all over the same number of processes.
 
-    Args:
-        models: the names of the run's models.
-        args: of the run.
-        shardings: see above.
-        replies: see `measure`.
-        device: bytes of a device, of which a vLLM server that the run starts takes its share while it samples.
+    `device` is the bytes of a device, of which a vLLM server that the run starts takes a share; for `replies` see
+    `measure`.
     """
 
     @cache
@@ -55,9 +51,6 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         `phases` (bytes by cause), `peak`, `peak_phase`; with several processes `peak_by_zero_stage`; with offloading
         `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`: the peak after
         each of the changes that save most, and after all of them.
-
-    Raises:
-        ValueError: for models that cannot be read or contradict the settings.
     """
     launch = script.accelerate_config or "ddp"
     stage = int(launch.removeprefix("zero")) if launch.startswith("zero") else script.zero_stage
@@ -80,12 +73,9 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         args = replace(args, reference=model_folder("reference", args.reference))
     # Only a separate critic has another size if it starts from a value model.
     value = script.value_model_name_or_path if args.critic_layout == "separate" else None
-    models = Models(
-        model_folder("model_name_or_path", script.model_name_or_path),
-        lora.peft_config("CAUSAL_LM"),
-        model_folder("value_model_name_or_path", value, part="value", writes_text=False),
-        script.reward_model_name_or_path or [],
-    )
+    value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
+    policy = model_folder("model_name_or_path", script.model_name_or_path)
+    models = Models(policy, lora.peft_config("CAUSAL_LM"), value, script.reward_model_name_or_path or [])
     replies, device = bool(script.environments or script.tools), (script.device_gib or 0.0) * GIB
     predicted = predict(models, args, list(shardings.values()), replies=replies, device=device)
     predictions = dict(zip(shardings, predicted, strict=True))

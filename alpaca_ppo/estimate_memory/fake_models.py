@@ -53,8 +53,8 @@ class Models:
 
 
 def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[ActorCritic, dict[str, nn.Module]]:
-    """The models of a run on the meta device (small parts on the CPU): policy and critic as a run has them; and by name
-    all modules that hold weights: policy, critic, a copied reference, reward0, reward1 and so on.
+    """The models of a run on the meta device (small parts on the CPU), and by name all modules that hold weights:
+    policy, critic, a copied reference, reward0, reward1 and so on.
 
     With `half`, the trained models and the reference are cast to bfloat16, as DeepSpeed does.
     """
@@ -87,11 +87,7 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[Actor
 def without_weights(
     auto_class: Any, name: str, *, trust_remote_code: bool, dtype: torch.dtype = torch.float32, **_: Any
 ) -> PreTrainedModel:
-    """The model that `models.loading.load_complete` returns, on the meta device; of an adapter only its base.
-
-    Raises:
-        ValueError: when `name` has no configuration, one that `auto_class` cannot build, or code that may not run.
-    """
+    """The model that `models.loading.load_complete` returns, on the meta device; of an adapter only its base."""
     if auto_class is AutoModelForCausalLM and is_adapter(name):
         name = adapter_base(name, read_adapter(name, name))
     problem, trust = f"no model can be loaded from {name!r}", trust_remote_code

@@ -46,8 +46,8 @@ def measure(
 
     Args:
         models: the names of the run's models.
-        args: of the run.
-        processes: of the run.
+        args: the run's options.
+        processes: those of the run.
         half: cast the trained models and the reference to bfloat16, as DeepSpeed does, instead of using autocast.
         replies: environments or tools may answer in the middle of a response, up to its full length.
 
@@ -77,8 +77,7 @@ class _Passes:
 
     def __init__(self, actor_critic: ActorCritic, args: PPOConfig, processes: int) -> None:
         self.live = LiveBytes()
-        self._actor_critic = actor_critic
-        self._args = args
+        self._actor_critic, self._args = actor_critic, args
         self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
         prompts = math.ceil(args.rollout_batch_size / processes)
         self._rows = min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size)
@@ -169,15 +168,10 @@ class _Passes:
 
     def _log_probs(self) -> None:
         # The reference's pass takes no more. Entropies are computed in steps that are logged.
+        args, critic = self._args, self._actor_critic.critic
+        options: Any = {"temperature": args.temperature, "chunk_size": args.logprob_chunk_size, "with_entropies": True}
         with self._autocast:
-            evaluate_responses(
-                self._actor_critic,
-                self._evaluated,
-                temperature=self._args.temperature,
-                chunk_size=self._args.logprob_chunk_size,
-                with_entropies=True,
-                with_critic=self._actor_critic.critic is not None,
-            )
+            evaluate_responses(self._actor_critic, self._evaluated, with_critic=critic is not None, **options)
 
     def _backward(self, trained: Sequence[nn.Parameter]) -> None:
         def loss_of(part: str) -> Any:

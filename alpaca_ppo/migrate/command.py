@@ -22,9 +22,6 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
             the first of verl's overrides (`key=value`).
         arguments: TRL's flags, or verl's overrides; they replace what the file says.
         processes: how many a TRL run has, because TRL's batch sizes are those of one.
-
-    Raises:
-        ValueError: for a file that does not exist, or that is none of these.
     """
     if re.fullmatch(OVERRIDE, file):
         return translate_verl(file, read_overrides([file, *arguments]))
@@ -49,18 +46,16 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
 
 def _flags(arguments: Sequence[str]) -> dict[str, Any]:
     """TRL's flags by name; a flag without a value is true, and one with several values a list."""
-    words: list[str] = []
-    for argument in arguments:
-        words += argument.split("=", 1) if argument.startswith("--") else [argument]
-    flags: dict[str, Any] = {}
+    flags: dict[str, list[Any]] = {}
     name = ""
-    for word in words:
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            flags[name] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, equals, text = argument.removeprefix("--").partition("=")
+            name = flag.replace("-", "_")
+            flags[name] = [yaml.safe_load(text)] if equals else []
         elif name:
-            flags[name].append(yaml.safe_load(word))
+            flags[name].append(yaml.safe_load(argument))
         else:
-            raise ValueError(f"{word} is no flag of TRL; write --name value")
+            raise ValueError(f"{argument} is no flag of TRL; write --name value")
     single = {name: values[0] if values else True for name, values in flags.items() if len(values) < 2}
-    return flags | single
+    return {**flags, **single}

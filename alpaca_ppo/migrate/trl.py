@@ -30,12 +30,7 @@ _COMMENTS = {
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
-    """What the Python script `text` gives TRL: the literal arguments, and the source of the others.
-
-    Raises:
-        SyntaxError: if it is no valid Python.
-        ValueError: if it names no configuration of TRL.
-    """
+    """What the Python script `text` gives TRL: the literal arguments, and the source of the others."""
     tree = ast.parse(text)
     if not any(kind in text for kind in _KINDS):
         raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
@@ -94,16 +89,9 @@ def _called(node: ast.AST) -> str:
 
 
 def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, str], processes: int) -> Translation:
-    """The options that train as TRL would with the names and values in `given`.
+    """The options that train as TRL would with the names and values in `given` from the file `source` and from flags.
 
-    Args:
-        source: the name of the file.
-        given: from the file and from flags.
-        unread: the source of those arguments of a script that are no literals.
-        processes: of the TRL run.
-
-    Raises:
-        ValueError: for a batch size that is no positive number, or that TRL refuses too.
+    `unread` has the source of those arguments of a script that are no literals.
     """
     kind = "PPOConfig" if _OF_PPO & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)

@@ -39,11 +39,7 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
 
 
 def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
-    """The options that train as verl would with the keys and values in `given`; `source` is what the user gave.
-
-    Raises:
-        ValueError: for a batch size that is no positive number.
-    """
+    """The options that train as verl would with the keys and values in `given`; `source` is what the user gave."""
     result = Translation(f"verl's configuration ({source})", given, "ppo_trainer.yaml")
     values, options = result.values, result.options
     result.take(["ppo_trainer.yaml"])

@@ -96,7 +96,6 @@ class RewardTrainer(Trainer):
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of pairs whose chosen completion has the higher score."""
     return {"accuracy": float((np.asarray(prediction.predictions) > 0).mean())}
 
 

@@ -20,7 +20,6 @@ from alpaca_ppo.tracking.console import number
 
 
 def rows_that_fit(rows: Iterable[dict[str, Any]], max_length: int) -> Dataset:
-    """The rows whose `length` is at most `max_length`, or a `ValueError` if there is none."""
     kept = [row for row in rows if row["length"] <= max_length]
     if not kept:
         raise ValueError(f"no row fits into max_length ({max_length}) tokens; raise it")
@@ -49,15 +48,12 @@ def trainer_data(
     """The tokenizer and the datasets of a `Trainer`, as keyword arguments. Sets some defaults in `training`.
 
     Args:
-        model: the name or folder that the run starts from.
+        model: the model that the run starts from.
         arguments: `SFTArguments` or `RewardModelArguments`.
-        training: of the `Trainer`.
+        training: the arguments of the `Trainer`.
         columns: the columns that the dataset needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
         with_prompts: adds the column of prompts to a dataset that may lack it; gets the dataset and the column's name.
-
-    Raises:
-        ValueError: when the run starts from an adapter, or would overwrite a model; and as `prompts_of`.
     """
     training.disable_tqdm = training.disable_tqdm or not has_screen()
     # True, the default, warns without a GPU.
