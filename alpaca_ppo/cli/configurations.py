@@ -27,8 +27,9 @@ def presets(argv: Sequence[str]) -> int:
             print(f"{setting:<41} # default {json.dumps(option.default)}; {reason}" if option else line)
         return 0
     for name in preset_names():
-        text = " ".join(re.findall("^# +(.*)", preset_path(name).read_text(encoding="utf-8"), flags=re.MULTILINE))
-        print(f"{name:<14}{re.split(r'(?<=[.]) (?=[A-Z])', text)[0]}")
+        comment = " ".join(re.findall("^# +(.*)", preset_path(name).read_text(encoding="utf-8"), flags=re.MULTILINE))
+        first_sentence = re.split(r"(?<=[.]) (?=[A-Z])", comment)[0]
+        print(f"{name:<14}{first_sentence}")
     return 0
 
 

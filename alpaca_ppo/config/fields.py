@@ -88,7 +88,7 @@ def when(option: str, *values: Any) -> Need:
 
 
 def unless(option: str, *values: Any) -> Need:
-    """The contrary of `when`."""
+    """The opposite of `when`."""
     return Need(option, lambda: values, negated=True)
 
 

@@ -67,15 +67,15 @@ class ForeignName:
         if self.unneeded:
             return f"not needed: {self.unneeded}"
         here = self.values.get(value_key(value))
-        if here is None and (self.same or not self.values):
-            return self.how.replace("{value}", _shown(value))
         if isinstance(here, str):
             return f"no counterpart: {here}"
-        if here is None:
+        if here is not None:
+            options = " with ".join(f"{name}: {_shown(option)}" for name, option in here.items())
+            return options or "not needed: it is what happens here"
+        if self.values and not self.same:
             known = [key for key, options in self.values.items() if isinstance(options, Mapping)]
             return f"{self.how}, for {', '.join(known)}"
-        options = " with ".join(f"{name}: {_shown(option)}" for name, option in here.items())
-        return options or "not needed: it is what happens here"
+        return self.how.replace("{value}", _shown(value))
 
 
 def value_key(value: Any) -> str:
@@ -182,7 +182,7 @@ def check_argument_names(cls: type, args: Sequence[Any], kwargs: Mapping[str, An
     Raises:
         ValueError: explains all unknown arguments (`explain_names`), and names required ones that are missing.
     """
-    # Found through `__init__`, because it stands in a class below that of `__new__`.
+    # That of `__init__`, because a class below the one with `__new__` defines it.
     parameters = list(inspect.signature(cls).parameters.values())
     names = [parameter.name for parameter in parameters]
     unknown = [name for name in kwargs if name not in names]

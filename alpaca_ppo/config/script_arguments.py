@@ -24,7 +24,7 @@ class CheckedArguments:
     """Base of a command's dataclass, which checks its fields, their needs, and that what is required is set."""
 
     required: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Groups of options, of each of which one must be set; the error names the first."""
+    """Groups of options; one of each group must be set, and the error names its first."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         check_argument_names(cls, args, kwargs, CONFIG_SECTIONS)

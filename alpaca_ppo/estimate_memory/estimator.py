@@ -65,7 +65,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     if n > 1:
         shardings = {str(stage): Sharding(n, stage) for stage in (0, 1, 2)}
         if not args.load_in_4bit:
-            # They cannot shard 4-bit weights.
+            # ZeRO 3 and FSDP2 cannot shard 4-bit weights.
             shardings |= {"3": Sharding(n, 3), "fsdp": Sharding(n, fsdp=True)}
     name_of_run = "fsdp" if sharding.fsdp else str(sharding.stage)
     shardings[name_of_run] = sharding

@@ -100,7 +100,7 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
     result.take(sections)
     for name, expression in unread.items():
         entry = find_foreign_name(name, sections)
-        # Another name may have set the same option; if the script names this one, TRL's default does not count.
+        # Another name may have set the same option, unless that was TRL's default for this name.
         is_set = entry and entry.same and entry.ours[0] in options and name not in defaults(kind)
         if name not in given and not is_set:
             in_trainer = find_foreign_name(name, TRAINER_SECTIONS)

@@ -29,18 +29,20 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
     """
     turn_end = resolve_turn_end(tokenizer, arguments.chat_template_kwargs) if prompts.are_messages else None
     end = tokenizer.eos_token_id if turn_end is None else turn_end
-    examples = []
+    rows = []
     for item in prompts:
-        prompt, completion = item["input_ids"], item["row"][arguments.completion_column]
+        prompt = item["input_ids"]
         ids, labels = [*prompt], [IGNORED] * len(prompt)
-        for learned, text in _parts(completion):
+        for is_learned, text in _parts(item["row"][arguments.completion_column]):
             part = tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += part
-            labels += part if learned else [IGNORED] * len(part)
-        if ids[-1] != end or len(ids) == len(prompt):
-            ids, labels = [*ids, end], [*labels, end]
-        examples.append({"input_ids": ids, "labels": labels, "length": len(labels)})
-    return rows_that_fit(examples, arguments.max_length)
+            labels += part if is_learned else [IGNORED] * len(part)
+        completion = ids[len(prompt) :]
+        if completion[-1:] != [end]:
+            ids.append(end)
+            labels.append(end)
+        rows.append({"input_ids": ids, "labels": labels, "length": len(labels)})
+    return rows_that_fit(rows, arguments.max_length)
 
 
 def _parts(completion: Any) -> list[tuple[bool, str]]:
