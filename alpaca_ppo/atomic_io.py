@@ -126,7 +126,6 @@ def _visible(hidden: Path) -> Path:
 
 
 def _open_work(path: Path) -> Path:
-    """Makes and returns the working folder of `path`."""
     _finish(path)
     work = _hidden(path)
     with explain_disk_full(path):
@@ -135,7 +134,7 @@ def _open_work(path: Path) -> Path:
 
 
 def _finish(path: Path) -> None:
-    """Ends an interrupted write of `path`: removes partial content; restores the old one if nothing replaced it."""
+    """Removes what a write of `path` has left; restores the old content if nothing has replaced it."""
     work = _hidden(path)
     if work.is_symlink():
         return

@@ -25,19 +25,12 @@ _HINT = "`alpaca-ppo migrate FILE` translates a TRL script, or a YAML file or co
 
 @dataclasses.dataclass(frozen=True)
 class ForeignName:
-    """A name that another project gives an option: an entry of the table.
+    """A name that another project gives an option: an entry of the table, whose format foreign_names.yaml describes.
 
     Attributes:
-        name: for verl with dots; one that ends in .* stands for all keys below it.
         section: the class or file that it belongs to, of the project `of`.
         ours: the options here that do the same; empty if there are none.
         same: whether the first of `ours` has the same values and the same meaning, except for those in `values`.
-        how: which values `ours` get, with {value} for the foreign one.
-        values: what each foreign value is here: options with values, or why there are none.
-        none: why there is no such option, and what to do instead.
-        unneeded: why a run does not need it.
-        neutral: foreign values which are what happens here anyway.
-        unit: how the meaning differs, for a name that is an option here too.
     """
 
     name: str

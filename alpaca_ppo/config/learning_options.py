@@ -37,7 +37,7 @@ class RiskLevel(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The value of the option `risk_level`: neutral, or a probability such as 0.1 or upper:0.2."""
+        """Parses the option `risk_level`: neutral, or a probability such as 0.1 or upper:0.2."""
         if text == "neutral":
             return cls(None, "lower")
         tail: CVaRTail = "upper" if text.startswith("upper:") else "lower"

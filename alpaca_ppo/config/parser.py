@@ -60,8 +60,8 @@ def parse_options(
     """The options of each dataclass in `dataclass_types`, from files, presets and flags.
 
     Of several `--config` and `--preset`, later ones win; a flag wins over all of them. Values are read as in YAML; a
-    flag without a value is true. The modules that an option `import_modules` names are imported before `--help` is
-    printed and before values are checked, so that the names that they register are valid.
+    flag without a value is true. Modules in `import_modules` are imported before `--help` is printed and before values
+    are checked, so that the names that they register are valid.
 
     Args:
         dataclass_types: dataclasses with distinct field names.

@@ -42,12 +42,9 @@ def largest_micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
 def measure(
     models: Models, args: PPOConfig, *, processes: int = 1, half: bool = False, replies: bool = False
 ) -> Measured:
-    """Measures the passes of one process of a run.
+    """Measures the passes of one of `processes` of a run.
 
     Args:
-        models: the names of the run's models.
-        args: the run's options.
-        processes: those of the run.
         half: cast the trained models and the reference to bfloat16, as DeepSpeed does, instead of using autocast.
         replies: environments or tools may answer in the middle of a response, up to its full length.
 

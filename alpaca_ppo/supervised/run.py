@@ -50,7 +50,6 @@ def trainer_data(
     Args:
         model: the model that the run starts from.
         arguments: `SFTArguments` or `RewardModelArguments`.
-        training: the arguments of the `Trainer`.
         columns: the columns that the dataset needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
         with_prompts: adds the column of prompts to a dataset that may lack it; gets the dataset and the column's name.
