@@ -4,7 +4,7 @@
 sampler, `rewards` the reward sources, and `data` the prompts. Public names are imported on first use, because most of
 them need transformers and accelerate, which take seconds to import.
 
-The import sets how OpenMP's threads wait, unless the environment does: see `_WAITING`.
+The import also sets environment variables of OpenMP (`_WAITING`), unless they are set.
 """
 
 import importlib
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WAITING = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "0"}
-"""Threads that wait for others soon sleep, in GNU's OpenMP after about a tenth of a millisecond, in Intel's and LLVM's,
-which count in whole milliseconds, at once. By default they occupy their cores much longer, which makes a run many times
-slower as soon as another program needs one of them. To sleep at once costs time on idle cores: most waits are shorter
-than a wake-up. OpenMP reads this when torch is first imported; set here, because nothing of this package is imported
-earlier."""
+"""How long a waiting thread of OpenMP keeps its core busy before it sleeps: about 0.1 ms with GNU's, not at all with
+Intel's and LLVM's, which count whole milliseconds. The defaults are much longer, which makes a run many times slower
+when another program needs a core. To sleep at once costs time on idle cores, because most waits are shorter than a
+wake-up. OpenMP reads the variables when torch is first imported, which is after this module."""
 if not {"OMP_WAIT_POLICY", *_WAITING} & os.environ.keys():
     os.environ.update(_WAITING)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TEMPORARY_SUFFIX = ".alpaca_ppo-tmp"
-"""Ends the hidden name of a text that is being written, or of the working folder of a folder."""
+"""Ends the hidden name of a text file that is being written, or of the working folder of a folder."""
 _NEW, _OLD, _REMOVED = "new.alpaca_ppo", "old.alpaca_ppo", "removed.alpaca_ppo"
-"""In a working folder: content that is not yet complete, complete content that is being replaced, and rubbish. What
-has other names is not ours, and stays."""
+"""The contents of a working folder: an incomplete folder, the complete one that it replaces, and one to be deleted.
+Anything else in it is not from this module, and stays."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 StrPath = str | os.PathLike[str]
@@ -24,11 +24,8 @@ StrPath = str | os.PathLike[str]
 def write_folder_atomically(path: StrPath) -> Iterator[Path]:
     """Yields an empty temporary folder that becomes `path` at the end of the block; an exception leaves `path` as is.
 
-    The temporary folder lies beside `path` in a hidden working folder; it is synced to the disk and then renamed. An
-    older `path` is removed only after that. Leftovers of a killed process are removed the next time `path` is written.
-
-    Raises:
-        OSError: when the disk is full; names the folder and the bytes available.
+    The temporary folder lies in a hidden working folder beside `path`; it is synced to the disk and then renamed. Only
+    then is an older `path` removed. Leftovers of a killed process are removed when `path` is next written.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,11 +47,7 @@ def write_folder_atomically(path: StrPath) -> Iterator[Path]:
 
 
 def write_text_atomically(path: StrPath, text: str) -> None:
-    """Replaces the file at `path` by `text` in one step: a process killed here leaves the old file or the new one.
-
-    Raises:
-        OSError: when the disk is full; the old file stays.
-    """
+    """Replaces the file at `path` by `text` in one step: a process killed here leaves the old file or the new one."""
     path = Path(path)
     tmp_file = _hidden(path)
     try:
@@ -70,7 +63,7 @@ def write_text_atomically(path: StrPath, text: str) -> None:
 
 @contextlib.contextmanager
 def explain_disk_full(path: StrPath) -> Iterator[None]:
-    """Turns the error of a full disk into one that names `path` and the bytes that the disk has left."""
+    """Turns the error of a full disk into an `OSError` that names `path` and the bytes left on the disk."""
     try:
         yield
     except Exception as error:
@@ -88,17 +81,15 @@ def is_full(error: BaseException) -> bool:
     """Whether `error` means that a disk is full, or that a quota or the maximum file size is reached."""
     if isinstance(error, OSError):
         return error.errno in _FULL
-    # safetensors and tokenizers are Rust libraries; their errors only contain the number. torch fails once more while
-    # it closes the file.
+    # Errors of safetensors and tokenizers, which are in Rust, have the number only in their text. torch raises a second
+    # error when it closes the file.
     cause = error.__context__
     return any(f"(os error {number})" in str(error) for number in _FULL) or (cause is not None and is_full(cause))
 
 
 def list_committed(parent: StrPath, pattern: str) -> list[Path]:
-    """The complete folders in `parent` whose names match the glob `pattern`.
-
-    A folder that a killed process was about to replace is included: `clean_leftovers` will move it back to the path
-    that is returned here.
+    """The complete folders in `parent` whose names match the glob `pattern`; included is one that a killed process was
+    about to replace, which `clean_leftovers` will move back to the path returned here.
     """
     found = {path for path in Path(parent).glob(pattern) if path.is_dir()}
     hidden = {_visible(work) for work in Path(parent).glob(f".{pattern}{TEMPORARY_SUFFIX}")}
@@ -106,13 +97,13 @@ def list_committed(parent: StrPath, pattern: str) -> list[Path]:
 
 
 def committed_path(path: Path) -> Path:
-    """Where the folder `path` is now: in a hidden folder if a killed process was about to replace it."""
+    """Where the folder `path` is now: in its working folder if a killed process was about to replace it."""
     old = _hidden(path) / _OLD
     return old if not path.exists() and old.is_dir() else path
 
 
 def remove_folder(path: Path) -> None:
-    """Removes `path`; a process killed here leaves it complete or absent. Of a link, what it points to stays."""
+    """Removes `path`; a process killed here leaves it complete or absent. The target of a link is not removed."""
     os.rename(path, _open_work(path) / _REMOVED)
     _finish(path)
 
@@ -120,7 +111,7 @@ def remove_folder(path: Path) -> None:
 def clean_leftovers(folder: StrPath) -> None:
     """Removes partial files and folders that killed processes left in `folder`, and restores what they were replacing.
 
-    Anything that this module did not write stays. One process may call this, while no other one uses `folder`.
+    Only one process may call this, while no other one uses `folder`.
     """
     for hidden in Path(folder).glob(f".?*{TEMPORARY_SUFFIX}"):
         _finish(_visible(hidden))
@@ -135,7 +126,6 @@ def _visible(hidden: Path) -> Path:
 
 
 def _open_work(path: Path) -> Path:
-    """Makes the working folder of `path`."""
     _finish(path)
     work = _hidden(path)
     with explain_disk_full(path):
@@ -144,7 +134,7 @@ def _open_work(path: Path) -> Path:
 
 
 def _finish(path: Path) -> None:
-    """Ends an interrupted write of `path`: removes partial content; restores the old one if nothing replaced it."""
+    """Removes what a write of `path` has left; restores the old content if nothing has replaced it."""
     work = _hidden(path)
     if work.is_symlink():
         return
@@ -153,7 +143,7 @@ def _finish(path: Path) -> None:
     elif work.is_dir():
         old = work / _OLD
         if os.path.lexists(old):
-            # Renamed before it is removed, so that what bears this name is always complete.
+            # Renamed before it is removed, so that a folder of the old name is always complete.
             os.rename(old, work / _REMOVED if path.exists() else path)
         for rubbish in (work / _NEW, work / _REMOVED):
             if rubbish.is_symlink():

@@ -1,11 +1,10 @@
-"""Names that a configuration may choose among and that users may extend: one registry per option.
+"""The names of estimators, losses, critics and so on: one registry per option that users may extend.
 
-This module does not import torch and lies below the rest of the package, so that the configuration can list and check
-names without loading the code behind them. Built-in names are declared here with what the configuration must know of
-them, and the code is attached where it is written. A user's own file does both with one decorator, such as
+Built-in names are declared here, with what the configuration must know of them (traits), so that it can check them
+without importing torch; the code is attached where it is written. A user's file does both with one decorator, such as
 `functional.register_adv_estimator`, and is imported before the configuration is read (`import_modules`).
 
-Options whose values are fixed, but which both the configuration and `functional` check, are types here.
+Fixed sets of values that both the configuration and the code check are types here.
 """
 
 import dataclasses
@@ -32,10 +31,10 @@ class Registry(Generic[T]):
     """The valid names of one option, and the code behind each.
 
     Attributes:
-        field: the option of the configuration, which errors name.
+        field: the option.
         traits: what the configuration must know of each name, such as `{"gae": {"needs_critic": True}}`.
-        defaults: the traits that a registration may set, with their default values.
-        built_in: the names declared here, as opposed to those that users register.
+        defaults: all traits with their default values.
+        built_in: the names declared here.
     """
 
     field: str
@@ -49,32 +48,18 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name, the built-in ones first."""
         return tuple(self.traits)
 
     def trait(self, name: str, trait: str) -> Any:
-        """The value of one trait of `name`, such as whether an estimator needs a critic.
-
-        Raises:
-            ValueError: when there is no such name.
-        """
         self.check(name)
         return self.traits[name].get(trait, self.defaults[trait])
 
     def names_with(self, **traits: Any) -> tuple[str, ...]:
-        """The names whose traits have these values, `names_with(needs_critic=True)`."""
+        """The names whose traits have these values, such as `names_with(needs_critic=True)`."""
         return tuple(n for n in self.names if all(self.trait(n, trait) == value for trait, value in traits.items()))
 
     def check(self, name: str, *, field: str | None = None) -> None:
-        """Checks that `name` is registered.
-
-        Args:
-            name: the value of the option.
-            field: the option that errors name, where a second option takes the same names.
-
-        Raises:
-            ValueError: names the option, its value and the valid names.
-        """
+        """Raises a `ValueError` if `name` is not registered; `field` is another option with the same valid names."""
         if name not in self.traits:
             raise ValueError(
                 f"{field or self.field} is {name!r}; choose one of {', '.join(self.names)}, or register your own and "
@@ -82,7 +67,7 @@ class Registry(Generic[T]):
             )
 
     def implement(self, name: str) -> Callable[[T], T]:
-        """A decorator that attaches code to `name`, whose traits are declared."""
+        """A decorator that attaches code to the declared `name`."""
         assert name in self.traits, f"{name!r} is no {self.field}"
 
         def attach(target: T) -> T:
@@ -92,11 +77,9 @@ class Registry(Generic[T]):
         return attach
 
     def register(self, name: str, **traits: Any) -> Callable[[T], T]:
-        """A decorator that adds `name` and attaches code to it. A later definition, such as a notebook's cell that
-        is run again, replaces an earlier one.
+        """A decorator that adds `name` and attaches code to it.
 
-        Raises:
-            ValueError: when the name is a built-in one, or cannot be written in YAML and on a command line.
+        A later registration replaces an earlier one, so that a notebook's cell can be run again.
         """
         if not name or any(character.isspace() or character in ",:" for character in name):
             raise ValueError(f"{self.field} cannot be named {name!r}; use a word without spaces, commas and colons")
@@ -106,11 +89,6 @@ class Registry(Generic[T]):
         return self.implement(name)
 
     def get(self, name: str) -> T:
-        """The code behind `name`.
-
-        Raises:
-            ValueError: when there is no such name.
-        """
         self.check(name)
         return self._targets[name]
 
@@ -136,8 +114,7 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
 )
 """`needs_critic`: reads the critic's values. `needs_group`: compares several responses to one prompt.
 `needs_greedy_baseline`: reads the score of a greedy response to each prompt. `needs_scores_by_source`: reads the scores
-of each reward source. `uses_gamma`: discounts by `gamma`, which must be 1 for an estimator with neither a critic nor
-this trait."""
+of each reward source. `uses_gamma`: discounts by `gamma`, as estimators with a critic do too."""
 
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "kl_estimator",
@@ -152,8 +129,8 @@ KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     },
     {"kink_at_zero": False},
 )
-"""Names for `kl_estimator` and `kl_loss_type`. `kink_at_zero`: has no derivative where policy and reference are equal,
-so the loss refuses it."""
+"""For `kl_estimator` and `kl_loss_type`. `kink_at_zero`: has no derivative where policy and reference are equal, so
+`kl_loss_type` refuses it."""
 
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss",
@@ -182,13 +159,13 @@ CRITIC_HEADS: Registry[Any] = Registry(
     },
     {"distributional": False, "fixed_support": False},
 )
-"""`distributional`: predicts a distribution of returns, so that `risk_level` applies. `fixed_support`: gives
-probabilities to returns between two ends, `PPOConfig.value_support`."""
+"""`distributional`: predicts a distribution of returns, so that `risk_level` applies. `fixed_support`: predicts the
+probabilities of fixed returns within `value_support`."""
 
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
     "generation_backend", {"auto": {}, "slots": {}, "generate": {}, "vllm": {}}
 )
-"""Each makes a `generation.Backend` of the run's configuration."""
+"""Functions that make a `generation.Backend` from the run's configuration."""
 
 
 DoctorRule = Literal[
@@ -200,4 +177,4 @@ DOCTOR_RULES: tuple[DoctorRule, ...] = get_args(DoctorRule)
 """The rules of `doctor.rules`, in the order in which findings are reported."""
 
 DoctorSeverity = Literal["warning", "error"]
-"""An error ruins the run or lets it learn nothing, a warning is worth a look while it goes on."""
+"""error: the run is ruined or learns nothing. warning: look at it while the run goes on."""

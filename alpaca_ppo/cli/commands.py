@@ -1,6 +1,4 @@
-"""The table of subcommands, `main`, which calls the one that the command line names, and `exit_status`: how a command
-ends after a mistake of its user or Ctrl-C.
-"""
+"""The subcommands; `main`, which calls the one that the command line names; and how a command ends after a mistake."""
 
 import difflib
 import os
@@ -26,21 +24,19 @@ COMMANDS = {
     "vllm-env": ("vllm_environment:vllm_env", "make an environment with vLLM, which samples"),
     "migrate": ("configurations:migrate", "translate the configuration of TRL or verl"),
 }
-"""Each subcommand with its function, in a module of this folder, and its summary. The function takes the words after
-the subcommand and returns the exit status. The module is imported when the subcommand is called, so that
-`alpaca-ppo --help` needs no library.
-"""
+"""Each subcommand with its function, as module:function in this folder, and its summary. The function gets the words
+after the subcommand and returns the exit status. Only then is it imported, so that `--help` needs no library."""
 TRACEBACK = "--traceback"
 _SHOW = "ALPACA_PPO_TRACEBACK"
 MISTAKE = 2
-"""The exit status; argparse's too."""
+"""The exit status after a mistake of the user, as argparse's."""
 _OTHER_RANKS_WAIT = 20.0
-"""Seconds. Most mistakes are found by all ranks at once. The launcher ends the others as soon as one has ended, so they
-leave it to rank 0 to report the mistake, and report it only if they are still there after this time."""
+"""Seconds after which ranks other than 0 report a mistake. Most mistakes are found by all ranks at once: rank 0 reports
+it, and the launcher then ends the others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the subcommand that `argv` (default: the command line) starts with; returns the exit status."""
+    """Runs the subcommand at the beginning of `argv` (default: the command line); returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words else "--help"
     if name in ("-h", "--help", "--version"):
@@ -52,8 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: there is no subcommand {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return MISTAKE
 
-    # Importing it may take seconds, in which Ctrl-C has no traceback either.
-    return exit_status(lambda words: int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)), words)
+    def import_and_call(words: Sequence[str]) -> int:
+        return int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words))
+
+    # Ctrl-C during the import, which may take seconds, is handled too.
+    return exit_status(import_and_call, words)
 
 
 def usage() -> str:
@@ -67,29 +66,29 @@ def usage() -> str:
 
 
 def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Calls `command` with `argv` and returns its exit status, or 2 for a mistake of the user, which one sentence
-    reports, or 130 for Ctrl-C where no run was there to be saved.
+    """Calls `command` with `argv` and returns its exit status; 2 for a mistake of the user, which is printed; and 130
+    for Ctrl-C before a run could handle it.
 
-    With `--traceback` in `argv`, every exception is passed on. So is one that a module of the user's has raised, such
-    as that of a reward function, because only the traceback says where that is.
+    Exceptions are passed on if `--traceback` is in `argv`, or if they come from a user's module, such as a reward
+    function, because only the traceback says from where.
     """
     if TRACEBACK in argv:
-        # For the processes that this one starts, too.
+        # Not a variable here, because the processes that this one starts read it too.
         os.environ[_SHOW] = "1"
     rank = os.environ.get("RANK", "0")
-    # From it `my_rewards:polite` counts; the folder of the command or of the script is there instead.
+    # For users' modules such as `my_rewards:polite`; Python's path begins with the folder of the command instead.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     ignore_known_lines()
     try:
         return command([word for word in argv if word != TRACEBACK])
     except (ValueError, OSError, ImportError, SyntaxError) as error:
-        # Its libraries are there once a command has run.
+        # Here, because `--help` needs no library.
         from alpaca_ppo.config.modules import raised_by
 
-        if (own := raised_by(error)) is not None:
-            error.add_note(f"It came through {own}, which this run has loaded.")
-        if _SHOW in os.environ or own is not None:
+        if (users_function := raised_by(error)) is not None:
+            error.add_note(f"It came through {users_function}, which this run has loaded.")
+        if _SHOW in os.environ or users_function is not None:
             raise
         if rank != "0":
             time.sleep(_OTHER_RANKS_WAIT)
@@ -98,7 +97,7 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
     except KeyboardInterrupt:
         if _SHOW in os.environ:
             raise
-        # Of several processes the launcher's, or rank 0.
+        # The launcher, which has no rank, or rank 0.
         if rank == "0":
             print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""`alpaca-ppo presets`, `migrate` and `estimate-memory`: what a configuration is, before anything is run."""
+"""`alpaca-ppo presets`, `migrate` and `estimate-memory`, which are about configurations before a run."""
 
 import argparse
 import json
@@ -15,11 +15,7 @@ from alpaca_ppo.presets import preset_names, preset_path
 
 
 def presets(argv: Sequence[str]) -> int:
-    """Prints the list of presets, or where one of them differs from the defaults, and why; returns the exit status.
-
-    Raises:
-        ValueError: for a preset that does not exist.
-    """
+    """Prints the list of presets, or one with the defaults beside it."""
     parser = argparse.ArgumentParser(prog="alpaca-ppo presets", description="Options by name, for --preset NAME.")
     parser.add_argument("name", nargs="?", help="show this one, where it differs from the defaults; without: list all")
     if (name := parser.parse_args(argv).name) is not None:
@@ -31,17 +27,14 @@ def presets(argv: Sequence[str]) -> int:
             print(f"{setting:<41} # default {json.dumps(option.default)}; {reason}" if option else line)
         return 0
     for name in preset_names():
-        text = " ".join(re.findall("^# +(.*)", preset_path(name).read_text(encoding="utf-8"), flags=re.MULTILINE))
-        print(f"{name:<14}{re.split(r'(?<=[.]) (?=[A-Z])', text)[0]}")
+        comment = " ".join(re.findall("^# +(.*)", preset_path(name).read_text(encoding="utf-8"), flags=re.MULTILINE))
+        first_sentence = re.split(r"(?<=[.]) (?=[A-Z])", comment)[0]
+        print(f"{name:<14}{first_sentence}")
     return 0
 
 
 def migrate(argv: Sequence[str]) -> int:
-    """Prints a TRL script, or a YAML file or command line of verl, as this package's options; returns the exit status.
-
-    Raises:
-        ValueError: for a file that does not exist, or that is none of the kinds.
-    """
+    """Prints another trainer's configuration as options of this package."""
     description = "A TRL script, or a YAML file or command line of verl, as options of alpaca-ppo train."
     parser = argparse.ArgumentParser(prog="alpaca-ppo migrate", description=description, allow_abbrev=False)
     parser.add_argument("--num_processes", type=int, default=1, help="of the TRL run; it multiplies batch sizes")
@@ -53,11 +46,11 @@ def migrate(argv: Sequence[str]) -> int:
 
 
 def estimate_memory(argv: Sequence[str]) -> int:
-    """Prints the memory of a run, without loading weights; returns the exit status."""
+    """Prints the estimated memory of a run."""
     script, lora, args = parse_args(
         [EstimateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo estimate-memory"
     )
-    # They import torch, for which `--help` need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.estimate_memory.estimator import estimate, table
 

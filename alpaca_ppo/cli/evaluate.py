@@ -1,7 +1,6 @@
-"""`alpaca-ppo evaluate`: the metrics of a trained model on held-out prompts, without training.
+"""`alpaca-ppo evaluate`: the metrics of a trained model on held-out prompts, the same as in the trainer's evaluations.
 
-It makes the evaluation of a trainer, with the options of the run's own configuration, so that both give the same
-numbers. On several processes: `accelerate launch -m alpaca_ppo.cli evaluate`.
+On several processes: `accelerate launch -m alpaca_ppo.cli evaluate`.
 """
 
 from collections.abc import Sequence
@@ -17,16 +16,13 @@ from alpaca_ppo.evaluation.results import results_text
 from alpaca_ppo.library_output import say_loading
 
 _GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")
-_OTHERS = "seed dtype reference load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
+_MORE_OPTIONS = "seed dtype reference load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
+"""The groups of options that an evaluation reads, and options of other groups."""
 
 
 @dataclass(frozen=True)
 class EvaluateArguments(ScriptArguments):
-    """What `alpaca-ppo evaluate` loads; a configuration of a training run is valid here too.
-
-    Raises:
-        ValueError: as `ScriptArguments`, and without a model.
-    """
+    """What `alpaca-ppo evaluate` loads, which may be the configuration of a training run."""
 
     model_name_or_path: str = argument(
         "",
@@ -45,16 +41,12 @@ class EvaluateArguments(ScriptArguments):
     results_dir: str = argument("outputs/evaluation", "Folder for results.json, answers.jsonl and the tables.")
     overwrite: bool = argument(False, "Replace the results of an earlier evaluation in results_dir.")
 
-    required = ("model or model_name_or_path",)
+    required = (("model", "model_name_or_path"),)
     needed_objects = MEASURED
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Evaluates, prints what came out, and writes results.json and answers.jsonl; returns the exit status.
-
-    Raises:
-        ValueError: as `model_folder`, and for a `results_dir` whose files must not be lost.
-    """
+    """Evaluates, prints the metrics, and writes results.json and answers.jsonl."""
     script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo evaluate")
     model = model_folder("model", script_args.model or script_args.model_name_or_path)
     folder = Path(script_args.results_dir)
@@ -65,13 +57,13 @@ def evaluate(argv: Sequence[str]) -> int:
             f"results_dir is {str(folder)!r}, which holds the results of an earlier evaluation; choose another folder, "
             "or replace them with --overwrite"
         )
-    read = [name for name, option in options_of(PPOConfig).items() if option.group in _GROUPS or name in _OTHERS]
-    # Rewards are whitened for critics.
-    kept = {name: getattr(args, name) for name in read if name != "whiten_rewards"}
-    # The defaults of a run without a critic for what an evaluation does not read.
-    kept |= {"num_return_sequences": 1, "report_to": ["none"], "adv_estimator": "reinforce_plus_plus", "kl_coef": 0.0}
-    args = PPOConfig(**{**kept, "output_dir": str(folder)})
-    # They import torch, for which `--help` and the errors of a configuration need not wait.
+    read = [name for name, option in options_of(PPOConfig).items() if option.group in _GROUPS or name in _MORE_OPTIONS]
+    settings = {name: getattr(args, name) for name in read}
+    # Instead of the run's learning options, those of a run without a critic and without a KL penalty.
+    del settings["whiten_rewards"]
+    settings |= {"num_return_sequences": 1, "adv_estimator": "reinforce_plus_plus", "kl_coef": 0.0}
+    args = PPOConfig(**{**settings, "report_to": ["none"], "output_dir": str(folder)})
+    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments
 

@@ -15,11 +15,7 @@ from alpaca_ppo.library_output import say_loading
 
 
 def report(argv: Sequence[str]) -> int:
-    """Writes the report of runs, or checks them for faults; returns the exit status.
-
-    Raises:
-        ValueError: if a folder is not that of a run.
-    """
+    """Writes the report of runs, or prints the doctor's findings."""
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo report",
         description="Writes the report of one or several runs: one HTML file that opens from disk.",
@@ -45,11 +41,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Writes the models of a checkpoint, or of a run's newest, as folders; returns the exit status.
-
-    Raises:
-        ValueError: when the run or the checkpoint is not there or incomplete, or the target exists.
-    """
+    """Writes the models of a checkpoint, or of a run's newest one, as folders."""
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo export",
         description="Writes the models of a checkpoint as a run writes its last ones into final: FOLDER/policy (an "
@@ -69,7 +61,7 @@ def export(argv: Sequence[str]) -> int:
     script, lora, args = parse_args(
         [ModelArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
     )
-    # They import torch, for which `--help` need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.checkpoint.directory import newest_checkpoint
     from alpaca_ppo.checkpoint.export import save_final
@@ -87,11 +79,11 @@ def export(argv: Sequence[str]) -> int:
         script.value_model_name_or_path,
         [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])],
         lora.peft_config("CAUSAL_LM"),
-        # Half precision would round away what the adapter adds to its weights.
+        # In half precision, merging would round away part of what the adapter adds to the weights.
         replace(args, dtype="float32", load_in_4bit=False) if given.merge else args,
     )
     restore_models(checkpoint, actor_critic)
-    # Of a folder that the user renamed, the step is not known.
+    # 0 if the user has renamed the folder.
     step = int(re.sub(r"\D", "", checkpoint.name) or 0)
     tokenizer = load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code)
     about = TrainedRun(WeightsStep(step, step), {}, without_credentials(asdict(args)))

@@ -1,7 +1,4 @@
-"""Starts Accelerate for `alpaca-ppo train`: the flags about processes, and the launch configurations of this package.
-
-`accelerate_configs` and `deepspeed_configs` beside this file are the folders of that name in `examples`.
-"""
+"""Starts the processes of `alpaca-ppo train` by Accelerate, with the launch configurations beside this file."""
 
 import argparse
 import os
@@ -24,7 +21,7 @@ _DEEPSPEED_CONFIGS = Path(__file__).parent / "deepspeed_configs"
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """The flags of `alpaca-ppo train` about processes; the last five are those of `accelerate launch`."""
+    """The flags of `alpaca-ppo train` about processes; all but `accelerate_config` are flags of `accelerate launch`."""
 
     num_processes: int | None = argument(None, group="Processes", ge=1)
     """Processes, one for each GPU; on several nodes, all together. null = those of accelerate_config, or this alone."""
@@ -39,8 +36,8 @@ class LaunchArguments:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """The flags of `accelerate launch` for what `argv` says about processes (None: this process trains), and the rest
-    of `argv`.
+    """The flags of `accelerate launch` that follow from the `LaunchArguments` in `argv` (None if the run needs no
+    launcher), and the rest of `argv`.
 
     Raises:
         ValueError: for a configuration that does not exist, fewer than one process, and in a process that a launcher
@@ -48,8 +45,8 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     """
     parser = argparse.ArgumentParser(prog="alpaca-ppo train", add_help=False, allow_abbrev=False)
     for name, option in options_of(LaunchArguments).items():
-        kind = int if option.accepts(1) else str
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, type=kind)
+        value_type = int if option.accepts(1) else str
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, type=value_type)
     known, rest = parser.parse_known_args(argv)
     given = {name: value for name, value in vars(known).items() if value is not None}
     if not given:
@@ -62,33 +59,36 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     check_fields(LaunchArguments(**given))
     if given == {"num_processes": 1}:
         return None, rest
-    asked = given.pop("accelerate_config", "ddp")
-    if asked not in _CONFIGS and not os.path.isfile(asked):
+    config = given.pop("accelerate_config", "ddp")
+    if config not in _CONFIGS and not os.path.isfile(config):
         raise ValueError(
-            f"--accelerate_config is {asked!r}, neither a file nor one of {', '.join(_CONFIGS)};"
-            f"{did_you_mean(asked, _CONFIGS)} check the path"
+            f"--accelerate_config is {config!r}, neither a file nor one of {', '.join(_CONFIGS)};"
+            f"{did_you_mean(config, _CONFIGS)} check the path"
         )
-    config = str(_CONFIGS.get(asked, asked))
-    content = read_yaml(config)
-    flags = ["--config_file", config, *(word for flag, value in given.items() for word in (f"--{flag}", str(value)))]
-    file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    if file and not os.path.isfile(file) and (packaged := _DEEPSPEED_CONFIGS / Path(file).name).is_file():
-        # The configuration names it as in a clone of the repository.
-        flags += ["--deepspeed_config_file", str(packaged)]
+    file = str(_CONFIGS.get(config, config))
+    content = read_yaml(file)
+    flags = ["--config_file", file]
+    for flag, value in given.items():
+        flags += [f"--{flag}", str(value)]
+    deepspeed_file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if deepspeed_file and not os.path.isfile(deepspeed_file):
+        # The configurations here name it by its path in a clone of the repository.
+        packaged = _DEEPSPEED_CONFIGS / Path(deepspeed_file).name
+        flags += ["--deepspeed_config_file", str(packaged)] if packaged.is_file() else []
     nodes = given.get("num_machines", content.get("num_machines", 1))
     if "main_process_port" not in given and nodes == 1 and content.get("distributed_type") != "NO":
-        # Any free one: another run on this machine may have taken Accelerate's own.
+        # 0 is any free port, because another run on this machine may have Accelerate's default.
         flags += ["--main_process_port", "0"]
     return flags, rest
 
 
 def launch(flags: Sequence[str], words: Sequence[str]) -> int:
-    """Runs `alpaca-ppo train` with `words` in the processes that Accelerate starts for `flags`; returns the exit
-    status.
+    """Runs `alpaca-ppo train` with `words` in the processes that Accelerate starts for `flags`; returns the exit status
+    of the process that failed first.
 
-    A mistake has been reported by the process that found it. Another failure is named with its rank.
+    Its rank is printed, unless it has reported a mistake or was interrupted.
     """
-    # Seconds, which a mistake in the command line need not wait for.
+    # Takes seconds, for which a mistake in the options need not wait.
     say_loading()
     import logging
     from subprocess import CalledProcessError
@@ -97,12 +97,11 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # It would report each failure a second and a third time.
+    # It reports each failure twice more.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         launch_command(launch_command_parser().parse_args([*flags, "--module", "alpaca_ppo.cli", "train", *words]))
     except ChildFailedError as failed:
-        # The launcher ends the others after it.
         rank, failure = failed.get_first_failure()
         status = failure.exitcode
         if status not in (MISTAKE, ENDED_BY_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
@@ -114,4 +113,5 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
         return 128 + int(stopped.sigval)
     else:
         return 0
+    # The status is minus the signal that ended a process; a shell has 128 plus the signal.
     return status if status > 0 else 128 - status

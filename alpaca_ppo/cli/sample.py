@@ -1,6 +1,6 @@
-"""`alpaca-ppo sample`: answers of a trained policy beside its reference's, to one prompt or to those of a file.
+"""`alpaca-ppo sample`: answers of a trained policy and of its reference, to one prompt or to those of a file.
 
-Prompts are prepared as in training; transformers samples the answers. For a dialogue, its `transformers chat` reads a
+Prompts are prepared as in training; transformers samples the answers. There is no dialogue: `transformers chat` reads a
 run's final/policy.
 """
 
@@ -17,15 +17,11 @@ from alpaca_ppo.library_output import say_loading
 
 _FORM = ("prompt_template", "user_template", "system_prompt", "chat_template_kwargs")
 _LONGEST_PROMPT = 1_000_000
-"""Tokens; the model's own limit shows when it is exceeded."""
+"""In tokens; more than any model reads, so that no prompt is dropped here."""
 
 
 def sample(argv: Sequence[str]) -> int:
-    """Answers prompts; returns the exit status.
-
-    Raises:
-        ValueError: for a run without final models, a model or a file that cannot be loaded, or a number out of range.
-    """
+    """Answers prompts."""
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo sample", description="Shows what a policy answers, beside its reference.", allow_abbrev=False
     )
@@ -46,7 +42,8 @@ def sample(argv: Sequence[str]) -> int:
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
     given = parser.parse_args(argv)
-    policy, record = model_folder("model", given.model), Path(given.model) / "run.yaml"
+    policy = model_folder("model", given.model)
+    record = Path(given.model) / "run.yaml"
     run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
     form: dict[str, Any] = {name: run.get(name) for name in _FORM}
     if given.prompt_template or given.user_template:
@@ -55,11 +52,11 @@ def sample(argv: Sequence[str]) -> int:
     form["prompt_column"] = "prompt" if given.prompt else given.prompt_column or run.get("prompt_column", "prompt")
     temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
     max_new_tokens = run.get("response_len", 256) if given.max_new_tokens is None else given.max_new_tokens
-    how: Any = {"max_new_tokens": max_new_tokens, "do_sample": temperature != 0}
+    generation: Any = {"max_new_tokens": max_new_tokens, "do_sample": temperature != 0}
     if temperature:
-        how |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        generation |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     check_model_name("--reference", None if given.reference == "none" else given.reference)
-    # They import torch, for which `--help` need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     import torch
 
@@ -76,13 +73,7 @@ def sample(argv: Sequence[str]) -> int:
     if difference := prompts.other_wording(tokenizer):
         print(difference)
     base = str(read_policy_adapter(policy).base_model_name_or_path) if is_adapter(policy) else None
-    reference = given.reference or run.get("reference")
-    if reference in (None, *REFERENCES) and reference != "none":
-        reference = base or run.get("model_name_or_path")
-        if base is None and {"ref_model", "model"} & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys():
-            print("The run's reference was an object of a Python program and is left out; --reference MODEL names one.")
-            reference = "none"
-
+    reference = _reference(given.reference, run, base)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
     def load(name: str) -> Any:
@@ -94,27 +85,40 @@ def sample(argv: Sequence[str]) -> int:
         from peft import PeftModel
 
         models["policy"] = PeftModel.from_pretrained(models["policy"], policy).get_base_model()
-    if reference not in (None, "none"):
+    if reference is not None:
         models["reference"] = load(model_folder("reference", reference))
     turn_end = resolve_turn_end(tokenizer) if prompts.are_messages else None
-    also = [] if turn_end is None else [turn_end]
+    turn_ends = [] if turn_end is None else [turn_end]
     for number in range(len(prompts)):
         ids = prompts[number]["input_ids"]
         if given.prompts is not None:
             print(f"prompt {number + 1}: {prompt_text(prompts[number], tokenizer)}")
         for name, model in models.items():
-            stop = list(resolve_stop_tokens(tokenizer, model.generation_config, also))
+            stop = list(resolve_stop_tokens(tokenizer, model.generation_config, turn_ends))
             torch.manual_seed(given.seed + number)
             prompt = torch.tensor([ids], device=model.device)
-            tokens = model.generate(prompt, eos_token_id=stop, pad_token_id=stop[0], **how)[0, len(ids) :]
+            tokens = model.generate(prompt, eos_token_id=stop, pad_token_id=stop[0], **generation)[0, len(ids) :]
             print(f"{name}: {tokenizer.decode(tokens, skip_special_tokens=True).strip() or '(empty)'}", flush=True)
     return 0
 
 
-def _dataset(given: argparse.Namespace, form: Any, tokenizer: Any) -> Any:
-    """The rows that `--prompts` names, or the one row of `--prompt`: in the column of the template, or as a message if
-    the tokenizer has a chat template.
+def _reference(given: str | None, run: dict[str, Any], base: str | None) -> str | None:
+    """The model to compare with: `given`, or else that of the record `run`, or else `base`, which the policy's adapter
+    is on; None for none.
     """
+    reference = given or run.get("reference") or "auto"
+    if reference == "none":
+        return None
+    if reference not in REFERENCES:
+        return str(reference)
+    if base is None and {"ref_model", "model"} & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys():
+        print("The run's reference was an object of a Python program and is left out; --reference MODEL names one.")
+        return None
+    return base or run.get("model_name_or_path")
+
+
+def _dataset(given: argparse.Namespace, form: Any, tokenizer: Any) -> Any:
+    """The rows of `--prompts`; or one row with `--prompt`, as a message if the tokenizer has a chat template."""
     from datasets import Dataset
 
     from alpaca_ppo.data import load_prompt_dataset

@@ -1,4 +1,4 @@
-"""`alpaca-ppo train`, PPO from a configuration on one process or several, and what comes before it: `sft`, `reward`."""
+"""`alpaca-ppo train`, which runs PPO on one process or several; and `alpaca-ppo sft` and `reward`, which precede it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,27 +20,25 @@ _COMMON = """
     response_len temperature adv_estimator policy_loss cliprange kl_coef critic_layout learning_rate
     critic_learning_rate
 """.split()
-"""The options that `--help` shows: those that people set."""
+"""The options that `--help` shows."""
 
 
 def train(argv: Sequence[str]) -> int:
-    """Trains with PPO, in this process or in those that `--num_processes` and `--accelerate_config` ask for; returns
-    the exit status.
-    """
+    """Trains with PPO, in this process or in those that it starts."""
     launcher, rest = split_flags(argv)
     if {"--help", "-h", "--help-all", "--help_all"} & set(rest):
         parse_options([LaunchArguments, *_TYPES], rest, prog=PROG, common=_COMMON)
     if launcher is None:
         run_training(rest)
         return 0
-    # What is wrong with the options is reported once, before processes start.
+    # Errors of the options are reported here once, before processes start.
     script_args, _, args = parse_options(_TYPES, rest, prog=PROG).instances
     script_args.check_before_loading(args)
     return launch(launcher, rest)
 
 
 def sft(argv: Sequence[str]) -> int:
-    """Fine-tunes a causal language model; returns the exit status."""
+    """Fine-tunes a causal language model."""
     _help_of_supervised([SFTArguments], "alpaca-ppo sft", argv)
     say_loading()
     from alpaca_ppo.supervised.sft import train_sft
@@ -50,7 +48,7 @@ def sft(argv: Sequence[str]) -> int:
 
 
 def reward(argv: Sequence[str]) -> int:
-    """Trains a reward model on preference pairs; returns the exit status."""
+    """Trains a reward model on preference pairs."""
     _help_of_supervised([RewardModelArguments, LoraArguments], "alpaca-ppo reward", argv)
     say_loading()
     from alpaca_ppo.supervised.reward_model import train_reward_model
@@ -60,7 +58,7 @@ def reward(argv: Sequence[str]) -> int:
 
 
 def _help_of_supervised(types: Sequence[type], prog: str, argv: Sequence[str]) -> None:
-    """Prints the help that `argv` asks for, and ends; importing transformers for its options too takes seconds."""
+    """Prints the help and ends, if `argv` asks for it, without importing transformers, which takes seconds."""
     if {"--help", "-h"} & set(argv):
         epilog = (
             "Every field of transformers.TrainingArguments is an option too, such as --output_dir, --learning_rate, "
@@ -70,23 +68,19 @@ def _help_of_supervised(types: Sequence[type], prog: str, argv: Sequence[str]) -
 
 
 def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """Parses the options in `argv` (default: the command line), trains, and returns the last step's metrics.
-
-    Raises:
-        ValueError: for options that are not valid, and for a run that could not start.
-    """
+    """Trains with the options in `argv` (default: the command line), and returns the last step's metrics."""
     parsed = parse_options(_TYPES, argv, prog=PROG)
     script_args, lora, args = parsed.instances
     record = Path(args.output_dir).resolve() / "run.yaml"
     for name, content in parsed.config_files.items():
-        # A record itself may be replaced.
+        # It may be the record of an earlier run, which is replaced.
         if Path(name).resolve() == record and PROVENANCE not in content:
             raise ValueError(
                 f"--config {name} is where the run writes its own record, output_dir ({args.output_dir}) / run.yaml; "
                 "rename the file, or choose another output_dir"
             )
     script_args.check_before_loading(args)
-    # They import torch, for which `--help` and the errors of a configuration need not wait.
+    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.distributed.launcher import launcher_command
     from alpaca_ppo.tracking.run_record import RunRecord

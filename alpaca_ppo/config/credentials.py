@@ -1,8 +1,7 @@
-"""Keeps credentials out of what a run writes down: API keys, tokens, and passwords in URLs.
+"""Keeps credentials out of what a run writes: API keys, tokens, and passwords in URLs.
 
-A credential is known by the name of its option (`api_key`, `token`, `--judge-password`) or by its own form (`hf_...`,
-`sk-...`, `https://user:password@host`). What has neither, such as a key that is given as a plain option with an
-unrelated name, is not recognised.
+A credential is recognised by the name of its option (`api_key`, `token`, `--judge-password`) or by its form (`hf_...`,
+`sk-...`, `https://user:password@host`). One with neither is not.
 """
 
 import re
@@ -10,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 REMOVED = "<credential removed>"
-"""Stands where a credential was; a configuration file that holds it is refused (`config.run_file`)."""
+"""Replaces a credential; a configuration file that holds it is refused (`config.run_file`)."""
 
 _SECRET_WORDS = {
     "apikey", "auth", "authorization", "bearer", "cookie", "credential", "credentials", "key", "passphrase", "passwd",
     "password", "pat", "pwd", "secret", "secrets", "token",
 }  # fmt: skip
-# Words after which a last word such as "key" or "token" names no credential: pad_token, sort_key.
+# Names such as pad_token and sort_key, which end in "token" or "key" but name no credential.
 _HARMLESS_NAMES = re.compile(
     r"^((pad|eos|bos|unk|sep|cls|mask|image|special|stop|per|max|min|first|last|decoder_start|sort|group|primary|row)"
     r"_)+(token|key)$"
@@ -27,18 +26,13 @@ _SECRET_FORMS = re.compile(
     r"|eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*)"
 )
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}")
-# A password may hold an @ of its own.
+# Up to the last @, because a password may contain one.
 _URL_USER = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
 _URL_QUERY = re.compile(r"(?<=[?&])([A-Za-z0-9_.-]+)=([^&#\s]+)")
 
 
 def without_credentials(value: Any, name: str = "") -> Any:
-    """`value`, with `REMOVED` in place of every credential in it, also inside mappings and lists.
-
-    Args:
-        value: plain data.
-        name: of the option whose value it is.
-    """
+    """`value` of the option `name`, with `REMOVED` in place of every credential, also inside mappings and lists."""
     if isinstance(value, Mapping):
         return {key: without_credentials(entry, str(key)) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -47,19 +41,18 @@ def without_credentials(value: Any, name: str = "") -> Any:
         return value
     if _names_a_credential(name):
         return REMOVED
-    return _cleaned(value) if isinstance(value, str) else value
+    return _clean_text(value) if isinstance(value, str) else value
 
 
 def without_credential_arguments(words: tuple[str, ...] | list[str]) -> list[str]:
-    """A command line by its words, with `REMOVED` in place of the values of options that hold credentials."""
-    cleaned, name = [], ""
+    cleaned, option = [], ""
     for word in words:
-        option, equals, value = word.partition("=")
-        if option.startswith("-"):
-            name = "" if equals else option.lstrip("-")
-            cleaned.append(f"{option}={without_credentials(value, option.lstrip('-'))}" if equals else word)
+        flag, equals, value = word.partition("=")
+        if flag.startswith("-"):
+            option = "" if equals else flag.lstrip("-")
+            cleaned.append(f"{flag}={without_credentials(value, flag.lstrip('-'))}" if equals else word)
         else:
-            cleaned.append(without_credentials(word, name))
+            cleaned.append(without_credentials(word, option))
     return cleaned
 
 
@@ -68,9 +61,11 @@ def _names_a_credential(name: str) -> bool:
     return plain.rpartition("_")[2] in _SECRET_WORDS and not _HARMLESS_NAMES.match(plain)
 
 
-def _cleaned(text: str) -> str:
+def _clean_text(text: str) -> str:
     def in_query(match: re.Match[str]) -> str:
         return f"{match[1]}={REMOVED}" if _names_a_credential(match[1]) else match[0]
 
-    text = _URL_QUERY.sub(in_query, _URL_USER.sub(REMOVED, text))
-    return _BEARER.sub(rf"\g<1>{REMOVED}", _SECRET_FORMS.sub(REMOVED, text))
+    text = _URL_USER.sub(REMOVED, text)
+    text = _URL_QUERY.sub(in_query, text)
+    text = _SECRET_FORMS.sub(REMOVED, text)
+    return _BEARER.sub(rf"\g<1>{REMOVED}", text)

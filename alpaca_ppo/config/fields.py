@@ -1,7 +1,7 @@
-"""Fields of a configuration: a dataclass field carries its bounds and what it needs to act; the text beneath it is its
-help.
+"""How an option is declared and checked: a dataclass field carries its bounds and what it needs to have an effect; the
+string below it is its help text.
 
-Types, choices and bounds are checked by pydantic. Combinations that no single option decides are in `checks`.
+pydantic checks types, choices and bounds. Combinations of options are checked in `checks`.
 """
 
 import ast
@@ -21,24 +21,34 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from alpaca_ppo.registry import Registry
 
-_SHORTENED = reprlib.Repr()
-_SHORTENED.maxlevel, _SHORTENED.maxlist, _SHORTENED.maxdict = 3, 20, 20
-_SHORTENED.maxstring = _SHORTENED.maxother = _SHORTENED.maxlong = 400
-_WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxlevel, _SHORT_REPR.maxlist, _SHORT_REPR.maxdict = 3, 20, 20
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 400
+_BOUNDS_IN_WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+# Instead of messages of pydantic that do not begin with "Input should", by type.
+_EXPECTED = {
+    "invalid-json-value": "be a valid JSON value",
+    "string_too_short": "be a string of length {min_length} or more",
+    "too_long": "have length {max_length} or less",
+    "too_short": "have length {min_length} or more",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What an option needs to act: that `option` has one of `values()` or, without any, that it is set.
+    """A condition for an option to have an effect; `need | need` holds if one of the two holds.
 
-    `but` turns it around. An `option` that is no field is a fact of the run, such as "environments or tools". With
-    `by_trait`, the values are names of a registry, a user's own among them. One of two is enough in `need | need`.
+    Attributes:
+        option: another option, or a fact of the run such as "environments or tools".
+        values: of which `option` must have one; if there are none, it must be set.
+        negated: `option` must have none of the values, or must not be set.
+        by_trait: the values are the names with some trait, including those that users register.
     """
 
     option: str
     values: Callable[[], tuple[Any, ...]]
-    but: bool = False
+    negated: bool = False
     by_trait: bool = False
     alternative: "Need | None" = None
 
@@ -46,41 +56,44 @@ class Need:
         return dataclasses.replace(self, alternative=alternative)
 
     def holds(self, args: Any, facts: Mapping[str, bool]) -> bool:
-        """Whether `args` have it; a fact that is not known yet may hold."""
+        """Whether the need is met; a fact missing from `facts` is not known yet, and counts as true."""
         if self.alternative is not None and self.alternative.holds(args, facts):
             return True
         option = options_of(args.__class__).get(self.option)
         if option is None:
             return facts.get(self.option, True)
         value = getattr(args, self.option)
-        # Whether a user's own name reads an option cannot be known here, unless its traits say so.
+        # Only its traits say whether a name that a user registered reads an option.
         if option.registry is not None and not self.by_trait and value not in option.registry.built_in:
             return True
         if values := self.values():
-            return (value in values) != self.but
-        # 0 is a value like others where null is what switches an option off.
-        is_set = value not in (None, False, "", []) or (option.nullable and value is not None)
-        return is_set != self.but
+            return (value in values) != self.negated
+        # If the option takes null, only null switches it off, and 0 is a value like any other.
+        is_set = value is not None if option.nullable else value not in (None, False, "", [])
+        return is_set != self.negated
 
     def __str__(self) -> str:
-        """In words, such as "kl_controller: proportional or horizon"."""
+        """Such as "kl_controller: proportional or horizon", for messages and help."""
         words = " or ".join(", ".join(value) if isinstance(value, list) else str(value) for value in self.values())
-        text = f"{self.option}: {'not ' * self.but}{words}" if words else f"{'no ' * self.but}{self.option}"
+        if words:
+            text = f"{self.option}: {'not ' if self.negated else ''}{words}"
+        else:
+            text = f"no {self.option}" if self.negated else self.option
         return f"{text} or {self.alternative}" if self.alternative else text
 
 
 def when(option: str, *values: Any) -> Need:
-    """The need that `option` is set, or has one of `values`."""
+    """`option` must have one of `values` or, if there are none, be set."""
     return Need(option, lambda: values)
 
 
 def unless(option: str, *values: Any) -> Need:
-    """The need that `option` is not set, or has none of `values`."""
-    return Need(option, lambda: values, but=True)
+    """The opposite of `when`."""
+    return Need(option, lambda: values, negated=True)
 
 
 def when_trait(registry: Registry[Any], *traits: str) -> Need:
-    """The need that the name of `registry` which the configuration chooses has one of `traits`."""
+    """The option of `registry` must have a name with one of `traits`."""
 
     def names() -> tuple[str, ...]:
         return tuple(name for name in registry.names if any(registry.trait(name, trait) for trait in traits))
@@ -90,18 +103,7 @@ def when_trait(registry: Registry[Any], *traits: str) -> Need:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What the parser, the checks and the documentation know of one field.
-
-    Attributes:
-        given_help: one or two sentences; empty if they stand beneath the field.
-        group: the heading under which `--help` and the documentation list the field.
-        bounds: what `pydantic.Field` takes, such as gt, ge, lt and le.
-        registry: the names that a `str` field may take, built in or registered by a user.
-        needs: what must hold for the field to act.
-        hint: the type, with the bounds of its parts.
-        default: the default value, or `dataclasses.MISSING`.
-        owner: the dataclass whose field it is.
-    """
+    """One field of the dataclass `owner`: what `argument` declares, with its name, type and default (or MISSING)."""
 
     given_help: str = ""
     group: str = ""
@@ -115,23 +117,21 @@ class Option:
 
     @functools.cached_property
     def help(self) -> str:
-        """One or two sentences: given with the field, or the text beneath it."""
-        return self.given_help or _texts_beneath(self.owner).get(self.name, "")
+        return self.given_help or _strings_below_fields(self.owner).get(self.name, "")
 
     @property
     def nullable(self) -> bool:
-        """Whether None is accepted."""
         return type(None) in typing.get_args(self.hint)
 
     @property
     def is_list(self) -> bool:
-        """Whether a list is accepted."""
         return any(typing.get_origin(member) is list for member in (self.hint, *typing.get_args(self.hint)))
 
     @property
     def range(self) -> str:
-        """The bounds in words, such as "at least 0 and below 1"; empty without."""
-        return " and ".join(f"{word} {self.bounds[key]:g}" for key, word in _WORDS.items() if key in self.bounds)
+        """The bounds in words, such as "at least 0 and below 1"."""
+        words = _BOUNDS_IN_WORDS.items()
+        return " and ".join(f"{word} {self.bounds[key]:g}" for key, word in words if key in self.bounds)
 
     @functools.cached_property
     def _validator(self) -> TypeAdapter[Any]:
@@ -139,7 +139,6 @@ class Option:
         return TypeAdapter(bounded, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
 
     def accepts(self, value: Any) -> bool:
-        """Whether `value` has the type and is within the bounds of the field."""
         try:
             self._validator.validate_python(value)
         except ValidationError:
@@ -147,21 +146,21 @@ class Option:
         return True
 
     def check(self, value: Any) -> None:
-        """Checks one value of the field.
-
-        Raises:
-            ValueError: naming the field, the value and what it may be.
-        """
+        """Raises a `ValueError` if the field cannot have `value`, with the field, the value and what it may be."""
         try:
             self._validator.validate_python(value)
         except ValidationError as error:
-            found = [each["msg"].replace("input was not", "should be") for each in error.errors(include_url=False)]
-            wanted = " or ".join(dict.fromkeys(text.rpartition("should ")[2] for text in found))
+            # A union has an error for each of its members.
+            wanted: dict[str, None] = {}
+            for each in error.errors(include_url=False):
+                expected = _EXPECTED.get(each["type"], "").format(**each.get("ctx", {}))
+                wanted[expected or each["msg"].removeprefix("Input should ")] = None
+            # YAML reads 3 and 2020-01-02 as a number and a date.
             quotes = ", in quotes" if isinstance(value, int | float | datetime.date) and self.accepts("") else ""
             given = "null" if value is None else shown(value)
-            raise ValueError(f"{self.name} is {given}; it should {wanted}{quotes}") from None
-        texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-        if bad := _UNWRITABLE.search("".join(texts)):
+            raise ValueError(f"{self.name} is {given}; it should {' or '.join(wanted)}{quotes}") from None
+        entries = value if isinstance(value, list) else [value]
+        if bad := _UNWRITABLE.search("".join(entry for entry in entries if isinstance(entry, str))):
             raise ValueError(f"{self.name} is {shown(value)}; it should be text without the character {bad[0]!r}")
         if self.registry is not None:
             self.registry.check(value, field=self.name)
@@ -176,16 +175,15 @@ def argument(
     needs: Need | Sequence[Need] = (),
     **bounds: float,
 ) -> Any:
-    """A dataclass field for `check_fields` and `parse_args`. None is valid wherever the field's type allows it.
+    """A dataclass field for `check_fields` and `parse_args`.
 
     Args:
-        default: the default value; a list is copied for each instance.
-        help: one or two sentences for `--help` and the documentation; by default the text beneath the field.
-        registry: the valid names of a choice that users may extend. A closed set of choices is a `Literal` type.
-        group: starts a new group of options with this field; the fields after it belong to the same group.
-        needs: what must hold for the field to act; see `check_needs`.
-        bounds: of the value, as `pydantic.Field` has them: gt, ge, lt, le, min_length. NaN and infinity are refused
-            without allow_inf_nan.
+        default: a list is copied for each instance.
+        help: one or two sentences; by default the string below the field.
+        registry: the valid names, if users may extend them. A closed set of names is a `Literal` type instead.
+        group: the heading in `--help` and the documentation, for this field and those after it.
+        needs: the conditions for the field to have an effect.
+        bounds: arguments of `pydantic.Field`: gt, ge, lt, le, min_length, max_length, allow_inf_nan (default False).
     """
     option = Option(help, group, bounds, registry, (needs,) if isinstance(needs, Need) else tuple(needs))
     if isinstance(default, list):
@@ -197,7 +195,8 @@ def argument(
 def options_of(cls: Any) -> Mapping[str, Option]:
     """Every field of the dataclass `cls` that its constructor takes, by name and in order.
 
-    A dataclass without groups is one group of its own name. Fields of other libraries may say `help` in their metadata.
+    Fields before the first group belong to a group named as the class. Other libraries' dataclasses may have a field's
+    help in its metadata.
     """
     hints, group, options = typing.get_type_hints(cls, include_extras=True), cls.__name__, dict[str, Option]()
     for field in dataclasses.fields(cls):
@@ -212,60 +211,52 @@ def options_of(cls: Any) -> Mapping[str, Option]:
 
 
 def check_fields(arguments: Any) -> None:
-    """Checks each field of the dataclass instance `arguments` against its type, its choices and its bounds.
-
-    Raises:
-        ValueError: naming the field, the value and what it may be.
-    """
+    """Checks each field of the dataclass instance `arguments` by `Option.check`."""
     for name, option in options_of(arguments.__class__).items():
         option.check(getattr(arguments, name))
 
 
 def check_needs(arguments: Any, **facts: bool) -> None:
-    """Checks that each field of `arguments` which differs from its default can act.
+    """Raises a `ValueError` for fields of the dataclass instance `arguments` that are set but have no effect.
 
-    Args:
-        arguments: a dataclass instance.
-        facts: what is known of the run beside its options, by the names in `needs` with _ for blanks.
-
-    Raises:
-        ValueError: naming the fields, their values and what they need.
+    `facts` of the run are named as in `needs`, with _ in place of blanks.
     """
-    known = {name.replace("_", " "): fact for name, fact in facts.items()}
-    idle: dict[str, list[str]] = {}
+    known_facts = {name.replace("_", " "): fact for name, fact in facts.items()}
+    by_need: dict[str, list[str]] = {}
     for name, option in options_of(arguments.__class__).items():
         value = getattr(arguments, name)
-        # What is off does nothing in any case.
-        if option.needs and value != option.default and value is not None and value is not False:
-            unmet = [str(need) for need in option.needs if not need.holds(arguments, known)]
-            if unmet:
-                idle.setdefault(unmet[0], []).append(f"{name} is {shown(value)}")
-    if idle:
-        said = [f"{' and '.join(options)}, without effect: needs {need}" for need, options in idle.items()]
-        raise ValueError(f"{'; '.join(said)}. Set what is needed, or leave the option out")
+        # None and False switch an option off, which needs nothing.
+        if value is None or value is False or value == option.default:
+            continue
+        unmet = [str(need) for need in option.needs if not need.holds(arguments, known_facts)]
+        if unmet:
+            by_need.setdefault(unmet[0], []).append(f"{name} is {shown(value)}")
+    if by_need:
+        problems = [f"{' and '.join(options)}, without effect: needs {need}" for need, options in by_need.items()]
+        raise ValueError(f"{'; '.join(problems)}. Set what is needed, or leave the option out")
 
 
 def shown(value: Any) -> str:
-    """`repr(value)` for an error message: as it is if it is short, and cut if it is long, nested or cyclic."""
+    """`repr(value)` for an error message, shortened if it is long, deeply nested or cyclic."""
     try:
-        return _SHORTENED.repr(value)
+        return _SHORT_REPR.repr(value)
     # Python refuses to write an integer of more than 4300 digits.
     except ValueError:
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 @functools.cache
-def _texts_beneath(cls: type) -> dict[str, str]:
-    """The text beneath each field of the dataclass `cls` and its bases; none for a class without a file."""
-    texts: dict[str, str] = {}
+def _strings_below_fields(cls: type) -> dict[str, str]:
+    """The string below each field of the dataclass `cls` and its bases; none for a class without a source file."""
+    strings: dict[str, str] = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         try:
             (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         except (OSError, TypeError):
             continue
         assert isinstance(definition, ast.ClassDef)
-        for field, beneath in itertools.pairwise(definition.body):
-            match field, beneath:
+        for statements in itertools.pairwise(definition.body):
+            match statements:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[name] = " ".join(text.split())
-    return texts
+                    strings[name] = " ".join(text.split())
+    return strings

@@ -1,6 +1,4 @@
-"""Which commit a folder is at, which one the installed package is of, and where a browser shows it. Imports no
-library.
-"""
+"""The commit of a folder and of the installed package, and the package's address on the web. Imports no library."""
 
 import importlib.metadata
 import json
@@ -14,17 +12,17 @@ _ROOT = Path(__file__).parents[2]
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit of the repository around `folder`, with -dirty after it if files that it tracks have changed since;
-    None without a commit or git, and if git takes longer than five seconds.
+    """The commit of the repository around `folder`, with -dirty if tracked files have changed; None without git or a
+    commit, and if git takes longer than five seconds.
     """
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def package_commit() -> str | None:
-    """The commit of this package, as `git_commit` says it: of the clone that it is imported from, or what pip recorded
-    when it installed from a repository's URL; None if neither is known.
+    """The commit of this package: of the clone that it is imported from, or the one that pip installed from a
+    repository's URL; None if neither is known.
     """
-    # A virtual environment may lie in another project's repository.
+    # Otherwise git would find another project's repository around a virtual environment.
     if (_ROOT / ".git").exists():
         return git_commit(_ROOT)
     commit: str | None = _installed().get("vcs_info", {}).get("commit_id")
@@ -32,8 +30,8 @@ def package_commit() -> str | None:
 
 
 def package_pages() -> str | None:
-    """The address under which a browser finds this package's files: of the commit that pip installed from a
-    repository's URL, or of the repository that the clone came from; None if neither is on the web.
+    """The web address of this package's files, at the commit of `package_commit` or, for a clone, at its remote's HEAD;
+    None if it is not on the web.
     """
     in_clone = (_ROOT / ".git").exists()
     url = _git(_ROOT, "remote", "get-url", "origin") if in_clone else _installed().get("url")
@@ -46,7 +44,7 @@ def package_pages() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # Without the variable, git may write to the repository's index.
+    # Otherwise, git may write to the repository's index.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     command = ["git", "-C", str(folder), *arguments]
     try:
@@ -56,7 +54,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _installed() -> dict[str, Any]:
-    """What pip recorded of where it installed the package from."""
+    """pip's record of where it installed the package from."""
     try:
         recorded = importlib.metadata.distribution("alpaca_ppo").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

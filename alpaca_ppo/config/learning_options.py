@@ -21,8 +21,7 @@ _CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
 CRITIC_RATE_RATIO = 3
-"""Of a critic with steps of its own, to the policy's learning rate."""
-
+"""The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
@@ -30,7 +29,7 @@ WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 
 
 class RiskLevel(NamedTuple):
-    """What `risk_level` says: the mean of the distribution of returns, or of one of its tails."""
+    """The mean of the distribution of returns, or of one of its tails."""
 
     alpha: float | None
     """The probability of the tail, in (0, 1]; None for the mean."""
@@ -38,11 +37,7 @@ class RiskLevel(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The risk level `text`, such as `0.1` or `upper:0.2`.
-
-        Raises:
-            ValueError: for anything else.
-        """
+        """Parses the option `risk_level`: neutral, or a probability such as 0.1 or upper:0.2."""
         if text == "neutral":
             return cls(None, "lower")
         tail: CVaRTail = "upper" if text.startswith("upper:") else "lower"
@@ -69,29 +64,28 @@ class LearningOptions(RunOptions):
     lam: float = argument(0.95, ge=0, le=1, needs=(_CRITIC, unless("lam_policy") | unless("lam_critic")))
     """Lambda of GAE, where lam_policy and lam_critic do not replace it."""
     lam_policy: Share | Literal["adaptive"] | None = argument(None, needs=_CRITIC)
-    """Lambda of GAE's advantages: a number; adaptive = 1 - 1 / (lam_alpha * length), at least 0, for each response
-    (VAPO); null = lam."""
+    """Lambda of GAE's advantages; adaptive (VAPO) is max(0, 1 - 1 / (lam_alpha * length)) per response; null = lam."""
     lam_critic: float | None = argument(None, ge=0, le=1, needs=_CRITIC)
     """Lambda of GAE's returns, which the critic learns; 1 = no bootstrapping (VC-PPO); null = lam."""
     lam_alpha: float = argument(0.05, gt=0, needs=when("lam_policy", "adaptive"))
-    """With lam_policy adaptive: responses of at most 1 / lam_alpha tokens have lambda 0."""
+    """Alpha of the adaptive lam_policy: responses of at most 1 / lam_alpha tokens have lambda 0."""
     turn_gamma: float | None = argument(None, ge=0, le=1, needs=(_CRITIC, SEVERAL_TURNS))
     """Discount from a turn's last token to the next turn's first one; null = gamma."""
     turn_lam: float | None = argument(None, ge=0, le=1, needs=(_CRITIC, SEVERAL_TURNS))
-    """Lambda of GAE from a turn's last token to the next turn's first one; null = that within a turn."""
+    """Lambda of GAE from a turn's last token to the next turn's first one; null = the lambda within a turn."""
     whiten_advantages: bool = argument(True, needs=_CRITIC)
     """Whiten GAE's advantages over the step's rollouts."""
 
     policy_loss: str = argument("clip", registry=POLICY_LOSSES, group="Policy loss")
-    """clip is PPO's; gspo clips the ratio of a sequence, gmpo those in a geometric mean; cispo clips importance weights
-    and keeps every gradient; sapo has a smooth gate; dppo bounds the change of probabilities, dppo_kl its binary KL."""
+    """clip is PPO's; gspo clips one ratio per sequence, gmpo the ratios of a geometric mean; cispo clips importance
+    weights and keeps every gradient; sapo has a smooth gate; dppo bounds the change of probabilities, dppo_kl its
+    binary KL."""
     cliprange: float = argument(0.2, gt=0, lt=1, needs=when_trait(POLICY_LOSSES, "clips"))
     """Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the change; dppo_kl: of the KL)."""
     cliprange_high: float | None = argument(None, gt=0, needs=when_trait(POLICY_LOSSES, "clips"))
     """Upper clip range (clip-higher); null = cliprange on both sides."""
     clip_ratio_c: float | None = argument(None, gt=1, needs=when_trait(POLICY_LOSSES, "dual_clip"))
-    """Dual clip: bound of the ratio where the advantage is negative; null = none. With dppo, bound of every ratio; null
-    = 20."""
+    """Dual clip: bound of the ratio for negative advantages; null = none. With dppo, of every ratio; null = 20."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How the losses of tokens are averaged into one loss."""
     entropy_coef: float = argument(0.0, ge=0)
@@ -99,15 +93,15 @@ class LearningOptions(RunOptions):
     positive_nll_coef: float = argument(0.0, ge=0)
     """Weight of the negative log-likelihood of responses that succeeded (VAPO: 0.1)."""
     positive_nll_threshold: float = argument(0.0, needs=when("positive_nll_coef"))
-    """A response whose score, before any penalty, is above this succeeded."""
+    """A response whose score, before any penalty, is above this counts as a success."""
     mask_truncated: bool = False
     """Responses without a stop token give no gradient; their scores still count where responses are compared."""
     old_policy: Literal["auto", "recompute", "rollout", "correct"] = "auto"
-    """Old log-probabilities: recompute runs the trainer's forward pass, rollout takes the sampler's, correct recomputes
-    and weights the loss by their ratio. auto compares the two before the first rollout: rollout from the second step on
-    if they agree in float32, else recompute."""
+    """Old log-probabilities: recompute runs the trainer's forward pass; rollout takes the sampler's; correct recomputes
+    them and weights the loss by their ratio. auto compares the two before the first rollout: rollout from the second
+    step on if they agree in float32, else recompute."""
     rollout_correction_level: RolloutCorrectionLevel = argument("token", needs=when("old_policy", "correct"))
-    """One weight per token, or one per sequence."""
+    """Whether the loss has one weight per token or one per sequence."""
     rollout_correction_threshold: float = argument(2.0, gt=0, allow_inf_nan=True, needs=when("old_policy", "correct"))
     """Upper limit of a weight; .inf = no limit."""
     mismatch_action: Literal["stop", "warn", "ignore"] = "stop"
@@ -121,8 +115,9 @@ class LearningOptions(RunOptions):
     kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)
     """KL estimator in the reward."""
     kl_controller: Literal["fixed", "proportional", "horizon", "scaled"] = argument("scaled", needs=_KL_IN_REWARD)
-    """scaled multiplies kl_coef by the standard deviation of a step's scores, on average so far, so that it suits a
-    reward of any scale; fixed leaves it; proportional (AlpacaFarm) and horizon (arXiv:1909.08593) follow the KL."""
+    """scaled multiplies kl_coef by the standard deviation of a step's scores, averaged over the steps so far, to suit
+    rewards of any scale; fixed keeps kl_coef; proportional (AlpacaFarm) and horizon (arXiv:1909.08593) adapt it to
+    target_kl."""
     target_kl: float = argument(6.0, gt=0, needs=when("kl_controller", "proportional", "horizon"))
     """Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop."""
     kl_horizon: int = argument(10000, ge=1, needs=when("kl_controller", "horizon"))
@@ -130,27 +125,25 @@ class LearningOptions(RunOptions):
     kl_loss_coef: float = argument(0.0, ge=0)
     """Weight of the KL to the reference policy in the loss; 0 = none."""
     kl_loss_type: str = argument("k3", registry=KL_ESTIMATORS, needs=when("kl_loss_coef"))
-    """KL estimator in the loss, not abs or k1_clamped; the gradient of k1 is zero in expectation."""
+    """KL estimator in the loss; abs and k1_clamped are refused, and the gradient of k1 is zero in expectation."""
     max_kl_to_ref: float | None = argument(None, gt=0, needs=unless("reference", "none"))
-    """Value of objective/kl_sum_seq above which a step ends the run, with a checkpoint."""
+    """Value of objective/kl_sum_seq above which the run ends after the step, with a checkpoint."""
 
     critic: str = argument("scalar", registry=CRITIC_HEADS, group="Critic", needs=_CRITIC)
-    """Critic head: scalar predicts the mean return; c51 and hl_gauss a distribution over fixed returns, quantile and
-    iqn its quantiles."""
+    """Critic head: scalar predicts the mean return; c51 and hl_gauss predict the probabilities of fixed returns;
+    quantile and iqn predict quantiles of the return."""
     critic_layout: Literal["separate", "shared", "adapter"] = argument("separate", needs=_CRITIC)
-    """separate = a backbone of its own; shared = a head on the policy's backbone; adapter = a second LoRA on its
-    base."""
+    """separate = its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA on its base."""
     vf_coef: float = argument(0.1, ge=0, needs=_CRITIC)
     """Weight of the value loss."""
     cliprange_value: float | None = argument(None, gt=0, needs=(_CRITIC, when("critic", "scalar")))
-    """Clip range of the scalar critic's values; null = no clipping. A fixed range suits one scale of the reward."""
+    """Clip range of the scalar critic's values; null = no clipping. One range does not suit rewards of every scale."""
     value_support: list[float] = argument(
         [-10.0, 10.0], min_length=2, max_length=2, needs=when_trait(CRITIC_HEADS, "fixed_support")
     )
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
-    """Learning rate of the critic; null = three times learning_rate or, where the critic steps with the policy,
-    learning_rate."""
+    """Learning rate of the critic; null = learning_rate, or three times that if the critic has its own steps."""
     critic_lr_warmup_steps: WarmupSteps | None = argument(
         None, needs=(_CRITIC, unless("lr_scheduler_type", "constant"))
     )
@@ -158,21 +151,20 @@ class LearningOptions(RunOptions):
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
     critic_epochs: int | None = argument(4, ge=1, needs=_OWN_STEPS)
-    """Passes of the critic over each rollout, in optimizer steps of its own that come before all of the policy's; null
-    = the critic steps with the policy (a shared one always does); critic_step_batch_size alone gives it steps too.
-    target_kl_stop takes no step from it."""
+    """Passes of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
+    does not end them. null = ppo_epochs if critic_step_batch_size is set, else none: the critic is trained in the
+    policy's steps, as a shared one always is."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
-    """Responses in an optimizer step of the critic, which then takes steps of its own, as with critic_epochs; null =
-    step_batch_size."""
+    """Responses in an optimizer step of the critic, which then always has its own steps; null = step_batch_size."""
     critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)
     """Initial steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1); the
     policy's schedule begins after them."""
     init_value_with_reward: bool = argument(False, needs=(_CRITIC, when("critic_layout", "separate")))
-    """Initialize the critic from the reward model (a distributional one from its backbone), not the policy."""
+    """Initialize the critic from the reward model (a distributional one from its backbone), not from the policy."""
     quantile_huber_kappa: float = argument(1.0, gt=0, needs=when("critic", "quantile", "iqn"))
     """Error at which the loss of the quantile and iqn critics turns from quadratic to linear."""
     num_atoms: int | None = argument(None, ge=2, needs=unless("critic", "scalar"))
     """Atoms of c51 or bins of hl_gauss (null = 51), quantiles of the others (null = 32)."""
     risk_level: float | str = argument("neutral", needs=(_CRITIC, when_trait(CRITIC_HEADS, "distributional")))
-    """What GAE takes from a distributional critic: neutral = the mean; 0.1 = the mean of that lower tail (CVaR);
-    upper:0.1 = of that upper tail."""
+    """What GAE takes from a distributional critic: neutral = the mean; 0.1 = the mean of the lowest 10 % (CVaR);
+    upper:0.1 = that of the highest 10 %."""

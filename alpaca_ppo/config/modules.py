@@ -1,6 +1,4 @@
-"""Loads Python modules that a user names by file or by dotted name, and functions in them; and knows them again in a
-traceback.
-"""
+"""Loads modules and functions that users name, by file or by dotted name, and finds them again in tracebacks."""
 
 import importlib
 import importlib.util
@@ -14,29 +12,18 @@ from typing import Any
 from alpaca_ppo.config.names import did_you_mean
 
 _LOADED: set[str] = set()
-"""The names of the modules that were loaded for a user."""
+"""The names of the modules that were loaded here."""
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Imports the modules and files of the option `import_modules`, for what they register.
-
-    Raises:
-        ValueError: as `load_module`.
-    """
     for name in names:
         load_module(name, what=f"import_modules holds {name!r}")
 
 
 def load_function(spec: str, *, what: str) -> Callable[..., Any]:
-    """The function that `spec` names: "package.module:function" or "path/to/file.py:function"; a class is one, too.
+    """The function or class that `spec` names: "package.module:function" or "path/to/file.py:function".
 
-    Args:
-        spec: see above, and `load_module`.
-        what: what it is called in errors, such as "reward function".
-
-    Raises:
-        ValueError: if `spec` has another form, or the module, file or function does not exist. An exception raised
-            inside the module is passed on unchanged.
+    Errors begin with `what`, such as "reward function". Modules and exceptions are as for `load_module`.
     """
     target, _, name = spec.rpartition(":")
     if not target or not name.isidentifier():
@@ -44,25 +31,18 @@ def load_function(spec: str, *, what: str) -> Callable[..., Any]:
     module = load_module(target, what=f"{what} {spec!r}")
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        own = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        found = [key for key in own if not key.startswith("_")]
-        hint = did_you_mean(name, found, likeness=0.6) or f" it has {', '.join(found) or 'none'}"
+        callables = {k: v for k, v in vars(module).items() if callable(v) and not k.startswith("_")}
+        public = [k for k, v in callables.items() if getattr(v, "__module__", "") == module.__name__]
+        hint = did_you_mean(name, public, likeness=0.6) or f" it has {', '.join(public) or 'none'}"
         raise ValueError(f"{what} {spec!r}: {target} has no function {name!r};{hint}")
     return function
 
 
 def load_module(name: str, *, what: str) -> ModuleType:
-    """The module `name`: "package.module", or the path of a file that ends in .py.
+    """The module `name`: "package.module", or the path of a file that ends in .py. A second call returns the same one.
 
-    A relative path counts from the current folder, and a module is searched there before the rest of Python's path. A
-    file can import the modules beside it while it is loaded. A second call returns the same module.
-
-    Args:
-        name: see above.
-        what: what names it, for errors.
-
-    Raises:
-        ValueError: when there is no such file or module. An exception raised inside the module is passed on unchanged.
+    Paths are relative to the current folder, where modules are searched first too. A file can import the modules beside
+    it while it is loaded. Exceptions raised inside the module are passed on; errors of ours begin with `what`.
     """
     file = Path(name).resolve() if name.endswith(".py") else None
     if file is not None and not file.is_file():
@@ -71,10 +51,10 @@ def load_module(name: str, *, what: str) -> ModuleType:
     folder = str(file.parent if file else Path.cwd())
     sys.path.insert(0, folder)
     # The prefix keeps a file named json.py from replacing the module of that name.
-    known_as = name if file is None else f"_user_file_{file.stem}_{abs(hash(file)):x}"
-    _LOADED.add(known_as)
+    module_name = name if file is None else f"_user_file_{file.stem}_{abs(hash(file)):x}"
+    _LOADED.add(module_name)
     try:
-        return importlib.import_module(name) if file is None else _load_file(file, known_as)
+        return importlib.import_module(name) if file is None else _load_file(file, module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if file is not None or (name != missing and not name.startswith(f"{missing}.")):
@@ -100,9 +80,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
 
 
 def raised_by(error: BaseException) -> str | None:
-    """The function, with its file, of a module loaded for a user through which `error` or its cause has passed, last of
-    all; None if there is none.
-    """
+    """The innermost function of a user's module in the traceback of `error` or its causes, with file and line."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__") in _LOADED:
             return f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {line})"

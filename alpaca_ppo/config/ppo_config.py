@@ -1,10 +1,9 @@
 """`PPOConfig`, the options of a training run: validated once, then frozen.
 
-Options that also exist in `transformers.TrainingArguments` or in AlpacaFarm keep their name and meaning. One step is
-one rollout plus the updates on it; `max_steps`, `logging_steps`, `save_steps`, `eval_steps` and
-`critic_pretraining_steps` count such steps. `warmup_steps` counts optimizer steps, and the "step" in AlpacaFarm's names
-`step_batch_size` and `step_per_device_batch_size` is an optimizer step too. Bounds are declared with each field;
-combinations are checked in `checks`. Nothing here depends on models, devices or the number of processes.
+Options that also exist in `transformers.TrainingArguments` or in AlpacaFarm keep their name and meaning. A step is one
+rollout plus the updates on it, as in `max_steps` and `save_steps`; but `warmup_steps` and AlpacaFarm's
+`step_batch_size` and `step_per_device_batch_size` mean optimizer steps. Nothing here depends on models, devices or the
+number of processes.
 """
 
 import os
@@ -21,12 +20,11 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 
 @dataclass(frozen=True)
 class PPOConfig(LearningOptions):
-    """Everything that `PPOTrainer` needs besides models, data and rewards; it inherits the options of the run
-    and its rollouts (`RunOptions`) and of what policy and critic learn (`LearningOptions`).
+    """Everything that `PPOTrainer` needs besides models, data and rewards. `RunOptions` and `LearningOptions`, which it
+    inherits from, hold most of the options.
 
     Raises:
-        ValueError: for a value outside its range, or for two options that contradict each other; the message names the
-            fields, their values and the remedy.
+        ValueError: for a value outside its range, or for options that contradict each other.
     """
 
     reference: str = argument("auto", group="Policy and reference models")
@@ -46,8 +44,8 @@ class PPOConfig(LearningOptions):
     lr_scheduler_type: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
     ] = "linear"
-    """Schedule of transformers.get_scheduler; only constant, constant_with_warmup and inverse_sqrt let a finished run
-    be made longer."""
+    """Schedule of transformers.get_scheduler; a finished run can be made longer only with constant,
+    constant_with_warmup and inverse_sqrt."""
     warmup_steps: WarmupSteps = argument(0, needs=unless("lr_scheduler_type", "constant"))
     """Optimizer steps of warm-up, or, below 1, their share of all; constant has none."""
     weight_decay: float = argument(0.0, ge=0)
@@ -57,20 +55,19 @@ class PPOConfig(LearningOptions):
     adam_beta2: float = argument(0.999, ge=0, lt=1)
     """Second beta of AdamW."""
     adam_epsilon: float = argument(1e-8, gt=0)
-    """Epsilon of AdamW; 1e-5 (AlpacaFarm's value) nearly halves the step of a 7B model whose gradient has the norm
-    1."""
+    """Epsilon of AdamW; AlpacaFarm's 1e-5 nearly halves the step of a 7B model with a gradient of norm 1."""
     max_grad_norm: float = argument(1.0, gt=0)
     """Maximum norm of the policy's gradient, without the critic's; larger ones are clipped."""
     max_skipped_updates: int = argument(0, ge=0)
-    """Optimizer steps with a loss or gradient that is not finite, which a run skips; one more ends it."""
+    """How many optimizer steps with a loss or gradient that is not finite a run skips; one more ends it."""
 
     bf16: bool = argument(False, group="Devices and memory")
     """Forward passes in bfloat16; the optimizer keeps float32 weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     padding_free: Literal["auto", True, False] = "auto"
-    """Rows laid end to end without padding: where the model allows it (auto), always (an error where policy, critic or
-    reference does not; reward models are padded then), or never."""
+    """Whether rows are laid end to end without padding: where the model allows it (auto), always (true; an error if
+    policy, critic or reference does not allow it, while reward models are padded then), or never (false)."""
     logprob_chunk_size: int = argument(1024, ge=1)
     """Tokens whose logits are in memory at once."""
     use_cpu: bool = False
@@ -93,50 +90,42 @@ class PPOConfig(LearningOptions):
 
     @property
     def eval_strategy(self) -> str:
-        """What callbacks read as `transformers.TrainingArguments.eval_strategy`: "steps" if there are evaluations
-        between the first and the last step, else "no".
-        """
+        """For callbacks, as `transformers.TrainingArguments.eval_strategy`: "steps" or "no"."""
         return "steps" if self.eval_steps else "no"
 
     @property
     def responses_per_step(self) -> int:
-        """Responses of a full step: prompts times responses per prompt."""
         return self.rollout_batch_size * self.num_return_sequences
 
     @property
     def longest_row(self) -> int:
-        """Most tokens that a model reads of a row: prompt and response."""
         return self.query_len + self.response_len
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens that a micro-batch may have: `max_tokens_per_micro_batch` or its default."""
         return self.max_tokens_per_micro_batch or self.step_per_device_batch_size * self.longest_row
 
     @property
     def separate_critic_steps(self) -> bool:
-        """Whether policy and critic take optimizer steps of their own; with a shared backbone they cannot."""
+        """Whether policy and critic are trained in separate optimizer steps, which a shared backbone does not allow."""
         asked = self.critic_epochs is not None or self.critic_step_batch_size is not None
         return asked and self.uses_critic and self.critic_layout != "shared"
 
     @property
     def num_critic_epochs(self) -> int:
-        """Epochs of the critic on each rollout: `critic_epochs`, or as many as the policy's."""
         return (self.separate_critic_steps and self.critic_epochs) or self.ppo_epochs
 
     @property
     def critic_rate(self) -> float:
-        """Learning rate of the critic: `critic_learning_rate` or its default."""
         if self.critic_learning_rate is not None:
             return self.critic_learning_rate
         return self.learning_rate * (CRITIC_RATE_RATIO if self.separate_critic_steps else 1)
 
     @property
     def critic_batch_rows(self) -> int:
-        """Responses in an optimizer step that trains the critic: `critic_step_batch_size` or its default."""
+        """Responses in an optimizer step that trains the critic."""
         return self.critic_step_batch_size or self.step_batch_size
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the advantage estimator needs a critic."""
         return bool(ADV_ESTIMATORS.trait(self.adv_estimator, "needs_critic"))

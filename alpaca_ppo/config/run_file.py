@@ -1,7 +1,7 @@
-"""What a configuration file may hold besides options: a run's own record, `run.yaml`, which repeats the run.
+"""A run's own record, `run.yaml`, as a configuration file, which repeats the run. `tracking.run_record` writes it.
 
-It is written by `tracking.run_record`. Its mapping `provenance` says where the run came from, and is no option; of it,
-only the objects that the run was given in memory are read, because a file cannot bring them back.
+Its mapping `provenance` is no option. Of it, only the list of objects that the run got in memory is read, because a
+file cannot bring them back.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,22 +26,19 @@ OPTIONS_OF_ARGUMENT = {
     "environment_factory": ("environments",),
     "tool_call_parser": ("tool_call_parser",),
 }
-"""The options that say what an argument of `PPOTrainer` is given, the one that names it first. The others have none."""
+"""For each argument of `PPOTrainer`, the options that stand for it; errors propose the first."""
 
 
 def check_run_files(
     contents: Mapping[str, Mapping[str, Any]], *, given: Mapping[str, Any], needed: Collection[str] | None = None
 ) -> None:
-    """Checks that configuration files which are runs' own lack nothing that is not set elsewhere.
+    """Checks that no file is the record of a run with objects or credentials that it cannot hold, unless options that
+    are set later replace them.
 
     Args:
-        contents: what each file holds, by its name, in order; later ones replace the options of earlier ones.
-        given: options that are set on the command line, and replace those of the files.
-        needed: arguments of `PPOTrainer` that the command needs; None = all.
-
-    Raises:
-        ValueError: for a file of a run that was given objects in memory which no option replaces, and for a
-            credential that was left out of the file; names them and the remedy.
+        contents: the mapping in each file; later files replace the options of earlier ones.
+        given: the options on the command line, which replace those of the files.
+        needed: the arguments of `PPOTrainer` that the command needs; None = all.
     """
     replaced = set(given)
     for source, content in reversed(list(contents.items())):
@@ -53,7 +50,8 @@ def check_run_files(
             options = OPTIONS_OF_ARGUMENT.get(argument, ())
             if replaced.isdisjoint(options) and (needed is None or argument in needed):
                 lost.append(f"{name} = {what}")
-                flags |= {f"--{option}": None for option in options[:1]}
+                if options:
+                    flags[f"--{options[0]}"] = None
         if lost:
             remedy = f"Give {', '.join(flags)}" if flags else f"Delete those lines of {PROVENANCE}.{IN_MEMORY}"
             raise ValueError(
@@ -61,7 +59,7 @@ def check_run_files(
                 f"back: {'; '.join(lost)}. {remedy}, or run that program again"
             )
         values = {name: value for name, value in content.items() if name != PROVENANCE}
-        # As YAML, because aliases that repeat each other are short there.
+        # As YAML, where a value that aliases repeat many times stands once.
         texts = {name: yaml.safe_dump(value, width=1e9) for name, value in values.items() if name not in replaced}
         if removed := [name for name, text in texts.items() if REMOVED in text]:
             raise ValueError(

@@ -1,57 +1,50 @@
-"""What commands load: `ScriptArguments` and its variants, the models, rewards and data of a run, and
-`LoraArguments`, its adapters.
-"""
+"""`ScriptArguments` and its variants: the models, rewards and data that commands load; and `LoraArguments`."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
-from alpaca_ppo.config.foreign_names import ExplainsUnknownNames
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, check_argument_names
 from alpaca_ppo.config.names import check_model_name, check_url
 
 MODELS = frozenset({"model", "value_model", "peft_config"})
-"""The arguments of `PPOTrainer` that decide which weights a run trains."""
+"""The arguments of `PPOTrainer` on which a run's weights depend."""
 MEASURED = frozenset({
     "trainer_class", "eval_dataset", "reward_funcs", "metric_funcs", "reward_processing_classes",
     "metric_processing_classes", "ref_model", "tools", "environment_factory", "tool_call_parser",
 })  # fmt: skip
-"""Those that decide what an evaluation of a given model measures."""
+"""The arguments of `PPOTrainer` on which the evaluation of a given model depends."""
 RESERVE_GIB = 1.0
 """GiB of an accelerator's memory that tensors cannot use: CUDA context, kernel workspaces, fragmentation."""
 
 
-class CheckedArguments(ExplainsUnknownNames):
-    """Base of a command's dataclass: checks each field, whether it can act, and that what is required is there.
+class CheckedArguments:
+    """Base of a command's dataclass, which checks its fields, their needs, and that what is required is set."""
 
-    Raises:
-        ValueError: for the first field that is wrong, by name.
-    """
+    required: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Groups of options; one of each group must be set, and the error names its first."""
 
-    required: ClassVar[tuple[str, ...]] = ()
-    """The options that must be set; instead of the first of "one or other", the other may be."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_argument_names(cls, args, kwargs, CONFIG_SECTIONS)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_needs(self)
-        for name, *instead in (names.split(" or ") for names in self.required):
-            if not any(getattr(self, each) for each in (name, *instead)):
-                raise ValueError(f"{name} is not set; give --{name} or put it in the --config file")
+        for names in self.required:
+            if not any(getattr(self, name) for name in names):
+                raise ValueError(f"{names[0]} is not set; give --{names[0]} or put it in the --config file")
 
 
 @dataclass(frozen=True)
 class ScriptArguments(CheckedArguments):
-    """What `alpaca-ppo train` loads: models, rewards and data.
+    """What `alpaca-ppo train` loads: models, rewards and data."""
 
-    Raises:
-        ValueError: when a required name is missing, a reward function is not written as module:function, an address
-            cannot be one.
-    """
-
-    required: ClassVar[tuple[str, ...]] = ("model_name_or_path", "dataset_name or environments")
+    required: ClassVar[tuple[tuple[str, ...], ...]] = (("model_name_or_path",), ("dataset_name", "environments"))
     needed_objects: ClassVar[Collection[str] | None] = None
-    """The arguments of `PPOTrainer` that the command needs of a run that was given objects; None = all."""
+    """The arguments of `PPOTrainer` that the command needs from a run's own file (`check_run_files`); None = all."""
 
     model_name_or_path: str = argument("", group="Models, rewards and data")
     """Policy to train: a hub id or a folder. Required."""
@@ -63,18 +56,17 @@ class ScriptArguments(CheckedArguments):
     reward_funcs: list[str] | None = None
     """Reward functions, as module:function or file.py:function."""
     reward_url: list[str] | None = None
-    """Addresses of a reward server, which are one reward source; the environment variable REWARD_API_KEY holds its
-    key."""
+    """Addresses of a reward server, together one reward source; the variable REWARD_API_KEY holds its key."""
     reward_url_timeout: float = argument(60.0, gt=0, le=86400, needs=when("reward_url"))
     """Seconds that a server may take for a request."""
     environments: list[str] | None = None
-    """Environments that answer the policy: module:class or file.py:class; several as name=module:class, among which the
-    dataset's column environment chooses."""
+    """Environments that answer the policy: module:class or file.py:class; several as name=module:class, of which the
+    dataset's column environment names one for each prompt."""
     tools: list[str] | None = None
     """Functions that the policy can call, as module:function or file.py:function."""
     tool_call_parser: str | None = argument(None, needs=when("environments") | when("tools"))
-    """Function, as module:function or file.py:function, that finds the tool calls in a turn's text; null = the
-    tokenizer's form, or else JSON between <tool_call> tags."""
+    """Function, as module:function or file.py:function, that finds the tool calls in a turn's text; null = calls in the
+    tokenizer's format, or if it has none, JSON between <tool_call> tags."""
     dataset_name: str = ""
     """Prompts: a hub id, a folder, or a jsonl, csv or parquet file. Required, unless an environment makes them."""
     dataset_config: str | None = argument(None, needs=when("dataset_name"))
@@ -99,7 +91,8 @@ class ScriptArguments(CheckedArguments):
             object.__setattr__(self, "resume_from_checkpoint", None)
         super().__post_init__()
         for spec in self.reward_funcs or []:
-            if not spec.rpartition(":")[0] or not spec.rpartition(":")[2].isidentifier():
+            module, _, function = spec.rpartition(":")
+            if not module or not function.isidentifier():
                 raise ValueError(
                     f"reward_funcs holds {spec!r}, which is not a function; write module:function or "
                     "file.py:function, and put models into reward_model_name_or_path"
@@ -113,18 +106,11 @@ class ScriptArguments(CheckedArguments):
             )
 
     def check_before_loading(self, args: Any) -> None:
-        """Checks that there is a reward, that the options of `args` can act, and that each model's name is a folder or
-        could be a hub id. Whether the hub has the model shows when it is loaded.
-
-        Args:
-            args: the run's `PPOConfig`.
-
-        Raises:
-            ValueError: when there is no reward, for an option without effect, or for a name that is neither; names the
-                option, its value and the remedy.
+        """Checks that there is a reward, that the options of `args`, a `PPOConfig`, have an effect, and that each
+        model's name is a folder or could be a hub id.
         """
         rewards = ("reward_model_name_or_path", "reward_funcs", "reward_url")
-        # Whether an environment gives a reward shows once it is there.
+        # An environment may give a reward; that shows once it is loaded.
         if not (any(getattr(self, name) for name in rewards) or args.reward_adapter or self.environments):
             raise ValueError(f"there is no reward; give at least one of --{', --'.join(rewards)} and --reward_adapter")
         check_needs(
@@ -142,16 +128,16 @@ class ScriptArguments(CheckedArguments):
 
 @dataclass(frozen=True)
 class ModelArguments(ScriptArguments):
-    """`ScriptArguments`, of which only the models are used."""
+    """`ScriptArguments` for commands that load the models only."""
 
-    required = ("model_name_or_path",)
+    required = (("model_name_or_path",),)
     needed_objects = MODELS
 
 
 @dataclass(frozen=True)
 class EstimateArguments(ModelArguments):
-    """`ScriptArguments`, of which the models are used, and whether there are environments or tools; and the devices to
-    estimate for.
+    """`ScriptArguments` for an estimate of memory, which reads the models and whether there are environments or tools;
+    and the devices to estimate for.
     """
 
     num_processes: int = argument(1, ge=1)
@@ -159,7 +145,7 @@ class EstimateArguments(ModelArguments):
     zero_stage: int = argument(0, ge=0, le=3)
     """DeepSpeed ZeRO stage, 1 to 3; 0 = none."""
     accelerate_config: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] | None = None
-    """The same by the name of the launch configuration of `alpaca-ppo train`."""
+    """Launch configuration of `alpaca-ppo train`, in place of zero_stage."""
     device_gib: float | None = argument(None, gt=RESERVE_GIB)
     """Memory of a device in GiB, of which 1 is reserved; the output then shows whether the run fits."""
     json: bool = False
@@ -168,11 +154,7 @@ class EstimateArguments(ModelArguments):
 
 @dataclass(frozen=True)
 class LoraArguments(CheckedArguments):
-    """LoRA instead of full fine-tuning (arXiv:2106.09685), for `alpaca-ppo train` and `alpaca-ppo reward`.
-
-    Raises:
-        ValueError: for a value outside its range, or an option of LoRA without use_peft.
-    """
+    """LoRA instead of full fine-tuning (arXiv:2106.09685), for `alpaca-ppo train` and `alpaca-ppo reward`."""
 
     use_peft: bool = argument(False, group="LoRA")
     """Freeze the base model and train LoRA adapters on it."""
@@ -184,16 +166,13 @@ class LoraArguments(CheckedArguments):
     """Layers that get adapters; null or all-linear = every linear layer but the output head."""
 
     def peft_config(self, task_type: str) -> Any:
-        """The `peft.LoraConfig` of these arguments for `task_type` (CAUSAL_LM or SEQ_CLS), or None without LoRA.
-
-        Dropout is off, as everywhere in PPO.
-        """
+        """The `peft.LoraConfig` for `task_type` (CAUSAL_LM or SEQ_CLS), without dropout; None without LoRA."""
         if not self.use_peft:
             return None
         # Importing peft takes seconds, which `--help` and the errors of a configuration need not wait for.
         from peft import LoraConfig
 
         modules: Any = self.lora_target_modules
-        # PEFT's word is a string of its own, not an entry of a list.
+        # PEFT takes "all-linear" as a string only, not in a list.
         target = modules if modules and "all-linear" not in modules else "all-linear"
         return LoraConfig(task_type=task_type, r=self.lora_r, lora_alpha=self.lora_alpha, target_modules=target)

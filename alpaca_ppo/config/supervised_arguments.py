@@ -21,9 +21,9 @@ class _SupervisedArguments(CheckedArguments):
     prompt_column: str = "prompt"
     """Column of the prompt: text or messages."""
     prompt_template: str | None = None
-    """Named template or format string instead, which writes text without the chat template."""
+    """Named template or format string instead, for plain text without the chat template."""
     user_template: str | None = argument(None, needs=unless("prompt_template"))
-    """Format string instead, which writes a user's message."""
+    """Format string instead, for a user message."""
     system_prompt: str | None = argument(None, needs=unless("prompt_template"))
     """System message before the user's, unless the row has one."""
     max_length: int = argument(1024, ge=2)
@@ -33,17 +33,12 @@ class _SupervisedArguments(CheckedArguments):
     dataset_name: str = ""
     """Demonstrations, or for a reward model preferences: a hub id, a folder, or a data file."""
 
-    required = ("model_name_or_path", "dataset_name")
+    required = (("model_name_or_path",), ("dataset_name",))
 
 
 @dataclass(frozen=True)
 class SFTArguments(_SupervisedArguments):
-    """Which model learns from which demonstrations.
-
-    Raises:
-        ValueError: when the model or the dataset is not named, `max_length` leaves no room, or `chat_template_kwargs`
-            has an argument that training sets itself.
-    """
+    """Model and demonstrations of `alpaca-ppo sft`."""
 
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Further arguments of the chat template, such as {enable_thinking: false}, as YAML or JSON."""
@@ -57,12 +52,9 @@ class SFTArguments(_SupervisedArguments):
 
 @dataclass(frozen=True)
 class RewardModelArguments(_SupervisedArguments):
-    """Which model learns from which preferences: rows of a prompt and the completions `chosen` and `rejected`, or of
-    whole conversations `chosen` and `rejected`.
-
-    Raises:
-        ValueError: when the model or the dataset is not named, or `max_length` leaves no room.
+    """Model and preferences of `alpaca-ppo reward`: rows with a prompt and the completions `chosen` and `rejected`, or
+    with these as whole conversations.
     """
 
     chat_template_kwargs: ClassVar[None] = None
-    """Reward models keep their chat template as it is."""
+    """Not an option: reward models use their chat template without arguments."""

@@ -1,9 +1,10 @@
 """Estimates the memory of a run: the peak of each phase of a PPO step by cause, and whether a device has enough.
 
-Reads only the models' configurations and runs the trainer's passes over tensors without memory (`passes`); what is held
-beside them is arithmetic (`distributed.held_memory`). It counts tensors, not what a device and its kernels take.
+The trainer's passes are run over tensors without memory (`passes`); what is held beside them is calculated
+(`distributed.held_memory`). Tensors are counted, but not what a device and its kernels take.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -26,11 +27,10 @@ GIB = 2**30
 def predict(
     models: Models, args: PPOConfig, shardings: Sequence[Sharding], *, replies: bool = False, device: float = 0.0
 ) -> list[tuple[list[PhaseMemory], float]]:
-    """What `phases` returns for each of the `shardings` over as many processes, from passes that are measured once
-    where they are the same. A vLLM server of the run's own has its share of `device`, in bytes, while it samples.
+    """What `phases` returns for each of the `shardings`, which are all over the same number of processes.
 
-    Raises:
-        ValueError: whatever `measure` raises.
+    `device` is the bytes of a device, of which a vLLM server that the run starts takes a share; for `replies` see
+    `measure`.
     """
 
     @cache
@@ -40,7 +40,7 @@ def predict(
             measured.kv_cache = args.vllm_gpu_memory_utilization * device
         return measured
 
-    # DeepSpeed casts the models, where other runs have autocast.
+    # With bf16, DeepSpeed casts the models; other runs use autocast.
     return [phases(passes(args.bf16 and sharding.stage > 0), args, sharding) for sharding in shardings]
 
 
@@ -50,47 +50,47 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     Returns:
         `phases` (bytes by cause), `peak`, `peak_phase`; with several processes `peak_by_zero_stage`; with offloading
         `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`: the peak after
-        each of the three changes that save most, and after all of them.
-
-    Raises:
-        ValueError: for models that cannot be read or contradict the settings.
+        each of the changes that save most, and after all of them.
     """
-    named = script.accelerate_config or "ddp"
-    stage = int(named.removeprefix("zero")) if named.startswith("zero") else script.zero_stage
-    args = replace(args, fsdp=args.fsdp or named == "fsdp")
+    launch = script.accelerate_config or "ddp"
+    stage = int(launch.removeprefix("zero")) if launch.startswith("zero") else script.zero_stage
+    args = replace(args, fsdp=args.fsdp or launch == "fsdp")
     check_fsdp(args)
     sharding = sharding_of(script.num_processes, stage, args)
     check_four_bit(sharding.stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
-    # Neither ZeRO 3 nor FSDP2 shards 4-bit weights.
-    names = ["0", "1", "2"] if args.load_in_4bit else ["0", "1", "2", "3", "fsdp"]
-    n, own_name = script.num_processes, "fsdp" if sharding.fsdp else str(sharding.stage)
-    by_name = {k: Sharding(n, fsdp=True) if k == "fsdp" else Sharding(n, int(k)) for k in names if n > 1}
-    by_name[own_name] = sharding
-    # A critic without a backbone takes a head and an adapter from a value model, which weigh as much as its own.
-    value = script.value_model_name_or_path if args.critic_layout == "separate" else None
-    value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
+    n = script.num_processes
+    shardings: dict[str, Sharding] = {}
+    if n > 1:
+        shardings = {str(stage): Sharding(n, stage) for stage in (0, 1, 2)}
+        if not args.load_in_4bit:
+            # ZeRO 3 and FSDP2 cannot shard 4-bit weights.
+            shardings |= {"3": Sharding(n, 3), "fsdp": Sharding(n, fsdp=True)}
+    name_of_run = "fsdp" if sharding.fsdp else str(sharding.stage)
+    shardings[name_of_run] = sharding
     if args.reference not in REFERENCES:
         args = replace(args, reference=model_folder("reference", args.reference))
-    policy, rewards = model_folder("model_name_or_path", script.model_name_or_path), script.reward_model_name_or_path
-    models = Models(policy, lora.peft_config("CAUSAL_LM"), value, rewards or [])
-    replies = bool(script.environments or script.tools)
-    how: dict[str, Any] = {"replies": replies, "device": (script.device_gib or 0.0) * GIB}
-    found = dict(zip(by_name, predict(models, args, list(by_name.values()), **how), strict=True))
-    own, offloaded = found[own_name]
-    peak = max(own, key=lambda phase: phase.total)
+    # Only a separate critic has another size if it starts from a value model.
+    value = script.value_model_name_or_path if args.critic_layout == "separate" else None
+    value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
+    policy = model_folder("model_name_or_path", script.model_name_or_path)
+    models = Models(policy, lora.peft_config("CAUSAL_LM"), value, script.reward_model_name_or_path or [])
+    replies, device = bool(script.environments or script.tools), (script.device_gib or 0.0) * GIB
+    predicted = predict(models, args, list(shardings.values()), replies=replies, device=device)
+    predictions = dict(zip(shardings, predicted, strict=True))
+    phases_of_run, offloaded = predictions[name_of_run]
+    peak = max(phases_of_run, key=lambda phase: phase.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
-        "processes": script.num_processes,
+        "processes": n,
         "zero_stage": sharding.stage,
-        "phases": [{**asdict(phase), "total": phase.total} for phase in own],
+        "phases": [{**asdict(phase), "total": phase.total} for phase in phases_of_run],
         "peak": peak.total,
         "peak_phase": peak.phase,
     }
-    if len(found) > 1:
-        peaks = {name: max(phase.total for phase in its_phases) for name, (its_phases, _) in found.items()}
-        result["peak_by_zero_stage"] = peaks
+    if len(predictions) > 1:
+        result["peak_by_zero_stage"] = {name: _peak(found) for name, (found, _) in predictions.items()}
     if offloaded:
         result["offloaded"] = offloaded
     if script.device_gib is None:
@@ -100,38 +100,48 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     if not result["fits"]:
         result["changes"] = []
         for change in _changes(models, args):
-            with_lora = replace(lora, use_peft=lora.use_peft or "use_peft" in change).peft_config("CAUSAL_LM")
+            options = dict(change)
+            peft_config = replace(lora, use_peft=options.pop("use_peft", lora.use_peft)).peft_config("CAUSAL_LM")
             try:
-                changed = replace(args, **{name: value for name, value in change.items() if name != "use_peft"})
-                ((changed_phases, _),) = predict(replace(models, lora=with_lora), changed, [sharding], **how)
+                changed_args = replace(args, **options)
+                changed_models = replace(models, lora=peft_config)
+                [(found, _)] = predict(changed_models, changed_args, [sharding], replies=replies, device=device)
             except ValueError:
-                # The run would refuse it.
+                # The run would be refused.
                 continue
-            text = ", ".join(f"{n}: {str(v).lower() if isinstance(v, bool) else v}" for n, v in change.items())
-            after = max(phase.total for phase in changed_phases)
-            result["changes"].append({"change": text, "peak": after, "fits": after <= limit})
+            text = ", ".join(f"{name}: {json.dumps(v) if isinstance(v, bool) else v}" for name, v in change.items())
+            result["changes"].append({"change": text, "peak": _peak(found), "fits": _peak(found) <= limit})
     return result
 
 
+def _peak(found: Sequence[PhaseMemory]) -> float:
+    return max(phase.total for phase in found)
+
+
 def _changes(models: Models, args: PPOConfig) -> list[dict[str, Any]]:
-    """The options of each of the three changes that save most, without those that the run has made, and of all."""
+    """The options of up to three changes that save most and that the run does not have yet, and of all of them."""
     one_row = {"step_per_device_batch_size": 1}
     if args.max_tokens_per_micro_batch is not None:
         one_row = {"max_tokens_per_micro_batch": args.longest_row}
     changes: list[dict[str, Any]] = [{"gradient_checkpointing": True}, one_row]
     if models.lora is None and not is_adapter(models.policy):
-        layout = {"critic_layout": "adapter"} if args.uses_critic and not args.init_value_with_reward else {}
-        changes.append({"use_peft": True, "dtype": "bfloat16", "bf16": False, "reference": "auto", **layout})
+        use_lora: dict[str, Any] = {"use_peft": True, "dtype": "bfloat16", "bf16": False, "reference": "auto"}
+        if args.uses_critic and not args.init_value_with_reward:
+            use_lora["critic_layout"] = "adapter"
+        changes.append(use_lora)
     changes = [change for change in changes if any(getattr(args, name, None) != v for name, v in change.items())]
-    return [*changes, {name: v for change in changes for name, v in change.items()}] if len(changes) > 1 else changes
+    if len(changes) > 1:
+        changes.append({name: value for change in changes for name, value in change.items()})
+    return changes
 
 
 def table(result: dict[str, Any]) -> str:
     """The result of `estimate` as text, in GiB."""
     lines = [f"{result['model']}: peak memory of one device in each phase of a PPO step, in GiB", ""]
     rows = [["phase", *(cause.replace("kv_cache", "KV cache") for cause in CAUSES), "total"]]
-    rows += [[p["phase"], *(f"{p[cause] / GIB:.2f}" for cause in (*CAUSES, "total"))] for p in result["phases"]]
-    lines += [f"{phase:<15}" + "".join(f"{cell:>13}" for cell in cells) for phase, *cells in rows]
+    for phase in result["phases"]:
+        rows.append([phase["phase"], *(f"{phase[cause] / GIB:.2f}" for cause in (*CAUSES, "total"))])
+    lines += [f"{name:<15}" + "".join(f"{cell:>13}" for cell in cells) for name, *cells in rows]
     lines += ["", f"peak: {result['peak'] / GIB:.2f} GiB ({result['peak_phase']})"]
     if "peak_by_zero_stage" in result:
         stages = result["peak_by_zero_stage"].items()

@@ -1,8 +1,7 @@
-"""The models of a run with fake tensors, which have a shape but no memory; and the count of live tensors' bytes.
+"""The models of a run as fake tensors, which have a shape but no memory; and a count of the bytes of live tensors.
 
-They are made by the code that makes a run's models, from their configurations in place of their weights. Left out are
-the weights of adapters that are not trained: those of a reward, and of a reference. Patches for what transformers and
-torch do differently with fake tensors follow.
+The code that makes a run's models makes these from their configurations. The weights of adapters that are not trained,
+those of a reward or a reference, are left out.
 """
 
 import copy
@@ -41,28 +40,23 @@ from alpaca_ppo.saved_models import remote_code
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run, by folder or hub id; what `PPOConfig` names itself is not repeated."""
+    """The models of a run that `PPOConfig` does not name, by folder or hub id.
+
+    Attributes:
+        lora: the adapter to train on `policy`; None = `policy` itself, which may be an adapter.
+    """
 
     policy: str
     lora: LoraConfig | None = None
-    """Of the adapter to train on `policy`; None = that of the policy if it is an adapter, else all its weights."""
     value: str | None = None
     rewards: Sequence[str] = ()
 
 
 def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[ActorCritic, dict[str, nn.Module]]:
-    """Builds the models of a run on the meta device (small parts on the CPU).
+    """The models of a run on the meta device (small parts on the CPU), and by name all modules that hold weights:
+    policy, critic, a copied reference, reward0, reward1 and so on.
 
-    Returns:
-        Policy and critic; and all that hold weights: policy, critic, a copied reference, reward0, reward1 and so on.
-
-    Args:
-        models: their names.
-        args: of the run.
-        half: cast the trained models and the reference to bfloat16, as DeepSpeed does.
-
-    Raises:
-        ValueError: as `make_actor_critic` and `make_reference`.
+    With `half`, the trained models and the reference are cast to bfloat16, as DeepSpeed does.
     """
     policy, lora = models.policy, copy.deepcopy(models.lora)
     if lora is None and is_adapter(policy):
@@ -72,7 +66,7 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[Actor
         torch.device("meta"),
         mock.patch.object(loading, "load_complete", without_weights),
         mock.patch.object(saved_critic, "load_complete", without_weights),
-        # A run for a GPU is estimated where there is none; `passes` counts its linear layers in 4 bits.
+        # bitsandbytes needs a GPU, which an estimate does not; `passes` counts linear layers in 4 bits.
         mock.patch.object(loading, "_four_bit", dict),
     ):
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
@@ -80,9 +74,10 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[Actor
         copied = reference.policy if isinstance(reference, CopiedReference) else None
         roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied}
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
-        # Parameters, but not buffers, as `DeepSpeedEngine` does; reward models keep their precision.
-        for parameter in (parameter for module in modules.values() for parameter in module.parameters() if half):
-            parameter.data = parameter.data.to(torch.bfloat16)
+        if half:
+            # As `DeepSpeedEngine` does, parameters but not buffers, and not those of reward models.
+            for parameter in nn.ModuleDict(modules).parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
         given: Any = {"trust_remote_code": args.trust_remote_code, "dtype": getattr(torch, args.dtype)}
         for i, name in enumerate(models.rewards):
             modules[f"reward{i}"] = without_weights(AutoModelForSequenceClassification, name, **given)
@@ -92,11 +87,7 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[Actor
 def without_weights(
     auto_class: Any, name: str, *, trust_remote_code: bool, dtype: torch.dtype = torch.float32, **_: Any
 ) -> PreTrainedModel:
-    """What `models.loading.load_complete` returns, on the meta device; of an adapter its base.
-
-    Raises:
-        ValueError: when `name` has no configuration, one that `auto_class` cannot build, or code that it may not run.
-    """
+    """The model that `models.loading.load_complete` returns, on the meta device; of an adapter only its base."""
     if auto_class is AutoModelForCausalLM and is_adapter(name):
         name = adapter_base(name, read_adapter(name, name))
     problem, trust = f"no model can be loaded from {name!r}", trust_remote_code
@@ -106,7 +97,7 @@ def without_weights(
             model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust)
     if auto_class is AutoModelForSequenceClassification:
         model.config.pad_token_id = 0
-        # Not on the meta device: a critic's head is initialized from this weight.
+        # On the CPU, because a critic's head may be initialized from this weight.
         width, labels = model.score.in_features, model.score.out_features
         model.score = nn.Linear(width, labels, bias=False, dtype=dtype, device="cpu")
     return model  # type: ignore[no-any-return]
@@ -124,51 +115,53 @@ def make_fake(roots: Collection[nn.Module], mode: FakeTensorMode) -> None:
         other = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
         return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
 
-    known: Any = {tensor: fake(tensor) for root in roots for tensor in (*root.parameters(), *root.buffers())}
-    for module in (module for root in roots for module in root.modules()):
-        tables: Any = (module._parameters, module._buffers)
-        for table in tables:
-            table.update({name: known.get(tensor, tensor) for name, tensor in table.items()})
+    fakes: Any = {tensor: fake(tensor) for root in roots for tensor in (*root.parameters(), *root.buffers())}
+    for root in roots:
+        for module in root.modules():
+            tables: Any = (module._parameters, module._buffers)
+            for table in tables:
+                table.update({name: fakes.get(tensor, tensor) for name, tensor in table.items()})
 
 
 @contextmanager
-def as_with_values() -> Iterator[None]:
-    """Inside, three functions take fake tensors as they take others in a run.
+def fake_values() -> Iterator[None]:
+    """Patches three functions so that the passes take fake tensors. Remove a patch when its library does without.
 
-    Where a value is read, it is 0: a loss is finite, and a batch has padding, so that it keeps its attention mask.
-    transformers finds packed sequences by the values of the position ids. Without them it would take every row for
-    packed and build a mask over all pairs of tokens
-    (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py). torch multiplies states
-    (S, K) with the experts' weights (experts, K, N) in bfloat16 alone
-    (https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). Remove these patches when they do.
+    - Every value that is read is 0. Thus losses are finite, and a batch has padding, so that it keeps its mask.
+    - transformers finds packed sequences by the values of position ids. Without values it would take every row for
+      packed and build a mask over all pairs of tokens
+      (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py).
+    - torch multiplies fake states (S, K) with the experts' weights (experts, K, N) in bfloat16 only
+      (https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py).
     """
 
     def grouped(states: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
-        # As many operations and bytes as if one expert had all tokens.
+        # One expert gets all tokens, which is as many operations and bytes.
         return states @ weights[0]
 
     with (
         mock.patch.dict(fake_impls.op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: lambda *_: 0}),
         mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-        # `create` because older versions of torch do not have it.
+        # `create`, because older versions of torch lack the function.
         mock.patch.object(functional, "grouped_mm", grouped, create=True),
     ):
         yield
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts the storages of all tensors that operations return, each storage once.
+    """Counts the storages of all tensors that operations return inside the context, each storage once.
 
-    Not seen is what a kernel allocates and frees internally, nor what an allocator keeps in reserve. torch's own
-    `torch.distributed._tools.mem_tracker.MemTracker` is private and cannot restart its peak between two passes.
+    It does not count what a kernel allocates internally, nor what an allocator keeps in reserve. torch's own
+    `torch.distributed._tools.mem_tracker.MemTracker` is private and cannot reset its peak between two passes.
+
+    Attributes:
+        live: bytes of the tensors alive now.
+        peak: the maximum of `live` since the start or the last `reset_peak`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
-        """Bytes of the tensors alive now."""
-        self.peak = 0
-        """Maximum of `live` since the start or the last `reset_peak`."""
+        self.live = self.peak = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -179,16 +172,13 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def track(self, tensors: Any) -> None:
-        """Counts the tensors in `tensors`, nested containers, that are not counted yet.
-
-        Tensors on the meta device have no memory and are skipped.
-        """
+        """Counts tensors in nested containers; those on the meta device have no memory."""
         for tensor in tree_iter(tensors):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
+                # The id is of one storage as long as that lives, because torch then keeps its Python object.
                 key, size = id(storage), storage.nbytes()
                 if key not in self._storages:
-                    # torch keeps one Python object per storage for as long as the storage lives.
                     self._storages[key] = weakref.ref(storage, partial(self._on_freed, key, size))
                     self.live += size
                     self.peak = max(self.peak, self.live)
@@ -196,7 +186,7 @@ class LiveBytes(TorchDispatchMode):
     def track_all(self) -> None:
         """Counts every tensor known to Python's garbage collector; call it before the work to be measured."""
         gc.collect()
-        # Not isinstance, which would trigger the imports of lazily loaded library modules.
+        # Not isinstance, which would import modules that libraries load lazily.
         self.track([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
 
     def reset_peak(self) -> None:

@@ -1,7 +1,7 @@
 """Runs the trainer's passes over fake tensors and measures each one's peak memory, for any architecture.
 
-One prefill of the prompts, one score, one pass for log-probs and values, and one micro-batch forward and backward;
-responses have full length. Models whose passes depend on the values of tensors cannot be run.
+There is one prefill of the prompts, one score, one pass for log-probs and values, and one micro-batch forward and
+backward, all with responses of full length. Models whose passes depend on the values of tensors cannot be run.
 """
 
 import math
@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.held_memory import Measured
-from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models, as_with_values, build, make_fake, size_of
+from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models, build, fake_values, make_fake, size_of
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.models.policy import eval_mode
@@ -35,29 +35,26 @@ _FOUR_BIT = 0.5 + 4 / 64
 
 def largest_micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
     """Rows and tokens of the largest micro-batch of a process, if every row has full length."""
-    own = math.ceil(args.step_batch_size / processes)
-    tokens = min(args.micro_batch_tokens, own * args.longest_row)
+    rows = math.ceil(args.step_batch_size / processes)
+    tokens = min(args.micro_batch_tokens, rows * args.longest_row)
     return math.ceil(tokens / args.longest_row), tokens
 
 
 def measure(
     models: Models, args: PPOConfig, *, processes: int = 1, half: bool = False, replies: bool = False
 ) -> Measured:
-    """Measures the passes of one process of a run.
+    """Measures the passes of one of `processes` of a run.
 
     Args:
-        models: their configurations.
-        args: of the run.
-        processes: of the run.
         half: cast the trained models and the reference to bfloat16, as DeepSpeed does, instead of using autocast.
-        replies: something may answer the policy in the middle of a response, with as many tokens as that has room for.
+        replies: environments or tools may answer in the middle of a response, up to its full length.
 
     Raises:
         ValueError: when a model cannot run on fake tensors, or models contradict each other.
     """
     try:
-        with warnings.catch_warnings(), as_with_values():
-            # Deprecation warnings of transformers, which the run itself will show.
+        with warnings.catch_warnings(), fake_values():
+            # The run itself will show deprecation warnings of transformers.
             warnings.simplefilter("ignore")
             actor_critic, modules = build(models, args, half=half)
             passes = _Passes(actor_critic, replace(args, bf16=args.bf16 and not half), processes)
@@ -72,17 +69,20 @@ def measure(
 
 
 class _Passes:
-    """The passes of a step. Their rows are made before the tensors are fake, because lengths are read from values."""
+    """The passes of a step. The constructor makes their rows, whose lengths are read from values, before tensors are
+    fake.
+    """
 
     def __init__(self, actor_critic: ActorCritic, args: PPOConfig, processes: int) -> None:
-        self.live, self._actor_critic, self._args = LiveBytes(), actor_critic, args
+        self.live = LiveBytes()
+        self._actor_critic, self._args = actor_critic, args
         self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
         prompts = math.ceil(args.rollout_batch_size / processes)
         self._rows = min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size)
         """Responses sampled, scored or evaluated at once."""
         rows = self._full_rows(self._rows, args.longest_row)
         self._forward_rows = ForwardRows(rows, torch.device("cpu"), per_device_batch_size=self._rows)
-        # They are kept for the pass over fake tensors.
+        # It keeps its packed rows for the pass over fake tensors.
         list(self._forward_rows.batches(actor_critic))
         count, tokens = largest_micro_batch(args, processes)
         batch: Any = self._full_rows(count, math.ceil(tokens / count)) | {"prompt_ids": torch.zeros(0)}
@@ -90,7 +90,7 @@ class _Passes:
         self._micro_batch = MicroBatch(UpdateStep("both", torch.arange(count), 0, ()), batch, packed, [], 0, last=True)
 
     def _full_rows(self, rows: int, length: int) -> dict[str, Tensor]:
-        """Rows of `length` tokens in all; their share of response tokens is that of the longest row."""
+        """Rows of `length` tokens, with prompt and response in proportion to `query_len` and `response_len`."""
         response = math.ceil(self._args.response_len * length / self._args.longest_row)
         queries = torch.zeros(rows, length - response, dtype=torch.long)
         responses = torch.zeros(rows, response, dtype=torch.long)
@@ -98,7 +98,7 @@ class _Passes:
         return dict(zip(ROW_KEYS, (queries, queries + 1, responses, mask), strict=True))
 
     def measure(self, modules: Mapping[str, nn.Module], *, replies: bool) -> Measured:
-        """The bytes of models and passes; with `replies` a turn goes on after tokens of an environment."""
+        """The bytes of models and passes; for `replies` see the function `measure`."""
         args, policy = self._args, self._actor_critic.policy
         tensors = {name: [*module.parameters(), *module.buffers()] for name, module in modules.items()}
         self.live.track(tensors)
@@ -117,42 +117,46 @@ class _Passes:
         measured.logprobs = self._peak(self._log_probs)
         measured.backward = self._peak(partial(self._backward, trained)) - measured.gradients
         if args.load_in_4bit:
-            layers = [m for key, m in policy.named_modules() if isinstance(m, nn.Linear) and "lora_" not in key]
-            packed = [layer.weight for layer in layers if layer is not policy.head]
-            # The one layer that is dequantized at a time is left out.
-            measured.weights["policy"] -= sum(w.numel() * (w.element_size() - _FOUR_BIT) for w in packed)
+            # The copy of the one layer that is dequantized at a time is not counted.
+            for name, module in policy.named_modules():
+                if isinstance(module, nn.Linear) and "lora_" not in name and module is not policy.head:
+                    weight = module.weight
+                    measured.weights["policy"] -= weight.numel() * (weight.element_size() - _FOUR_BIT)
         return measured
 
     def _peak(self, work: Callable[[], Any]) -> float:
-        """The most bytes alive in `work`, without those of the models."""
+        """The most bytes alive during `work`, without those of the models."""
         self.live.reset_peak()
         work()
         return float(self.live.peak - self._models)
 
     @torch.no_grad()
     def _rollout(self, measured: Measured, *, replies: bool) -> None:
-        args, slots = self._args, self._args.generation_backend != "generate"
+        args = self._args
+        slots = args.generation_backend != "generate"
         model: Any = self._actor_critic.policy.model
-        # `generate` computes the prompt again for every sample.
-        rows, columns = max(1, self._rows // args.num_return_sequences) if slots else self._rows, args.query_len
-        # All rows may read an answer at once, as long as there is room for.
-        if replies and slots and self._rows * (args.response_len - 1) > rows * columns:
-            rows, columns = self._rows, args.response_len - 1
+        rows, columns = self._rows, args.query_len
+        if slots:
+            # Slots compute a prompt once for all its samples.
+            rows = max(1, rows // args.num_return_sequences)
+            # All rows may read replies in the same pass, each as long as the response allows.
+            if replies and self._rows * (args.response_len - 1) > rows * columns:
+                rows, columns = self._rows, args.response_len - 1
         cache: Any = DynamicCache(config=model.config)
         with eval_mode(model), self._autocast:
             ids = torch.zeros(rows, columns, dtype=torch.long)
             read = partial(model, input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             measured.prefill = self._peak(read)
-            states = size_of(states for layer in cache.layers for states in (layer.keys, layer.values))
+            cache_bytes = size_of(states for layer in cache.layers for states in (layer.keys, layer.values))
             del read, cache
-            # Autocast keeps its casts of trained weights until its block ends; a token of each row adds little to them.
+            # What is left are autocast's casts of trained weights; the pass over one token a row adds little to them.
             measured.sampling = float(self.live.live - self._models)
-        places = self._rows * args.longest_row
+        cached_tokens = self._rows * args.longest_row
         if slots:
-            # Two slots more: what all prompts begin with, and a prompt whose other samples wait.
+            # Two more slots: the beginning that all prompts share, and a prompt whose other samples wait.
             slot = (EXACT if args.use_cpu else BUCKETED).columns(args.longest_row)
-            places = (self._rows + 1 + (args.num_return_sequences > 1)) * slot
-        measured.kv_cache = states / (rows * columns) * places
+            cached_tokens = (self._rows + 1 + (args.num_return_sequences > 1)) * slot
+        measured.kv_cache = cache_bytes / (rows * columns) * cached_tokens
 
     @torch.no_grad()
     def _score(self, model: Any) -> None:
@@ -161,20 +165,20 @@ class _Passes:
             model(input_ids=tokens, use_cache=False)
 
     def _log_probs(self) -> None:
-        # The reference's pass takes no more. Steps that are logged compute entropies.
+        # The reference's pass takes no more. Entropies are computed in steps that are logged.
         args, critic = self._args, self._actor_critic.critic
-        how: Any = {"temperature": args.temperature, "chunk_size": args.logprob_chunk_size, "with_entropies": True}
+        options: Any = {"temperature": args.temperature, "chunk_size": args.logprob_chunk_size, "with_entropies": True}
         with self._autocast:
-            forward_responses(self._actor_critic, self._forward_rows, with_critic=critic is not None, **how)
+            forward_responses(self._actor_critic, self._forward_rows, with_critic=critic is not None, **options)
 
     def _backward(self, trained: Sequence[nn.Parameter]) -> None:
         def loss_of(part: str) -> Any:
             return lambda rows, outputs: (getattr(outputs, part).float().sum(), {})
 
         for parameter in trained:
-            # Of the micro-batches before.
+            # Gradients of earlier micro-batches.
             parameter.grad = torch.empty_like(parameter)
-        # What an engine holds beside the pass is arithmetic (`engines`).
+        # A stand-in, because what an engine holds is calculated in `distributed.held_memory`.
         engine: Any = SimpleNamespace(
             actor_critic=self._actor_critic,
             model=self._autocast(self._actor_critic.forward),

@@ -1,4 +1,4 @@
-"""`translate`: a TRL script, a YAML file of either, or a command line of verl in, the translated configuration out."""
+"""`translate`, which finds out of which trainer and kind a file is, and translates it."""
 
 import re
 from collections.abc import Sequence
@@ -15,20 +15,18 @@ from alpaca_ppo.migrate.verl import OVERRIDE, overrides_of_shell, read_overrides
 
 
 def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -> Translation:
-    """The translation of a file of another trainer.
+    """The translation of a configuration of another trainer.
 
     Args:
-        file: a Python script of TRL, a YAML file of TRL or verl, a shell script that starts verl, or the first of
-            verl's overrides (`key=value`), without a file.
+        file: a Python script of TRL, a YAML file of TRL or verl, a shell script that starts verl, or in place of a file
+            the first of verl's overrides (`key=value`).
         arguments: TRL's flags, or verl's overrides; they replace what the file says.
-        processes: of a TRL run, by which TRL multiplies the batch sizes of a device.
-
-    Raises:
-        ValueError: for a file that does not exist, or that is none of these.
+        processes: how many a TRL run has, because TRL's batch sizes are those of one.
     """
-    path, unread = Path(file), dict[str, str]()
     if re.fullmatch(OVERRIDE, file):
         return translate_verl(file, read_overrides([file, *arguments]))
+    path = Path(file)
+    unread: dict[str, str] = {}
     if not path.is_file():
         raise ValueError(f"{file}: give a script or a YAML file;{where(file, what='file')}")
     try:
@@ -47,17 +45,17 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, Any]:
-    """Names and values of TRL's flags; a flag without a value is true, and one with several values a list.
-
-    Raises:
-        ValueError: for a value before the first flag.
-    """
-    values: dict[str, list[Any]] = {}
-    for word in [part for argument in arguments for part in argument.split("=", 1 if argument.startswith("--") else 0)]:
-        if word.startswith("--"):
-            values[word.removeprefix("--").replace("-", "_")] = []
-        elif values:
-            values[list(values)[-1]].append(yaml.safe_load(word))
+    """TRL's flags by name; a flag without a value is true, and one with several values a list."""
+    flags: dict[str, list[Any]] = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, equals, text = argument.removeprefix("--").partition("=")
+            name = flag.replace("-", "_")
+            flags[name] = [yaml.safe_load(text)] if equals else []
+        elif name:
+            flags[name].append(yaml.safe_load(argument))
         else:
-            raise ValueError(f"{word} is no flag of TRL; write --name value")
-    return {name: True if not found else found[0] if len(found) == 1 else found for name, found in values.items()}
+            raise ValueError(f"{argument} is no flag of TRL; write --name value")
+    single = {name: values[0] if values else True for name, values in flags.items() if len(values) < 2}
+    return {**flags, **single}

@@ -1,4 +1,4 @@
-"""`Translation`: the options here that do what another trainer's configuration says, and what of it was not taken."""
+"""`Translation`: the options that stand for another trainer's configuration, and what was not taken from it."""
 
 import dataclasses
 import functools
@@ -18,30 +18,30 @@ from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
 _CLASSES = (ScriptArguments, LoraArguments, PPOConfig)
 OPTIONS = {name: option for cls in _CLASSES for name, option in options_of(cls).items()}
-"""Every option that a configuration file may have."""
+"""Every option of a configuration file of `alpaca-ppo train`."""
 _FILL_IN = {"model_name_or_path": "FILL_IN", "dataset_name": "FILL_IN", "reward_funcs": ["rewards.py:reward"]}
-"""What stands for required options that the source does not tell."""
+"""Placeholders for required options that the source does not have."""
 
 
 @functools.cache
 def defaults(section: str) -> Mapping[str, Any]:
-    """The other trainer's defaults, or what is said of those that are options here."""
+    """One section of defaults.yaml: another trainer's defaults, or the comments on them."""
     table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))
     return table[section]
 
 
 @dataclasses.dataclass
 class Translation:
-    """A configuration that is being translated.
+    """A configuration while it is translated: `take`, then what follows from several values, then `finish`.
 
     Attributes:
         source: what is translated, in words.
         given: the foreign names with their values.
-        section: the section of the table that has the other trainer's defaults.
-        values: `given` over the defaults.
-        options: our options and their values.
-        comments: for some of them, what they were computed from.
-        not_taken: foreign names, by the reason why no option was set for them.
+        section: the section of defaults.yaml with the other trainer's defaults.
+        values: `given`, and the defaults of other names.
+        options: our options with their values.
+        comments: what options were computed from.
+        not_taken: the foreign names for which no option was set, by the reason.
     """
 
     source: str
@@ -50,14 +50,14 @@ class Translation:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     comments: dict[str, str] = dataclasses.field(default_factory=dict)
     not_taken: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    _open: list[tuple[ForeignName, str]] = dataclasses.field(default_factory=list)
+    _undecided: list[tuple[ForeignName, str]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.given = {name: _number(value) for name, value in self.given.items()}
         self.values: dict[str, Any] = {**defaults(self.section), **self.given}
 
     def set(self, name: str, value: Any, comment: str = "") -> None:
-        """Sets the option `name`; `comment` says what it was computed from."""
+        """Sets an option; `comment` says what it was computed from."""
         assert name in OPTIONS, name
         self.options[name], self.comments[name] = value, comment
 
@@ -67,37 +67,31 @@ class Translation:
         self.not_taken.setdefault(reason, []).append(f"{name}{value}")
 
     def take(self, sections: Sequence[str]) -> None:
-        """Applies the table of names: to options for this value, one option with the same value, or none."""
+        """Sets the options that follow from a single foreign name by the table; `finish` decides about the others."""
         for name, value in self.values.items():
             entry = find_foreign_name(name, sections)
             if entry is None and name in OPTIONS:
                 self.set(name, value, "" if name in self.given else defaults("comments").get(name, ""))
             elif entry is None:
                 self.leave(name, "there is no option of this name")
-            elif isinstance(here := entry.values.get(value_key(value)), Mapping):
-                for ours, of_ours in here.items():
-                    self.set(ours, of_ours, f"{name}: {value}")
+            elif isinstance(options := entry.values.get(value_key(value)), Mapping):
+                for option, our_value in options.items():
+                    self.set(option, our_value, f"{name}: {value}")
             elif entry.same:
                 self.set(entry.ours[0], value)
             elif name in self.given and not entry.is_neutral(value):
-                self._open.append((entry, name))
+                self._undecided.append((entry, name))
 
     def count(self, name: str) -> int:
-        """The value of the foreign `name`, from which batch sizes follow.
-
-        Raises:
-            ValueError: if it is no whole number of at least 1.
-        """
+        """The value of the foreign `name`, checked to be a whole number of at least 1."""
         value = self.values[name]
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; batch sizes follow from it: give a whole number of at least 1")
         return value
 
     def finish(self) -> None:
-        """Lists the foreign names for which no option was set, spells values as the checks want them, and takes away
-        what cannot act in this run.
-        """
-        for entry, name in self._open:
+        """Lists the names for which no option was set, removes options without effect, and fills in required ones."""
+        for entry, name in self._undecided:
             value = self.given[name]
             if not set(entry.ours) & set(self.options) and (value not in (None, False) or not entry.ours):
                 self.leave(name, entry.advice(value))
@@ -105,6 +99,7 @@ class Translation:
             if isinstance(value, str | int) and OPTIONS[name].is_list:
                 self.options[name] = [value]
         for cls in _CLASSES:
+            # Not by the constructor, which refuses options without effect.
             run = object.__new__(cls)
             vars(run).update({name: self.options.get(name, option.default) for name, option in options_of(cls).items()})
             for name, option in options_of(cls).items():
@@ -117,7 +112,7 @@ class Translation:
                 self.set(name, value, "not known from the source")
 
     def as_yaml(self) -> str:
-        """The options as a file for `--config`, with a list of what was not taken as its comment."""
+        """The options as a file for `--config`, with what was not taken in a comment."""
         lines = [f"# Translated from {self.source}.", *(["#", "# Not taken:"] if self.not_taken else [])]
         for reason, names in self.not_taken.items():
             note = f"{', '.join(names)}: {reason}"
@@ -132,12 +127,12 @@ class Translation:
 
 
 def _text(value: Any) -> str:
-    """`value` in YAML, on one line. JSON is YAML, except for the forms of numbers."""
+    """`value` as YAML on one line: JSON, which writes only infinity differently."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("Infinity", ".inf")
 
 
 def _number(value: Any) -> Any:
-    """The number that a text such as 1e-6, which YAML reads as text, spells; anything else as it is."""
+    """The number in a text such as 1e-6, which YAML does not read as a number; any other value unchanged."""
     if not isinstance(value, str) or not re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
         return value
     return int(number) if (number := float(value)).is_integer() else number

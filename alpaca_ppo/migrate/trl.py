@@ -1,8 +1,7 @@
-"""TRL's scripts, and its GRPOConfig and PPOConfig: the batch sizes, lengths and units here that follow from several
-values there.
+"""Translates TRL's GRPOConfig and PPOConfig, and reads the scripts that make them.
 
-A script is not executed: the calls of `_CALLS` are read, as far as they get literals. A name that is assigned once
-stands for what it is assigned, and an attribute that is set on the configuration for an argument of it.
+A script is not executed. The literal arguments of the calls in `_CALLS` are read, also through variables that are
+assigned once, and so are attributes that are set on the configuration.
 """
 
 import ast
@@ -15,7 +14,6 @@ from alpaca_ppo.migrate.translation import Translation, defaults
 
 _KINDS = ("GRPOConfig", "PPOConfig")
 _OF_PPO = set("num_ppo_epochs response_length num_mini_batches kl_coef reward_model_path value_model".split())
-_MICRO_BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _CALLS = {
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset"),
     "PPOTrainer": (),
@@ -24,9 +22,7 @@ _CALLS = {
     "GRPOConfig": ("output_dir",),
     "PPOConfig": ("output_dir",),
 }
-"""The calls that are read, and the names of what they get by position. Of an argument that two have, the later one's
-counts.
-"""
+"""The calls that are read, with the names of their positional arguments. If two have one, the later one counts."""
 _COMMENTS = {
     "dataset_name": "where the script changes its rows, save them as jsonl",
     "reward_funcs": "copy functions of the script into rewards.py, because importing the script would run it",
@@ -34,93 +30,90 @@ _COMMENTS = {
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
-    """What the Python script `text` gives TRL: the literal arguments, and the source of the others.
-
-    Raises:
-        SyntaxError: if it is no valid Python.
-        ValueError: if it names no configuration of TRL.
-    """
-    nodes = list(ast.walk(ast.parse(text)))
+    """What the Python script `text` gives TRL: the literal arguments, and the source of the others."""
+    tree = ast.parse(text)
     if not any(kind in text for kind in _KINDS):
         raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
-    given: dict[str, object] = {}
-    unread: dict[str, str] = {}
-    calls = {_called(node): node for node in reversed(nodes) if isinstance(node, ast.Call)}
-    assigned = [(target, node.value) for node in nodes if isinstance(node, ast.Assign) for target in node.targets]
-    names: dict[str, ast.expr] = {}
+    assigned = [(target, n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign) for target in n.targets]
+    variables: dict[str, ast.expr] = {}
     for target, value in assigned:
         if isinstance(target, ast.Name):
-            # What is assigned again stands for itself.
-            names[target.id] = target if target.id in names else value
+            # A variable that is assigned twice is not resolved.
+            variables[target.id] = target if target.id in variables else value
 
-    def meant(node: ast.expr) -> ast.expr:
-        return names.get(node.id, node) if isinstance(node, ast.Name) else node
+    def resolve(node: ast.expr) -> ast.expr:
+        return variables.get(node.id, node) if isinstance(node, ast.Name) else node
 
-    arguments: dict[str, ast.expr] = {}
-    for call, positional in _CALLS.items():
-        if found := calls.get(call):
-            by_name = [(keyword.arg or f"**{ast.unparse(keyword.value)}", keyword.value) for keyword in found.keywords]
-            arguments |= dict([*zip(positional, found.args, strict=False), *by_name])
+    arguments = _call_arguments(tree)
     for target, value in assigned:
-        if isinstance(target, ast.Attribute) and _called(meant(target.value)) in _KINDS:
+        if isinstance(target, ast.Attribute) and _called(resolve(target.value)) in _KINDS:
             arguments[target.attr] = value
-    if "LoraConfig" in calls:
-        arguments["peft_config"] = ast.Constant(True)
-    rewards = meant(arguments.pop("reward_funcs", ast.List([])))
+    given: dict[str, object] = {}
+    unread: dict[str, str] = {}
+    rewards = resolve(arguments.pop("reward_funcs", ast.List([])))
     sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
     if functions := [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]:
         given["reward_funcs"] = functions
-    if others := [source for source in sources if not isinstance(source, ast.Name)]:
-        arguments["reward_model_name_or_path"] = ast.List(others)
+    if models := [source for source in sources if not isinstance(source, ast.Name)]:
+        arguments["reward_model_name_or_path"] = ast.List(models)
     for name in ("args", "processing_class"):
         arguments.pop(name, None)
     for name, node in arguments.items():
-        made = meant(node)
-        if isinstance(made, ast.Call) and made.args and _called(made) == "from_pretrained":
-            made = meant(made.args[0])
+        value = resolve(node)
+        if isinstance(value, ast.Call) and value.args and _called(value) == "from_pretrained":
+            value = resolve(value.args[0])
         try:
-            given[name] = ast.literal_eval(made)
+            given[name] = ast.literal_eval(value)
         except (ValueError, TypeError):
             unread[name] = ast.unparse(node)
     return given, unread
 
 
+def _call_arguments(tree: ast.AST) -> dict[str, ast.expr]:
+    """The arguments of the first call of each function in `_CALLS`."""
+    calls = {_called(node): node for node in reversed(list(ast.walk(tree))) if isinstance(node, ast.Call)}
+    arguments: dict[str, ast.expr] = {}
+    for function, positional in _CALLS.items():
+        if call := calls.get(function):
+            arguments |= dict(zip(positional, call.args, strict=False))
+            arguments |= {keyword.arg or f"**{ast.unparse(keyword.value)}": keyword.value for keyword in call.keywords}
+    if "LoraConfig" in calls:
+        arguments["peft_config"] = ast.Constant(True)
+    return arguments
+
+
 def _called(node: ast.AST) -> str:
-    """The last part of the name of what a call calls; empty for anything else."""
+    """The last part of the name of the function that is called; empty if `node` is no call."""
     function = node.func if isinstance(node, ast.Call) else None
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, str], processes: int) -> Translation:
-    """The options that train as TRL would with the names and values in `given`.
+    """The options that train as TRL would with the names and values in `given` from the file `source` and from flags.
 
-    Args:
-        source: what the user calls the file.
-        given: of the file and of flags.
-        unread: the source of the arguments of a script that are no literals.
-        processes: by which TRL multiplies the batch sizes of a device.
-
-    Raises:
-        ValueError: for a batch size that is no positive number, or that TRL refuses too.
+    `unread` has the source of those arguments of a script that are no literals.
     """
     kind = "PPOConfig" if _OF_PPO & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)
-    values, options, is_grpo = result.values, result.options, kind == "GRPOConfig"
-    sections = ["script", *[section for section in CONFIG_SECTIONS if section == kind or section not in _KINDS]]
+    values, options = result.values, result.options
+    sections = ["script", *(section for section in CONFIG_SECTIONS if section == kind or section not in _KINDS)]
     result.take(sections)
     for name, expression in unread.items():
         entry = find_foreign_name(name, sections)
-        # What another name has set is known, unless that was TRL's default.
-        known = entry and entry.same and entry.ours[0] in options and name not in defaults(kind)
-        if name not in given and not known:
+        # Another name may have set the same option, unless that was TRL's default for this name.
+        is_set = entry and entry.same and entry.ours[0] in options and name not in defaults(kind)
+        if name not in given and not is_set:
             in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
             how = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
             result.leave(name, f"`{expression}` is no literal; {how}")
-    steps = (_grpo if is_grpo else _ppo)(result, processes)
-    # TRL's PPOTrainer counts rollouts, and its scheduler steps once for each of them.
-    per_rollout, per_scheduled = (steps, 1) if is_grpo else (1, steps)
+    is_grpo = kind == "GRPOConfig"
+    updates = _grpo(result, processes) if is_grpo else _ppo(result, processes)
+    # Steps are optimizer steps in GRPO, but rollouts in TRL's PPOTrainer, whose scheduler also steps once a rollout.
+    steps_per_rollout = updates if is_grpo else 1
+    updates_per_step = 1 if is_grpo else updates
     if is_grpo and values["max_steps"] > 0:
-        result.set("max_steps", math.ceil(values["max_steps"] / steps), f"{values['max_steps']} / {steps} of a rollout")
+        rollouts = math.ceil(values["max_steps"] / updates)
+        result.set("max_steps", rollouts, f"{values['max_steps']} / {updates} of a rollout")
     elif not options.get("total_episodes"):
         result.set("total_epochs", math.ceil(values["num_train_epochs"]), "num_train_epochs")
     for name in ("logging_steps", "save_steps", "eval_steps"):
@@ -131,9 +124,9 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         elif strategy != "steps" or every < 1:
             result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
         else:
-            result.set(name, max(1, round(every / per_rollout)), f"rollouts: {every} / {per_rollout}")
+            result.set(name, max(1, round(every / steps_per_rollout)), f"rollouts: {every} / {steps_per_rollout}")
     if (warmup := values.get("warmup_steps") or 0) >= 1:
-        result.set("warmup_steps", int(warmup * per_scheduled), f"{warmup} * {per_scheduled} optimizer steps")
+        result.set("warmup_steps", int(warmup * updates_per_step), f"{warmup} * {updates_per_step} optimizer steps")
     if not values.get("push_to_hub"):
         options.pop("hub_model_id", None)
     if "query_len" not in options:
@@ -145,9 +138,12 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
 
 
 def _grpo(result: Translation, processes: int) -> int:
-    """Batch sizes, loss and KL; returns the optimizer steps on a rollout."""
+    """Sets batch sizes, loss and KL; returns the optimizer steps on a rollout."""
     values, group = result.values, result.count("num_generations")
-    device_batch, accumulation = map(result.count, _MICRO_BATCHES)
+    device_batch, accumulation = (
+        result.count("per_device_train_batch_size"),
+        result.count("gradient_accumulation_steps"),
+    )
     per_generation = values.get("steps_per_generation") or accumulation
     batch = device_batch * processes * accumulation
     generated = values.get("generation_batch_size") or device_batch * processes * per_generation
@@ -162,21 +158,26 @@ def _grpo(result: Translation, processes: int) -> int:
     result.set("step_per_device_batch_size", device_batch)
     result.set("rollout_per_device_batch_size", max(group, completions // processes), "a process samples all at once")
     result.set("kl_coef", 0.0, "TRL has the KL in the loss")
-    cispo, high = result.options.get("policy_loss") == "cispo", values.get("epsilon_high") or 0.0
-    if high and not cispo:
+    is_cispo = result.options.get("policy_loss") == "cispo"
+    high = values.get("epsilon_high") or 0.0
+    if high and not is_cispo:
         result.set("cliprange_high", high)
-    elif cispo and high > 1:
+    elif is_cispo and high > 1:
         result.set("cliprange_high", high - 1, "TRL's epsilon_high bounds the ratio itself")
-    elif cispo:
+    elif is_cispo:
         result.leave("epsilon_high", "CISPO needs a bound above 1: set cliprange_high to it, less 1 (ScaleRL: 4)")
     return math.ceil(completions / batch) * result.count("num_iterations")
 
 
 def _ppo(result: Translation, processes: int) -> int:
-    """Batch sizes and rewards; returns the optimizer steps on a rollout."""
-    device_batch, accumulation = map(result.count, _MICRO_BATCHES)
-    values, parts, prompts = result.values, result.count("num_mini_batches"), device_batch * accumulation
-    micro = max(1, min(device_batch, prompts // parts))
+    """Sets batch sizes and rewards; returns the optimizer steps on a rollout."""
+    values = result.values
+    device_batch, accumulation = (
+        result.count("per_device_train_batch_size"),
+        result.count("gradient_accumulation_steps"),
+    )
+    prompts = device_batch * accumulation
+    micro = max(1, min(device_batch, prompts // result.count("num_mini_batches")))
     batch, step = prompts * processes, min(prompts, micro * accumulation) * processes
     result.set("rollout_batch_size", batch, f"prompts: {device_batch} * {processes} processes * {accumulation}")
     result.set("step_batch_size", step, f"TRL steps after {accumulation} micro-batches of {micro} on each process")

@@ -1,4 +1,4 @@
-"""verl's ppo_trainer.yaml and the overrides of its command line: what follows from several values there."""
+"""Translates verl's ppo_trainer.yaml, and reads the overrides of its command line."""
 
 import math
 import re
@@ -17,11 +17,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Keys and values of hydra's arguments, `key=value`, `+key=value` and `~key`; the values are read as YAML.
-
-    Raises:
-        ValueError: for an argument that is none of these.
-    """
+    """Keys and values of hydra's arguments: `key=value`, `+key=value` and `~key`."""
     values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, text = argument.lstrip("+~").partition("=")
@@ -32,11 +28,7 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def overrides_of_shell(text: str, file: str) -> list[str]:
-    """The overrides in a shell script that starts verl, with the variables that the script sets.
-
-    Raises:
-        ValueError: if there are none.
-    """
+    """The overrides in a shell script that starts verl, with the values of variables that the script sets."""
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text.replace("\\\n", " "))
     words = shlex.split(text, comments=True)
     variables = dict(word.split("=", 1) for word in words if re.fullmatch(r"\w+=.*", word))
@@ -47,11 +39,7 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
 
 
 def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
-    """The options that train as verl would with the keys and values in `given`, which `source` names for the user.
-
-    Raises:
-        ValueError: for a batch size that is no positive number.
-    """
+    """The options that train as verl would with the keys and values in `given`; `source` is what the user gave."""
     result = Translation(f"verl's configuration ({source})", given, "ppo_trainer.yaml")
     values, options = result.values, result.options
     result.take(["ppo_trainer.yaml"])
@@ -86,8 +74,8 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     if options.get("lora_r"):
         result.set("use_peft", True, "lora_rank")
     logger = values.get("trainer.logger", [])
-    trackers = [name for name in (logger if isinstance(logger, list) else [logger]) if name != "console"]
-    result.set("report_to", trackers or ["none"])
+    loggers = logger if isinstance(logger, list) else [logger]
+    result.set("report_to", [name for name in loggers if name != "console"] or ["none"])
     project, name = values.get("trainer.project_name", "verl_examples"), values.get("trainer.experiment_name", "gsm8k")
     options.setdefault("output_dir", f"checkpoints/{project}/{name}")
     result.finish()

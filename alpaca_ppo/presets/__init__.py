@@ -1,7 +1,6 @@
-"""Presets: the published defaults of other implementations and settings of papers as YAML files, for `--preset <name>`.
+"""Presets for `--preset <name>`: defaults of other implementations and settings of papers, each with its reason.
 
-They set the algorithm and the batch sizes, where those differ from the defaults, each option with the reason beside it.
-Models, rewards and most of the data stay for the user to name.
+They set the algorithm and the batch sizes. Models, rewards and most of the data are left to the user.
 """
 
 from pathlib import Path
@@ -15,5 +14,5 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_path(name: str) -> Path:
-    """The YAML file of the preset `name`; whether there is one, `config.parser.read_preset` checks."""
+    """The YAML file of the preset `name`, which may not exist."""
     return _FOLDER / f"{name}.yaml"

@@ -1,12 +1,11 @@
 """Pairwise reward modelling (Bradley-Terry): the chosen completion's score is raised over the rejected one's.
 
 The loss of a pair is -log sigmoid(score(chosen) - score(rejected)) (Ouyang et al., arXiv:2203.02155, eq. 1). The score
-is read at the last token that is not the pad token; a tokenizer without one pads with eos, so that a text is scored
-before the eos that it ends with, here and wherever the folder is loaded.
+is read at the last token that is not the pad token. A tokenizer without a pad token pads with eos, so that the score is
+read before an eos at the end of a text, here and wherever the model is loaded.
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -38,27 +37,26 @@ PAIR = ("chosen", "rejected")
 
 
 def with_prompts(dataset: Dataset, prompt_column: str) -> Dataset:
-    """The pairs, with a prompt of their own where `chosen` and `rejected` are whole conversations: the messages with
-    which both begin are moved to `prompt_column`, in place of what it held.
+    """The pairs; if `chosen` and `rejected` are whole conversations, the messages with which both begin are moved to
+    `prompt_column`, whose content they replace.
     """
     first: Any = dataset[0].get(PAIR[0]) if len(dataset) else None
     if not well_formed_messages(first) or first[0]["role"] == "assistant":
         return dataset
 
     def split(row: dict[str, Any]) -> dict[str, Any]:
-        chosen, rejected = (row[column] for column in PAIR)
-        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:-1], rejected[:-1], strict=False))))
-        return {prompt_column: chosen[:shared], PAIR[0]: chosen[shared:], PAIR[1]: rejected[shared:]}
+        chosen, rejected = row["chosen"], row["rejected"]
+        # The last message is always the completion.
+        longest, shared = min(len(chosen), len(rejected)) - 1, 0
+        while shared < longest and chosen[shared] == rejected[shared]:
+            shared += 1
+        return {prompt_column: chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
     return dataset.map(split)
 
 
 def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, arguments: RewardModelArguments) -> Dataset:
-    """Rows of token ids `chosen` and `rejected` (prompt included) and `length`, the longer of the two.
-
-    Raises:
-        ValueError: when a completion is neither text nor messages, or no pair fits.
-    """
+    """Rows of `chosen` and `rejected`, token ids with the prompt, and `length`, that of the longer one."""
     pairs = []
     for row in (item["row"] for item in prompts):
         chosen, rejected = (_sequence(tokenizer, row["prompt"], row[column]) for column in PAIR)
@@ -80,7 +78,7 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: Any) 
 
 
 class RewardTrainer(Trainer):
-    """A `Trainer` whose batches hold the chosen sequences first and the rejected ones, in that order, after them."""
+    """A `Trainer` whose batches hold first the chosen sequences and then the rejected ones, in the same order."""
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -98,7 +96,6 @@ class RewardTrainer(Trainer):
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of pairs whose chosen completion has the higher score."""
     return {"accuracy": float((np.asarray(prediction.predictions) > 0).mean())}
 
 
@@ -111,7 +108,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)
     data = trainer_data(model_name, arguments, training, PAIR, tokenize, with_prompts)
     tokenizer = data["processing_class"]
-    # Head and adapter start at random, before the trainer seeds.
+    # The trainer would seed after the head and the adapter are initialized.
     set_seed(training.seed)
     with transformers_bars(shown=has_screen()):
         model = AutoModelForSequenceClassification.from_pretrained(

@@ -1,4 +1,4 @@
-"""What supervised fine-tuning and reward modelling share: their rows, and a run of the `Trainer`."""
+"""What supervised fine-tuning and reward modelling share: the data of a `Trainer`, and its run."""
 
 import os
 import shlex
@@ -20,11 +20,6 @@ from alpaca_ppo.tracking.console import number
 
 
 def rows_that_fit(rows: Iterable[dict[str, Any]], max_length: int) -> Dataset:
-    """The rows whose `length` is at most `max_length`.
-
-    Raises:
-        ValueError: when there is none.
-    """
     kept = [row for row in rows if row["length"] <= max_length]
     if not kept:
         raise ValueError(f"no row fits into max_length ({max_length}) tokens; raise it")
@@ -34,11 +29,7 @@ def rows_that_fit(rows: Iterable[dict[str, Any]], max_length: int) -> Dataset:
 def prompts_of(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: Any, columns: Sequence[str]
 ) -> PromptDataset:
-    """The dataset's prompts that leave room in `max_length`; their rows have `columns`.
-
-    Raises:
-        ValueError: when a column is missing, and as `prepare_prompts`.
-    """
+    """The dataset's prompts of at most `max_length` tokens, or a `ValueError` if it lacks one of `columns`."""
     if missing := [column for column in columns if column not in dataset.column_names]:
         remedy = "set completion_column to one of them" if "completion_column" in vars(arguments) else "rename some"
         raise ValueError(f"the dataset lacks {missing}; it has {dataset.column_names}; {remedy}")
@@ -54,39 +45,35 @@ def trainer_data(
     tokenize: Callable[..., Dataset],
     with_prompts: Callable[[Dataset, str], Dataset] = lambda dataset, _: dataset,
 ) -> dict[str, Any]:
-    """The tokenizer and the datasets of a `Trainer`, as its arguments. Sets in `training` what nobody need set.
+    """The tokenizer and the datasets of a `Trainer`, as keyword arguments. Sets some defaults in `training`.
 
     Args:
-        model: the name or folder that the run starts from.
+        model: the model that the run starts from.
         arguments: `SFTArguments` or `RewardModelArguments`.
-        training: of the `Trainer`.
-        columns: that a row needs beside the prompt.
+        columns: the columns that the dataset needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
-        with_prompts: makes the column of prompts of the name given, where a dataset may lack it.
-
-    Raises:
-        ValueError: when the run starts from an adapter, or would overwrite a model; and as `prompts_of`.
+        with_prompts: adds the column of prompts to a dataset that may lack it; gets the dataset and the column's name.
     """
     training.disable_tqdm = training.disable_tqdm or not has_screen()
-    # Its default warns on a machine without a GPU.
+    # True, the default, warns without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
-    files = [os.path.join(str(training.output_dir), name) for name in ("config.json", "adapter_config.json")]
-    problem = ""
     # transformers would load it onto its base; a new adapter would then replace it, or the base would be trained
     # without being saved.
     if is_adapter(model):
-        problem = f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)"
-    elif any(map(os.path.isfile, files)) and not training.resume_from_checkpoint:
-        problem = f"output_dir is {training.output_dir!r}, which holds a model; choose another folder, or delete it"
-    if problem:
-        raise ValueError(problem)
+        raise ValueError(f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)")
+    files = [os.path.join(str(training.output_dir), name) for name in ("config.json", "adapter_config.json")]
+    if any(map(os.path.isfile, files)) and not training.resume_from_checkpoint:
+        raise ValueError(
+            f"output_dir is {training.output_dir!r}, which holds a model; choose another folder, or delete it"
+        )
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     data = {"processing_class": tokenizer}
-    named = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
+    source = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
+    # The prompts of the training data last, which are printed and recorded.
     for kind, split in (("eval", arguments.dataset_test_split), ("train", arguments.dataset_train_split)):
         if split:
-            dataset = with_prompts(load_prompt_dataset(**named, split=split), arguments.prompt_column)
+            dataset = with_prompts(load_prompt_dataset(**source, split=split), arguments.prompt_column)
             prompts = prompts_of(dataset, tokenizer, arguments, columns)
             data[f"{kind}_dataset"] = tokenize(prompts, tokenizer, arguments)
     if training.process_index == 0:
@@ -96,27 +83,24 @@ def trainer_data(
 
 
 class _HeldOut(TrainerCallback):
-    """Evaluates the held-out data when the training begins and ends, which moves none of its random numbers."""
+    """Evaluates the held-out data when the training begins and ends, without a change to its random numbers."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self.found = trainer, list[dict[str, float]]()
+        self._trainer = trainer
+        self.metrics: list[dict[str, float]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         with kept_random_states():
-            self.found.append(self._trainer.evaluate())
+            self.metrics.append(self._trainer.evaluate())
 
     on_train_end = on_train_begin
 
 
 def train(trainer: Trainer, next_command: str) -> None:
-    """Trains and saves the model, and prints what the training has changed, where the model is, and what comes next.
-
-    Args:
-        trainer: of the run.
-        next_command: its last argument is the model's folder.
-    """
+    """Trains and saves the model, and prints losses, the folder, and `next_command` with the folder."""
     limit_threads(trainer.accelerator)
-    held_out, folder, began = _HeldOut(trainer), str(trainer.args.output_dir), time.perf_counter()
+    start = time.perf_counter()
+    held_out = _HeldOut(trainer)
     if trainer.eval_dataset is not None:
         trainer.add_callback(held_out)
     with transformers_bars(shown=has_screen()):
@@ -124,13 +108,15 @@ def train(trainer: Trainer, next_command: str) -> None:
         trainer.save_model()
     if not trainer.is_world_process_zero():
         return
-    # The mean of all steps is what is known of a run that ends before it logs.
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line] or [trained.training_loss]
-    changed = [("training loss", losses[:1] + losses[1:][-1:])]
-    if held_out.found:
-        names = [key for key in ("eval_loss", "eval_accuracy") if key in held_out.found[0]]
-        changed = [(key.replace("_", " "), [found[key] for found in held_out.found]) for key in names]
-    print(f"done: {trainer.state.global_step} steps in {tqdm.format_interval(time.perf_counter() - began)}")
-    for name, values in changed:
+    print(f"done: {trainer.state.global_step} steps in {tqdm.format_interval(time.perf_counter() - start)}")
+    if held_out.metrics:
+        names = [name for name in ("eval_loss", "eval_accuracy") if name in held_out.metrics[0]]
+        results = {name.replace("_", " "): [metrics[name] for metrics in held_out.metrics] for name in names}
+    else:
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        # A run that ends before it logs has only the mean loss of all steps.
+        results = {"training loss": [losses[0], *losses[1:][-1:]] if losses else [trained.training_loss]}
+    for name, values in results.items():
         print(f"  {name:13} {' -> '.join(f'{number(value):>10}' for value in values)}")
+    folder = str(trainer.args.output_dir)
     print(f"model:       {folder}\nnext:        {next_command} {shlex.quote(folder)}")

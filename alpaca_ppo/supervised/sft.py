@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a causal language model on prompts and completions; the loss is on the completions only.
 
-Packing of several examples into one row is left out: `--train_sampling_strategy group_by_length` keeps padding small.
+Packing is left out; `--train_sampling_strategy group_by_length` keeps padding small.
 """
 
 from collections.abc import Sequence
@@ -21,38 +21,37 @@ IGNORED = -100
 
 
 def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, arguments: SFTArguments) -> Dataset:
-    """Rows of `input_ids`, `labels` (prompt tokens ignored, the end learned) and `length`, none above `max_length`.
+    """Rows of `input_ids`, `labels` and `length`. Labels ignore the prompt and include the end of the completion: the
+    eos or, if prompts are messages, what ends a turn in the chat template.
 
-    A completion ends with the eos, or, if the prompts are messages, with what ends a turn in the chat template. One of
-    several turns is a list of parts with `role` and `text`, as tables of rollouts have it under `turns`; all text is
-    tokenized as it is, and that of other roles than `policy` is not learned.
-
-    Raises:
-        ValueError: when a completion is neither text nor turns, or no row fits.
+    A completion is text, or a list of turns with `role` and `text`, as in tables of rollouts under `turns`; turns of
+    other roles than `policy` are not learned.
     """
     turn_end = resolve_turn_end(tokenizer, arguments.chat_template_kwargs) if prompts.are_messages else None
     end = tokenizer.eos_token_id if turn_end is None else turn_end
-    examples = []
+    rows = []
     for item in prompts:
-        prompt, completion = item["input_ids"], item["row"][arguments.completion_column]
+        prompt = item["input_ids"]
         ids, labels = [*prompt], [IGNORED] * len(prompt)
-        for learned, text in _parts(completion):
+        for is_learned, text in _parts(item["row"][arguments.completion_column]):
             part = tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += part
-            labels += part if learned else [IGNORED] * len(part)
-        if ids[-1] != end or len(ids) == len(prompt):
-            ids, labels = [*ids, end], [*labels, end]
-        examples.append({"input_ids": ids, "labels": labels, "length": len(labels)})
-    return rows_that_fit(examples, arguments.max_length)
+            labels += part if is_learned else [IGNORED] * len(part)
+        completion = ids[len(prompt) :]
+        if completion[-1:] != [end]:
+            ids.append(end)
+            labels.append(end)
+        rows.append({"input_ids": ids, "labels": labels, "length": len(labels)})
+    return rows_that_fit(rows, arguments.max_length)
 
 
 def _parts(completion: Any) -> list[tuple[bool, str]]:
-    """The texts of a completion, each with whether it is learned."""
+    """The texts of a completion, each with whether it is learned (True) or ignored."""
     if isinstance(completion, str):
         return [(True, completion)]
     turns = completion if isinstance(completion, list) else []
-    whole = all(isinstance(turn, dict) and {"role", "text"} <= set(turn) for turn in turns)
-    if not turns or not whole or turns[-1]["role"] != "policy":
+    are_valid = all(isinstance(turn, dict) and {"role", "text"} <= set(turn) for turn in turns)
+    if not turns or not are_valid or turns[-1]["role"] != "policy":
         raise ValueError(
             f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or a list of "
             'turns such as {"role": "policy", "text": "..."}, of which the last is the policy\'s'

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from transformers import TrainerCallback
 
@@ -21,7 +21,7 @@ from alpaca_ppo.checkpoint.manager import CheckpointManager, Component
 from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.checkpoint.serialization import Checkpoint
 from alpaca_ppo.config.credentials import without_credentials
-from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, ExplainsUnknownNames
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, check_argument_names
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.accelerator import hardware
@@ -45,7 +45,7 @@ from alpaca_ppo.trainer.setup import RunParts
 from alpaca_ppo.types import PromptBatch
 
 
-class BaseTrainer(ExplainsUnknownNames, ABC):
+class BaseTrainer(ABC):
     """The loop of a run. A subclass makes a step (`step`) and sets `evaluator`; `PPOTrainer` documents the attributes.
 
     Args:
@@ -53,7 +53,6 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
         callbacks: of the user.
     """
 
-    foreign_sections = (*TRAINER_SECTIONS, *CONFIG_SECTIONS)
     collector: RolloutCollector
     updater: Updater
     evaluator: Evaluator
@@ -88,6 +87,10 @@ class BaseTrainer(ExplainsUnknownNames, ABC):
             identity=lambda: self._identity() | {"metrics": metrics_identity(Path(self.args.output_dir))},
             check=self._check_saved,
         )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_argument_names(cls, args, kwargs, (*TRAINER_SECTIONS, *CONFIG_SECTIONS))
+        return super().__new__(cls)
 
     @abstractmethod
     def check_sampler(self) -> None:
