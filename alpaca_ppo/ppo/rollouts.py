@@ -266,7 +266,7 @@ class RolloutCollector:
                 ranks raise here.
             samples_per_prompt: rows of each prompt.
         """
-        if self.scorer.policy.mask:
+        if self.scorer.failure_handling.mask_rows:
             rows = shape_as_on_others(rows, self.accelerator)
         gathered: Any = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
         if gathered is None:

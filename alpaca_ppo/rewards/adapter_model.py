@@ -14,16 +14,16 @@ from alpaca_ppo.adapters.files import read_reward_adapter
 
 
 class AdapterClassifier(nn.Module):
-    """A sequence classifier with one label: the policy's base model, a reward adapter on it, and a score head.
+    """A sequence classifier with one label: the policy's base model, whose parameters it shares, a reward adapter on
+    it, and a score head.
 
-    The base's parameters are shared with the policy; only the head belongs to this module. Its logits equal those of
-    transformers' classifier with the same adapter: the score is read at the last token that is not the pad id, on
-    whichever side a row is padded. If eos is also the pad id, that is the token before the final eos. A row that
-    contains only pad ids is scored at its first token.
+    Its logits equal those of transformers' classifier with the same adapter: the score is read at the last token that
+    is not the pad id, on whichever side a row is padded. If eos is also the pad id, that is the token before the final
+    eos. A row that contains only pad ids is scored at its first token.
 
     Args:
         adapters: the policy's adapters; the reward adapter is loaded beside them.
-        folder: the adapter's folder or hub id, as `alpaca-ppo reward --use_peft` writes it.
+        folder: the adapter's folder or hub id.
         pad_token_id: the pad id of the tokenizer that the adapter was trained with; None uses the base's.
         padding_free: whether the base can read rows without padding (`models.trial`).
 
@@ -47,12 +47,12 @@ class AdapterClassifier(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, *, columns: Tensor | None = None, **keywords: Any
     ) -> SequenceClassifierOutput:
-        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token.
+        """Returns `logits` (B, 1) float32.
 
         Args:
             input_ids: (B, T), or B rows end to end as (1, N).
-            attention_mask: of `input_ids`.
-            columns: (B,) where each row is scored, of rows end to end.
+            attention_mask: in the shape of `input_ids`, 1 = a real token.
+            columns: (B,) the column of (1, N) at which each of the rows end to end is scored.
             keywords: passed on to the base model.
         """
         with self.adapters.active(REWARD):

@@ -27,7 +27,7 @@ from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.models.loading import check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.trial import packing_problem
-from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, ModelReward, RewardScorer, build_reward
+from alpaca_ppo.rewards import AdapterClassifier, FailureHandling, ModelReward, RewardScorer, build_reward
 from alpaca_ppo.trainer.preflight import REWARD_ADAPTER, Kinds
 
 
@@ -107,7 +107,7 @@ def build_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.d
         batch_size=args.rollout_per_device_batch_size,
         dtype=getattr(torch, args.dtype),
         trust_remote_code=args.trust_remote_code,
-        policy=FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask"),
+        failure_handling=FailureHandling(args.reward_retries, mask_rows=args.failed_rewards == "mask"),
         padding_free=bool(args.padding_free),
         **options,
     )
