@@ -83,7 +83,7 @@ class PromptForm:
 
     def resolved(self, columns: Sequence[str], *, chat: bool) -> "PromptForm":
         """Returns the form for a dataset with these columns. Without a prompt column, Alpaca's `instruction` and
-        `input` become a user's message if `chat` (the tokenizer has a chat template), else text of the `alpaca` template.
+        `input` become a user's message with a chat template (`chat`), and otherwise text of the `alpaca` template.
 
         Raises:
             ValueError: without a prompt column or Alpaca's, and for a template that is invalid or has other columns.

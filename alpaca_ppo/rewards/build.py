@@ -1,6 +1,5 @@
-"""Every kind of reward source: from what a user names or passes to a `RewardScorer`.
-
-`_resolve_source` tells the kinds apart; `reward_sources` lists what the options of a command name.
+"""Every kind of reward source: from what a user passes (`build_reward`) or names in options (`reward_sources`) to a
+`RewardScorer`.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +41,8 @@ def build_reward(
 
     Args:
         reward_funcs: a source, or a list of them: a Python function (see `FunctionReward`) or its name
-            ("module:function" or "file.py:function"), the http:// or https:// address of a server, a `RemoteReward`, or
-            a sequence classifier with one label: a model in memory, a folder or a hub id (see `ModelReward`).
+            ("module:function" or "file.py:function"), a `RemoteReward`, or a sequence classifier with one label: a
+            model in memory, a folder or a hub id (see `ModelReward`).
         reward_weights: one weight per source; 1 each by default.
         reward_processing_classes: one tokenizer (or None) per source, or a single one for every model. By default, a
             model's tokenizer is loaded from where the model came from.
@@ -113,10 +112,8 @@ def _resolve_sources(reward_funcs: Any) -> list[FunctionReward | PreTrainedModel
 
 
 def _resolve_source(source: Any) -> FunctionReward | PreTrainedModel | str:
-    """Returns a function or an HTTP server as `FunctionReward`, and a model, its path or its hub id, as it is."""
+    """Returns functions and `RemoteReward`s as `FunctionReward`, and a model, its path or its hub id, as it is."""
     if isinstance(source, str):
-        if source.startswith(("http://", "https://")):
-            return FunctionReward(RemoteReward(source))
         _, colon, name = source.rpartition(":")
         if colon and name.isidentifier() and not Path(source).is_dir():
             return FunctionReward(load_function(source, what="reward function"))

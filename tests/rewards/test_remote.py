@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from alpaca_ppo.rewards import FailureHandling, FunctionReward, RemoteReward, RewardError, RewardScorer, build_reward
+from alpaca_ppo.rewards import FailureHandling, FunctionReward, RemoteReward, RewardError, RewardScorer
 from alpaca_ppo.rewards.batch import make_reward_batch
 from alpaca_ppo.rewards.reward_function import call_functions
 from tests.http_servers import RawServer, response
@@ -283,9 +283,3 @@ def test_any_bytes_are_an_error_of_the_server():
                 found.append("failed")
     assert len(found) == 100 and found.count("failed") > 20 and found.count(0.25) > 5
     assert all(score == "failed" or type(score) is float for score in found)
-
-
-def test_an_address_among_reward_funcs_is_a_server():
-    scorer = build_reward(["https://h:8000/score", RemoteReward("http://other/")])
-    assert scorer.names == ["remote_reward", "remote_reward_2"]
-    assert [source.function.urls for source in scorer.functions] == [["https://h:8000/score"], ["http://other/"]]
