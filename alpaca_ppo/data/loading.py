@@ -1,5 +1,5 @@
-"""Loads training and eval sets from files, folders or the hub. Streaming is not supported, because the schedule needs
-the number of prompts.
+"""Loads training and eval sets from files, folders or the hub. There is no streaming, because the schedule needs the
+number of prompts.
 """
 
 import csv
@@ -21,15 +21,15 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
     """Returns one split of a dataset, with all columns.
 
     Args:
-        dataset_name: a .jsonl, .json, .csv, .tsv or .parquet file; a folder of such files, or one written by
-            `save_to_disk`; or a hub id.
-        split: a split or a slice of it ("train", "train[:100]", "train[10%:]"). A single file or saved split is called
+        dataset_name: a .jsonl, .json, .csv, .tsv or .parquet file; a folder of these, or one written by `save_to_disk`;
+            or a hub id.
+        split: a split or a slice of it ("train", "train[:100]", "train[10%:]"); a single file or saved split is called
             "train". None takes the only split.
         config_name: the hub dataset's configuration ("main" for openai/gsm8k).
 
     Raises:
-        ValueError: if no dataset has this name, a file is damaged or malformed, or the split does not exist or is not
-            the only one.
+        ValueError: for a dataset that does not exist or is damaged, and for a split that does not exist or is not the
+            only one.
     """
     try:
         splits = _load(dataset_name, config_name)
@@ -48,8 +48,8 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
     """Returns the `eval_dataset` of `PPOTrainer` from `ScriptArguments`: one dataset, several by name, or None.
 
     Raises:
-        ValueError: for an entry of `eval_datasets` that is not set=dataset, a name that occurs twice, and a dataset
-            that cannot be loaded.
+        ValueError: for an entry of `eval_datasets` that is not set=dataset or repeats a name, and for a dataset that
+            cannot be loaded.
     """
     if script_args.eval_datasets:
         found: dict[str, Dataset] = {}
@@ -121,10 +121,7 @@ def _read_files(paths: Sequence[Path]) -> Dataset:
 
 
 def _read_json(paths: Sequence[Path]) -> Dataset:
-    """Returns the rows of .jsonl and .json files, None for a missing column.
-
-    `load_dataset` would turn text that looks like a date into a timestamp.
-    """
+    """Returns rows as they are written; `load_dataset` would turn text that looks like a date into a timestamp."""
     rows = [row for path in paths for row in _json_rows(path)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
@@ -139,7 +136,7 @@ def _read_json(paths: Sequence[Path]) -> Dataset:
 
 
 def _json_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of one file: an array of them, one per line, or a single one over many lines."""
+    """Returns the objects of one file: an array, one per line, or a single one over many lines."""
     text = path.read_text("utf-8-sig")
     if text.lstrip().startswith("["):
         found = [(f"{path} entry {number}", row) for number, row in enumerate(_parse(text, str(path)))]
@@ -172,7 +169,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _check_cells(path: Path, separator: str) -> None:
-    """Checks that every row has a cell for each column: pandas would shift the cells of a longer one."""
+    """Checks that rows have a cell for each column: pandas would shift the cells of a longer one."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=separator)
         columns = next(rows, [])

@@ -1,6 +1,4 @@
-"""From dataset rows to tokenized prompts, of which overlong ones are dropped or cut, and to left-padded batches.
-
-Token ids are kept in memory, 4 bytes each; the rows stay in the dataset. Leaves out images and the continuation of an
+"""From dataset rows to tokenized prompts, and to left-padded batches. Leaves out images and the continuation of an
 assistant message.
 """
 
@@ -28,7 +26,7 @@ from alpaca_ppo.types import PromptBatch
 
 _CHUNK = 1000
 _WORDING = "prompt_wording"
-"""The entry of a tokenizer's configuration with the `wording` of the prompts on which its model was trained."""
+"""The entry of a tokenizer's configuration for the `wording` on which its model was trained."""
 _NOT_TEXT = ("image", "images", "pixel_values", "video", "videos")
 """Columns for models with vision."""
 
@@ -38,7 +36,8 @@ class PromptDataset(Sequence[dict[str, Any]]):
     """The prompts that are not overlong, in the dataset's order.
 
     `ds[i]` is `{"input_ids": list[int], "row": dict}`; i is the `prompt_id` that keys the prompt's random numbers.
-    `row` holds every column of the dataset, and in `prompt` the text or messages before tokenization.
+    `row` holds every column, and in `prompt` the text or messages before tokenization. Token ids are kept in memory,
+    rows in the dataset.
     """
 
     _dataset: Dataset
@@ -47,7 +46,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
     wording: str
     """`PromptForm.wording` of the first row."""
     fingerprint: str
-    """A hash of the token ids and of all columns, independent of where the rows were loaded from."""
+    """A hash of the token ids and of all columns."""
     num_dropped: int
     """Prompts longer than `query_len` that are left out."""
     num_cut: int
@@ -78,13 +77,12 @@ class PromptDataset(Sequence[dict[str, Any]]):
         return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self.form.prompt_of(row)}}
 
     def record_wording(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Records the wording in `tokenizer`, which is saved with the model that learned these prompts."""
+        """Records the wording in `tokenizer`, which is saved with the trained model."""
         tokenizer.init_kwargs[_WORDING] = self.wording
 
     def other_wording(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Returns a sentence that quotes this and the wording recorded in `tokenizer` from shortly before the first
-        difference. Empty if they are the same, or if the first prompt begins and ends as recorded: a column may hold
-        what a template has written.
+        """Returns a sentence on how the wording differs from that recorded in `tokenizer`. Empty if it does not, or if
+        the first prompt begins and ends as recorded: a column may hold what a template has written.
         """
         learned = tokenizer.init_kwargs.get(_WORDING, self.wording)
         if learned == self.wording or self.any_blank:
@@ -111,17 +109,17 @@ def prepare_prompts(
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
 
     Args:
-        dataset: rows with the columns of `form`. A column of prompts holds text, or messages (a list of {"role",
-            "content"}), to which the chat template is applied with the generation prompt.
+        dataset: a column of prompts holds text, or messages (a list of {"role", "content"}), to which the chat template
+            is applied with the generation prompt.
         tokenizer: of the policy. Text gets the special tokens that it prepends; an eos that it appends is removed,
             because it would end the prompt.
         query_len: the longest prompt, in tokens.
-        limit: the option that sets it, which errors name.
+        limit: the option that sets `query_len`, for errors.
         form: how rows become prompts; see `PromptForm.resolved`.
         overlong: what happens to a longer prompt. "truncate" cuts off its beginning but for a bos, because a response
-            continues its end; the text in `row` is not cut. "error" raises.
-        tools_of: given with environments or tools: returns the schemas of the tools that a row's prompt shows. A
-            prompt may then be blank, without tokens, for the environment to write.
+            continues its end; the text in `row` is not cut.
+        tools_of: given with environments or tools: returns the schemas of the tools that a row's prompt shows. A prompt
+            may then be blank, without tokens, for the environment to write.
         control_tokens: given where prompts must not write any.
 
     Raises:
@@ -195,9 +193,9 @@ def prepare_prompts(
 
 
 def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns what a run prints about its prompts at its start: the first one as the model reads it, a warning about a
-    literal backslash and n, and how they differ from those that the model was trained on. Empty for prompts that
-    environments make.
+    """Returns what a run prints about its prompts at its start: the first one as the model reads it, a literal
+    backslash and n in the template, and how they differ from those that the model was trained on. Empty if environments
+    make the prompts.
     """
     if prompts.any_blank:
         return []
@@ -218,7 +216,7 @@ def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def prompt_text(item: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the text of an item of a `PromptDataset`, of messages as rendered by the chat template."""
+    """Returns the text of an item of a `PromptDataset`; messages as rendered by the chat template."""
     prompt = item["row"]["prompt"]
     # Text is not decoded, because a tokenizer may not know all of its words.
     return prompt if isinstance(prompt, str) else str(tokenizer.decode(item["input_ids"]))
@@ -229,7 +227,7 @@ def _shortened(text: str) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Returns a JSON value for what `json` cannot encode: the type of values without stable content, such as images."""
+    """Returns a JSON value for what `json` cannot encode: of values without stable content (images), the type."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, date | time | timedelta | Decimal):
@@ -282,7 +280,7 @@ def tokenize_prompts(
     control_tokens: ControlTokens | None = None,
     start: int = 0,
 ) -> list[list[int]]:
-    """Returns the token ids of at least one text or conversation.
+    """Returns the token ids of at least one prompt.
 
     Args:
         prompts: all texts, or all messages.
@@ -352,16 +350,12 @@ def _tokenize_texts(
 def collate_prompts(
     items: Sequence[dict[str, Any]], indices: Sequence[int], *, pad_token_id: int, query_len: int
 ) -> PromptBatch:
-    """Returns one batch of B prompts, each padded on the left to `query_len` tokens.
+    """Returns a batch of B items of a `PromptDataset`, padded on the left to `query_len` tokens, with their indices in
+    it as `prompt_ids`.
 
     The width is `query_len` and not that of the longest prompt, because the rollouts of all ranks are concatenated and
     must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
-
-    Args:
-        items: B items of a `PromptDataset`.
-        indices: their B indices in that dataset, which become `prompt_ids`.
-        pad_token_id: fills `queries`. It may equal the eos id or occur inside a prompt, for masks come from lengths.
-        query_len: Q, in tokens.
+    `pad_token_id` may occur inside a prompt, because masks come from lengths.
     """
     assert len(items) == len(indices) and all(len(item["input_ids"]) <= query_len for item in items)
     queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)

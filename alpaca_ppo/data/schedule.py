@@ -1,5 +1,5 @@
-"""The order of prompts: a function of the seed, the step, and how many extra prompts earlier steps have drawn for
-`dynamic_sampling`; independent of the number of processes.
+"""The order of prompts: a function of the seed, the step, and how many extra prompts earlier steps have drawn;
+independent of the number of processes.
 """
 
 from collections.abc import Collection, Iterator
@@ -11,15 +11,15 @@ class PromptSchedule:
     """The dataset indices of each step: a seeded permutation per epoch, split into steps, the last of which may be
     smaller.
 
-    The permutations of all epochs, one after the other, are an endless sequence, of which each step takes the next
-    prompts. If earlier steps have drawn more than their own (`extra_prompts`), a step begins so much later in the
-    sequence; its size stays. `epoch_at` does not count these.
+    The permutations of all epochs are one endless sequence, of which each step takes the next prompts. If earlier steps
+    have drawn extra prompts (`dynamic_sampling`), a step begins so much later in the sequence; its size stays, and
+    `epoch_at` does not count them.
 
     Args:
         num_prompts: prompts in the dataset.
         rollout_batch_size: prompts per step.
         seed: of the permutations.
-        total_epochs: passes over the dataset. Give either this, `total_episodes` or `num_steps`.
+        total_epochs: passes over the dataset; or give one of the following.
         total_episodes: prompts in total.
         num_steps: steps in total (`max_steps`).
     """
@@ -48,7 +48,7 @@ class PromptSchedule:
         return min(self._start_of(step), self.num_episodes) / self.num_prompts
 
     def prompts_of(self, step: int, extra_prompts: int = 0) -> "StepPrompts":
-        """Returns the prompts of `step` (from 0), where earlier steps have drawn `extra_prompts` beyond their own.
+        """Returns the prompts of `step` (from 0), where earlier steps have drawn `extra_prompts`.
 
         Raises:
             ValueError: if `step` is outside the schedule.
@@ -78,7 +78,7 @@ class StepPrompts:
     """The prompts of one step: those that the schedule gives it, and any number drawn after them.
 
     Attributes:
-        indices: the `count` prompts that the schedule gives it, from the place `start` of its sequence on.
+        indices: the `count` prompts from the place `start` of the schedule's sequence on.
         extra_prompts: how many further prompts of the sequence the step has drawn or skipped so far.
     """
 

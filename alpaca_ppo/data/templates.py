@@ -12,10 +12,10 @@ PROBE = "…"
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A format string over dataset columns, optionally with a second one for rows whose optional column is empty."""
+    """A format string over dataset columns, optionally with another one for rows whose optional column is empty."""
 
     text: str
-    """The format string: its fields are plain column names, and literal braces are doubled."""
+    """Fields are plain column names; literal braces are doubled."""
     optional: str | None = None
     """The column that may be missing, None or blank."""
     without_optional: str | None = None
@@ -83,7 +83,7 @@ class PromptForm:
 
     def resolved(self, columns: Sequence[str], *, chat: bool) -> "PromptForm":
         """Returns the form for a dataset with these columns. Without a prompt column, Alpaca's `instruction` and
-        `input` become a user's message with a chat template (`chat`), and otherwise text of the `alpaca` template.
+        `input` become a user's message with a chat template (`chat`), else text of the `alpaca` template.
 
         Raises:
             ValueError: without a prompt column or Alpaca's, and for a template that is invalid or has other columns.
@@ -156,7 +156,7 @@ class PromptForm:
         return prompt
 
     def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
-        """Returns the prompt of `row` as rendered, up to the policy's answer, with PROBE for the prompt's own text."""
+        """Returns the prompt of `row` up to the policy's answer, with PROBE for its own text."""
         if self.template is not None:
             row = {**dict.fromkeys(_field_names(self.template.text), ""), self.template.columns[0]: PROBE}
         prompt = self.prompt_of(row)
@@ -165,7 +165,7 @@ class PromptForm:
         users = [number for number, message in enumerate(prompt) if message["role"] == "user"]
         if self.template is None and users:
             prompt = [*prompt[: users[0]], {**prompt[users[0]], "content": PROBE}]
-        # A template that writes the date writes the date's format instead, which does not change from day to day.
+        # A template then writes the format of the date, and not the date.
         undated = tokenizer.get_chat_template().replace("strftime_now(", "(")
         options = {"add_generation_prompt": True, **(self.chat_template_kwargs or {}), "chat_template": undated}
         return str(tokenizer.apply_chat_template(prompt, tokenize=False, **options))

@@ -14,7 +14,7 @@ from alpaca_ppo.doctor.rules import RULES, History
 from alpaca_ppo.registry import DoctorSeverity
 
 ENDED_BY_ERROR = 3
-"""The exit status of a command whose run was ended by an error in `stop_on`; 1 is a crash, 2 a user's mistake."""
+"""The exit status of a command whose run an error in `stop_on` has ended; 1 is a crash, 2 a user's mistake."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Finding:
 
 
 class Doctor:
-    """Applies the rules to a run, and reports a finding once, and again only if a warning has become an error.
+    """Applies the rules to a run. A finding is reported once, and again only if a warning has become an error.
 
     Args:
-        history: of the run; the caller adds each step before `examine`.
+        history: the caller adds each step before `examine`.
         known: the findings from before the run was resumed.
     """
 
@@ -65,8 +65,8 @@ def stops(finding: Finding, stop_on: Collection[str]) -> bool:
 
 
 def check_run(folder: StrPath) -> list[Finding]:
-    """Returns the findings in the run of `folder`, from its metrics, configuration and findings.jsonl, errors first; of
-    each rule, the most severe one.
+    """Returns the findings in the folder of a run, from its metrics and those in findings.jsonl, errors first; of each
+    rule, the most severe one.
 
     Raises:
         ValueError: if the folder has no metrics.jsonl, or a file in it cannot be read.
@@ -78,7 +78,7 @@ def check_run(folder: StrPath) -> list[Finding]:
 def examined(
     config: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], known: Collection[Finding] = ()
 ) -> list[Finding]:
-    """Returns the findings in a run's `metrics` and those `known`, errors first; of each rule, the most severe one."""
+    """Returns the findings in `metrics` and those `known`, as `check_run`."""
     doctor = Doctor(History(config))
     found = list(known)
     for row in metrics:
@@ -91,7 +91,7 @@ def examined(
 
 
 def read_findings(folder: StrPath) -> list[Finding]:
-    """Returns the findings in findings.jsonl, which may be missing, in the order of the steps.
+    """Returns the findings in findings.jsonl; none without it.
 
     Raises:
         ValueError: if the file holds something else.
@@ -108,7 +108,7 @@ def read_findings(folder: StrPath) -> list[Finding]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the options in run.yaml, which may be missing.
+    """Returns the options in run.yaml; none without it.
 
     Raises:
         ValueError: if it is not a mapping in YAML.

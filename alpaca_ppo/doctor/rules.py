@@ -1,8 +1,8 @@
-"""The doctor's rules, and `History`, the metrics of a run so far that they read.
+"""The doctor's rules, and `History`, the metrics that they read.
 
 A rule's condition returns what it has found, or None, also where a metric is missing. It is called after every step, so
-it reads the last few values of a few metrics. Limits come from healthy and spoilt runs
-(tests/doctor/measured.json.gz); docs/doctor.md explains each.
+it reads the last few values of a few metrics. Limits come from healthy and spoilt runs (tests/doctor/measured.json.gz);
+docs/doctor.md explains each.
 """
 
 import dataclasses
@@ -17,15 +17,11 @@ WINDOW = 5
 """Steps that are averaged, so that one unusual batch decides nothing."""
 _KL, _SCORES, _SPREAD = "objective/kl_avg_seq", "objective/scores", "objective/scores_std"
 _LOSSES_WITH_OTHER_CLIPPING = ("sapo", "cispo", "dppo", "gspo")
-"""Their clip fraction means something else than PPO's, or their clip range is hundreds of times narrower."""
+"""Their clip fraction means something else than PPO's, or their range is hundreds of times narrower."""
 
 
 class History:
-    """The metrics of a run, by name and in the order of the steps.
-
-    Args:
-        config: the options of `PPOConfig`, as plain values; it may lack some.
-    """
+    """The metrics of a run in the order of the steps, and its options as plain values; `config` may lack some."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -34,8 +30,8 @@ class History:
         self._series: dict[str, list[tuple[int, float]]] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Adds metrics of `step`, 0 = before training, but for None and numbers that are not finite. Further metrics of
-        the same step may follow; a metric that is added again is replaced.
+        """Adds metrics of `step`, 0 = before training, but for None and numbers that are not finite. They replace
+        earlier ones of the same step.
         """
         self.step = step
         for name, value in metrics.items():
@@ -90,8 +86,8 @@ class History:
         return self.config.get("reference") != "none" and bool(coef)
 
     def steps_at_full_rate(self, count: int) -> list[int]:
-        """The last `count` steps in which the policy was trained at half of its largest learning rate or more, so
-        neither in a warm-up nor at the end of a schedule; empty if there are fewer.
+        """The last `count` steps that trained the policy at half of the largest learning rate or more, so not those of
+        a warm-up or at a schedule's end; empty if there are fewer.
         """
         peak = max((rate for _, rate in self.series("objective/lr")[: 4 * count]), default=0.0)
         if self.config.get("warmup_steps"):
@@ -104,7 +100,7 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a condition returns where it holds: the severity, and the numbers in the rule's sentence."""
+    """What a condition returns: the severity, and the numbers in the rule's sentence."""
 
     severity: DoctorSeverity
     numbers: Mapping[str, float | str]
@@ -263,7 +259,7 @@ def _window_means(series: Sequence[tuple[int, float]]) -> Sequence[tuple[int, fl
     "set dynamic_sampling: 3, or raise num_return_sequences; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def uniform_groups(history: History) -> Found | None:
-    """Most prompts give no gradient, because their responses all score the same, though not those of all prompts."""
+    """Most prompts give no gradient: their responses all score the same, though not those of all prompts."""
     share = history.mean("objective/uniform_groups")
     return None if share is None or share <= 0.9 or constant_reward(history) else Found("warning", {"share": share})
 
@@ -277,7 +273,7 @@ def uniform_groups(history: History) -> Found | None:
 def policy_does_not_move(history: History) -> Found | None:
     """After ten steps at the full learning rate, the policy has hardly changed."""
     steps = history.steps_at_full_rate(10)
-    # With one optimizer step, the policies are compared before it, so only the KL to the reference shows a change.
+    # With one optimizer step, only the KL to the reference shows a change: policies are compared before the step.
     several = (history.last("ppo/policy/optimizer_steps") or [1.0])[0] > 1
     with_reference = history.config.get("reference") != "none" and bool(history.series(_KL))
     if not steps or not (several or with_reference) or constant_reward(history):
@@ -382,7 +378,7 @@ def skipped_updates(history: History) -> Found | None:
     "look at dropout and hooks in custom code; see docs/troubleshooting.md#sampler-and-trainer-disagree",
 )
 def logprobs_disagree(history: History) -> Found | None:
-    """Sampler and trainer, or old and new policy before the first optimizer step, give tokens other probabilities."""
+    """Sampler and trainer, or old and new policy before any optimizer step, give tokens other probabilities."""
     half, disagreements = history.half_precision, list[Found]()
     # What rounding explains, in nats per token.
     limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1) if half else 1e-3

@@ -66,9 +66,8 @@ def _key(prompt: Any) -> str:
 
 
 def compare(own: float, other: float) -> float:
-    """Returns 1, 0.5 or 0 if the score `own` is above, equal to or below `other`.
-
-    Scores that differ by the rounding of float32 are equal, because a text's score differs so much from batch to batch.
+    """Returns 1, 0.5 or 0 if the score `own` is above, equal to or below `other`. Scores that differ by float32
+    rounding are equal, because a text's score differs so much from batch to batch.
     """
     return 0.5 if math.isclose(own, other, rel_tol=1e-5, abs_tol=1e-6) else float(own > other)
 
@@ -90,7 +89,7 @@ class Comparison:
 
 
 class FunctionJudge:
-    """Asks `f(prompts, completions, others, **columns)` for the verdict on each completion: 1 = a win, 0.5 = a tie, 0 = a
+    """Asks `f(prompts, completions, others, **columns)` for a verdict on each completion: 1 = a win, 0.5 = a tie, 0 = a
     loss, anything between for a probability, None = undecided.
     """
 

@@ -23,7 +23,7 @@ class Estimate(NamedTuple):
 
 
 def clustered_mean(groups: Sequence[Sequence[float]]) -> Estimate:
-    """Returns the mean over all numbers and its standard error, where numbers of a group (a prompt) are not independent.
+    """Returns the mean over all numbers and its standard error, where those of a group (a prompt) are not independent.
 
     With C groups, N numbers and residuals e_ij = x_ij - mean, se = sqrt(C / (C - 1) * sum_i (sum_j e_ij)^2) / N (the
     cluster-robust variance of a mean, arXiv:2411.00640, section 2.2, with the small-sample factor of CR1). With one

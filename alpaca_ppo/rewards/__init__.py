@@ -1,8 +1,5 @@
-"""Reward sources: Python functions, HTTP servers, sequence classifiers and reward adapters on the policy's base. One
-`RewardScorer` checks their scores and adds them up.
-
-`scorer.score_responses` applies it to sampled responses, with the penalties for a missing stop and for length. The KL
-penalty is part of reward shaping, in `functional.shaping`.
+"""Reward sources, and the `RewardScorer` that checks their scores and adds them up. The KL penalty is part of reward
+shaping, in `functional.shaping`.
 """
 
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier

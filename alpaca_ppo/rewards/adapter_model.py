@@ -1,7 +1,4 @@
-"""A reward model that is a LoRA adapter on the policy's base model.
-
-Such an adapter is trained with `alpaca-ppo reward --use_peft`.
-"""
+"""A reward model that is a LoRA adapter on the policy's base model, as `alpaca-ppo reward --use_peft` trains it."""
 
 from typing import Any
 
@@ -18,12 +15,10 @@ class AdapterClassifier(nn.Module):
     it, and a score head.
 
     Its logits equal those of transformers' classifier with the same adapter: the score is read at the last token that
-    is not the pad id, on whichever side a row is padded. If eos is also the pad id, that is the token before the final
-    eos. A row that contains only pad ids is scored at its first token.
+    is not the pad id, or at the first if there is none, on whichever side a row is padded. If eos is the pad id, that
+    is the token before the final eos.
 
     Args:
-        adapters: the policy's adapters; the reward adapter is loaded beside them.
-        folder: the adapter's folder or hub id.
         pad_token_id: the pad id of the tokenizer that the adapter was trained with; None uses the base's.
         padding_free: whether the base can read rows without padding (`models.trial`).
 
@@ -47,13 +42,8 @@ class AdapterClassifier(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, *, columns: Tensor | None = None, **keywords: Any
     ) -> SequenceClassifierOutput:
-        """Returns `logits` (B, 1) float32.
-
-        Args:
-            input_ids: (B, T), or B rows end to end as (1, N).
-            attention_mask: in the shape of `input_ids`, 1 = a real token.
-            columns: (B,) the column of (1, N) at which each of the rows end to end is scored.
-            keywords: passed on to the base model.
+        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token; or,
+        for B rows end to end as (1, N), with the column at which each one is scored in `columns` (B,).
         """
         with self.adapters.active(REWARD):
             hidden = self.adapters.model.base_model(

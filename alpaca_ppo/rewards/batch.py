@@ -1,4 +1,4 @@
-"""The input of a reward source, and the error that names the source and the row at fault."""
+"""The input of a reward source, and the errors that name the source and the row at fault."""
 
 import copy
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class RewardBatch:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of a reward function by name: the lists themselves, not copies."""
+        """Returns the arguments of a reward function by name, uncopied."""
         own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
         return own | self.columns
 
@@ -56,8 +56,8 @@ class RewardBatch:
 
 
 class RewardError(ValueError):
-    """The reward source named `source` raised an exception or returned unusable scores. `row` is the index in the
-    scored batch, or None if no single row is at fault.
+    """The reward source `source` raised an exception or returned unusable scores. `row` is the index in the scored
+    batch; None if no single row is at fault.
     """
 
     def __init__(self, source: str, problem: str, batch: RewardBatch, row: int | None) -> None:
@@ -76,9 +76,7 @@ class RowFailure(RewardError):
 
 
 def copied(value: Any) -> Any:
-    """Returns a copy of an entry of a source's arguments, so that a source that changes it affects neither other
-    sources nor the run.
-    """
+    """Returns a copy of an entry of a source's arguments, so that no source changes those of others or of the run."""
     # deepcopy takes several times as long for lists of token ids.
     if type(value) is list and _IMMUTABLE.issuperset(map(type, value)):
         return value.copy()

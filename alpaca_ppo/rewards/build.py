@@ -21,7 +21,7 @@ RewardFunc: TypeAlias = Callable[..., Any] | str | PreTrainedModel
 
 
 def reward_sources(script_args: ScriptArguments) -> list[RewardFunc]:
-    """Returns the reward sources that the options name, ordered as their weights: models, functions, servers."""
+    """Returns the reward sources in the options, ordered as their weights: models, functions, servers."""
     named: list[RewardFunc] = [*(script_args.reward_model_name_or_path or ()), *(script_args.reward_funcs or ())]
     if script_args.reward_url:
         named.append(RemoteReward(script_args.reward_url, timeout=script_args.reward_url_timeout, name="reward_url"))
@@ -40,20 +40,19 @@ def build_reward(
     """Returns a scorer of one or several reward sources.
 
     Args:
-        reward_funcs: a source, or a list of them: a Python function (see `FunctionReward`) or its name
-            ("module:function" or "file.py:function"), a `RemoteReward`, or a sequence classifier with one label: a
-            model in memory, a folder or a hub id (see `ModelReward`).
-        reward_weights: one weight per source; 1 each by default.
-        reward_processing_classes: one tokenizer (or None) per source, or a single one for every model. By default, a
-            model's tokenizer is loaded from where the model came from.
+        reward_funcs: one or a list of: a Python function (see `FunctionReward`) or its name ("module:function" or
+            "file.py:function"); a `RemoteReward`; a sequence classifier with one label, in memory or by its folder or
+            hub id.
+        reward_weights: one per source; 1 each by default.
+        reward_processing_classes: one tokenizer (or None) per source, or one for every model. By default, a model's
+            tokenizer is loaded from where the model came from.
         failure_handling: what happens if a function raises; by default, the error ends the run.
         measures: see `RewardScorer`.
-        model_options: how models are loaded and read; see `build_model_reward`.
+        model_options: see `build_model_reward`.
 
     Raises:
-        ValueError: if the number of weights or tokenizers differs from the number of sources, an entry is not a reward
-            source, or a model lacks a single label, a trained head or a tokenizer. Whatever can be checked without a
-            model is checked before one is loaded.
+        ValueError: for a wrong number of weights or tokenizers, an entry that is not a reward source, or an unusable
+            model. Whatever needs no model is checked before one is loaded.
     """
     given = _resolve_sources(reward_funcs)
     weights = [1.0] * len(given) if reward_weights is None else [float(weight) for weight in reward_weights]
@@ -71,11 +70,7 @@ def build_reward(
 
 
 def source_names(reward_funcs: RewardFunc | Sequence[RewardFunc] | None) -> list[str]:
-    """Returns the names that the sources will have in a scorer. Functions are imported, but no model is loaded.
-
-    Raises:
-        ValueError: for an entry that is not a reward source, and a function that cannot be imported.
-    """
+    """Returns the names of the sources in a scorer. Functions are imported, but no model is loaded."""
     names: list[str] = []
     for source in _resolve_sources(reward_funcs):
         names.append(free_name(source.name if isinstance(source, FunctionReward) else model_name(source), names))
@@ -83,12 +78,7 @@ def source_names(reward_funcs: RewardFunc | Sequence[RewardFunc] | None) -> list
 
 
 def check_columns(reward_funcs: RewardFunc | Sequence[RewardFunc] | None, dataset: str, columns: Sequence[str]) -> None:
-    """Checks before any response is sampled that a dataset has the columns that the functions require.
-
-    Args:
-        reward_funcs: the sources.
-        dataset: what an error calls the dataset.
-        columns: of the dataset.
+    """Checks that a dataset, which errors call `dataset`, has the columns that the functions require.
 
     Raises:
         ValueError: naming the function, the missing arguments, and those that are available.
@@ -112,7 +102,7 @@ def _resolve_sources(reward_funcs: Any) -> list[FunctionReward | PreTrainedModel
 
 
 def _resolve_source(source: Any) -> FunctionReward | PreTrainedModel | str:
-    """Returns functions and `RemoteReward`s as `FunctionReward`, and a model, its path or its hub id, as it is."""
+    """Returns functions and `RemoteReward`s as `FunctionReward`; models, and their paths or hub ids, as they are."""
     if isinstance(source, str):
         _, colon, name = source.rpartition(":")
         if colon and name.isidentifier() and not Path(source).is_dir():

@@ -21,24 +21,20 @@ KEY_VARIABLE = "REWARD_API_KEY"
 
 
 class RemoteServersFailed(Exception):
-    """No server gave a usable answer; the message says what was wrong with each."""
+    """No server gave a usable answer."""
 
 
 class RemoteReward:
     """Scores from one or several HTTP servers, which must all give the same scores, for `reward_funcs`.
 
-    A call's rows are split between prompts into one request per server, all sent at once. If a server fails or sends a
-    malformed answer, its request goes to the next one, until each has been asked. Which server gets a request first
-    never depends on timing, except in repeated calls.
+    A call's rows are split between prompts into one request per server, all sent at once. A request whose server fails
+    or sends a malformed answer goes to the next one, until each has been asked. Which server gets a request first never
+    depends on timing, except in repeated calls.
 
     Args:
-        url: the address of a server, or several.
         timeout: seconds that a server may take for a request.
         columns: the dataset columns that are sent; None = all.
         name: of the source in metrics and errors.
-
-    Raises:
-        ValueError: for an invalid argument.
     """
 
     def __init__(
@@ -115,7 +111,7 @@ class RemoteReward:
         return [reward for answer, _ in answers for reward in answer["rewards"]]
 
     async def _ask(self, body: bytes, completion_ids: list[list[int]], turn: int) -> tuple[dict[str, Any], int]:
-        """Returns the answer of the first server to give one, from server `turn` on, and how many failed before."""
+        """Returns the first answer, from server `turn` on, and how many servers failed before."""
         failures = []
         # Much more than numbers take for each row and token.
         max_bytes = 2**20 + sum(4096 + 64 * len(ids) for ids in completion_ids)
@@ -134,7 +130,7 @@ class RemoteReward:
 
 
 def _split_between_prompts(prompts: Sequence[Prompt], count: int) -> list[slice]:
-    """Splits rows into up to `count` slices with about equally many prompts; the responses to one stay together."""
+    """Splits rows into up to `count` slices with about equally many prompts each."""
     starts = [row for row, prompt in enumerate(prompts) if row == 0 or prompt != prompts[row - 1]]
     boundaries = [*starts[:: math.ceil(len(starts) / count)], len(prompts)]
     return [slice(start, end) for start, end in pairwise(boundaries)]

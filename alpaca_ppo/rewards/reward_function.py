@@ -1,5 +1,4 @@
-"""Reward functions of users: calls and retries, finding the row that raises, checks of what they return, and the
-metrics that they log.
+"""Reward functions of users: calls and retries, checks of what they return, and the metrics that they log.
 
 Functions are called in the main thread; async ones run together in the process's event loop.
 """
@@ -26,29 +25,29 @@ OFFERED = ("trainer_state", "log_metric")
 RowScore = float | list[float] | None
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 LONGEST_PAUSE = 64.0
-"""Seconds. Pauses before retries take 1 s, 2 s, 4 s and so on, up to this."""
+"""In seconds; pauses before retries take 1 s, 2 s, 4 s and so on, up to this."""
 
 
 class FunctionReward:
-    """A Python function with TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`.
+    """A Python function with TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`; it may be
+    async.
 
-    It may be async. It gets keyword arguments, of which one without `**kwargs` gets only those in its signature:
-    `prompts`, `completions`, `completion_ids` and every other dataset column, each a list of B entries; with
-    environments, `environments`, each row's in the state in which its episode ended; and if it names them, `log_metric`
-    and `trainer_state` of the trainer, unless a column has that name.
-    For each row it returns a number, None to leave the row to other sources, or a list with one number for each token
-    of `completion_ids`.
+    Its keyword arguments are `prompts`, `completions`, `completion_ids` and every other dataset column, each a list of
+    B entries; with environments, `environments`, each as its row's episode left it; and if it names them, `log_metric`
+    and `trainer_state`, unless a column has that name. One without `**kwargs` gets only those in its signature. For
+    each row it returns a number, None to leave the row to other sources, or a list with one number for each token of
+    `completion_ids`.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
         self.name = name or _name_of(function)
         self.context: dict[str, Any] = {}
-        """The values of `OFFERED` by name; empty without a trainer."""
+        """The values of `OFFERED`; empty without a trainer."""
         self.parameters = parameters_of(function)
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
-        """Returns the function's arguments for `batch`. Dataset columns are copies, which it may change."""
+        """Returns the function's arguments for `batch`; columns are copied, because it may change them."""
         columns, objects = batch.arguments(), batch.objects()
         accepted, _, takes_any = self.parameters
         wanted = {*accepted, "environments", *columns} if takes_any else {*accepted}
@@ -63,8 +62,9 @@ class FailureHandling:
     retries: int = 0
     """Further calls of the function, with pauses (`LONGEST_PAUSE`)."""
     mask_rows: bool = False
-    """After the last retry: True masks the rows that fail when scored one by one, and those that no source scores;
-    False ends the run."""
+    """After the last retry: True masks the rows that fail when scored one by one, and those without any score; False
+    ends the run.
+    """
 
 
 def call_functions(
@@ -73,16 +73,11 @@ def call_functions(
     failure_handling: FailureHandling,
     on_source: Callable[[str], Any] = lambda name: None,
 ) -> list[Any]:
-    """Returns what each function returned for `batch`, unchecked; async functions run concurrently.
+    """Returns what each function returned for `batch`, unchecked. Only a function that raises is called again; after
+    the last retry on each row separately, to find the rows at fault. With `mask_rows`, a `RowFailure` takes the place
+    of their scores.
 
-    Only a function that raises is called again. If it still raises after the last retry, it is called on each row
-    separately, to find the rows at fault; with `mask_rows`, a `RowFailure` takes the place of each one's score.
-
-    Args:
-        sources: functions.
-        batch: the rows.
-        failure_handling: what happens if a function raises.
-        on_source: called with the name of a source before its calls.
+    `on_source` is called with the name of a source before its calls.
 
     Raises:
         RewardError: without `mask_rows`, if a function raises: chained to its exception, naming the first row that
@@ -133,7 +128,7 @@ def _call_on_rows(
 
 
 def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Returns each call's result or exception. Awaitable results are awaited, even if another call fails."""
+    """Returns each call's result or exception. Awaitables are awaited, even if another call fails."""
     outcomes: list[Any] = []
     for call in calls:
         try:
@@ -154,7 +149,7 @@ def _name_of(function: Any) -> str:
 
 
 def score_list(name: str, result: Any, batch: RewardBatch) -> list[Any]:
-    """Returns `result`, which the source `name` returned for `batch`, as a list with one entry per row.
+    """Returns `result`, of the source `name` for `batch`, as a list with one entry per row.
 
     Raises:
         RewardError: if it is not a list, tuple, tensor or array of that length.
@@ -173,7 +168,7 @@ def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
     """Returns the score of one row as a float, a list with a float for each token, or None.
 
     Raises:
-        RewardError: if it is not a number, or a list without one entry for each token.
+        RewardError: if it is not a number, or a list without one number for each token.
         RowFailure: if it is not finite in float32, or itself a `RowFailure`.
     """
     if isinstance(score, RowFailure):
@@ -201,7 +196,7 @@ def _as_python(value: Any) -> Any:
 
 
 class LoggedMetrics:
-    """What reward functions have logged on this rank since the last `pop`. Several threads may call `log`."""
+    """What reward functions have logged on this rank. Several threads may call `log`."""
 
     def __init__(self) -> None:
         self._values: list[tuple[str, float]] = []

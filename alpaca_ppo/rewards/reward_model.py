@@ -1,6 +1,5 @@
-"""A sequence classifier as a reward source, with its own tokenizer and chat template; padding does not change a score.
-
-Reward models sharded over devices are not supported. A reward adapter on the policy's base is in `adapter_model`.
+"""A sequence classifier as a reward source, with its own tokenizer and chat template. Reward models sharded over
+devices are not supported; a reward adapter on the policy's base is in `adapter_model`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,15 +27,14 @@ from alpaca_ppo.saved_models import loading, remote_code
 
 
 class ModelReward:
-    """A sequence classifier with one label; the score of a response is its logit, in float32.
+    """A sequence classifier with one label; the score of a response is its logit in float32, whatever the padding.
 
     Prompt and completion are tokenized as one text with the tokenizer's special tokens; messages go through its chat
-    template. A sequence longer than the model's context is an error: truncation would change its score.
+    template. A sequence longer than the model's context is an error, because truncation would change its score.
 
     Args:
-        model: the classifier.
-        tokenizer: the tokenizer that it was trained with.
-        name: name of the source in metrics and errors.
+        tokenizer: the tokenizer that the model was trained with.
+        name: of the source in metrics and errors.
         batch_size: bounds a forward pass to the tokens of so many rows as long as the longest.
         padding_free: lays rows end to end if the model can read them so. False pads them, `batch_size` rows in each
             forward pass.
@@ -67,11 +65,11 @@ class ModelReward:
         self._equal_passes = not padding_free
 
     def prepare(self, *, equal_passes: bool, packs_everywhere: Callable[[bool], bool] = bool) -> None:
-        """Tries whether the model can read rows end to end, before its parameters are sharded, which rules a trial out.
-        Otherwise the first call tries it.
+        """Tries whether the model can read rows end to end, before its parameters are sharded. Without this, the first
+        call tries it.
 
         Args:
-            equal_passes: whether ranks that have equally many rows must make equally many forward passes.
+            equal_passes: whether ranks with equally many rows must make equally many forward passes.
             packs_everywhere: returns whether all ranks can lay rows end to end, given whether this one can.
         """
         self._equal_passes = equal_passes or not self.padding_free
@@ -94,7 +92,6 @@ class ModelReward:
         return scores.tolist()
 
     def to(self, device: torch.device | str) -> None:
-        """Moves the model to `device`."""
         # transformers' type stub declares `to` without arguments.
         torch.nn.Module.to(self.model, device)
 
@@ -228,16 +225,16 @@ def build_model_reward(
 
     Args:
         source: the model, or where to load it from.
-        tokenizer: its tokenizer; None loads the one from the model's folder or hub id.
+        tokenizer: None loads the one from the model's folder or hub id.
         batch_size: see `ModelReward`.
-        dtype: of the weights of a model that is loaded; a model in memory keeps its own.
+        dtype: of a model that is loaded; a model in memory keeps its own.
         trust_remote_code: run code that comes with the model.
         padding_free: see `ModelReward`.
 
     Raises:
-        ValueError: if the model does not exist, is damaged, is an adapter, does not have exactly one label or
-            lacks weights (a language model has no trained score head), comes with code that it may not run, or if
-            there is no tokenizer.
+        ValueError: if the model does not exist, is damaged, is an adapter, does not have exactly one label, lacks
+            weights (a language model has no trained score head), comes with code that it may not run, or has no
+            tokenizer.
     """
     origin, name = _origin(source), model_name(source)
     if isinstance(source, str):
@@ -262,7 +259,7 @@ def build_model_reward(
 
 
 def model_name(source: Any) -> str:
-    """Returns the name in metrics of a model, or of the path or hub id of one: the last part of that path or id."""
+    """Returns the name of a model in metrics: the last part of its path or hub id."""
     return Path(_origin(source)).name or type(source).__name__
 
 
@@ -271,11 +268,9 @@ def _origin(source: Any) -> str:
 
 
 def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:
-    """Returns an id whose padding does not move the token at which a row is scored.
-
-    A classifier reads the score at the last token that is not `config.pad_token_id`, whatever the tokenizer's pad token
-    is, so that is the id. Without one, an unpadded row is scored at its last token, so any id works that no row ends
-    with.
+    """Returns an id whose padding does not move the token at which a row is scored: the last one that is not
+    `config.pad_token_id`, whatever the tokenizer's pad token is. Without that id, rows are scored at their last token,
+    so any id works that no row ends with.
     """
     pad = config.pad_token_id
     # Old Llama configurations use -1 for "no pad token".
@@ -287,7 +282,7 @@ def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:
 
 @contextmanager
 def _scoring_config(config: Any, pad_token_id: int) -> Iterator[None]:
-    """Temporarily sets the pad id in the model's configuration, and turns the key-value cache off."""
+    """Temporarily sets the model's pad id and turns its key-value cache off."""
     settings = {"pad_token_id": pad_token_id, "use_cache": False}
     # Encoders have no `use_cache`.
     before = {name: getattr(config, name) for name in settings if hasattr(config, name)}

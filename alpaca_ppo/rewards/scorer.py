@@ -1,7 +1,5 @@
-"""From sampled responses to rewards: decoding, calls of the reward sources, checks of their scores, the weighted sum,
-and the penalties for a missing stop and for length.
-
-The KL penalty is added later, when rewards are shaped.
+"""From sampled responses to rewards: decoding, calls of the reward sources, their checked and weighted sum, and
+penalties for a missing stop and for length. The KL penalty is added later, when rewards are shaped.
 """
 
 import itertools
@@ -33,11 +31,12 @@ class RewardResult(NamedTuple):
     """Scores of B responses, on the CPU."""
 
     rewards: Tensor
-    """(B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T) instead: entry k of a row
-    belongs to `completion_ids[k]`, T is the length of the longest row, and entries after a row's last token are 0. The
-    score of a whole sequence is then on the row's last token, or in entry 0 of a row without tokens."""
+    """(B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T): entry k of a row belongs to
+    `completion_ids[k]`, T is the length of the longest row, and other entries are 0. The score of a whole sequence is
+    then on the row's last token, or in entry 0 of a row without tokens.
+    """
     by_source: dict[str, Tensor]
-    """Each source's unweighted scores, (B,) float32: token scores summed over the row, NaN if it returned None."""
+    """Each source's unweighted scores, (B,) float32: token scores summed, NaN if it returned None."""
     failures: dict[int, RowFailure]
     """With `FailureHandling.mask_rows`, the error of each row that failed, whose reward is 0."""
 
@@ -46,10 +45,8 @@ class RewardScorer:
     """Calls reward sources, checks their scores and adds them up; `build_reward` makes one from user arguments.
 
     Args:
-        sources: functions and models.
-        weights: one per source.
         failure_handling: what happens if a function raises. Its `mask_rows` also masks rows with a score that is not
-            finite and rows that no source scores; no function is called again because of these.
+            finite and rows without any score, for which no function is called again.
         measures: True = metrics, not rewards (`metric_funcs`): a row needs no score.
     """
 
@@ -63,12 +60,13 @@ class RewardScorer:
     ) -> None:
         self.failure_handling, self.measures = failure_handling or FailureHandling(), measures
         self.failures: list[RowFailure] = []
-        """The errors of masked rows since the last `pop_failures`, in the order in which they were scored."""
+        """The errors of masked rows since the last `pop_failures`, in order."""
         self.logged = LoggedMetrics()
         """What functions have logged (`log_metric`)."""
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Returns a context manager for the calls of functions, which may block for long (a request to a judge, say).
-        The trainer sets it, so that a signal can interrupt them."""
+        """Returns a context manager for the calls of functions, which may block for long. The trainer sets it, so that
+        a signal can interrupt them.
+        """
         self.on_source: Callable[[str], Any] = lambda name: None
         """Called with a source's name before the source is called."""
         self.sources: list[FunctionReward | ModelReward] = []
@@ -118,9 +116,8 @@ class RewardScorer:
             rows: the dataset rows; every column except `prompt` is passed to the functions under its name.
 
         Raises:
-            RewardError: with the source, the row and the text, if a source raises, returns the wrong number of scores,
-                a value that is not a number, or a number that is not finite in float32; or if no source scores a row.
-                With `mask_rows`, only for faults that are not of a single row.
+            RewardError: with the source, the row and the text, if a source raises or returns unusable scores, or no
+                source scores a row. With `mask_rows`, only for faults that are not of a single row.
         """
         if not rows:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
@@ -148,7 +145,7 @@ class RewardScorer:
     def _check(
         self, unchecked: list[list[Any]], batch: RewardBatch
     ) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
-        """Returns the scores by source and row, None in rows that failed, and the failures by row."""
+        """Returns the scores by source and row, None in failed rows, and the failures by row."""
         scores: list[list[RowScore]] = [[None] * len(batch) for _ in unchecked]
         failures: dict[int, RowFailure] = {}
         for row in range(len(batch)):
@@ -192,11 +189,12 @@ class Penalties:
 
     missing_stop: float | None = None
     """Replaces the reward of a response that did not stop; of a reward per token, that of the last chosen token, and
-    the others become zero. None keeps the reward."""
+    the others become zero.
+    """
     overlong_buffer_len: int | None = None
-    """Number of tokens before R, the most that a response can have, over which a penalty grows from 0 to 1. It counts
-    chosen tokens and is subtracted from the reward (of the last chosen token), also from `missing_stop`. None
-    subtracts nothing."""
+    """Number of tokens before R, the longest response, over which a penalty grows from 0 to 1. It counts chosen tokens
+    and is subtracted from the reward (of the last chosen token), also from `missing_stop`.
+    """
 
 
 def score_responses(
@@ -212,15 +210,9 @@ def score_responses(
     Sources see the tokens under `response_mask` only, which may have holes: a token's reward goes to its column.
 
     Args:
-        scorer: the reward sources.
         processing_class: the policy's tokenizer. The sources get text without special tokens.
-        samples: `responses` (B, R) int64, `response_mask` (B, R) bool (True = chosen by the policy) and `stopped` (B,)
-            bool, on the CPU; other keys are ignored.
-        rows: the dataset row of each of the B responses, with its `prompt`.
-        penalties: for a missing stop token and for length.
-
-    Raises:
-        RewardError: see `RewardScorer`.
+        samples: `responses`, `response_mask` and `stopped` of B responses, on the CPU; other keys are ignored.
+        rows: the dataset row of each response, with its `prompt`.
     """
     mask = samples["response_mask"]
     result = scorer(**scorer_arguments(processing_class, samples, rows))
@@ -264,7 +256,7 @@ def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _in_shape_of_rewards(values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
-    """Returns `values` (B,), or (B, R) with each one on the response's last chosen token if `rewards` are per token."""
+    """Returns `values` (B,); or, if `rewards` are per token, (B, R) with each value on the last chosen token."""
     return values if rewards.dim() == 1 else per_token(values, mask)
 
 
