@@ -1,7 +1,7 @@
 """Comparisons of the policy's answers with an opponent's, and who decides which is better.
 
 The opponent's answers come from a column of the eval set or from a file; `trainer.evaluation` samples those of the
-reference. A score or the user's function decides. Leaves out ratings of more than two models (Elo, Bradley-Terry).
+reference. Leaves out ratings of more than two models (Elo, Bradley-Terry).
 """
 
 import json
@@ -19,12 +19,12 @@ _COLUMN = "column:"
 
 
 def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns the opponent's answer to the prompt of each dataset row.
+    """Returns the opponent's answer to the prompt of each row of the eval set.
 
     Args:
-        opponent: column:<name> of the rows, or a .jsonl file whose lines have `prompt` and `response`, such as the
-            answers.jsonl of `alpaca-ppo evaluate`. The first of several responses to a prompt counts.
-        rows: of the eval set, with `prompt`.
+        opponent: column:<name>, or a .jsonl file whose lines have `prompt` and `response`, such as the answers.jsonl of
+            `alpaca-ppo evaluate`. The first of several responses to a prompt counts.
+        rows: with `prompt`.
 
     Raises:
         ValueError: if there is no such column or file, or an answer is missing or not text.

@@ -1,7 +1,7 @@
 """From the numbers of each response to the metrics of an evaluation: means with standard errors, pass@k, wins.
 
-Responses to one prompt are not independent, so standard errors count prompts, not responses. Nothing here depends on
-models or on the order of the responses. Leaves out confidence intervals.
+Responses to one prompt are not independent, so standard errors count prompts, not responses. The order of responses
+does not matter. Leaves out confidence intervals.
 """
 
 import math
@@ -41,8 +41,8 @@ def clustered_mean(groups: Sequence[Sequence[float]]) -> Estimate:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Returns 1 - C(n - c, k) / C(n, k): the probability that k of the n responses, drawn without replacement, include
-    one of the c correct ones. It estimates, without bias, the probability that one of k responses is correct.
+    """Returns 1 - C(n - c, k) / C(n, k): the probability that k of n responses, drawn without replacement, include one
+    of the c correct ones; an unbiased estimate for k responses of the policy.
 
     Source: arXiv:2107.03374, equation 1.
     """

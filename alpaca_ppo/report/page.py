@@ -155,19 +155,13 @@ class Answers:
     prompts: list[str] = field(default_factory=list)
     """Distinct prompts; the column `prompt` holds indices into it."""
     tokens: dict[int, str] = field(default_factory=dict)
-    """JSON by the answer's index: `texts`, `ids`, and in `numbers` a list for each number of a token, which may be
-    null."""
+    """JSON by the answer's index: `texts`, `ids`, and in `numbers` a list for each number of a token."""
     left_out: list[str] = field(default_factory=list)
     """Sentences that say what is missing, and how to get it."""
 
 
 def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
-    """Chooses the answers of `runs` for a report, and those of them whose tokens it holds.
-
-    Args:
-        runs: the runs, whose tables are read here.
-        token_mb: most megabytes (10^6 bytes) of numbers of tokens.
-    """
+    """Chooses the answers of a report, and those of them whose tokens it holds, in at most `token_mb` megabytes."""
     answers = Answers()
     limit = max(READ_TIMES * token_mb, 8.0) * 1e6
     files = [(i, file) for i, run in enumerate(runs) for file in run.tables]

@@ -16,7 +16,7 @@ SHARE = 0.02
 
 class ReportRefresher(TrainerCallback):
     """Writes report.html into the run's folder on the main process: with a log, within `SHARE` of the time, and at the
-    end. If it cannot be written, `say` is called with a message and the run goes on, because its records are whole.
+    end. If that fails, `say` is called with a message and the run goes on, because its records are whole.
     """
 
     def __init__(self, output_dir: str, *, is_main: bool, say: Callable[[str], Any] = lambda text: None) -> None:

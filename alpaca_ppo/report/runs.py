@@ -57,9 +57,6 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 def read_run(path: Path, name: str, *, examine: bool = False) -> Run:
     """Returns the run in the folder `path`, called `name`. With `examine`, the doctor examines the metrics again and
     adds to the findings from training.
-
-    Raises:
-        ValueError: see `read_runs`.
     """
     lines = read_lines(path / "metrics.jsonl")
     metrics = [{**{name: number_or_none(v) for name, v in row.items()}, "step": int(row["step"])} for row in lines]

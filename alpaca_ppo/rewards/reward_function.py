@@ -63,8 +63,7 @@ class FailureHandling:
     """Further calls of the function, with pauses (`LONGEST_PAUSE`)."""
     mask_rows: bool = False
     """After the last retry: True masks the rows that fail when scored one by one, and those without any score; False
-    ends the run.
-    """
+    ends the run."""
 
 
 def call_functions(

@@ -33,8 +33,7 @@ class RewardResult(NamedTuple):
     rewards: Tensor
     """(B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T): entry k of a row belongs to
     `completion_ids[k]`, T is the length of the longest row, and other entries are 0. The score of a whole sequence is
-    then on the row's last token, or in entry 0 of a row without tokens.
-    """
+    then on the row's last token, or in entry 0 of a row without tokens."""
     by_source: dict[str, Tensor]
     """Each source's unweighted scores, (B,) float32: token scores summed, NaN if it returned None."""
     failures: dict[int, RowFailure]
@@ -65,8 +64,7 @@ class RewardScorer:
         """What functions have logged (`log_metric`)."""
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns a context manager for the calls of functions, which may block for long. The trainer sets it, so that
-        a signal can interrupt them.
-        """
+        a signal can interrupt them."""
         self.on_source: Callable[[str], Any] = lambda name: None
         """Called with a source's name before the source is called."""
         self.sources: list[FunctionReward | ModelReward] = []
@@ -189,12 +187,10 @@ class Penalties:
 
     missing_stop: float | None = None
     """Replaces the reward of a response that did not stop; of a reward per token, that of the last chosen token, and
-    the others become zero.
-    """
+    the others become zero."""
     overlong_buffer_len: int | None = None
     """Number of tokens before R, the longest response, over which a penalty grows from 0 to 1. It counts chosen tokens
-    and is subtracted from the reward (of the last chosen token), also from `missing_stop`.
-    """
+    and is subtracted from the reward (of the last chosen token), also from `missing_stop`."""
 
 
 def score_responses(

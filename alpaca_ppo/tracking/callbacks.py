@@ -1,7 +1,6 @@
 """The `transformers.TrainerCallback`s of a run, with its state and control flags, and `StopAboveKL`.
 
-transformers' own CallbackHandler is not used, because it expects TrainingArguments and decides itself when to log,
-evaluate and save.
+transformers' CallbackHandler expects TrainingArguments and decides itself when to log, evaluate and save.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,11 @@ CONTROL_FLAGS = ("should_training_stop", "should_save", "should_evaluate", "shou
 
 
 class EvaluationMetrics(dict[str, float]):
-    """The metrics of an evaluation. `get` ignores a prefix "eval_", because EarlyStoppingCallback looks for
-    `eval/scores` as "eval_eval/scores".
+    """The metrics of an evaluation. `get` ignores a prefix "eval_", under which EarlyStoppingCallback looks for
+    `eval/scores`.
     """
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the metric `name`, with or without the prefix "eval_"."""
         return super().get(name, super().get(name.removeprefix("eval_"), default))
 
 
@@ -50,7 +48,7 @@ class CallbackHandler:
     """The callbacks, state and control flags of one run.
 
     Args:
-        callbacks: instances or classes, notified of train begin and end, step begin and end, log, evaluate and save.
+        callbacks: instances or classes.
         state: the run's state, shared with the trainer.
         built_in: the trainer's own, notified before the others. They see the same on every rank, so the flags that they
             set are not gathered.
@@ -65,13 +63,10 @@ class CallbackHandler:
             self.add(callback)
 
     def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Adds a callback, an instance or a class, which is notified last."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def pop(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Removes and returns `callback`, or the first one of that class, of the user's or else of the built-in ones;
-        returns None if there is none.
-        """
+        """Removes and returns `callback`, or the first one of that class, of the user's first, or None."""
         for callbacks in (self.callbacks, self.built_in):
             for i, other in enumerate(callbacks):
                 if other is callback or isinstance(callback, type) and isinstance(other, callback):
@@ -83,20 +78,14 @@ class CallbackHandler:
         self.control.should_save = self.control.should_evaluate = self.control.should_log = False
 
     def sync_control(self, gather: Callable[[list[bool]], list[list[bool]]]) -> None:
-        """Sets every flag that is set on any rank, so that all ranks take the same actions.
-
-        Args:
-            gather: returns the flags that each rank passes to it, in rank order.
-        """
+        """Sets every flag that is set on any rank; `gather` returns what each rank passes to it."""
         if self.callbacks:
             by_flag = zip(*gather([getattr(self.control, flag) for flag in CONTROL_FLAGS]), strict=True)
             for flag, values in zip(CONTROL_FLAGS, by_flag, strict=True):
                 setattr(self.control, flag, any(values))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns, by class name, the attributes of each callback with an `ExportableState`, such as
-        EarlyStoppingCallback.
-        """
+        """Returns the attributes of each callback with an `ExportableState`, by class name."""
         attributes: dict[str, Any] = {}
         for callback in self.callbacks:
             if isinstance(callback, ExportableState):

@@ -1,7 +1,4 @@
-"""`Console`: what a run prints while it trains, and at its end, on a terminal, in a notebook or into a file.
-
-The progress bar and the files of a run are in `run_log`.
-"""
+"""`Console`: what a run prints. The progress bar and the files of a run are in `run_log`."""
 
 import json
 import math
@@ -29,14 +26,14 @@ _SHOWN = 500
 
 
 def number(value: float) -> str:
-    """Returns `value` with three decimals, or in scientific notation if it is very small or large."""
+    """Returns `value` with three decimals, or in scientific notation."""
     if value and math.isfinite(value) and not 0.0005 <= abs(value) < 1e5:
         return f"{value:.1e}"
     return f"{value:.3f}"
 
 
 class Column(NamedTuple):
-    """A metric, with its title and format in the table of steps, in evaluations and at the end."""
+    """A metric, with its title and format."""
 
     key: str
     title: str
@@ -45,7 +42,6 @@ class Column(NamedTuple):
     """A format specification; "" is `number`."""
 
     def text(self, value: float | None) -> str:
-        """Returns `value` as text, "-" for None."""
         if value is None:
             return "-"
         return format(value, self.form) if self.form else number(value)
@@ -61,7 +57,7 @@ COLUMNS = (
     Column("tokens/per_second", "tok/s", 7, ",.0f"),
     Column("time/step", "sec", 6, ".1f"),
 )
-"""The columns of the table of steps, if the run has the metric; those of reward sources follow the first."""
+"""Of the table of steps, where the run has the metric; reward sources follow the first."""
 _CHANGES = tuple(column for column in COLUMNS if column.title in ("reward", "KL", "length", "cut off"))
 _EMPTY = Column("objective/empty_fraction", "empty", 7, ".1%")
 _EVALUATED = {column.key.removeprefix("objective/"): column for column in (*_CHANGES, _EMPTY)}
@@ -80,7 +76,6 @@ class Console(TrainerCallback):
         self._has_reference = args.reference != "none"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins a new table; in a resumed run, reads its first evaluation."""
         self._began, self._printed_step, self._first_step = time.perf_counter(), state.global_step, state.global_step
         self._rows, self._columns = 0, list[Column]()
         self._before: Metrics = next((line for line in self._history() if eval_sets(line)), {})
@@ -94,7 +89,6 @@ class Console(TrainerCallback):
         self._print_block(sample_lines(samples, step=step, has_reference=self._has_reference))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Prints each set's metrics before training and now."""
         metrics = self._without_zero_kl(kwargs["metrics"])
         self._print_block(evaluation_lines(metrics, self._before, step=state.global_step))
         self._before = self._before or metrics
@@ -105,7 +99,6 @@ class Console(TrainerCallback):
             self._print_step(kwargs["logs"], state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Prints the summary."""
         if not self._log.is_main:
             return
         history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
@@ -145,7 +138,7 @@ class Console(TrainerCallback):
             self._rows = 0
 
     def _best_step_lines(self, history: Sequence[Metrics], state: Any) -> list[str]:
-        """Names the step with the best `metric_for_best_model`, or the best evaluation, or else the highest reward."""
+        """Names the step with the best `metric_for_best_model`, else the best evaluation, else the highest reward."""
         label, greater = "best step:   ", True
         if state.best_global_step:
             step, metric, value = state.best_global_step, self._args.metric_for_best_model, state.best_metric
@@ -182,8 +175,8 @@ class Console(TrainerCallback):
 
 
 def step_columns(stats: Metrics, *, max_steps: int, width: int) -> list[Column]:
-    """Returns the columns of the table of steps from the first step's metrics: as many reward sources as a screen of
-    `width` characters has room for.
+    """Returns the columns of the table of steps from the first step's metrics, as many of the reward sources as fit
+    into `width` characters.
     """
     reward, *others = (column for column in COLUMNS if column.key in stats or column is COLUMNS[0])
     first, last = Column("step", "step", max(5, 2 * len(str(max_steps)) + 1)), Column("left", "left", 8)
@@ -194,19 +187,13 @@ def step_columns(stats: Metrics, *, max_steps: int, width: int) -> list[Column]:
 
 
 def source_columns(names: Iterable[str]) -> list[Column]:
-    """Returns a column for the mean score of each of several reward sources; that of a single one is the reward."""
+    """Returns a column for each reward source, unless there is a single one, whose score is the reward."""
     found = [(key, key.removeprefix(_SOURCES)) for key in names if key.startswith(_SOURCES)]
     return [Column(key, name, max(9, disp_len(name))) for key, name in found] if len(found) > 1 else []
 
 
 def evaluation_lines(stats: Metrics, start: Metrics, *, step: int) -> list[str]:
-    """Returns a line for each eval set, with its metrics before training (`start`) and now (`stats`).
-
-    Args:
-        stats: named `eval/...`, or `eval/<set>/...` for a named set.
-        start: the metrics of the run's first evaluation.
-        step: completed steps.
-    """
+    """Returns a line for each eval set, with its metrics before training (`start`) and after `step` steps (`stats`)."""
     lines = []
     for prefix in eval_sets(stats):
         title = f"eval {prefix.removeprefix('eval/').strip('/')}".strip()
@@ -251,11 +238,8 @@ def _evaluation_columns(stats: Metrics, prefix: str) -> list[Column]:
 
 
 def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> list[str]:
-    """Returns a table of metrics at both ends of a run (`start_and_end`): of its steps and of its evaluations.
-
-    Args:
-        history: the lines of metrics.jsonl.
-        metric: `metric_for_best_model`, which the table includes.
+    """Returns a table of the metrics of steps and evaluations at both ends of a run (`start_and_end`), including
+    `metric`, the `metric_for_best_model`. `history` is the lines of metrics.jsonl.
     """
     names = dict.fromkeys(key for line in history for key in line)
     columns = [_CHANGES[0], *source_columns(names), *_CHANGES[1:]]
@@ -277,10 +261,7 @@ def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> li
 
 
 def sample_lines(rows: Sequence[Mapping[str, Any]], *, step: int, has_reference: bool = True) -> list[str]:
-    """Returns the `rollout_tables.sample_rows` of `step` as lines of text, long texts without their middle.
-
-    `has_reference=False` leaves the KL out.
-    """
+    """Returns the `rollout_tables.sample_rows` of `step` as lines of text, long texts without their middle."""
     lines = []
     for row in rows:
         kl = f"KL {number(row['kl'])}, " if has_reference else ""

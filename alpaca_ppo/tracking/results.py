@@ -1,8 +1,8 @@
-"""Results of a run, for the console, the report and the model card: metrics at both ends, tables of answers, and
-the step of saved weights.
+"""Results of a run, for the console, the report and the model card: metrics at both ends, tables of answers, and the
+step of saved weights. No torch here, so that reports are made at once.
 
 A step's metrics vary from batch to batch, so each end is a mean over a tenth of the steps. Evaluations have the same
-prompts every time, and are compared one by one. No torch here, so that reports are made at once.
+prompts every time, and are compared one by one.
 """
 
 import json
@@ -16,11 +16,11 @@ from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 Metrics = Mapping[str, float | None]
 STEP_FILE = "step.json"
 TABLES = ("rollouts", "eval", "inspected")
-"""Folders of a run with tables of answers; those of a named eval set are in a folder within `eval`."""
+"""Folders of a run with tables of answers, of named eval sets in folders within `eval`."""
 
 
 def table_files(run: Path) -> Iterator[tuple[str, int, Path]]:
-    """Yields the tables of answers of a run: the folder below the run's, such as eval/math, the step, and the file."""
+    """Yields the tables of answers of a run: the folder below the run's, such as eval/math, the step, the file."""
     for top in TABLES:
         for path in (run / top).rglob("step_*.jsonl"):
             number = path.stem.removeprefix("step_")
@@ -38,17 +38,12 @@ class Ends(NamedTuple):
 
 
 def averaged_steps(steps: int) -> int:
-    """Returns how many steps are averaged at each end: a tenth of `steps`, from 1 to 10."""
+    """Returns how many steps are averaged at each end."""
     return max(1, min(10, steps // 10))
 
 
 def start_and_end(history: Sequence[Metrics], name: str) -> Ends | None:
-    """Returns the metric `name` at both ends of a run; None if it was never finite.
-
-    Args:
-        history: the lines of metrics.jsonl.
-        name: of a metric; `eval/...` is taken from the first and the last evaluation.
-    """
+    """Returns the metric `name` at both ends of a run, by its lines of metrics.jsonl; None if it was never finite."""
     values = [value for line in history if (value := line.get(name)) is not None]
     if not values:
         return None
@@ -65,7 +60,7 @@ def means_in_words(history: Sequence[Metrics]) -> str:
 def better_before_training(
     history: Sequence[Metrics], metric: str, value: float, *, greater_is_better: bool
 ) -> float | None:
-    """Returns `metric` before training if it was measured and is better than `value`, or else None."""
+    """Returns `metric` before training if that is better than `value`, or else None."""
     before = next((line.get(metric) for line in history if line.get("step") == 0), None)
     if before is None or before == value or (before > value) != greater_is_better:
         return None
@@ -93,7 +88,6 @@ class WeightsStep:
         return f"step {self.step} of {self.trained_steps}, the best {kind} by {self.metric} ({self.value:.4g})"
 
     def write(self, folder: StrPath) -> None:
-        """Writes step.json into `folder`."""
         write_text_atomically(Path(folder) / STEP_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 

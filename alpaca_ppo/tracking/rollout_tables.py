@@ -20,13 +20,8 @@ def rollout_rows(
     rollouts: Rollouts, processing_class: Any, *, source_names: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Returns the rollouts as rows, in which `tokens` has an entry for each token of the response, stop token included:
-    the `TOKEN_COLUMNS` in `rollouts` (units as there), or `environment: true` if the policy did not choose it.
-
-    Args:
-        rollouts: of one step.
-        processing_class: decodes the tokens.
-        source_names: the reward sources in the order of `scores_by_source`; without them, rows have only the weighted
-            sum.
+    the `TOKEN_COLUMNS` in `rollouts` (units as there), or `environment: true` if the policy did not choose it. Without
+    `source_names`, rows have only the weighted sum of the scores.
     """
     rows = []
     for i in range(rollouts["responses"].size(0)):
@@ -61,7 +56,7 @@ def evaluation_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str,
 
 def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
     """Returns the responses with the highest and the lowest score, or the first one if all have the same; `rank` says
-    which. The KL is by `kl_estimator`. Empty without rollouts.
+    which. The KL is by `kl_estimator`.
     """
     scores = rollouts["scores"]
     if not len(scores):
@@ -77,8 +72,8 @@ def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any
 
 
 def add_columns(rows: Sequence[dict[str, Any]], prompts: Any, prompt_column: str) -> None:
-    """Adds to each row, as `columns`, the dataset's other columns as JSON values, such as the reference answer; of what
-    JSON cannot hold, such as an image, the type. `prompts` is a `PromptDataset`.
+    """Adds the dataset's other columns to each row as `columns`; of what JSON cannot hold, such as an image, the type.
+    `prompts` is a `PromptDataset`.
     """
     for row in rows:
         dataset_row = prompts[row["prompt_id"]]["row"]
@@ -109,7 +104,7 @@ def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any
 
 def _token_texts(ids: Sequence[int], processing_class: Any) -> list[str]:
     """Returns the text of each token with the space before it, which many tokenizers drop from a token that is decoded
-    alone, but not from the second of a pair.
+    alone.
     """
     alone = [processing_class.decode([token]) for token in ids]
     texts = alone[:1]
@@ -127,7 +122,7 @@ def _written_ids(rollouts: Rollouts, i: int) -> list[int]:
 
 
 def _turns(written: Sequence[int], rollouts: Rollouts, i: int, processing_class: Any) -> dict[str, Any]:
-    """Returns who wrote which text of the response, as `turns`; empty if the policy wrote all of it."""
+    """Returns who wrote which text of the response, as `turns`; empty if the policy wrote all."""
     roles = ["policy" if chosen else "environment" for chosen in rollouts["response_mask"][i, : len(written)].tolist()]
     if "tool_tokens" in rollouts:
         for t in rollouts["tool_tokens"][i, : len(written)].nonzero().flatten().tolist():

@@ -38,8 +38,7 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
     """Returns the trackers in `report_to` without duplicates, in its order; "all" means every installed tracker.
 
     Raises:
-        ValueError: for a tracker that Accelerate does not support or whose package is not installed, and for "none"
-            together with other names.
+        ValueError: for a tracker that is unknown or not installed, and for "none" together with others.
     """
     installed = [str(name) for name in get_available_trackers()]
     if set(report_to) == {"none"}:
@@ -51,11 +50,7 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
 
 
 class ProgressBar:
-    """The bars of a run, on a terminal or in a notebook: the steps, and below them what the trainer is doing.
-
-    Args:
-        is_main: False shows nothing.
-    """
+    """The bars of a run, on a terminal or in a notebook: the steps, and below them what the trainer is doing."""
 
     def __init__(self, *, is_main: bool) -> None:
         # In a notebook without ipywidgets, tqdm would write lines.
@@ -64,13 +59,13 @@ class ProgressBar:
         self._phases: list[tuple[str, Any]] = []
 
     def steps(self, total: int, *, initial: int) -> Any:
-        """Returns the bar of a run's steps, of which `initial` are done; its `update()` counts one more."""
+        """Returns the bar of a run's steps, of which `initial` are done."""
         return self._make(total=total, initial=initial, desc="step")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
         """Shows `name` for the duration of the block, with the parts done of `total`, to which the yielded function
-        adds. A block within one of the same name continues that one's bar.
+        adds. A block within one of the same name continues its bar.
         """
         if self._phases and self._phases[-1][0] == name:
             yield self._phases[-1][1].update
@@ -90,11 +85,8 @@ class ProgressBar:
 
 
 class RunLog:
-    """Writes the records of one run to `output_dir` and, from `begin` to `finish`, to the trackers.
-
-    Args:
-        accelerator: of the run. If it already has trackers, they are used, and not those of `report_to`.
-        args: of the run.
+    """Writes the records of one run to `output_dir` and, from `begin` to `finish`, to the trackers: those that
+    `accelerator` already has, or else those in `report_to`.
     """
 
     def __init__(self, accelerator: Accelerator, args: PPOConfig) -> None:
@@ -113,8 +105,8 @@ class RunLog:
             config: all options of the run, as plain values without credentials.
             provenance: where the run came from, for run.yaml only.
             step: completed steps; -1 for a new run. Tables and skipped updates of later steps are removed.
-            lines: number of lines of metrics.jsonl that are kept (`metrics_identity`). Findings and TensorBoard's
-                events of steps after the last one are removed.
+            lines: number of lines of metrics.jsonl to keep. Findings and TensorBoard's events of later steps are
+                removed.
         """
         self._begun, last_line = True, -1
         if self.is_main:
@@ -134,7 +126,7 @@ class RunLog:
 
     def log(self, stats: Mapping[str, float], step: int, *, report: bool = True) -> None:
         """Appends the metrics of `step` (from 1; 0 is before training) to metrics.jsonl and, with `report`, to the
-        trackers. Numbers that are not finite become null in JSON.
+        trackers.
         """
         if not self.is_main:
             return
@@ -173,7 +165,7 @@ class RunLog:
                 tracker.log_table(f"{name}/table", columns=columns, data=data, step=step)
 
     def message(self, text: str) -> None:
-        """Prints `text` above the progress bar and flushes. Characters that stdout cannot encode are escaped."""
+        """Prints `text` above the progress bar and flushes; characters that stdout cannot encode are escaped."""
         if self.is_main:
             encoding = sys.stdout.encoding or "utf-8"
             tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -212,17 +204,14 @@ class RunLog:
 
 
 def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any]:
-    """Returns number and hash of the lines of metrics.jsonl, at `most` so many. Their timings make a run unique."""
+    """Returns number and hash of the first lines of metrics.jsonl, whose timings make a run unique."""
     lines = _lines(output_dir / "metrics.jsonl")[:most]
     return {"lines": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
 
 
 def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
-    """Checks that metrics.jsonl, if it exists, starts with the lines of the checkpoint's run, whose `metrics_identity`
-    is `written`.
-
-    Raises:
-        ValueError: if it belongs to another run, which resuming would mix with this one.
+    """Checks that metrics.jsonl, if it exists, starts with the lines of the checkpoint's run (`written`, by
+    `metrics_identity`), so that resuming does not mix runs.
     """
     path, found = output_dir / "metrics.jsonl", metrics_identity(output_dir, written["lines"])
     if path.exists() and found != written:
@@ -233,7 +222,7 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Returns the lines of a file, without an incomplete last one, which a killed run leaves."""
+    """Returns a file's lines but for an incomplete last one, which a killed run leaves."""
     return [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 

@@ -1,7 +1,7 @@
-"""`run.yaml`: everything that repeats a run, in the form that `--config` reads.
+"""`run.yaml`: everything that repeats a run, in the form that `--config` reads, without credentials.
 
 Options stand at the top level; the mapping `provenance` says where the run came from. Objects that the run was given in
-memory are named there, and refused by `config.run_file`. Credentials are left out.
+memory are named there, and refused by `config.run_file`.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ _PACKAGES = (
     "alpaca_ppo", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "numpy",
     "deepspeed", "bitsandbytes",
 )  # fmt: skip
-# With what these options were at this start, run.yaml would delete or continue the run instead of repeating it.
+# As they were at this start, these options would delete or continue the run instead of repeating it.
 _NOT_REPEATED = {"overwrite_output_dir": False, "resume_from_checkpoint": None}
 _LISTS = ("metric_funcs", "tools")
 
@@ -48,11 +48,8 @@ class RunRecord:
 
     @classmethod
     def of_command(cls, parsed: ParsedOptions, launcher: Sequence[str] | None) -> "RunRecord":
-        """Returns the record of a run that a command started from options alone.
-
-        Args:
-            parsed: the options, of which the first are `ScriptArguments` and `LoraArguments`.
-            launcher: the command line of the launcher of this process (torchrun, accelerate, `alpaca-ppo train`).
+        """Returns the record of a run that a command started; `launcher` is the command line of its launcher, such as
+        torchrun.
         """
         script, lora = parsed.instances[:2]
         command = {
@@ -65,12 +62,8 @@ class RunRecord:
 
     @classmethod
     def of_objects(cls, trainer_class: type, given: Mapping[str, Any]) -> "RunRecord":
-        """Returns the record of a run that a Python program started: what has a name becomes an option, other objects
-        are described.
-
-        Args:
-            trainer_class: of the trainer.
-            given: the arguments of its constructor, by name.
+        """Returns the record of a run whose trainer was constructed with the arguments `given`: what has a name becomes
+        an option, other objects are described.
         """
         kinds = (ScriptArguments, LoraArguments)
         options = {name: option.default for kind in kinds for name, option in options_of(kind).items()}
@@ -102,9 +95,7 @@ class RunRecord:
         return cast(dict[str, Any], without_credentials({**whole, **_NOT_REPEATED}))
 
     def provenance(self, hardware: Mapping[str, Any], *, resumed_step: int = 0) -> dict[str, Any]:
-        """Returns where the run came from and what it runs on, as plain values without credentials; `resumed_step` is
-        that of the checkpoint from which it was resumed.
-        """
+        """Returns where the run came from and its hardware, without credentials; `resumed_step` is the checkpoint's."""
         versions = {"python": platform.python_version()}
         for name in _PACKAGES:
             # Some may not be installed.
@@ -145,7 +136,7 @@ def import_name(defined: Any) -> str | None:
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
-    """Returns the entries of a list or mapping, each with its index or key; a single object has the key None."""
+    """Returns the entries of a list or mapping with their indices or keys; a single object has the key None."""
     if isinstance(value, Mapping):
         entries = list(value.items())
     elif isinstance(value, list | tuple):
@@ -156,7 +147,7 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _reward_options(names: Sequence[str], weights: Sequence[float] | None) -> dict[str, Any]:
-    """Returns the options that name the reward sources, and their weights in the command's order: models first."""
+    """Returns the options that name the reward sources, and their weights in the command's order, models first."""
     functions = [i for i, name in enumerate(names) if ":" in name and name.rpartition(":")[2].isidentifier()]
     models = [i for i in range(len(names)) if i not in functions]
     options: dict[str, Any] = {
