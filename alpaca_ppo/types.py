@@ -73,8 +73,7 @@ class Rollouts(Queries, total=False):
     baseline_scores: NotRequired[Tensor]
     """(B,) float32, reward of the prompt's greedy response; only for remax."""
     rewards: Required[Tensor]
-    """(B,) float32, or (B, R) if a reward source scores tokens; after the penalties for a missing stop and for length.
-    """
+    """(B,) float32, or (B, R) if a reward source scores tokens; after penalties for a missing stop and for length."""
     overlong_penalties: NotRequired[Tensor]
     """(B,) float32, at most 0: the penalty for length in `rewards`; with `overlong_buffer_len`."""
     num_turns: NotRequired[Tensor]

@@ -48,7 +48,6 @@ class PromptDataset(Sequence[dict[str, Any]]):
     fingerprint: str
     """A hash of the token ids and of all columns."""
     num_dropped: int
-    """Prompts longer than `query_len` that are left out."""
     num_cut: int
     """Prompts longer than `query_len` whose beginning was cut off."""
 

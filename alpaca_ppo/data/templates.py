@@ -19,7 +19,6 @@ class PromptTemplate:
     optional: str | None = None
     """The column that may be missing, None or blank."""
     without_optional: str | None = None
-    """The format string for rows without the optional column."""
 
     @property
     def columns(self) -> tuple[str, ...]:

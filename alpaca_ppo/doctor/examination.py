@@ -24,12 +24,9 @@ class Finding:
     step: int
     """The step after which it was found."""
     rule: str
-    """The rule's name."""
     severity: DoctorSeverity
     sentence: str
-    """What is wrong, with the numbers that show it."""
     remedy: str
-    """What to do, with the options to change."""
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.severity} [{self.rule}] {self.sentence}. Remedy: {self.remedy}"

@@ -81,7 +81,6 @@ class Comparison:
     own: str
     other: str
     columns: dict[str, Any] = field(default_factory=dict)
-    """The dataset's other columns."""
 
     def swapped(self) -> "Comparison":
         """Returns the pair with the opponent's answer first."""

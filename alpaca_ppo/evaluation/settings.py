@@ -24,13 +24,11 @@ class EvaluationSettings:
     names: tuple[str, ...]
     """The values of each response: scores, rewards, scores/<source>, and the metric functions."""
     num_samples: int = 1
-    """Responses to each prompt."""
     ks: tuple[int, ...] = (1,)
     """Each k of pass@k."""
     success_above: float | None = None
     """A response is correct if its value `success_by` is above this; None = correctness is not computed."""
     success_by: str = TOTAL
-    """One of `names`."""
     compares: bool = False
     """Whether responses are compared with an opponent's."""
     judged_by: str | None = None

@@ -62,7 +62,6 @@ class ResponseRecord:
     win: float | None = None
     """From 0 to 1, against the opponent's answer; None if undecided."""
     opponent: str | None = None
-    """The opponent's answer."""
     length_difference: float = 0.0
     """Characters by which the response is longer than the opponent's."""
 

@@ -29,9 +29,7 @@ MAX_POINTS = 1500
 OF_ONE_RUN = {"seed", "output_dir", "run_name", "provenance", "hub_model_id"}
 """Options in which runs of one experiment differ."""
 OPTIONS = (ScriptArguments, LoraArguments, PPOConfig)
-"""The options that run.yaml holds."""
 MAX_ANSWERS = 5000
-"""Most answers in the tables of one report."""
 READ_TIMES = 8
 """Bytes read from tables at most, as a multiple of the budget for tokens."""
 _EXTREMES = 8

@@ -11,13 +11,6 @@ from alpaca_ppo.rewards.reward_model import ModelReward
 from alpaca_ppo.rewards.scorer import RewardScorer
 
 __all__ = [
-    "AdapterClassifier",
-    "FailureHandling",
-    "FunctionReward",
-    "ModelReward",
-    "RemoteReward",
-    "RewardBatch",
-    "RewardError",
-    "RewardScorer",
-    "build_reward",
-]
+    "AdapterClassifier", "FailureHandling", "FunctionReward", "ModelReward", "RemoteReward", "RewardBatch",
+    "RewardError", "RewardScorer", "build_reward",
+]  # fmt: skip

@@ -28,7 +28,6 @@ class RewardBatch:
     completion_ids: list[list[int]]
     """The token ids that the policy chose, including the stop token, without padding."""
     columns: dict[str, list[Any]]
-    """Every other dataset column, by name."""
     episodes: Sequence[Any] = ()
     """The episode of each row (`environments.episode.Episode`); empty without environments."""
 

@@ -87,20 +87,19 @@ def call_functions(
         on_source(source.name)
         return source.function(**keywords)
 
-    def call_on_batch(called: Sequence[FunctionReward]) -> list[Any]:
-        return _call_all([partial(call, source, source.keywords(batch)) for source in called])
-
-    outcomes = call_on_batch(sources)
-    for attempt in range(failure_handling.retries):
-        failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
-        if not failed:
-            break
-        time.sleep(min(2.0 ** min(attempt, 10), LONGEST_PAUSE))
-        for i, outcome in zip(failed, call_on_batch([sources[i] for i in failed]), strict=True):
+    outcomes: list[Any] = [None] * len(sources)
+    pending = list(range(len(sources)))
+    for attempt in range(failure_handling.retries + 1):
+        if attempt:
+            time.sleep(min(2.0 ** min(attempt - 1, 10), LONGEST_PAUSE))
+        calls = [partial(call, sources[i], sources[i].keywords(batch)) for i in pending]
+        for i, outcome in zip(pending, _call_all(calls), strict=True):
             outcomes[i] = outcome
-    for i, outcome in enumerate(outcomes):
-        if isinstance(outcome, BaseException):
-            outcomes[i] = _call_on_rows(sources[i], batch, outcome, failure_handling)
+        pending = [i for i in pending if isinstance(outcomes[i], BaseException)]
+        if not pending:
+            break
+    for i in pending:
+        outcomes[i] = _call_on_rows(sources[i], batch, outcomes[i], failure_handling)
     return outcomes
 
 

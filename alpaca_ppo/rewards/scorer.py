@@ -61,10 +61,9 @@ class RewardScorer:
         self.failures: list[RowFailure] = []
         """The errors of masked rows since the last `pop_failures`, in order."""
         self.logged = LoggedMetrics()
-        """What functions have logged (`log_metric`)."""
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Returns a context manager for the calls of functions, which may block for long. The trainer sets it, so that
-        a signal can interrupt them."""
+        """Returns a context manager for the calls of functions; the trainer's lets a signal interrupt one that blocks.
+        """
         self.on_source: Callable[[str], Any] = lambda name: None
         """Called with a source's name before the source is called."""
         self.sources: list[FunctionReward | ModelReward] = []

@@ -19,8 +19,7 @@ from alpaca_ppo.tracking.results import Metrics, better_before_training, means_i
 from alpaca_ppo.tracking.run_log import RunLog
 
 _ROWS_PER_HEADER = 20
-_SOURCES = "objective/scores/"
-"""Prefix of the metrics of each reward source."""
+_SOURCE_PREFIX = "objective/scores/"
 _SHOWN = 500
 """Characters that are printed of a sampled text's beginning and of its end."""
 
@@ -188,7 +187,7 @@ def step_columns(stats: Metrics, *, max_steps: int, width: int) -> list[Column]:
 
 def source_columns(names: Iterable[str]) -> list[Column]:
     """Returns a column for each reward source, unless there is a single one, whose score is the reward."""
-    found = [(key, key.removeprefix(_SOURCES)) for key in names if key.startswith(_SOURCES)]
+    found = [(key, key.removeprefix(_SOURCE_PREFIX)) for key in names if key.startswith(_SOURCE_PREFIX)]
     return [Column(key, name, max(9, disp_len(name))) for key, name in found] if len(found) > 1 else []
 
 

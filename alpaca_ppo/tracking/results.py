@@ -78,7 +78,6 @@ class WeightsStep:
     metric: str | None = None
     """`metric_for_best_model`, if the weights are those of the best checkpoint."""
     value: float | None = None
-    """That metric after `step`."""
 
     def __str__(self) -> str:
         """Such as "step 20 of 40, the best evaluation by eval/scores (0.93)"."""
