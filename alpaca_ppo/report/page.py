@@ -265,11 +265,14 @@ def _token_order(columns: Mapping[str, list[Any]], candidates: Sequence[int]) ->
     followed = [i for i in candidates if columns["table"][i] != "rollouts"]
     extremes: list[int] = []
     for name in ("score", "kl"):
-        known = sorted((i for i in candidates if columns[name][i] is not None), key=lambda i: columns[name][i])
-        extremes += known[::-1][:_EXTREMES] + (known[:_EXTREMES] if name == "score" else [])
-    cut = [i for i in candidates if columns["stopped"][i] is False][:_EXTREMES]
-    spread = [candidates[k] for k in spread_order(len(candidates))]
-    return dict.fromkeys([*(followed[k] for k in spread_order(len(followed))), *extremes, *cut, *spread])
+        ranked = sorted((i for i in candidates if columns[name][i] is not None), key=lambda i: columns[name][i])
+        extremes += ranked[::-1][:_EXTREMES]
+        if name == "score":
+            extremes += ranked[:_EXTREMES]
+    cut_off = [i for i in candidates if columns["stopped"][i] is False][:_EXTREMES]
+    first = [followed[k] for k in spread_order(len(followed))]
+    last = [candidates[k] for k in spread_order(len(candidates))]
+    return dict.fromkeys([*first, *extremes, *cut_off, *last])
 
 
 def _token_columns(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
