@@ -164,7 +164,7 @@ class PromptForm:
         users = [number for number, message in enumerate(prompt) if message["role"] == "user"]
         if self.template is None and users:
             prompt = [*prompt[: users[0]], {**prompt[users[0]], "content": PROBE}]
-        # A template then writes the format of the date, and not the date.
+        # Makes a template write the date's format instead of the date.
         undated = tokenizer.get_chat_template().replace("strftime_now(", "(")
         options = {"add_generation_prompt": True, **(self.chat_template_kwargs or {}), "chat_template": undated}
         return str(tokenizer.apply_chat_template(prompt, tokenize=False, **options))

@@ -67,7 +67,7 @@ def _key(prompt: Any) -> str:
 
 def compare(own: float, other: float) -> float:
     """Returns 1, 0.5 or 0 if the score `own` is above, equal to or below `other`. Scores that differ by float32
-    rounding are equal, because a text's score differs so much from batch to batch.
+    rounding count as equal, because a text's score varies that much from batch to batch.
     """
     return 0.5 if math.isclose(own, other, rel_tol=1e-5, abs_tol=1e-6) else float(own > other)
 

@@ -34,8 +34,8 @@ class FunctionReward:
 
     Its keyword arguments are `prompts`, `completions`, `completion_ids` and every other dataset column, each a list of
     B entries; with environments, `environments`, each as its row's episode left it; and if it names them, `log_metric`
-    and `trainer_state`, unless a column has that name. One without `**kwargs` gets only those in its signature. For
-    each row it returns a number, None to leave the row to other sources, or a list with one number for each token of
+    and `trainer_state`, unless a column has that name. Without `**kwargs` it gets only those in its signature. For each
+    row it returns a number, None to leave the row to other sources, or a list with one number for each token of
     `completion_ids`.
     """
 

@@ -110,8 +110,8 @@ class ModelReward:
             else:
                 messages = [*_messages("user", prompt), *_messages("assistant", completion)]
                 text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-                # The template has written the special tokens. The other branch does not pass True, because some
-                # tokenizers have a default of their own.
+                # The template has written the special tokens. Plain text is left to the tokenizer's default, which is
+                # not always True.
                 options = {"add_special_tokens": False}
             if protects:
                 ids = self._control_tokens.encode(text, **options)
@@ -268,9 +268,9 @@ def _origin(source: Any) -> str:
 
 
 def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:
-    """Returns an id whose padding does not move the token at which a row is scored: the last one that is not
-    `config.pad_token_id`, whatever the tokenizer's pad token is. Without that id, rows are scored at their last token,
-    so any id works that no row ends with.
+    """Returns the id to pad with. A classifier scores a row at its last token that is not `config.pad_token_id`, so
+    that is the id, whatever the tokenizer's pad token is. Without one, it scores a row at its last token, so any id
+    works that no row ends with.
     """
     pad = config.pad_token_id
     # Old Llama configurations use -1 for "no pad token".

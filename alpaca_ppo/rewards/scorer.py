@@ -114,7 +114,7 @@ class RewardScorer:
 
         Raises:
             RewardError: with the source, the row and the text, if a source raises or returns unusable scores, or no
-                source scores a row. With `mask_rows`, only for faults that are not of a single row.
+                source scores a row. With `mask_rows`, only for faults that no single row causes.
         """
         if not rows:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
@@ -123,31 +123,29 @@ class RewardScorer:
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
             returned = iter(call_functions(self.functions, batch, self.failure_handling, self.on_source))
-        unchecked = []
+        raw = []
         for source in self.sources:
             if isinstance(source, FunctionReward):
-                unchecked.append(score_list(source.name, next(returned), batch))
+                raw.append(score_list(source.name, next(returned), batch))
             else:
                 self.on_source(source.name)
-                unchecked.append(source(batch))
-        scores, failures = self._check(unchecked, batch)
+                raw.append(source(batch))
+        scores, failures = self._check(raw, batch)
         self.failures += failures.values()
         by_source = {
-            name: torch.tensor([_sequence_score(score) for score in of_source], dtype=torch.float32)
-            for name, of_source in zip(self.names, scores, strict=True)
+            name: torch.tensor([_sequence_score(score) for score in column], dtype=torch.float32)
+            for name, column in zip(self.names, scores, strict=True)
         }
         lengths = [len(ids) for ids in batch.completion_ids]
         return RewardResult(self._weighted_sum(scores, lengths), by_source, failures)
 
-    def _check(
-        self, unchecked: list[list[Any]], batch: RewardBatch
-    ) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
+    def _check(self, raw: list[list[Any]], batch: RewardBatch) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
         """Returns the scores by source and row, None in failed rows, and the failures by row."""
-        scores: list[list[RowScore]] = [[None] * len(batch) for _ in unchecked]
+        scores: list[list[RowScore]] = [[None] * len(batch) for _ in raw]
         failures: dict[int, RowFailure] = {}
         for row in range(len(batch)):
             try:
-                found = [check_row(name, of[row], batch, row) for name, of in zip(self.names, unchecked, strict=True)]
+                found = [check_row(name, column[row], batch, row) for name, column in zip(self.names, raw, strict=True)]
                 if not self.measures and all(score is None for score in found):
                     problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
                     raise RowFailure(", ".join(self.names), problem, batch, row)
@@ -156,15 +154,15 @@ class RewardScorer:
                     raise
                 failures[row] = failure
                 continue
-            for of_source, score in zip(scores, found, strict=True):
-                of_source[row] = score
+            for column, score in zip(scores, found, strict=True):
+                column[row] = score
         return scores, failures
 
     def _weighted_sum(self, scores: list[list[RowScore]], lengths: list[int]) -> Tensor:
-        per_token = any(isinstance(score, list) for of_source in scores for score in of_source)
+        per_token = any(isinstance(score, list) for column in scores for score in column)
         total = torch.zeros(len(lengths), max([1, *lengths]) if per_token else 1, dtype=torch.float64)
-        for weight, of_source in zip(self.weights, scores, strict=True):
-            for row, score in enumerate(of_source):
+        for weight, column in zip(self.weights, scores, strict=True):
+            for row, score in enumerate(column):
                 if isinstance(score, list):
                     total[row, : len(score)] += weight * torch.tensor(score, dtype=torch.float64)
                 elif score is not None:
@@ -200,13 +198,14 @@ def score_responses(
     *,
     penalties: Penalties,
 ) -> dict[str, Tensor]:
-    """Returns the entries of `types.Rollouts` that sources and penalties make, from `scores` to `overlong_penalties`.
+    """Returns `scores`, `rewards`, `scores_by_source` and, where they apply, `overlong_penalties` and `trained_rows` of
+    B sampled responses, on the CPU, as `types.Rollouts` describes them.
 
     Sources see the tokens under `response_mask` only, which may have holes: a token's reward goes to its column.
 
     Args:
         processing_class: the policy's tokenizer. The sources get text without special tokens.
-        samples: `responses`, `response_mask` and `stopped` of B responses, on the CPU; other keys are ignored.
+        samples: `responses`, `response_mask` and `stopped`, on the CPU; other keys are ignored.
         rows: the dataset row of each response, with its `prompt`.
     """
     mask = samples["response_mask"]

@@ -25,7 +25,7 @@ _SHOWN = 500
 
 
 def number(value: float) -> str:
-    """Returns `value` with three decimals, or in scientific notation."""
+    """Returns `value` with three decimals, or in scientific notation if it is very small or large."""
     if value and math.isfinite(value) and not 0.0005 <= abs(value) < 1e5:
         return f"{value:.1e}"
     return f"{value:.3f}"
