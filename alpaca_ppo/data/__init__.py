@@ -1,8 +1,4 @@
-"""Prompts: from a dataset on the hub or on disk to left-padded batches of token ids.
-
-Loading, templates and chat templates, tokenization, collation, and the order in which prompts are visited. Responses
-are not here.
-"""
+"""Prompts: from a dataset on the hub or on disk to the left-padded batch of each step."""
 
 from alpaca_ppo.data.loading import load_prompt_dataset
 from alpaca_ppo.data.prompts import PromptDataset, collate_prompts, introduction, prepare_prompts

@@ -1,6 +1,5 @@
-"""Loading a dataset of prompts by name, a file, a folder or a hub id, and the eval sets that the options name.
-
-Streaming is not supported, because the schedule needs the number of prompts.
+"""Loads training and eval sets from files, folders or the hub. There is no streaming, because the schedule needs the
+number of prompts.
 """
 
 import csv
@@ -22,20 +21,21 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
     """Returns one split of a dataset, with all columns.
 
     Args:
-        dataset_name: a .jsonl, .json, .csv, .tsv or .parquet file; a folder of such files, or one written by
-            `save_to_disk`; or a hub id.
-        split: a split or a slice of it ("train", "train[:100]", "train[10%:]"). A single file or saved split is called
+        dataset_name: a .jsonl, .json, .csv, .tsv or .parquet file; a folder of these, or one written by `save_to_disk`;
+            or a hub id.
+        split: a split or a slice of it ("train", "train[:100]", "train[10%:]"); a single file or saved split is called
             "train". None takes the only split.
         config_name: the hub dataset's configuration ("main" for openai/gsm8k).
 
     Raises:
-        ValueError: if no dataset has this name, a file is damaged or malformed, the split does not exist, or `split`
-            is None and there are several.
+        ValueError: for a dataset that does not exist or is damaged, and for a split that does not exist or is not the
+            only one.
     """
     try:
         splits = _load(dataset_name, config_name)
-    # Whatever the files provoke in `datasets`, pandas or pyarrow; `datasets` wraps the reason once or twice.
+    # Damaged files raise many kinds of errors in `datasets`, pandas and pyarrow.
     except Exception as error:
+        # `datasets` wraps the reason once or twice.
         cause: BaseException = error
         while cause.__cause__ is not None and not isinstance(cause, ValueError | FileNotFoundError | ConnectionError):
             cause = cause.__cause__
@@ -45,14 +45,11 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
 
 
 def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
-    """Returns what `PPOTrainer` takes as `eval_dataset`: one dataset, several by name, or None.
-
-    Args:
-        script_args: `ScriptArguments`.
+    """Returns the `eval_dataset` of `PPOTrainer` from `ScriptArguments`: one dataset, several by name, or None.
 
     Raises:
-        ValueError: for an entry of `eval_datasets` that is not set=dataset, a name that occurs twice, and a dataset
-            that cannot be loaded.
+        ValueError: for an entry of `eval_datasets` that is not set=dataset or repeats a name, and for a dataset that
+            cannot be loaded.
     """
     if script_args.eval_datasets:
         found: dict[str, Dataset] = {}
@@ -64,6 +61,7 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
                     "gsm8k=data/gsm8k.jsonl, gsm8k=openai/gsm8k@test or gsm8k=openai/gsm8k:main@test"
                 )
             split, config = "", ""
+            # The path of a file may contain @ and :.
             if not os.path.exists(dataset):
                 dataset, _, split = dataset.partition("@")
             if not os.path.exists(dataset):
@@ -80,7 +78,7 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
 
 def _load(name: str, config_name: str | None) -> DatasetDict:
     path = Path(name)
-    # os.path returns False for a name that no file can have, where Path would raise an OSError.
+    # Unlike Path, os.path raises no OSError for a name that no file can have.
     if os.path.isfile(name):
         if path.suffix not in _BUILDERS:
             raise ValueError(f"it has an unknown suffix; use one of {', '.join(_BUILDERS)}")
@@ -92,7 +90,7 @@ def _load(name: str, config_name: str | None) -> DatasetDict:
     else:
         return datasets.load_dataset(name, config_name)
     for rows in splits.values():
-        # Reads every value once: pyarrow would find text that is not UTF-8 only when the row is used.
+        # Else pyarrow would find text that is not UTF-8 only when the row is used.
         rows.data.validate(full=True)
     return splits
 
@@ -109,7 +107,7 @@ def _load_folder(path: Path, config_name: str | None) -> DatasetDict:
 
 
 def _read_files(paths: Sequence[Path]) -> Dataset:
-    """The rows of all files, which have one suffix."""
+    """Returns the rows of files with the same suffix."""
     suffix, options = paths[0].suffix, dict[str, Any]()
     if _BUILDERS[suffix] == "json":
         return _read_json(paths)
@@ -123,56 +121,55 @@ def _read_files(paths: Sequence[Path]) -> Dataset:
 
 
 def _read_json(paths: Sequence[Path]) -> Dataset:
-    """The rows of .jsonl and .json files, as they are written: `load_dataset` would turn text that looks like a date
-    into a timestamp. A row without a column that others have holds None there.
-    """
+    """Returns rows as they are written; `load_dataset` would turn text that looks like a date into a timestamp."""
     rows = [row for path in paths for row in _json_rows(path)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
         raise ValueError(f"{', '.join(map(str, paths))} holds no rows; write one JSON object per line")
     columns = {name: [row.get(name) for row in rows] for name in names}
     dataset = Dataset.from_dict(columns, on_mixed_types="use_json")
-    # `datasets` makes True a 1.0 among numbers, and keeps numbers among other types with less than full precision.
+    # `datasets` turns True among numbers into 1.0, and rounds numbers among other types.
     for name in names:
-        if not _same(dataset[name][:], columns[name]):
+        if not _equal(dataset[name][:], columns[name]):
             raise ValueError(f"column {name!r} has values of different types that cannot be kept; write it as text")
     return dataset
 
 
 def _json_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of one file: an array of them, one per line, or a single one over many lines."""
+    """Returns the objects of one file: an array, one per line, or a single one over many lines."""
     text = path.read_text("utf-8-sig")
     if text.lstrip().startswith("["):
-        found = {f"{path} entry {number}": row for number, row in enumerate(_parsed(text, str(path)))}
+        found = [(f"{path} entry {number}", row) for number, row in enumerate(_parse(text, str(path)))]
     else:
         try:
-            found = {str(path): json.loads(text)}
+            found = [(str(path), json.loads(text))]
         except ValueError:
-            lines = {f"{path} line {number}": line for number, line in enumerate(text.split("\n"), 1)}
-            found = {place: _parsed(line, place) for place, line in lines.items() if line.strip()}
-    for place, row in found.items():
+            lines = [(f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), 1)]
+            found = [(place, _parse(line, place)) for place, line in lines if line.strip()]
+    for place, row in found:
         if not isinstance(row, dict):
             raise ValueError(f"{place} is a {type(row).__name__}; every row must be a JSON object")
-    return list(found.values())
+    return [row for _, row in found]
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parse(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{place} is not valid JSON: {error}") from error
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
+    """Whether JSON values are equal, where NaN equals itself and True is not 1."""
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(entry, b[key]) for key, entry in a.items())
+        return a.keys() == b.keys() and all(_equal(entry, b[key]) for key, entry in a.items())
     return (a == b or a != a and b != b) and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _check_cells(path: Path, separator: str) -> None:
-    """Checks that every row has a cell for each column: pandas would shift the cells of a longer one."""
+    """Checks that rows have a cell for each column: pandas would shift the cells of a longer one."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=separator)
         columns = next(rows, [])
@@ -190,7 +187,7 @@ def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> 
         return splits[split or names[0]]
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
-    # `datasets` raises ValueError, AssertionError and others for a text that is no split.
+    # `datasets` raises ValueError, AssertionError and others.
     except Exception as error:
         raise ValueError(f"dataset {dataset_name!r} has no split {split!r}; use one of {names} ({error})") from error
     selected = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]

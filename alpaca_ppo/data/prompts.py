@@ -1,7 +1,5 @@
-"""Tokenized prompts: templates and chat templates are applied, overlong prompts are dropped or cut, and batches padded.
-
-Token ids are kept in memory, 4 bytes each; the rows stay in the dataset and are read on access. Leaves out images and
-the continuation of an assistant message; sorting and chunking by length are in `ppo.batch_packing`.
+"""From dataset rows to tokenized prompts, and to left-padded batches. Leaves out images and the continuation of an
+assistant message.
 """
 
 import hashlib
@@ -28,37 +26,35 @@ from alpaca_ppo.types import PromptBatch
 
 _CHUNK = 1000
 _WORDING = "prompt_wording"
-"""The entry in a tokenizer's configuration that holds the `wording` of the prompts on which its model was trained."""
+"""The entry of a tokenizer's configuration for the `wording` on which its model was trained."""
 _NOT_TEXT = ("image", "images", "pixel_values", "video", "videos")
-"""Columns that trainers of models with vision read, beside the prompt."""
+"""Columns for models with vision."""
 
 
 @dataclass(eq=False)
 class PromptDataset(Sequence[dict[str, Any]]):
     """The prompts that are not overlong, in the dataset's order.
 
-    The index of a prompt is stable; it is the `prompt_id` that keys the prompt's random numbers. `ds[i]` is
-    `{"input_ids": list[int], "row": dict}`. `row` holds every column of the dataset plus `prompt`: the text or messages
-    before tokenization (what a template has made replaces a column of that name).
+    `ds[i]` is `{"input_ids": list[int], "row": dict}`; i is the `prompt_id` that keys the prompt's random numbers.
+    `row` holds every column, and in `prompt` the text or messages before tokenization. Token ids are kept in memory,
+    rows in the dataset.
     """
 
     _dataset: Dataset
     _input_ids: "Sequence[array[int]]"
     form: PromptForm
     wording: str
-    """How prompts are written, up to the policy's answer: that of the first row, with `PROBE` for its own text."""
+    """`PromptForm.wording` of the first row."""
     fingerprint: str
-    """A hash of the token ids and of all columns, independent of where the rows were loaded from."""
+    """A hash of the token ids and of all columns."""
     num_dropped: int
-    """Prompts that were longer than `query_len`."""
     num_cut: int
-    """Prompts that were too long, and whose beginning was cut off."""
+    """Prompts longer than `query_len` whose beginning was cut off."""
 
     def __len__(self) -> int:
         return len(self._input_ids)
 
     def __str__(self) -> str:
-        """How many prompts there are, and how many were dropped or cut."""
         if self.any_blank:
             return f"{len(self)} prompts that environments make"
         cut = f", {self.num_cut} without their beginning" if self.num_cut else ""
@@ -66,7 +62,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
 
     @property
     def are_messages(self) -> bool:
-        """Whether the prompts are messages, which the tokenizer's chat template renders, rather than text."""
+        """Whether the prompts are messages rather than text."""
         return isinstance(self[0]["row"]["prompt"], list)
 
     @property
@@ -80,19 +76,21 @@ class PromptDataset(Sequence[dict[str, Any]]):
         return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self.form.prompt_of(row)}}
 
     def record_wording(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Notes in `tokenizer`, which is saved with the model, how the prompts were written that the model learned."""
+        """Records the wording in `tokenizer`, which is saved with the trained model."""
         tokenizer.init_kwargs[_WORDING] = self.wording
 
     def other_wording(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Says how the wording differs from what `tokenizer` notes, from shortly before the place. Empty if it does
-        not, or if the first prompt begins and ends as noted: a column may hold what a template has written.
+        """Returns a sentence on how the wording differs from that recorded in `tokenizer`. Empty if it does not, or if
+        the first prompt begins and ends as recorded: a column may hold what a template has written.
         """
-        learned, text = tokenizer.init_kwargs.get(_WORDING, self.wording), prompt_text(self[0], tokenizer)
-        begin, end = learned.partition(PROBE)[0], learned.rpartition(PROBE)[2]
-        if learned == self.wording or (text.startswith(begin) and text.endswith(end)) or self.any_blank:
+        learned = tokenizer.init_kwargs.get(_WORDING, self.wording)
+        if learned == self.wording or self.any_blank:
+            return ""
+        text = prompt_text(self[0], tokenizer)
+        if text.startswith(learned.partition(PROBE)[0]) and text.endswith(learned.rpartition(PROBE)[2]):
             return ""
         start = max(0, len(commonprefix([learned, self.wording])) - 30)
-        then, now = (_shortened(text[start:]) for text in (learned, self.wording))
+        then, now = _shortened(learned[start:]), _shortened(self.wording[start:])
         return f"the model was trained on prompts written {then}, but these are written {now} ({PROBE}: their own text)"
 
 
@@ -110,18 +108,17 @@ def prepare_prompts(
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
 
     Args:
-        dataset: rows with the columns of `form`. A column of prompts holds text, or messages (a list of {"role",
-            "content"}), to which the chat template is applied with the generation prompt.
-        tokenizer: the policy's tokenizer. Text gets the special tokens that it prepends; an eos that it appends is
-            removed, because it would end the prompt.
+        dataset: a column of prompts holds text, or messages (a list of {"role", "content"}), to which the chat template
+            is applied with the generation prompt.
+        tokenizer: of the policy. Text gets the special tokens that it prepends; an eos that it appends is removed,
+            because it would end the prompt.
         query_len: the longest prompt, in tokens.
-        limit: the option that sets it, which errors name.
+        limit: the option that sets `query_len`, for errors.
         form: how rows become prompts; see `PromptForm.resolved`.
-        overlong: what happens to a longer prompt: "drop" and "truncate" count it, "error" refuses it. A prompt is cut
-            at its beginning, because a response continues its end, which in a chat is what the template writes before
-            an answer; a bos at its very beginning stays. The text in `row` is not cut.
-        tools_of: given where environments answer: returns the schemas of the tools that a row's prompt shows. A prompt
-            may then be blank, for the environment to write; it has no tokens.
+        overlong: what happens to a longer prompt. "truncate" cuts off its beginning but for a bos, because a response
+            continues its end; the text in `row` is not cut.
+        tools_of: given with environments or tools: returns the schemas of the tools that a row's prompt shows. A prompt
+            may then be blank, without tokens, for the environment to write.
         control_tokens: given where prompts must not write any.
 
     Raises:
@@ -172,7 +169,6 @@ def prepare_prompts(
                 if overlong == "drop":
                     continue
                 num_cut += 1
-                # A bos at the beginning stays, in the place of one of the last tokens.
                 bos = ids[:1] if ids[0] == tokenizer.bos_token_id else []
                 ids = bos + ids[len(ids) - query_len + len(bos) :]
             kept.append(number)
@@ -196,29 +192,32 @@ def prepare_prompts(
 
 
 def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The lines that a run prints about its prompts at its start: what makes them, the first one as the model reads it,
-    and how they differ from those that the model was trained on. None for prompts that environments make.
+    """Returns what a run prints about its prompts at its start: the first one as the model reads it, a literal
+    backslash and n in the template, and how they differ from those that the model was trained on. Empty if environments
+    make the prompts.
     """
     if prompts.any_blank:
         return []
     text, kind = prompt_text(prompts[0], tokenizer), "messages" if prompts.are_messages else "text"
-    marks = filter(str.strip, [*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens])
-    if tokenizer.chat_template and not prompts.are_messages and not any(mark in text for mark in marks):
-        kind += " without the tokenizer's chat template (user_template makes messages)"
-    first = f"prompts are {kind}, of {prompts.form}; the first: {_shortened(text)}"
-    template, letters = prompts.form.template, ""
-    if template is not None and "\\n" in template.text:
-        letters = (
+    if tokenizer.chat_template and not prompts.are_messages:
+        special_tokens = [*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens]
+        if not any(token in text for token in special_tokens if token.strip()):
+            kind += " without the tokenizer's chat template (user_template makes messages)"
+    lines = [f"prompts are {kind}, of {prompts.form}; the first: {_shortened(text)}"]
+    if prompts.form.template is not None and "\\n" in prompts.form.template.text:
+        lines.append(
             f"{prompts.form} has a backslash and an n, which is no line break; for one, write the text in double "
             "quotes in YAML, and as $'...' on the command line"
         )
-    return [line for line in (first, letters, prompts.other_wording(tokenizer)) if line]
+    if difference := prompts.other_wording(tokenizer):
+        lines.append(difference)
+    return lines
 
 
 def prompt_text(item: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of an item of a `PromptDataset`; of messages, what the chat template made of them."""
+    """Returns the text of an item of a `PromptDataset`; messages as rendered by the chat template."""
     prompt = item["row"]["prompt"]
-    # A tokenizer may not know all words of a text.
+    # Text is not decoded, because a tokenizer may not know all of its words.
     return prompt if isinstance(prompt, str) else str(tokenizer.decode(item["input_ids"]))
 
 
@@ -227,7 +226,7 @@ def _shortened(text: str) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Returns a JSON value for what `json` cannot encode; values without stable content (images) give their type."""
+    """Returns a JSON value for what `json` cannot encode: of values without stable content (images), the type."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, date | time | timedelta | Decimal):
@@ -250,14 +249,10 @@ def _check_dataset(dataset: Dataset) -> None:
 
 
 def well_formed_messages(value: Any) -> bool:
-    """Whether `value` is a list of messages, one at least, with `role` and `content`, both text."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-        )
-    )
+    """Whether `value` is a non-empty list of messages, whose `role` and `content` are text."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in value)
 
 
 def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
@@ -284,86 +279,82 @@ def tokenize_prompts(
     control_tokens: ControlTokens | None = None,
     start: int = 0,
 ) -> list[list[int]]:
-    """Returns the token ids of texts or of conversations, one or more each.
+    """Returns the token ids of at least one prompt.
 
     Args:
         prompts: all texts, or all messages.
         tokenizer: of the policy.
         chat_template_kwargs: further arguments of the chat template.
-        tools: given where environments answer: the schemas that the chat template shows with each prompt. An empty text
-            is then left to its environment, and has no tokens.
+        tools: given with environments or tools: the schemas that the chat template shows with each prompt. An empty
+            text then gets no tokens.
         control_tokens: given where prompts have parts that it protects.
-        start: the row of the first prompt.
+        start: the row of the first prompt, for errors.
 
     Raises:
         ValueError: for messages without a chat template or that it refuses, and for a prompt without tokens.
     """
     if isinstance(prompts[0], str):
-        whole, plain = (
-            tokenizer(prompts, add_special_tokens=added)["input_ids"]
-            if control_tokens is None
-            else [control_tokens.encode(prompt, add_special_tokens=added) for prompt in prompts]
-            for added in (True, False)
-        )
-        # An eos inside the text is kept. If the ids do not end with the plain ids, the tokenizer has appended the eos.
-        of_prompts = [
-            list(ids[:-1])
-            if ids[-1:] == [tokenizer.eos_token_id] and ids[len(ids) - len(text) :] != text
-            else list(ids)
-            for ids, text in zip(whole, plain, strict=True)
-        ]
+        tokenized = _tokenize_texts(prompts, tokenizer, control_tokens)
     elif tokenizer.chat_template is None:
         raise ValueError(
             "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
             "model, set tokenizer.chat_template, or use text prompts"
         )
     else:
-        how = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
-        how["tokenize"] = control_tokens is None
-        of_prompts = []
+        tokenized = []
+        options = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
+        options["tokenize"] = control_tokens is None
         for number, messages in enumerate(prompts):
             with_tools = {"tools": list(tools[number])} if tools and tools[number] else {}
-            # A template refuses roles and keys that it does not know with an error of its own choice.
+            # A template raises any kind of error for roles and keys that it does not know.
             try:
-                encoded: Any = tokenizer.apply_chat_template(messages, **{**how, **with_tools})
+                rendered: Any = tokenizer.apply_chat_template(messages, **{**options, **with_tools})
             except Exception as error:
                 raise ValueError(
                     f"the chat template refuses the messages in row {start + number}, {shown(messages)}: "
                     f"{type(error).__name__}: {error}; change the row, or the tokenizer"
                 ) from error
-            of_prompts.append(
-                list(encoded["input_ids"])
-                if control_tokens is None
-                else control_tokens.encode(encoded, add_special_tokens=False)
-            )
-    for number, (prompt, ids) in enumerate(zip(prompts, of_prompts, strict=True), start):
+            if control_tokens is None:
+                tokenized.append(list(rendered["input_ids"]))
+            else:
+                tokenized.append(control_tokens.encode(rendered, add_special_tokens=False))
+    for number, (prompt, ids) in enumerate(zip(prompts, tokenized, strict=True), start):
         if tools is not None and not prompt:
             ids.clear()
         elif not ids:
             raise ValueError(
                 f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompt)}; drop such rows"
             )
-    return of_prompts
+    return tokenized
+
+
+def _tokenize_texts(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens | None
+) -> list[list[int]]:
+    """Returns each text's token ids with the special tokens that the tokenizer adds, but for an eos at the end."""
+
+    def encode(*, add_special_tokens: bool) -> list[list[int]]:
+        if control_tokens is None:
+            return tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+        return [control_tokens.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    tokenized = []
+    for ids, plain in zip(encode(add_special_tokens=True), encode(add_special_tokens=False), strict=True):
+        # An eos that ends the text itself also ends the plain ids, and stays.
+        eos_appended = ids[-1:] == [tokenizer.eos_token_id] and ids[len(ids) - len(plain) :] != plain
+        tokenized.append(list(ids[:-1] if eos_appended else ids))
+    return tokenized
 
 
 def collate_prompts(
     items: Sequence[dict[str, Any]], indices: Sequence[int], *, pad_token_id: int, query_len: int
 ) -> PromptBatch:
-    """Returns one batch of B prompts, each padded on the left to `query_len` tokens.
+    """Returns a batch of B items of a `PromptDataset`, padded on the left to `query_len` tokens, with their indices in
+    it as `prompt_ids`.
 
-    The width is `query_len` and not the longest prompt of the batch, because the rollouts of all ranks are concatenated
-    and must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
-
-    Args:
-        items: B items of a `PromptDataset`, each with `input_ids` and `row`.
-        indices: their B indices in that dataset, which become `prompt_ids`.
-        pad_token_id: fills `queries`. It may equal the eos id or occur inside a prompt, because the mask comes from the
-            prompts' lengths and not from ids.
-        query_len: Q, in tokens.
-
-    Returns:
-        queries (B, Q) int64, query_attn_masks (B, Q) int64 (1 = a token of the prompt), prompt_ids (B,) int64, rows (B
-        dictionaries).
+    The width is `query_len` and not that of the longest prompt, because the rollouts of all ranks are concatenated and
+    must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
+    `pad_token_id` may occur inside a prompt, because masks come from lengths.
     """
     assert len(items) == len(indices) and all(len(item["input_ids"]) <= query_len for item in items)
     queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
@@ -376,7 +367,7 @@ def collate_prompts(
 
 
 def left_padded(rows: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """The ids of `rows`, (B, width) int64, padded on the left, and their masks, (B, width) int64, 1 = a token."""
+    """Returns left-padded ids (B, width) int64, and their masks (B, width) int64, 1 = a token."""
     starts = torch.tensor([width - len(row) for row in rows], dtype=torch.int64)
     is_token = torch.arange(width) >= starts.unsqueeze(1)
     ids = torch.full((len(rows), width), pad_token_id, dtype=torch.int64)

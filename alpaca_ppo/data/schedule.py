@@ -1,5 +1,5 @@
-"""The order of prompts: a function of the seed, the step, and how many prompts earlier steps have drawn or passed
-over beyond their own (`dynamic_sampling`); independent of the number of processes.
+"""The order of prompts: a function of the seed, the step, and how many extra prompts earlier steps have drawn;
+independent of the number of processes.
 """
 
 from collections.abc import Collection, Iterator
@@ -8,17 +8,18 @@ from alpaca_ppo.functional.rng import seeded_permutation
 
 
 class PromptSchedule:
-    """The dataset indices of each step: a seeded permutation per epoch, split into steps.
+    """The dataset indices of each step: a seeded permutation per epoch, split into steps, the last of which may be
+    smaller.
 
-    The last step of an epoch may be smaller. The permutations of all epochs, one after the other, are a sequence
-    without end, of which each step takes the next prompts. If earlier steps have drawn more than their own
-    (`extra_prompts`), a step begins so much later in the sequence; its size stays. `epoch_at` does not count these.
+    The permutations of all epochs are one endless sequence, of which each step takes the next prompts. If earlier steps
+    have drawn extra prompts (`dynamic_sampling`), a step begins so much later in the sequence; its size stays, and
+    `epoch_at` does not count them.
 
     Args:
         num_prompts: prompts in the dataset.
         rollout_batch_size: prompts per step.
-        seed: seed of the permutations.
-        total_epochs: passes over the dataset. Give either this, `total_episodes` or `num_steps`.
+        seed: of the permutations.
+        total_epochs: passes over the dataset; or give one of the following.
         total_episodes: prompts in total.
         num_steps: steps in total (`max_steps`).
     """
@@ -43,11 +44,11 @@ class PromptSchedule:
         self.num_steps = epochs * self._steps_per_epoch + -(-rest // rollout_batch_size)
 
     def epoch_at(self, step: int) -> float:
-        """Returns how many passes over the dataset, with their fraction, are complete after `step` steps."""
+        """Returns the epochs completed after `step` steps, as a fraction."""
         return min(self._start_of(step), self.num_episodes) / self.num_prompts
 
     def prompts_of(self, step: int, extra_prompts: int = 0) -> "StepPrompts":
-        """Returns the prompts of `step` (from 0), if the steps before it have drawn `extra_prompts` beyond their own.
+        """Returns the prompts of `step` (from 0), where earlier steps have drawn `extra_prompts`.
 
         Raises:
             ValueError: if `step` is outside the schedule.
@@ -57,33 +58,28 @@ class PromptSchedule:
         return StepPrompts(self, self._start_of(step) + extra_prompts, self.num_prompts_at(step))
 
     def sequence(self, place: int) -> Iterator[int]:
-        """The permutations of all epochs, one after the other without end, from `place` on."""
+        """Yields the endless sequence of prompts from `place` on."""
         epoch, within = divmod(place, self.num_prompts)
         while True:
             yield from seeded_permutation(self.num_prompts, self.seed, epoch)[within:].tolist()
             epoch, within = epoch + 1, 0
 
     def num_prompts_at(self, step: int) -> int:
-        """Returns the number of prompts of `step` without building the permutation."""
+        """Returns the number of prompts of `step`."""
         return min(self._start_of(step + 1), self.num_episodes) - self._start_of(step)
 
     def _start_of(self, step: int) -> int:
-        """The place in the sequence at which `step` begins, had the steps before it drawn no more than their own."""
+        """The place in the sequence at which `step` begins if no earlier step has drawn extra prompts."""
         epoch, within = divmod(step, self._steps_per_epoch)
         return epoch * self.num_prompts + within * self.rollout_batch_size
 
 
 class StepPrompts:
-    """The prompts of one step: those that the schedule gives it, and any number that is drawn after them.
-
-    Args:
-        schedule: of the run.
-        start: the place in the sequence at which the step begins.
-        count: the number of the step's own prompts.
+    """The prompts of one step: those that the schedule gives it, and any number drawn after them.
 
     Attributes:
-        indices: the step's own prompts.
-        extra_prompts: how many prompts of the sequence the step has drawn or passed over so far, beyond its own.
+        indices: the `count` prompts from the place `start` of the schedule's sequence on.
+        extra_prompts: how many further prompts of the sequence the step has drawn or skipped so far.
     """
 
     def __init__(self, schedule: PromptSchedule, start: int, count: int) -> None:
@@ -92,15 +88,13 @@ class StepPrompts:
         self.indices = self.draw(count)
 
     def draw(self, count: int, *, without: Collection[int] = ()) -> list[int]:
-        """Draws the next `count` different prompts that are not in `without`; fewer if the dataset has no more. The
-        others in between are passed over.
-        """
-        left_out, drawn = set(without), list[int]()
-        count = min(count, self._num_prompts - len(left_out.intersection(range(self._num_prompts))))
+        """Draws the next `count` different prompts that are not in `without`; fewer if the dataset has no more."""
+        excluded, drawn = set(without), list[int]()
+        count = min(count, self._num_prompts - len(excluded.intersection(range(self._num_prompts))))
         while len(drawn) < count:
             index = next(self._sequence)
             self.extra_prompts += 1
-            if index not in left_out:
-                left_out.add(index)
+            if index not in excluded:
+                excluded.add(index)
                 drawn.append(index)
         return drawn

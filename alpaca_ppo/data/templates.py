@@ -1,6 +1,4 @@
-"""From dataset columns to prompts: text of a template, or messages. Chat templates belong to the tokenizer and are not
-here.
-"""
+"""From dataset columns to the text or messages of a prompt. Chat templates belong to the tokenizer."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -9,23 +7,22 @@ from functools import cached_property
 from typing import Any
 
 PROBE = "…"
-"""Stands for the text of a prompt where it is said how prompts are written."""
+"""Placeholder for a prompt's own text in `PromptForm.wording`."""
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A format string over dataset columns, optionally with a second one for rows whose optional column is empty."""
+    """A format string over dataset columns, optionally with another one for rows whose optional column is empty."""
 
     text: str
-    """The format string: its fields are plain column names, and literal braces are doubled."""
+    """Fields are plain column names; literal braces are doubled."""
     optional: str | None = None
-    """The column that may be missing, None or blank; `without_optional` is used then."""
+    """The column that may be missing, None or blank."""
     without_optional: str | None = None
-    """The format string without the optional column."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that every row must have, in the order of their first use.
+        """The required columns, in the order of their first use.
 
         Raises:
             ValueError: for an invalid format string, and a field that is not a plain name.
@@ -68,7 +65,7 @@ PROMPT_TEMPLATES: dict[str, PromptTemplate] = {
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How the rows of a dataset become prompts: the options of these names (`config.run_options`)."""
+    """How dataset rows become prompts, by the options of these names (`config.run_options`)."""
 
     prompt_column: str = "prompt"
     prompt_template: str | None = None
@@ -78,17 +75,17 @@ class PromptForm:
 
     @classmethod
     def of(cls, args: Any) -> "PromptForm":
-        """The form that a configuration names."""
+        """Returns the form in the configuration `args`."""
         return cls(
             args.prompt_column, args.prompt_template, args.user_template, args.system_prompt, args.chat_template_kwargs
         )
 
     def resolved(self, columns: Sequence[str], *, chat: bool) -> "PromptForm":
-        """The form for a dataset with these columns and, if `chat`, a tokenizer with a chat template. Without a prompt
-        column, Alpaca's `instruction` and `input` become a user's message, or text of the `alpaca` template.
+        """Returns the form for a dataset with these columns. Without a prompt column, Alpaca's `instruction` and
+        `input` become a user's message with a chat template (`chat`), else text of the `alpaca` template.
 
         Raises:
-            ValueError: for neither the column nor Alpaca's, and for a template that is invalid or has other columns.
+            ValueError: without a prompt column or Alpaca's, and for a template that is invalid or has other columns.
         """
         form = self
         if self.template is None and self.prompt_column not in columns:
@@ -110,7 +107,7 @@ class PromptForm:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a row needs.
+        """The required columns.
 
         Raises:
             ValueError: for an invalid template.
@@ -121,24 +118,25 @@ class PromptForm:
             raise ValueError(f"{self} {error}") from error
 
     def __str__(self) -> str:
-        """The option that says where prompts come from, and its value."""
+        """The option that determines the prompts, and its value."""
         names = ("prompt_template", "user_template", "prompt_column")
         return next(f"{name} {getattr(self, name)!r}" for name in names if getattr(self, name) is not None)
 
     @cached_property
     def template(self) -> PromptTemplate | None:
-        """What renders the columns; None if a prompt is a column."""
+        """The template that renders the columns; None if a column holds the prompt."""
         if self.prompt_template is not None:
             return PROMPT_TEMPLATES.get(self.prompt_template) or PromptTemplate(self.prompt_template)
         if self.user_template is None:
             return None
-        without = self.user_template.replace("{input}", "")
-        # A template of this column alone needs it.
-        optional = ("input", without) if "{" in without and without != self.user_template else ()
-        return PromptTemplate(self.user_template, *optional)
+        without_input = self.user_template.replace("{input}", "")
+        # In a template of this column alone, it is not optional.
+        if without_input == self.user_template or "{" not in without_input:
+            return PromptTemplate(self.user_template)
+        return PromptTemplate(self.user_template, optional="input", without_optional=without_input)
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        """The text or messages of one row.
+        """Returns the text or messages of one row.
 
         Raises:
             ValueError: see `PromptTemplate.render`.
@@ -157,19 +155,19 @@ class PromptForm:
         return prompt
 
     def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
-        """How prompts such as that of `row` are written, up to the policy's answer, with PROBE for their own text."""
+        """Returns the prompt of `row` up to the policy's answer, with PROBE for its own text."""
         if self.template is not None:
             row = {**dict.fromkeys(_field_names(self.template.text), ""), self.template.columns[0]: PROBE}
         prompt = self.prompt_of(row)
         if isinstance(prompt, str):
             return PROBE if self.template is None else prompt
         users = [number for number, message in enumerate(prompt) if message["role"] == "user"]
-        if self.template is None:
-            prompt = [*prompt[: users[0]], {**prompt[users[0]], "content": PROBE}] if users else prompt
-        # Some templates write the date; this one writes its format.
+        if self.template is None and users:
+            prompt = [*prompt[: users[0]], {**prompt[users[0]], "content": PROBE}]
+        # Makes a template write the date's format instead of the date.
         undated = tokenizer.get_chat_template().replace("strftime_now(", "(")
-        how = {"add_generation_prompt": True, **(self.chat_template_kwargs or {}), "chat_template": undated}
-        return str(tokenizer.apply_chat_template(prompt, tokenize=False, **how))
+        options = {"add_generation_prompt": True, **(self.chat_template_kwargs or {}), "chat_template": undated}
+        return str(tokenizer.apply_chat_template(prompt, tokenize=False, **options))
 
 
 def _field_names(text: str) -> list[str]:

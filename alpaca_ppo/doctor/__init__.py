@@ -1,6 +1,5 @@
-"""The doctor: one table of rules that read a run's metrics and say what is wrong with it, and what to do.
-
-No torch here, so that a report is made in an instant. In a running trainer, `trainer.run_doctor` calls it.
+"""The doctor: rules that read a run's metrics and say what is wrong with it, and what to do. No torch here, so that a
+report is made at once. `trainer.run_doctor` calls it in a running trainer.
 """
 
 from alpaca_ppo.doctor.examination import Doctor, Finding, check_run, read_findings, stops

@@ -14,33 +14,30 @@ from alpaca_ppo.doctor.rules import RULES, History
 from alpaca_ppo.registry import DoctorSeverity
 
 ENDED_BY_ERROR = 3
-"""The exit status of a command whose run an error in `stop_on` has ended: neither a mistake (2) nor a crash (1)."""
+"""The exit status of a command whose run an error in `stop_on` has ended; 1 is a crash, 2 a user's mistake."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that a run does wrong: a line of findings.jsonl."""
+    """What a rule has found: a line of findings.jsonl."""
 
     step: int
     """The step after which it was found."""
     rule: str
-    """The name of the rule, as `stop_on` takes it."""
     severity: DoctorSeverity
     sentence: str
-    """What is wrong, with the numbers that show it."""
     remedy: str
-    """What to do, with the options to change."""
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.severity} [{self.rule}] {self.sentence}. Remedy: {self.remedy}"
 
 
 class Doctor:
-    """Finds what is wrong with a run, each thing once, and again only if a warning has become an error.
+    """Applies the rules to a run. A finding is reported once, and again only if a warning has become an error.
 
     Args:
-        history: of the run; the caller adds each step before `examine`.
-        known: what was reported before the run was resumed.
+        history: the caller adds each step before `examine`.
+        known: the findings from before the run was resumed.
     """
 
     def __init__(self, history: History, known: Collection[Finding] = ()) -> None:
@@ -48,7 +45,7 @@ class Doctor:
         self._reported = {(finding.rule, finding.severity) for finding in known}
 
     def examine(self) -> list[Finding]:
-        """Returns what is new after the history's last step."""
+        """Returns the new findings after the history's last step."""
         new = []
         for name, rule in RULES.items():
             found = rule.condition(self.history)
@@ -60,13 +57,13 @@ class Doctor:
 
 
 def stops(finding: Finding, stop_on: Collection[str]) -> bool:
-    """Whether `finding` ends a run with that `stop_on`, a collection of rules and severities."""
+    """Whether `finding` ends a run, given rules and severities in `stop_on`."""
     return finding.rule in stop_on or finding.severity in stop_on
 
 
 def check_run(folder: StrPath) -> list[Finding]:
-    """Returns what the doctor finds in the run of `folder`, by its metrics.jsonl and run.yaml, and what the run itself
-    has found, errors first; of each rule, the most severe one.
+    """Returns the findings in the folder of a run, from its metrics and those in findings.jsonl, errors first; of each
+    rule, the most severe one.
 
     Raises:
         ValueError: if the folder has no metrics.jsonl, or a file in it cannot be read.
@@ -78,7 +75,7 @@ def check_run(folder: StrPath) -> list[Finding]:
 def examined(
     config: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], known: Collection[Finding] = ()
 ) -> list[Finding]:
-    """Returns what the doctor finds in a run's `metrics`, added to what is `known`; of each rule, the most severe."""
+    """Returns the findings in `metrics` and those `known`, as `check_run`."""
     doctor = Doctor(History(config))
     found = list(known)
     for row in metrics:
@@ -91,10 +88,10 @@ def examined(
 
 
 def read_findings(folder: StrPath) -> list[Finding]:
-    """Returns what the run of `folder` has found, in the order of the steps; nothing without findings.jsonl.
+    """Returns the findings in findings.jsonl; none without it.
 
     Raises:
-        ValueError: if it holds something else.
+        ValueError: if the file holds something else.
     """
     path, keys = Path(folder) / "findings.jsonl", {field.name for field in dataclasses.fields(Finding)}
     rows = list(read_lines(path)) if path.exists() else []
@@ -108,7 +105,7 @@ def read_findings(folder: StrPath) -> list[Finding]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the options in run.yaml; nothing without the file.
+    """Returns the options in run.yaml; none without it.
 
     Raises:
         ValueError: if it is not a mapping in YAML.
@@ -124,16 +121,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, key: str = "step") -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file with one a line. An incomplete last line, which a killed run leaves, is left out.
+    """Yields the JSON objects of a file with one per line, but for an incomplete last one, which a killed run leaves.
 
     Raises:
         ValueError: if there is no such file, and for any other line that is not a JSON object with a `key`.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist; give the folder (output_dir) of a run")
-    # At line feeds alone: JSON leaves other line breaks, such as U+2028, as they are.
-    *lines, rest = path.read_bytes().split(b"\n")
-    for number, line in enumerate([*lines, rest], 1):
+    # Not splitlines(), because JSON does not escape other line breaks, such as U+2028.
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -142,7 +139,7 @@ def read_lines(path: Path, *, key: str = "step") -> Iterator[dict[str, Any]]:
             row = None
         if isinstance(row, dict) and key in row:
             yield row
-        elif number <= len(lines):
+        elif number < len(lines):
             raise ValueError(
                 f"{path} line {number} is no JSON object with a {key}: {line[:80]!r}; remove the line, or the file"
             )

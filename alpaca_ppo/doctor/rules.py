@@ -1,9 +1,8 @@
-"""The doctor's rules: a sentence, a remedy and a condition each; `stop_on` takes their names. `History` is what they
-read: the metrics of a run so far, and the means and trends in them.
+"""The doctor's rules, and `History`, the metrics that they read.
 
-A condition is a function of a `History` that returns what it has found, or None. It reads the last few values of a few
-metrics, so that it may be called after every step, and finds nothing where a metric is missing. The limits come from
-the healthy and the spoilt runs of the laboratory (tests/doctor/measured.json.gz); docs/doctor.md explains each.
+A rule's condition returns what it has found, or None, also where a metric is missing. It is called after every step, so
+it reads the last few values of a few metrics. Limits come from healthy and spoilt runs (tests/doctor/measured.json.gz);
+docs/doctor.md explains each.
 """
 
 import dataclasses
@@ -15,18 +14,14 @@ from typing import Any
 from alpaca_ppo.registry import DOCTOR_RULES, DoctorSeverity
 
 WINDOW = 5
-"""Steps that are averaged, so that one unusual batch does not speak for the run."""
+"""Steps that are averaged, so that one unusual batch decides nothing."""
 _KL, _SCORES, _SPREAD = "objective/kl_avg_seq", "objective/scores", "objective/scores_std"
-_CLIPPED_OTHERWISE = ("sapo", "cispo", "dppo", "gspo")
-"""Losses whose clip fraction means something else than PPO's, or whose range is hundreds of times narrower."""
+_LOSSES_WITH_OTHER_CLIPPING = ("sapo", "cispo", "dppo", "gspo")
+"""Their clip fraction means something else than PPO's, or their range is hundreds of times narrower."""
 
 
 class History:
-    """The metrics of a run, by name and in the order of the steps. Adding a step costs a few list operations.
-
-    Args:
-        config: the options of `PPOConfig`, as plain values. A missing one counts as None.
-    """
+    """The metrics of a run in the order of the steps, and its options as plain values; `config` may lack some."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -35,8 +30,8 @@ class History:
         self._series: dict[str, list[tuple[int, float]]] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Adds what is known of `step`, 0 = before training. More of the same step may follow, and replaces what it
-        names again. A number that is missing or not finite is left out.
+        """Adds metrics of `step`, 0 = before training, but for None and numbers that are not finite. They replace
+        earlier ones of the same step.
         """
         self.step = step
         for name, value in metrics.items():
@@ -49,11 +44,11 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """Every metric that has been seen."""
+        """The names of all metrics so far."""
         return list(self._series)
 
     def series(self, name: str) -> Sequence[tuple[int, float]]:
-        """Step and value of each step that has the metric; empty for an unknown one."""
+        """The metric as (step, value) pairs; empty for an unknown one."""
         return self._series.get(name, [])
 
     def last(self, name: str, count: int = 1) -> list[float]:
@@ -75,7 +70,7 @@ class History:
         return fmean([value for found, value in self.series(name) if found <= step][-WINDOW:])
 
     def at(self, name: str, steps: Sequence[int]) -> list[float]:
-        """The values of some of the newest steps; 0 where there is none."""
+        """The values at `steps`, which are among the newest; 0 where there is none."""
         values = dict(self.series(name)[-64:])
         return [values.get(step, 0.0) for step in steps]
 
@@ -86,13 +81,13 @@ class History:
 
     @property
     def penalizes_kl(self) -> bool:
-        """Whether the run holds the KL to a reference back at all."""
-        weighs = self.config.get("kl_coef") or self.config.get("kl_loss_coef")
-        return self.config.get("reference") != "none" and bool(weighs)
+        """Whether a penalty holds the KL to the reference back."""
+        coef = self.config.get("kl_coef") or self.config.get("kl_loss_coef")
+        return self.config.get("reference") != "none" and bool(coef)
 
     def steps_at_full_rate(self, count: int) -> list[int]:
-        """The last `count` steps in which the policy was trained at half of its largest learning rate or more, so that
-        neither a warm-up nor the end of a schedule is taken for a fault; empty if there are fewer.
+        """The last `count` steps that trained the policy at half of the largest learning rate or more, so not those of
+        a warm-up or at a schedule's end; empty if there are fewer.
         """
         peak = max((rate for _, rate in self.series("objective/lr")[: 4 * count]), default=0.0)
         if self.config.get("warmup_steps"):
@@ -105,7 +100,7 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """That a condition holds: how severe it is, and the numbers of the rule's sentence."""
+    """What a condition returns: the severity, and the numbers in the rule's sentence."""
 
     severity: DoctorSeverity
     numbers: Mapping[str, float | str]
@@ -116,9 +111,10 @@ Condition = Callable[[History], Found | None]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a rule says: the numbers that `condition` has found stand in `sentence`."""
+    """A condition, and what is said where it holds."""
 
     sentence: str
+    """A format string for `Found.numbers`."""
     remedy: str
     condition: Condition
 
@@ -128,7 +124,7 @@ RULES: dict[str, Rule] = {}
 
 
 def _rule(sentence: str, remedy: str) -> Callable[[Condition], Condition]:
-    """Adds the condition that follows to `RULES`, by its own name."""
+    """Decorates a condition: adds a rule of its name to `RULES`."""
 
     def add(condition: Condition) -> Condition:
         RULES[condition.__name__] = Rule(sentence, remedy, condition)
@@ -137,9 +133,8 @@ def _rule(sentence: str, remedy: str) -> Callable[[Condition], Condition]:
     return add
 
 
-def found(error: bool, **numbers: float | str) -> Found:
-    """An error or a warning with the `numbers` of its sentence."""
-    return Found("error" if error else "warning", numbers)
+def _error_if(is_error: bool, **numbers: float | str) -> Found:
+    return Found("error" if is_error else "warning", numbers)
 
 
 @_rule(
@@ -150,9 +145,9 @@ def found(error: bool, **numbers: float | str) -> Found:
 def empty_answers(history: History) -> Found | None:
     """Before any training, many responses hold nothing but the token that ends them."""
     names = [name for name in history.names if name.endswith("/empty_fraction")]
-    first = [(value, name) for name in names for step, value in history.series(name)[:1] if step <= 1]
-    share, name = max(first, default=(0.0, ""))
-    return found(share > 0.5, name=name, share=share) if share > 0.1 else None
+    first_values = [(value, name) for name in names for step, value in history.series(name)[:1] if step <= 1]
+    share, name = max(first_values, default=(0.0, ""))
+    return _error_if(share > 0.5, name=name, share=share) if share > 0.1 else None
 
 
 @_rule(
@@ -167,12 +162,12 @@ def constant_reward(history: History) -> Found | None:
     spreads = [value for _, value in history.series(_SPREAD)]
     # Relative to the score: float32 rounds the mean of equal scores below this.
     limit = 1e-6 * max(1.0, abs((history.last(_SCORES) or [1.0])[0]))
-    never = bool(spreads) and max(spreads) <= limit
+    constant_throughout = bool(spreads) and max(spreads) <= limit
     # A pass-or-fail reward may be all 0 in one small step.
-    steps = 3 if never else 5
+    steps = 3 if constant_throughout else 5
     if len(spreads) < steps or max(spreads[-steps:]) > limit:
         return None
-    return found(never, steps=steps, score=history.last(_SCORES)[0])
+    return _error_if(constant_throughout, steps=steps, score=history.last(_SCORES)[0])
 
 
 @_rule(
@@ -189,7 +184,7 @@ def reward_falling(history: History) -> Found | None:
     # Five steps of 32 responses vary by 0.08.
     if start is None or now is None or spread is None or start - now <= 0.5 * spread:
         return None
-    return found(False, start=start, now=now, spread=spread)
+    return Found("warning", {"start": start, "now": now, "spread": spread})
 
 
 @_rule(
@@ -203,14 +198,15 @@ def eval_falling(history: History) -> Found | None:
     for name in _evaluated(history):
         readings, spread = history.series(name), history.start(_SPREAD, 1)
         errors = [value for _, value in history.series(f"{name}_se")]
+        has_errors = len(errors) == len(readings)
         # Without standard errors, two evaluations cannot tell a fall from noise.
-        if readings[0][0] != 0 or len(readings) < (2 if len(errors) == len(readings) else 3):
+        if readings[0][0] != 0 or len(readings) < (2 if has_errors else 3):
             continue
         (_, start), (step, now) = readings[0], readings[-1]
         std = history.at(f"{name}_std", [step])[0] or spread
-        certain = 3 * math.hypot(errors[0], errors[-1]) if len(errors) == len(readings) else 0.0
-        if std and start - now > max(0.3 * std, certain):
-            return found(start - now > 0.5 * std, name=name, start=start, now=now, stds=(start - now) / std)
+        noise = 3 * math.hypot(errors[0], errors[-1]) if has_errors else 0.0
+        if std and start - now > max(0.3 * std, noise):
+            return _error_if(start - now > 0.5 * std, name=name, start=start, now=now, stds=(start - now) / std)
     return None
 
 
@@ -221,33 +217,41 @@ def eval_falling(history: History) -> Found | None:
 )
 def overoptimization(history: History) -> Found | None:
     """The trained reward rises while an evaluation, or one of its sources, falls (Gao et al., 2022)."""
-    sources = [name for name in history.names if name.startswith(f"{_SCORES}/")]
-    # A source that is to fall has a negative weight.
-    falling_is_meant = min(history.config.get("reward_weights") or [0]) < 0
     rewards, spread = history.mean(_SCORES), history.start(_SPREAD)
     if rewards is None or spread is None:
         return None
-    for name in [*([] if len(sources) < 2 or falling_is_meant else sources), *_evaluated(history)]:
-        readings, unit, certain = history.series(name), spread, 0.0
+    sources = [name for name in history.names if name.startswith(f"{_SCORES}/")]
+    # A source with a negative weight is meant to fall.
+    if len(sources) < 2 or min(history.config.get("reward_weights") or [0]) < 0:
+        sources = []
+    for name in [*sources, *_evaluated(history)]:
         if name in sources:
-            last = [entry for entry in readings[-1000:] if entry[0] > 0]
-            # Once in a window, and over windows.
-            ends = range(WINDOW - 1, len(last), WINDOW) if len(last) % WINDOW == 0 else ()
-            readings = [(last[end][0], sum(v for _, v in last[end - WINDOW + 1 : end + 1]) / WINDOW) for end in ends]
-            unit = history.start(f"{_SCORES[:-6]}scores_std{name.removeprefix(_SCORES)}") or spread
-        elif readings:
-            unit = history.at(f"{name}_std", [readings[-1][0]])[0] or spread
-            certain = 3 * history.at(f"{name}_se", [readings[-1][0]])[0]
+            readings, noise = _window_means(history.series(name)), 0.0
+            std = history.start(_SPREAD + name.removeprefix(_SCORES)) or spread
+        else:
+            readings = history.series(name)
+            step = readings[-1][0]
+            noise = 3 * history.at(f"{name}_se", [step])[0]
+            std = history.at(f"{name}_std", [step])[0] or spread
         if len(readings) < 3:
             continue
         best_step, best = max(readings, key=lambda reading: reading[1])
         (_, start), (_, now) = readings[0], readings[-1]
         # Measured healthy runs stay within 0.15 standard deviations of their best; over-optimized ones pass 1.
-        needed = max(0.3 * unit, certain)
+        limit = max(0.3 * std, noise)
         before = history.mean_until(_SCORES, max(best_step, 1))
-        if best - now > needed and rewards - before > 0.25 * spread:
-            return found(start - now > needed, name=name, best=best, best_step=best_step, now=now)
+        if best - now > limit and rewards - before > 0.25 * spread:
+            return _error_if(start - now > limit, name=name, best=best, best_step=best_step, now=now)
     return None
+
+
+def _window_means(series: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """The last step and the mean of each window in the last 1000 steps; empty unless a window has just ended."""
+    trained = [(step, value) for step, value in series[-1000:] if step > 0]
+    if len(trained) % WINDOW:
+        return []
+    windows = [trained[i : i + WINDOW] for i in range(0, len(trained), WINDOW)]
+    return [(window[-1][0], sum(value for _, value in window) / WINDOW) for window in windows]
 
 
 @_rule(
@@ -255,9 +259,9 @@ def overoptimization(history: History) -> Found | None:
     "set dynamic_sampling: 3, or raise num_return_sequences; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def uniform_groups(history: History) -> Found | None:
-    """Most prompts give no gradient, because their responses all score the same, though not those of all prompts."""
+    """Most prompts give no gradient: their responses all score the same, though not those of all prompts."""
     share = history.mean("objective/uniform_groups")
-    return None if share is None or share <= 0.9 or constant_reward(history) else found(False, share=share)
+    return None if share is None or share <= 0.9 or constant_reward(history) else Found("warning", {"share": share})
 
 
 @_rule(
@@ -267,9 +271,9 @@ def uniform_groups(history: History) -> Found | None:
     "penalty; with a gradient of 0, look at the reward; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def policy_does_not_move(history: History) -> Found | None:
-    """After ten steps at the full learning rate, the policy is still what it was."""
+    """After ten steps at the full learning rate, the policy has hardly changed."""
     steps = history.steps_at_full_rate(10)
-    # With one optimizer step, the old and the new policy are compared before it, so that only the reference can tell.
+    # With one optimizer step, only the KL to the reference shows a change: policies are compared before the step.
     several = (history.last("ppo/policy/optimizer_steps") or [1.0])[0] > 1
     with_reference = history.config.get("reference") != "none" and bool(history.series(_KL))
     if not steps or not (several or with_reference) or constant_reward(history):
@@ -281,8 +285,8 @@ def policy_does_not_move(history: History) -> Found | None:
         return None
     # Rounding in float32 gives updates of 1e-13; k1 has a noise of 1e-5 beside them.
     frozen = update <= 1e-8 and kl <= (1e-4 if several else 1e-5)
-    rate = max(history.at("objective/lr", steps))
-    return found(frozen, update=update, kl=kl, norm=max(history.at("ppo/policy/grad_norm", steps)), rate=rate)
+    norm, rate = max(history.at("ppo/policy/grad_norm", steps)), max(history.at("objective/lr", steps))
+    return _error_if(frozen, update=update, kl=kl, norm=norm, rate=rate)
 
 
 @_rule(
@@ -297,7 +301,7 @@ def kl_runaway(history: History) -> Found | None:
         return None
     # Nats per token; below 0.25, every KL grows from 0 by large factors.
     grew = bool(earlier) and now > max(0.25, 5 * sum(earlier) / WINDOW)
-    return found(now > 1 and history.penalizes_kl, now=now) if now > 0.5 or grew else None
+    return _error_if(now > 1 and history.penalizes_kl, now=now) if now > 0.5 or grew else None
 
 
 @_rule(
@@ -308,12 +312,12 @@ def entropy_collapse(history: History) -> Found | None:
     """The policy has become almost deterministic."""
     name = "objective/entropies" if len(history.series("objective/entropies")) > 1 else "ppo/policy/entropy"
     start, recent = history.start(name, 1), history.last(name, 2)
-    # A start below 0.01 nats has no entropy to lose; the laboratory's runs keep 0.6 to 0.9 of it.
+    # A start below 0.01 nats has no entropy to lose; healthy runs keep 0.6 to 0.9 of it.
     if start is None or not recent or start < 0.01 or max(recent) >= 0.2 * start:
         return None
     first, now, spread = history.start(_SCORES), history.mean(_SCORES), history.start(_SPREAD)
     gained = first is None or now is None or spread is None or now - first > 0.25 * spread
-    return found(max(recent) < 0.02 * start and not gained, start=start, now=recent[-1])
+    return _error_if(max(recent) < 0.02 * start and not gained, start=start, now=recent[-1])
 
 
 @_rule(
@@ -327,7 +331,7 @@ def length_collapse(history: History) -> Found | None:
     if start is None or now is None or now >= 0.25 * start:
         return None
     # The stop token and at most one more.
-    return found(now < 2 and start >= 8, start=start, now=now)
+    return _error_if(now < 2 and start >= 8, start=start, now=now)
 
 
 @_rule(
@@ -341,8 +345,8 @@ def all_truncated(history: History) -> Found | None:
     recent, start = history.last(name, WINDOW), history.start(name, 1)
     if not recent or start is None or min(recent) < 0.9:
         return None
-    # From above a half at the start, long responses may be the task's or the model's.
-    return found(start < 0.5 or bool(history.config.get("mask_truncated")), now=min(recent), start=start)
+    # Above a half at the start, the task or the model may need long responses.
+    return _error_if(start < 0.5 or bool(history.config.get("mask_truncated")), now=min(recent), start=start)
 
 
 @_rule(
@@ -352,10 +356,10 @@ def all_truncated(history: History) -> Found | None:
 def update_too_large(history: History) -> Found | None:
     """One step moves the policy so far that its rollouts no longer describe it."""
     update, clipped = history.mean("ppo/policy/approx_kl_k3") or 0.0, history.mean("ppo/policy/clipfrac") or 0.0
-    if (history.config.get("policy_loss") or "clip") in _CLIPPED_OTHERWISE:
+    if (history.config.get("policy_loss") or "clip") in _LOSSES_WITH_OTHER_CLIPPING:
         clipped = 0.0
     # The largest update of healthy runs is 0.035 nats per token; 0.01 to 0.1 of the tokens are clipped.
-    return found(clipped > 0.6, update=update, clipped=clipped) if update > 0.1 or clipped > 0.3 else None
+    return _error_if(clipped > 0.6, update=update, clipped=clipped) if update > 0.1 or clipped > 0.3 else None
 
 
 @_rule(
@@ -365,7 +369,7 @@ def update_too_large(history: History) -> Found | None:
 def skipped_updates(history: History) -> Found | None:
     """Optimizer steps had to be skipped, because a loss or a gradient was not finite."""
     recent = history.last("ppo/policy/skipped_updates")
-    return found(False, count=recent[0]) if recent and recent[0] > 0 else None
+    return Found("warning", {"count": recent[0]}) if recent and recent[0] > 0 else None
 
 
 @_rule(
@@ -374,19 +378,22 @@ def skipped_updates(history: History) -> Found | None:
     "look at dropout and hooks in custom code; see docs/troubleshooting.md#sampler-and-trainer-disagree",
 )
 def logprobs_disagree(history: History) -> Found | None:
-    """Sampler and trainer, or old and new policy before the first optimizer step, give tokens other probabilities."""
-    half, kinds = history.half_precision, list[Found]()
-    mismatch, limit = history.last("mismatch/logprob_abs_mean"), 1e-3
-    if half:
-        limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1)
-    if mismatch and mismatch[0] > limit:
-        what = f"sampler and trainer by {mismatch[0]:.3g} nats per token, of which rounding explains {limit:g}"
-        kinds.append(found(mismatch[0] > 0.1 and history.config.get("old_policy") != "correct", what=what))
-    ratio = history.last("ppo/policy/first_ratio_error_max")
+    """Sampler and trainer, or old and new policy before any optimizer step, give tokens other probabilities."""
+    half, disagreements = history.half_precision, list[Found]()
+    # What rounding explains, in nats per token.
+    limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1) if half else 1e-3
+    (mismatch,) = history.last("mismatch/logprob_abs_mean") or [0.0]
+    if mismatch > limit:
+        is_error = mismatch > 0.1 and history.config.get("old_policy") != "correct"
+        what = f"sampler and trainer by {mismatch:.3g} nats per token, of which rounding explains {limit:g}"
+        disagreements.append(_error_if(is_error, what=what))
+    (ratio_error,) = history.last("ppo/policy/first_ratio_error_max") or [0.0]
     # bfloat16 may double the ratio of a single unlikely token; float32 rounds by 1e-5.
-    if ratio and ratio[0] > (3.0 if half else 1e-3):
-        kinds.append(found(ratio[0] > 0.1 and not half, what=f"the policy's first ratio is off 1 by {ratio[0]:.3g}"))
-    return min(kinds, key=lambda kind: kind.severity, default=None)
+    if ratio_error > (3.0 if half else 1e-3):
+        what = f"the policy's first ratio is off 1 by {ratio_error:.3g}"
+        disagreements.append(_error_if(ratio_error > 0.1 and not half, what=what))
+    # "error" comes before "warning".
+    return min(disagreements, key=lambda disagreement: disagreement.severity, default=None)
 
 
 @_rule(
@@ -398,11 +405,10 @@ def logprobs_disagree(history: History) -> Found | None:
 def critic_useless(history: History) -> Found | None:
     """For twenty steps, the critic predicts the returns worse than a constant."""
     recent, mean = history.last("ppo/val/explained_variance", 20), history.mean("ppo/val/explained_variance", 20)
-    return found(mean < -1, mean=mean) if mean is not None and max(recent) < 0 else None
+    return _error_if(mean < -1, mean=mean) if mean is not None and max(recent) < 0 else None
 
 
 def _evaluated(history: History) -> list[str]:
-    """The scores of each eval set."""
     return [name for name in history.names if name.startswith("eval/") and name.endswith("/scores")]
 
 

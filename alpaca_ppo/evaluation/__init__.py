@@ -1,4 +1,3 @@
 """Evaluation: statistics over the responses to each prompt, win-rates, judges, and stored answers to compare with.
-
-What samples and scores the responses is in `trainer.evaluation`.
+`trainer.evaluation` samples and scores the responses.
 """

@@ -10,7 +10,7 @@ from alpaca_ppo.atomic_io import write_text_atomically
 
 
 def results_text(results: Mapping[str, Any]) -> str:
-    """Returns what was evaluated and how, and the metrics, each with its standard error if it has one.
+    """Returns what was evaluated and how, and the metrics with their standard errors.
 
     Metrics of a set with the same number and the same standard error share a line.
     """
@@ -21,22 +21,22 @@ def results_text(results: Mapping[str, Any]) -> str:
     if results["success"] is not None:
         lines.append(f"a success is an answer with {results['success']}")
     stats = {name.removeprefix("eval/"): value for name, value in sorted(results["metrics"].items())}
-    shown: dict[Any, list[str]] = {}
-    for name in (name for name in stats if not name.endswith("_se")):
-        of_set = next((each for each in sets if each and name.startswith(f"{each}/")), "")
-        value, se = stats[name], stats.get(f"{name}_se", math.nan)
-        same_line = name if math.isnan(value + se) else (of_set, f"{value:.5g}", f"{se:.5g}")
-        shown.setdefault(same_line, []).append(name)
-    titles = {" = ".join(names): names[0] for names in shown.values()}
+    errors = {name: stats.get(f"{name}_se", math.nan) for name in stats if not name.endswith("_se")}
+    groups: dict[Any, list[str]] = {}
+    for name, se in errors.items():
+        eval_set = next((each for each in sets if each and name.startswith(f"{each}/")), "")
+        numbers = (eval_set, f"{stats[name]:.5g}", f"{se:.5g}")
+        groups.setdefault(name if math.isnan(stats[name] + se) else numbers, []).append(name)
+    titles = [" = ".join(names) for names in groups.values()]
     width = max(map(len, titles))
-    for title, name in titles.items():
-        se = stats.get(f"{name}_se", math.nan)
-        lines.append(f"{title:<{width}}  {stats[name]:>10.4g}" + ("" if math.isnan(se) else f"  ±{se:.2g}"))
+    for title, (name, *_) in zip(titles, groups.values(), strict=True):
+        error = "" if math.isnan(errors[name]) else f"  ±{errors[name]:.2g}"
+        lines.append(f"{title:<{width}}  {stats[name]:>10.4g}{error}")
     return "\n".join(lines)
 
 
 def write_results(folder: Path, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
-    """Writes results.json and answers.jsonl; a number that is not finite becomes null."""
+    """Writes results.json and answers.jsonl; metrics that are not finite become null."""
     numbers = {name: value if math.isfinite(value) else None for name, value in results["metrics"].items()}
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**results, "metrics": numbers}, indent=2, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""`EvaluationSettings`: what an evaluation computes, checked against what there is to compute it from."""
+"""`EvaluationSettings`: what an evaluation computes, checked against its reward sources and metrics."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ RESERVED = (
     "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction masked_rows correct "
     "win_rate unjudged length_difference prompt response set"
 ).split()
-"""Names of metrics of every evaluation, and of columns of answers.jsonl, which no metric function may have."""
+"""Metrics of every evaluation and columns of answers.jsonl, whose names no metric function may have."""
 
 
 @dataclass(frozen=True)
@@ -22,33 +22,26 @@ class EvaluationSettings:
     """What is computed from the values of each response."""
 
     names: tuple[str, ...]
-    """Of the values that each response has: scores, rewards, scores/<source>, and the metric functions."""
+    """The values of each response: scores, rewards, scores/<source>, and the metric functions."""
     num_samples: int = 1
-    """n: responses to each prompt."""
     ks: tuple[int, ...] = (1,)
-    """Of pass@k."""
+    """Each k of pass@k."""
     success_above: float | None = None
-    """A response whose value of `success_by` is above this is correct; None = nothing is."""
+    """A response is correct if its value `success_by` is above this; None = correctness is not computed."""
     success_by: str = TOTAL
-    """One of `names`."""
     compares: bool = False
-    """Whether the responses are compared with another's."""
+    """Whether responses are compared with an opponent's."""
     judged_by: str | None = None
-    """One of `names`, if the higher value wins; None if `judge` decides."""
+    """The one of `names` whose higher value wins; None if `judge` decides."""
     judge: FunctionJudge | None = None
 
 
 def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) -> EvaluationSettings:
-    """Returns the settings of a run.
-
-    Args:
-        args: its `PPOConfig`.
-        sources: names of the reward sources.
-        metrics: names of the metric functions.
+    """Returns the settings of a run from its `PPOConfig` and the names of its reward sources and metric functions.
 
     Raises:
         ValueError: if a metric function has the name of another metric, or an option names a value or a function that
-            there is not.
+            does not exist.
     """
     taken = {*RESERVED, *(f"{name}_se" for name in RESERVED)}
     for name in metrics:
@@ -57,7 +50,8 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
                 f"metric_funcs has a function named {name!r}, a name that evaluations have already; rename it"
             )
     names = (TOTAL, "rewards", *(f"scores/{source}" for source in sources), *metrics)
-    if _full_name(args.eval_success_by, names) is None:
+    success_by = _full_name(args.eval_success_by, names)
+    if success_by is None:
         raise ValueError(f"eval_success_by is {args.eval_success_by!r}; choose one of {', '.join(names)}")
     judge, scores = args.eval_judge, [name for name in names if name != "rewards"]
     judged_by = _full_name(judge, scores)
@@ -72,7 +66,7 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
         num_samples=samples,
         ks=tuple(sorted({*powers, samples})),
         success_above=args.eval_success_above,
-        success_by=str(_full_name(args.eval_success_by, names)),
+        success_by=success_by,
         compares=args.eval_opponent is not None,
         judged_by=judged_by,
         judge=None if judged_by else FunctionJudge(load_function(judge, what="eval_judge"), name=judge),
@@ -80,17 +74,12 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
 
 
 def _full_name(value: str | None, names: Sequence[str]) -> str | None:
-    """The one of `names` that `value` means: itself, or the score of the reward source of that name."""
+    """Returns the one of `names` that is `value` or the score of the reward source `value`, or else None."""
     return next((name for name in (value, f"scores/{value}") if name in names), None)
 
 
 def check_set_names(names: Mapping[str, Any]) -> None:
-    """Checks the names of eval sets, which become names of metrics and of folders.
-
-    Raises:
-        ValueError: for a mapping without entries, and a name that is not of at most 100 letters, digits, dashes, dots
-            and underscores.
-    """
+    """Raises `ValueError` if there are no eval sets, or a name cannot be part of metrics and folders."""
     if not names:
         raise ValueError("eval_dataset is an empty mapping; give it an entry for each eval set, or pass None")
     for name in names:

@@ -1,7 +1,7 @@
 """From the numbers of each response to the metrics of an evaluation: means with standard errors, pass@k, wins.
 
-Responses to one prompt are not independent, so that standard errors count prompts, not responses. Nothing here depends
-on models or on the order in which responses were sampled. Leaves out confidence intervals.
+Responses to one prompt are not independent, so standard errors count prompts, not responses. The order of responses
+does not matter. Leaves out confidence intervals.
 """
 
 import math
@@ -17,20 +17,17 @@ class Estimate(NamedTuple):
     """A mean and its standard error."""
 
     mean: float
-    """NaN without any number."""
+    """NaN without numbers."""
     se: float
-    """NaN with fewer than two prompts."""
+    """NaN with fewer than two groups."""
 
 
 def clustered_mean(groups: Sequence[Sequence[float]]) -> Estimate:
-    """Returns the mean over all numbers, and its standard error when numbers of one group depend on each other.
+    """Returns the mean over all numbers and its standard error, where those of a group (a prompt) are not independent.
 
     With C groups, N numbers and residuals e_ij = x_ij - mean, se = sqrt(C / (C - 1) * sum_i (sum_j e_ij)^2) / N (the
     cluster-robust variance of a mean, arXiv:2411.00640, section 2.2, with the small-sample factor of CR1). With one
-    number in each group this is the sample standard deviation over sqrt(N).
-
-    Args:
-        groups: the numbers of each prompt. Empty groups are ignored.
+    number in each group this is the sample standard deviation over sqrt(N). Empty groups are ignored.
     """
     groups = [group for group in groups if group]
     numbers = [number for group in groups for number in group]
@@ -44,8 +41,8 @@ def clustered_mean(groups: Sequence[Sequence[float]]) -> Estimate:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Returns 1 - C(n - c, k) / C(n, k): the probability that k of the n responses, drawn without replacement, include
-    one of the c correct ones. It estimates, without bias, the probability that one of k responses is correct.
+    """Returns 1 - C(n - c, k) / C(n, k): the probability that k of n responses, drawn without replacement, include one
+    of the c correct ones; an unbiased estimate for k responses of the policy.
 
     Source: arXiv:2107.03374, equation 1.
     """
@@ -60,59 +57,54 @@ class ResponseRecord:
     prompt_id: int
     """Index of its prompt in the eval set."""
     values: dict[str, float] = field(default_factory=dict)
-    """By name (`EvaluationSettings.names`); NaN where a source returned None."""
+    """By `EvaluationSettings.names`; NaN where a source returned None."""
     response: str = ""
     win: float | None = None
-    """From 0 to 1, against the opponent's answer; None if nobody judged."""
+    """From 0 to 1, against the opponent's answer; None if undecided."""
     opponent: str | None = None
     length_difference: float = 0.0
-    """Characters more than the opponent's answer has."""
+    """Characters by which the response is longer than the opponent's."""
 
 
 def correctness(record: ResponseRecord, settings: EvaluationSettings) -> float | None:
-    """Returns 1 for a correct response and 0 for another; None if nothing counts as correct, or it has no score."""
+    """Returns 1 for a correct response, 0 for a wrong one, None without `success_above` or a score."""
     value = record.values[settings.success_by]
     return None if settings.success_above is None or math.isnan(value) else float(value > settings.success_above)
 
 
 def summarize(records: Sequence[ResponseRecord], settings: EvaluationSettings) -> dict[str, float]:
-    """Returns the metrics, each with a standard error over prompts under `<name>_se`.
-
-    A prompt of which fewer than k responses are left (`failed_rewards: mask`) or scored is not in pass@k.
-    Without any number, mean and standard error are NaN.
-
-    Args:
-        records: of all responses to all prompts of one eval set.
-        settings: what to compute.
+    """Returns the metrics of one eval set, each with a standard error over prompts under `<name>_se`; NaN without
+    numbers. pass@k leaves out prompts with fewer than k responses that have a score and are not masked.
     """
     groups: dict[int, list[ResponseRecord]] = {}
     for record in records:
         groups.setdefault(record.prompt_id, []).append(record)
     by_prompt = [groups[prompt] for prompt in sorted(groups)]
-    found = {name: clustered_mean([_scored(group, name) for group in by_prompt]) for name in settings.names}
+    estimates = {name: clustered_mean([_values(group, name) for group in by_prompt]) for name in settings.names}
     if settings.success_above is not None:
-        found |= _correctness_estimates(by_prompt, settings)
-    stats = {name: value for key, (mean, se) in found.items() for name, value in ((key, mean), (f"{key}_se", se))}
+        estimates |= _correctness_estimates(by_prompt, settings)
+    stats: dict[str, float] = {}
+    for name, estimate in estimates.items():
+        stats |= {name: estimate.mean, f"{name}_se": estimate.se}
     return stats | (_win_stats(by_prompt) if settings.compares else {})
 
 
-def _scored(group: Sequence[ResponseRecord], name: str) -> list[float]:
+def _values(group: Sequence[ResponseRecord], name: str) -> list[float]:
     return [value for record in group if not math.isnan(value := record.values[name])]
 
 
 def _correctness_estimates(
     by_prompt: Sequence[Sequence[ResponseRecord]], settings: EvaluationSettings
 ) -> dict[str, Estimate]:
-    """pass@k, and with several samples avg@n."""
+    """Returns pass@k, and with several samples avg@n."""
     correct = [[c for record in group if (c := correctness(record, settings)) is not None] for group in by_prompt]
-    n = settings.num_samples
-    found = {
-        f"pass_at_{k}": clustered_mean([[pass_at_k(len(c), int(sum(c)), k)] for c in correct if len(c) >= k])
-        for k in settings.ks
-    }
-    if n > 1:
-        found[f"avg_at_{n}"] = clustered_mean(correct)
-    return found
+    estimates = {}
+    for k in settings.ks:
+        chances = [[pass_at_k(len(group), int(sum(group)), k)] for group in correct if len(group) >= k]
+        estimates[f"pass_at_{k}"] = clustered_mean(chances)
+    if settings.num_samples > 1:
+        estimates[f"avg_at_{settings.num_samples}"] = clustered_mean(correct)
+    return estimates
 
 
 def _win_stats(by_prompt: Sequence[Sequence[ResponseRecord]]) -> dict[str, float]:

@@ -295,7 +295,7 @@ class RolloutCollector:
                 ranks raise here.
             samples_per_prompt: rows of each prompt.
         """
-        if self.scorer.policy.mask:
+        if self.scorer.failure_handling.mask_rows:
             rows = rewards_shaped_alike(rows, self.accelerator)
         gathered = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
         if gathered is None:

@@ -25,15 +25,13 @@ SCRIPTS = (
     "page.js",
 )  # fmt: skip
 MAX_POINTS = 1500
-"""Most points of a curve; those of longer runs are means over neighbouring steps."""
+"""Most points of a curve; in longer runs, each point is a mean of neighbouring steps."""
 OF_ONE_RUN = {"seed", "output_dir", "run_name", "provenance", "hub_model_id"}
-"""Options in which the seeds of one experiment differ."""
+"""Options in which runs of one experiment differ."""
 OPTIONS = (ScriptArguments, LoraArguments, PPOConfig)
-"""The options that run.yaml holds."""
 MAX_ANSWERS = 5000
-"""Most answers in the tables of one report."""
 READ_TIMES = 8
-"""As many times the budget of tokens are read from tables at most."""
+"""Bytes read from tables at most, as a multiple of the budget for tokens."""
 _EXTREMES = 8
 _COLUMNS = (
     "run", "table", "step", "prompt_id", "sample_id", "prompt", "response", "score", "kl", "length", "stopped",
@@ -43,12 +41,9 @@ _KNOWN = {*_COLUMNS, "tokens", "columns"}
 
 
 def write_report(runs: Sequence[Run], path: Path, *, token_mb: float = 20.0) -> Path:
-    """Writes the report of `runs` to the file `path`, complete or not at all, and returns it.
+    """Writes the report of at least one run to the HTML file `path`, complete or not at all, and returns it.
 
-    Args:
-        runs: at least one.
-        path: of the HTML file; its folder is made if it is missing.
-        token_mb: most megabytes of numbers of tokens.
+    `token_mb` bounds the numbers of tokens, in megabytes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(path, report_page(report_data(runs, token_mb=token_mb)))
@@ -56,7 +51,7 @@ def write_report(runs: Sequence[Run], path: Path, *, token_mb: float = 20.0) -> 
 
 
 def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
-    """Everything that the page shows, as plain values."""
+    """Returns everything that the page shows, as plain values."""
     answers = choose_answers(runs, token_mb=token_mb)
     return {
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -67,12 +62,12 @@ def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
         "left_out": answers.left_out,
         "of_one_run": sorted(OF_ONE_RUN),
         "pages": package_pages(),
-        "defaults": {name: plain(option.default) for of in OPTIONS for name, option in options_of(of).items()},
+        "defaults": {name: plain(option.default) for kind in OPTIONS for name, option in options_of(kind).items()},
     }
 
 
 def report_page(data: Mapping[str, Any]) -> str:
-    """The HTML page that shows `data`."""
+    """Returns the HTML page that shows `data`."""
     assets = files("alpaca_ppo.report") / "assets"
     names = ", ".join(run["name"] for run in data["runs"])
     parts = {
@@ -82,16 +77,17 @@ def report_page(data: Mapping[str, Any]) -> str:
         "tokens": "{" + ",\n".join(f'"{i}":{text}' for i, text in data["tokens"].items()) + "}",
         "script": "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
+    # The template is text, @@name of a part@@, text and so on.
     pieces = (assets / "page.html").read_text(encoding="utf-8").split("@@")
     page = "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
-    # A text of a model may hold half of a surrogate pair, which no encoding has.
+    # A text of a model may hold half of a surrogate pair, which cannot be encoded.
     return page.encode(errors="replace").decode()
 
 
 def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
     lines = run.metrics
     names = sorted({name for line in lines for name in line} - {"step"})
-    known = {name: ends for name in names if (ends := start_and_end(lines, name))}
+    all_ends = {name: ends for name in names if (ends := start_and_end(lines, name))}
     if len(lines) > MAX_POINTS:
         width = math.ceil(len(lines) / MAX_POINTS)
         left_out.append(f"Curves of {run.name}: every point is the mean of {width} steps.")
@@ -105,7 +101,7 @@ def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
         "metrics": {name: [rounded(line.get(name)) for line in lines] for name in names},
         "config": {str(name): plain(value) for name, value in run.config.items()},
         "findings": [asdict(finding) for finding in run.findings],
-        "ends": {name: [rounded(value) for value in ends] for name, ends in known.items()},
+        "ends": {name: [rounded(value) for value in ends] for name, ends in all_ends.items()},
         "ends_are": means_in_words(run.metrics),
         "weights": _weights(run),
         "finished": (run.path / "final").is_dir(),
@@ -113,8 +109,8 @@ def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
 
 
 def _weights(run: Run) -> dict[str, Any] | None:
-    """Which step the models in final/ are from, the step of the best checkpoint if they are its, and what to say if
-    the policy was better before training.
+    """Returns the step of the models in final/ in words, as a number if it is the best one, and a sentence if the
+    policy was better before training.
     """
     weights, before = run.weights, None
     if weights is None:
@@ -132,60 +128,42 @@ def _weights(run: Run) -> dict[str, Any] | None:
 def _mean_line(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     mean: dict[str, Any] = {"step": lines[-1]["step"]}
     for name in names:
-        known = [line[name] for line in lines if line.get(name) is not None]
-        mean[name] = sum(known) / len(known) if known else None
+        values = [line[name] for line in lines if line.get(name) is not None]
+        mean[name] = sum(values) / len(values) if values else None
     return mean
 
 
 def _groups(runs: Sequence[Run]) -> list[int]:
-    """The number of each run's group: runs of one group differ in `OF_ONE_RUN` at most."""
-    seen: dict[str, int] = {}
-    keys = []
+    """Returns the number of each run's group, whose runs differ in no option but `OF_ONE_RUN`."""
+    numbers: dict[str, int] = {}
+    groups = []
     for i, run in enumerate(runs):
-        same = {name: plain(value) for name, value in run.config.items() if name not in OF_ONE_RUN}
-        keys.append(json.dumps(same, sort_keys=True) if run.config else f"run {i}")
-    return [seen.setdefault(key, len(seen)) for key in keys]
+        shared = {name: plain(value) for name, value in run.config.items() if name not in OF_ONE_RUN}
+        key = json.dumps(shared, sort_keys=True) if run.config else f"run {i}"
+        groups.append(numbers.setdefault(key, len(numbers)))
+    return groups
 
 
 @dataclass
 class Answers:
-    """The answers of a report, in columns, as the page reads them."""
+    """The answers of a report, as the page reads them."""
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    """A list for each column, with an entry for each answer."""
+    """`_COLUMNS`, each with an entry for each answer."""
     prompts: list[str] = field(default_factory=list)
     """Distinct prompts; the column `prompt` holds indices into it."""
     tokens: dict[int, str] = field(default_factory=dict)
-    """By answer, as JSON: `texts`, `ids`, and in `numbers` a list for each number of a token; null for a token that
-    has none."""
+    """JSON by the answer's index: `texts`, `ids`, and in `numbers` a list for each number of a token."""
     left_out: list[str] = field(default_factory=list)
-    """Sentences saying what is missing, and how to get it."""
+    """Sentences that say what is missing, and how to get it."""
 
 
 def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
-    """Chooses the answers of `runs` for one report, and those of them whose tokens it holds.
-
-    All of an ordinary run's answers are in its tables. The numbers of their tokens have a budget, and so has the
-    reading of files; what was left out is counted and said.
-
-    Args:
-        runs: the runs, whose tables are read here.
-        token_mb: most megabytes (10^6 bytes) of numbers of tokens.
-    """
+    """Chooses the answers of a report, and those of them whose tokens it holds, in at most `token_mb` megabytes."""
     answers = Answers()
     limit = max(READ_TIMES * token_mb, 8.0) * 1e6
     files = [(i, file) for i, run in enumerate(runs) for file in run.tables]
-    # Of every table in turn the next step of `spread_order`.
-    tables: dict[tuple[int, str], list[tuple[int, TableFile]]] = {}
-    for i, file in files:
-        tables.setdefault((i, file.table), []).append((i, file))
-    orders = [[table[k] for k in spread_order(len(table))] for table in tables.values()]
-    chosen: set[tuple[int, TableFile]] = set()
-    read = 0
-    for entry in (entry for turn in zip_longest(*orders) for entry in turn if entry is not None):
-        if not chosen or read + entry[1].size <= limit:
-            chosen.add(entry)
-            read += entry[1].size
+    chosen = _choose_files(files, max_bytes=limit)
     if len(chosen) < len(files):
         answers.left_out.append(
             f"Answers of {len(chosen)} of {len(files)} tables are shown, spread over the steps: the tables have "
@@ -223,9 +201,24 @@ def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
     return answers
 
 
+def _choose_files(files: Sequence[tuple[int, TableFile]], *, max_bytes: float) -> set[tuple[int, TableFile]]:
+    """Chooses files of at most `max_bytes` in all, but at least one, spread over tables and steps."""
+    tables: dict[tuple[int, str], list[tuple[int, TableFile]]] = {}
+    for run, file in files:
+        tables.setdefault((run, file.table), []).append((run, file))
+    orders = [[table[k] for k in spread_order(len(table))] for table in tables.values()]
+    chosen, size = set[tuple[int, TableFile]](), 0
+    # A file of each table in turn.
+    for entry in (entry for turn in zip_longest(*orders) for entry in turn if entry is not None):
+        if not chosen or size + entry[1].size <= max_bytes:
+            chosen.add(entry)
+            size += entry[1].size
+    return chosen
+
+
 def spread_order(count: int) -> list[int]:
-    """0 to `count` - 1 in an order whose every beginning is spread over the range: both ends, then by their binary
-    digits from the last to the first.
+    """Returns 0 to `count` - 1 in an order of which any first part is spread over the range: both ends, then sorted by
+    the reversed binary digits.
     """
     digits = (count - 1).bit_length()
     spread = sorted(range(count), key=lambda i: f"{i:0{digits}b}"[::-1])
@@ -233,13 +226,14 @@ def spread_order(count: int) -> list[int]:
 
 
 def _summary(row: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
-    """The entries of `row` in `Answers.columns`; a prompt that is new is added to `prompts`."""
+    """Returns the entries of `row` in `Answers.columns`, and adds a new prompt to `prompts`."""
     kl = rounded(row.get("kl"))
     if kl is None:
-        parts = [part for token in row.get("tokens") or () if (part := number_or_none(token.get("kl"))) is not None]
-        kl = rounded(sum(parts)) if parts else None
+        of_tokens = [number_or_none(token.get("kl")) for token in row.get("tokens") or ()]
+        numbers = [number for number in of_tokens if number is not None]
+        kl = rounded(sum(numbers)) if numbers else None
     more = {name: value for name, value in row.items() if name not in _KNOWN}
-    # Scores of an evaluation stand in columns of their own.
+    # An evaluation writes each score as an entry of the row.
     scores = {name: more.pop(name) for name in list(more) if isinstance(more[name], int | float | None)}
     return {
         **{name: row[name] for name in ("run", "table", "step")},
@@ -258,9 +252,7 @@ def _summary(row: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
 
 
 def script_json(data: Any) -> str:
-    """`data` as JSON that can stand within a script element whatever its texts hold: `<` is escaped, so neither
-    `</script>` nor `<!--` can occur.
-    """
+    """Returns `data` as JSON for a script element: `<` is escaped, so neither `</script>` nor `<!--` can occur."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -269,15 +261,18 @@ def _text(value: Any) -> str:
 
 
 def _token_order(columns: Mapping[str, list[Any]], candidates: Sequence[int]) -> Iterable[int]:
-    """Which answers get their tokens first."""
+    """Returns the answers in the order in which they get their tokens."""
     followed = [i for i in candidates if columns["table"][i] != "rollouts"]
     extremes: list[int] = []
     for name in ("score", "kl"):
-        known = sorted((i for i in candidates if columns[name][i] is not None), key=lambda i: columns[name][i])
-        extremes += known[::-1][:_EXTREMES] + (known[:_EXTREMES] if name == "score" else [])
-    cut = [i for i in candidates if columns["stopped"][i] is False][:_EXTREMES]
-    spread = [candidates[k] for k in spread_order(len(candidates))]
-    return dict.fromkeys([*(followed[k] for k in spread_order(len(followed))), *extremes, *cut, *spread])
+        ranked = sorted((i for i in candidates if columns[name][i] is not None), key=lambda i: columns[name][i])
+        extremes += ranked[::-1][:_EXTREMES]
+        if name == "score":
+            extremes += ranked[:_EXTREMES]
+    cut_off = [i for i in candidates if columns["stopped"][i] is False][:_EXTREMES]
+    first = [followed[k] for k in spread_order(len(followed))]
+    last = [candidates[k] for k in spread_order(len(candidates))]
+    return dict.fromkeys([*first, *extremes, *cut_off, *last])
 
 
 def _token_columns(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

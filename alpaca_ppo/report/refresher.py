@@ -11,49 +11,44 @@ from alpaca_ppo.report.page import write_report
 from alpaca_ppo.report.runs import read_run
 
 SHARE = 0.02
-"""Most of a run's time that is spent on writing its report."""
+"""The largest share of a run's time that its reports may take."""
 
 
 class ReportRefresher(TrainerCallback):
-    """Writes report.html into the run's folder: after an evaluation or a log, unless that would take more than `SHARE`
-    of the time, and at the end.
-
-    Args:
-        output_dir: the folder of the run.
-        is_main: whether this is the main process, which alone writes.
-        say: called with a message where the report cannot be written. The run goes on: its records are whole.
+    """Writes report.html into the run's folder on the main process: with a log, within `SHARE` of the time, and at the
+    end. If that fails, `say` is called with a message and the run goes on, because its records are whole.
     """
 
     def __init__(self, output_dir: str, *, is_main: bool, say: Callable[[str], Any] = lambda text: None) -> None:
         self.folder, self.is_main, self._say = Path(output_dir), is_main, say
-        self._next = 0.0
+        self._next_write = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Nothing is written in the first half minute, which a small run may not even last."""
-        self._next = time.monotonic() + 30
+        """Postpones the first report by half a minute, which a small run may not even last."""
+        self._next_write = time.monotonic() + 30
 
     def on_log(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Writes the report if it is due."""
-        if self.is_main and time.monotonic() >= self._next:
+        if self.is_main and time.monotonic() >= self._next_write:
             self.write()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Writes the whole run's report."""
+        """Writes the report of the whole run."""
         if self.is_main:
             self.write()
 
     def write(self) -> None:
-        """Writes the report as far as the run has come."""
+        """Writes the report of the run so far."""
         start = time.monotonic()
         try:
             write_report([read_run(self.folder, self.folder.resolve().name)], self.folder / "report.html")
         except (OSError, ValueError) as error:
             self._say(f"report.html was not written: {error}; `alpaca-ppo report {self.folder}` writes it later")
-        self._next = start + (time.monotonic() - start) / SHARE
+        self._next_write = start + (time.monotonic() - start) / SHARE
 
 
 def refresh_report(callbacks: Iterable[TrainerCallback]) -> None:
-    """Writes the report of a run that is interrupted, if one of its `callbacks` does that and there are metrics."""
+    """Writes the report of an interrupted run, if `callbacks` include a `ReportRefresher` and there are metrics."""
     for callback in callbacks:
         if isinstance(callback, ReportRefresher) and callback.is_main and (callback.folder / "metrics.jsonl").exists():
             callback.write()

@@ -1,4 +1,4 @@
-"""Reads the folder of a run: metrics, configuration, findings, and the tables of answers. Without torch."""
+"""Reads the folder of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,31 +12,31 @@ from alpaca_ppo.tracking.results import WeightsStep, read_weights_step, table_fi
 
 @dataclass(frozen=True)
 class TableFile:
-    """One table of answers on the disk: those of one step."""
+    """A file with answers of one step."""
 
     table: str
     """Folder below the run's, such as rollouts or eval/math."""
     step: int
     path: Path
     size: int
-    """Bytes."""
+    """In bytes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run holds, but for the answers, which are read from `tables` as far as they are needed."""
+    """What the folder of a run holds, but for the answers in `tables`, which are read when needed."""
 
     name: str
     path: Path
     metrics: list[dict[str, Any]]
-    """The lines of metrics.jsonl: `step`, and numbers by name; None for one that was not finite."""
+    """The lines of metrics.jsonl; None for a number that was not finite."""
     config: dict[str, Any]
     """run.yaml; empty without one."""
     findings: list[Finding]
-    """What the doctor has found, the most severe first."""
+    """The doctor's, the most severe first."""
     tables: list[TableFile] = field(default_factory=list)
     weights: WeightsStep | None = None
-    """Which step the models in final/ are from; None if they are not there."""
+    """The step of the models in final/; None without them."""
 
     @property
     def last_step(self) -> int:
@@ -45,26 +45,18 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The runs in `folders`, examined by the doctor, with names that tell them apart.
+    """Returns the runs in `folders`, examined by the doctor, with distinct names.
 
     Raises:
         ValueError: if a folder is not that of a run, or one of its files is damaged.
     """
     paths = [Path(folder).resolve() for folder in folders]
-    return [read_run(path, name, examine=True) for path, name in zip(paths, _names(paths), strict=True)]
+    return [read_run(path, name, examine=True) for path, name in zip(paths, _distinct_names(paths), strict=True)]
 
 
 def read_run(path: Path, name: str, *, examine: bool = False) -> Run:
-    """The run in the folder `path`.
-
-    Args:
-        path: the folder.
-        name: what the report calls the run.
-        examine: whether the doctor looks at the whole run again; otherwise its findings are those that it wrote while
-            the run trained.
-
-    Raises:
-        ValueError: as `read_runs`.
+    """Returns the run in the folder `path`, called `name`. With `examine`, the doctor examines the metrics again and
+    adds to the findings from training.
     """
     lines = read_lines(path / "metrics.jsonl")
     metrics = [{**{name: number_or_none(v) for name, v in row.items()}, "step": int(row["step"])} for row in lines]
@@ -82,20 +74,20 @@ def read_run(path: Path, name: str, *, examine: bool = False) -> Run:
 
 
 def number_or_none(value: Any) -> float | None:
-    """`value` as a finite float; None for anything else."""
+    """Returns `value` as a finite float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def rounded(value: Any) -> float | None:
-    """`value` as a finite float with six significant digits; None for anything else."""
+    """Returns `value` as a finite float with six significant digits; None for anything else."""
     number = number_or_none(value)
     return None if number is None else float(f"{number:.6g}")
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: dates, and floats that are not finite, become text."""
+    """Returns `value` for JSON: dates, and floats that are not finite, become text."""
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -105,8 +97,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The last part of each path, and as many more of the parts before it as it takes to tell the paths apart."""
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Returns the last parts of each path, as many as make the names distinct."""
     if len(set(paths)) < len(paths):
         raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}; name each folder once")
     depth = 1

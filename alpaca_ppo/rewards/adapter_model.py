@@ -1,7 +1,4 @@
-"""A reward model that is a LoRA adapter on the policy's base model.
-
-Such an adapter is trained with `alpaca-ppo reward --use_peft`.
-"""
+"""A reward model that is a LoRA adapter on the policy's base model, as `alpaca-ppo reward --use_peft` trains it."""
 
 from typing import Any
 
@@ -14,16 +11,14 @@ from alpaca_ppo.adapters.files import read_reward_adapter
 
 
 class AdapterClassifier(nn.Module):
-    """A sequence classifier with one label: the policy's base model, a reward adapter on it, and a score head.
+    """A sequence classifier with one label: the policy's base model, whose parameters it shares, a reward adapter on
+    it, and a score head.
 
-    The base's parameters are shared with the policy; only the head belongs to this module. Its logits equal those of
-    transformers' classifier with the same adapter: the score is read at the last token that is not the pad id, on
-    whichever side a row is padded. If eos is also the pad id, that is the token before the final eos. A row that
-    contains only pad ids is scored at its first token.
+    Its logits equal those of transformers' classifier with the same adapter: the score is read at the last token that
+    is not the pad id, or at the first if there is none, on whichever side a row is padded. If eos is the pad id, that
+    is the token before the final eos.
 
     Args:
-        adapters: the policy's adapters; the reward adapter is loaded beside them.
-        folder: the adapter's folder or hub id, as `alpaca-ppo reward --use_peft` writes it.
         pad_token_id: the pad id of the tokenizer that the adapter was trained with; None uses the base's.
         padding_free: whether the base can read rows without padding (`models.trial`).
 
@@ -47,13 +42,8 @@ class AdapterClassifier(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, *, columns: Tensor | None = None, **keywords: Any
     ) -> SequenceClassifierOutput:
-        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token.
-
-        Args:
-            input_ids: (B, T), or B rows end to end as (1, N).
-            attention_mask: of `input_ids`.
-            columns: (B,) where each row is scored, of rows end to end.
-            keywords: passed on to the base model.
+        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token; or,
+        for B rows end to end as (1, N), with the column at which each one is scored in `columns` (B,).
         """
         with self.adapters.active(REWARD):
             hidden = self.adapters.model.base_model(

@@ -1,4 +1,4 @@
-"""The input of a reward source, and the error that names the source and the row at fault."""
+"""The input of a reward source, and the errors that name the source and the row at fault."""
 
 import copy
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from alpaca_ppo.types import EPISODE
 Prompt = str | list[dict[str, Any]]
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
-"""What every reward function is offered, whatever the dataset's columns."""
+"""Arguments of every reward function."""
 OF_EPISODES = ("environments", "episodes")
-"""What they are offered in addition where there are environments."""
+"""Further arguments in runs with environments."""
 _IMMUTABLE = frozenset({str, int, float, bool, bytes, type(None)})
 
 
@@ -28,7 +28,6 @@ class RewardBatch:
     completion_ids: list[list[int]]
     """The token ids that the policy chose, including the stop token, without padding."""
     columns: dict[str, list[Any]]
-    """Every other dataset column, by name."""
     episodes: Sequence[Any] = ()
     """The episode of each row (`environments.episode.Episode`); empty without environments."""
 
@@ -43,21 +42,21 @@ class RewardBatch:
             self.prompts[one], self.completions[one], self.completion_ids[one], columns, self.episodes[one]
         )
 
-    def arguments(self) -> dict[str, list[Any]]:
-        """Returns the arguments of a reward function by name: the lists themselves, not copies."""
-        own: Any = (self.prompts, self.completions, self.completion_ids)
-        return {**dict(zip(RESERVED_COLUMNS, own, strict=True)), **self.columns}
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of a reward function by name, uncopied."""
+        own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
+        return own | self.columns
 
     def objects(self) -> dict[str, list[Any]]:
-        """Returns further arguments by name, which belong to the run and are not copied."""
-        of_episodes = [episode.environment for episode in self.episodes], list(self.episodes)
-        return dict(zip(OF_EPISODES, of_episodes, strict=True)) if self.episodes else {}
+        """Returns the arguments that belong to the run and are never copied (`OF_EPISODES`)."""
+        if not self.episodes:
+            return {}
+        return {"environments": [episode.environment for episode in self.episodes], "episodes": list(self.episodes)}
 
 
 class RewardError(ValueError):
-    """A reward source returned unusable scores or raised an exception.
-
-    `source` is its name. `row` is the index in the scored batch, or None if no single row is at fault.
+    """The reward source `source` raised an exception or returned unusable scores. `row` is the index in the scored
+    batch; None if no single row is at fault.
     """
 
     def __init__(self, source: str, problem: str, batch: RewardBatch, row: int | None) -> None:
@@ -72,13 +71,11 @@ class RewardError(ValueError):
 
 
 class RowFailure(RewardError):
-    """A row that has no usable score although the source works: its call raised, or its score is not finite."""
+    """A single row has no usable score: its call raised, or its score is not finite."""
 
 
 def copied(value: Any) -> Any:
-    """Returns a copy of an entry of a source's arguments: a source that changes what it is given affects neither other
-    sources nor the run. Several responses to one prompt have the same row, of which each gets a copy.
-    """
+    """Returns a copy of an entry of a source's arguments, so that no source changes those of others or of the run."""
     # deepcopy takes several times as long for lists of token ids.
     if type(value) is list and _IMMUTABLE.issuperset(map(type, value)):
         return value.copy()
@@ -91,23 +88,21 @@ def make_reward_batch(
     completion_ids: Sequence[Sequence[int]],
     rows: Sequence[dict[str, Any]],
 ) -> RewardBatch:
-    """Returns the batch of these rows, of which there is at least one.
-
-    A text completion of a message prompt becomes an assistant message; the rows become columns.
+    """Returns the batch of at least one row. A text completion of a message prompt becomes an assistant message.
 
     Raises:
         ValueError: if the lists differ in length, or a column has the name of another argument.
     """
     episodes = [row[EPISODE] for row in rows] if EPISODE in rows[0] else []
-    if clash := [name for name in rows[0] if name in (*RESERVED_COLUMNS, *(OF_EPISODES if episodes else ()))]:
+    reserved = (*RESERVED_COLUMNS, *OF_EPISODES) if episodes else RESERVED_COLUMNS
+    if clash := [name for name in rows[0] if name in reserved]:
         raise ValueError(f"the dataset columns {clash} have the names of arguments of reward functions; rename them")
-    as_messages: list[Prompt] = [
-        [{"role": "assistant", "content": completion}]
-        if isinstance(prompt, list) and isinstance(completion, str)
-        else completion
-        for prompt, completion, _, _ in zip(prompts, completions, completion_ids, rows, strict=True)
-    ]
+    replies: list[Prompt] = []
+    for prompt, completion, _, _ in zip(prompts, completions, completion_ids, rows, strict=True):
+        if isinstance(prompt, list) and isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        replies.append(completion)
+    for i, episode in enumerate(episodes):
+        replies[i] = episode.completion or replies[i]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", EPISODE)}
-    for row, episode in enumerate(episodes):
-        as_messages[row] = episode.completion or as_messages[row]
-    return RewardBatch(list(prompts), as_messages, [list(ids) for ids in completion_ids], columns, episodes)
+    return RewardBatch(list(prompts), replies, [list(ids) for ids in completion_ids], columns, episodes)

@@ -1,7 +1,7 @@
 """`RemoteReward`: a reward source that asks HTTP servers, which may be slow, broken or hostile.
 
-The scores are checked as those of any function. `examples/reward_server.py` is a server. Calling again after a failure
-is left to `reward_retries`.
+To the scorer it is a Python function: its scores are checked and its calls retried as those of any other.
+`examples/reward_server.py` is a server.
 """
 
 import asyncio
@@ -17,29 +17,24 @@ from alpaca_ppo.http_json import RequestFailed, ask_json, key_from
 from alpaca_ppo.rewards.batch import Prompt
 
 KEY_VARIABLE = "REWARD_API_KEY"
-"""The environment variable whose key is sent to every server, as a bearer token."""
+"""The environment variable that holds the bearer token for every server."""
 
 
 class RemoteServersFailed(Exception):
-    """No server gave a usable answer; the message names each, and what was wrong with it."""
+    """No server gave a usable answer."""
 
 
 class RemoteReward:
-    """Scores from one or several HTTP servers, for `reward_funcs`.
+    """Scores from one or several HTTP servers, which must all give the same scores, for `reward_funcs`.
 
-    A call's rows are cut into as many requests as there are servers, between prompts, and the requests go to the
-    servers in turn, all at once. If a server fails or sends a malformed answer, the next one is asked, and so on until
-    each has been. Which server is asked first never depends on timing, except in repeated calls. Every server must give
-    the same scores.
+    A call's rows are split between prompts into one request per server, all sent at once. A request whose server fails
+    or sends a malformed answer goes to the next one, until each has been asked. Which server gets a request first never
+    depends on timing, except in repeated calls.
 
     Args:
-        url: the address of a server, or several.
         timeout: seconds that a server may take for a request.
-        columns: of the dataset that are sent; None = all.
+        columns: the dataset columns that are sent; None = all.
         name: of the source in metrics and errors.
-
-    Raises:
-        ValueError: for an invalid argument.
     """
 
     def __init__(
@@ -73,7 +68,7 @@ class RemoteReward:
         environments: Any = None,
         **columns: Any,
     ) -> list[Any]:
-        """Returns the score of each row, unchecked. `environments` are objects of this process, and are not sent.
+        """Returns the score of each row, unchecked. `environments` are not sent.
 
         Raises:
             RemoteServersFailed: if a request has no usable answer from any server.
@@ -82,8 +77,9 @@ class RemoteReward:
         if missing := [name for name in self._columns or () if name not in columns]:
             raise ValueError(f"the dataset has no column {missing[0]!r} to send, only {list(columns)}; check its name")
         sent = columns if self._columns is None else {name: columns[name] for name in self._columns}
-        parts = _parts(prompts, len(self.urls))
-        first, self._turn = self._turn, self._turn + len(parts)
+        parts = _split_between_prompts(prompts, len(self.urls))
+        turns = range(self._turn, self._turn + len(parts))
+        self._turn = turns.stop
         requests = [
             {
                 "prompts": prompts[part],
@@ -100,34 +96,32 @@ class RemoteReward:
                 f"a column of {list(sent)} or a prompt cannot be sent as JSON ({type(error).__name__}: {error}); name "
                 "the columns to send, RemoteReward(columns=[...])"
             ) from error
-        answers = await asyncio.gather(
-            *(
-                self._ask(body, completion_ids[part], turn)
-                for turn, (part, body) in enumerate(zip(parts, bodies, strict=True), first)
-            )
-        )
+        calls = [
+            self._ask(body, completion_ids[part], turn) for body, part, turn in zip(bodies, parts, turns, strict=True)
+        ]
+        answers = await asyncio.gather(*calls)
         if log_metric is not None:
             for answer, _ in answers:
                 for name, value in (answer.get("metrics") or {}).items():
-                    # That of the whole request counts for each of its rows.
-                    for each in value if isinstance(value, list) else [value] * len(answer["rewards"]):
-                        log_metric(name, each)
+                    # A single number for the whole request counts once for each of its rows.
+                    for row_value in value if isinstance(value, list) else [value] * len(answer["rewards"]):
+                        log_metric(name, row_value)
             if len(self.urls) > 1:
                 log_metric(f"{self.__name__}/failed_requests", sum(failed for _, failed in answers))
         return [reward for answer, _ in answers for reward in answer["rewards"]]
 
     async def _ask(self, body: bytes, completion_ids: list[list[int]], turn: int) -> tuple[dict[str, Any], int]:
-        """The answer to one request, and how many servers failed before."""
+        """Returns the first answer, from server `turn` on, and how many servers failed before."""
         failures = []
         # Much more than numbers take for each row and token.
         max_bytes = 2**20 + sum(4096 + 64 * len(ids) for ids in completion_ids)
-        for number in range(len(self.urls)):
-            url = self.urls[(turn + number) % len(self.urls)]
+        for attempt in range(len(self.urls)):
+            url = self.urls[(turn + attempt) % len(self.urls)]
             try:
                 answer = await ask_json(url, body, key_variable=KEY_VARIABLE, seconds=self.timeout, max_bytes=max_bytes)
                 rewards = answer.get("rewards") if isinstance(answer, dict) else None
                 if isinstance(rewards, list) and len(rewards) == len(completion_ids):
-                    return answer, number
+                    return answer, attempt
                 form = f'{{"rewards": [...]}} with {len(completion_ids)} entries'
                 raise RequestFailed(url, f"sent {shown(answer)}; it must send {form}")
             except RequestFailed as failure:
@@ -135,8 +129,8 @@ class RemoteReward:
         raise RemoteServersFailed("the reward server " + ", and ".join(map(str, failures)))
 
 
-def _parts(prompts: Sequence[Prompt], count: int) -> list[slice]:
-    """Up to `count` parts of the rows, with about equally many prompts, whose responses stay together."""
-    begins = [row for row, prompt in enumerate(prompts) if row == 0 or prompt != prompts[row - 1]]
-    borders = [*begins[:: math.ceil(len(begins) / count)], len(prompts)]
-    return [slice(*ends) for ends in pairwise(borders)]
+def _split_between_prompts(prompts: Sequence[Prompt], count: int) -> list[slice]:
+    """Splits rows into up to `count` slices with about equally many prompts each."""
+    starts = [row for row, prompt in enumerate(prompts) if row == 0 or prompt != prompts[row - 1]]
+    boundaries = [*starts[:: math.ceil(len(starts) / count)], len(prompts)]
+    return [slice(start, end) for start, end in pairwise(boundaries)]

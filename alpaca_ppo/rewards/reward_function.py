@@ -1,5 +1,4 @@
-"""User-supplied reward functions: calling them, again if they raise, tracing an exception to its row, checks of what
-they return, and the metrics that they log themselves.
+"""Reward functions of users: calls and retries, checks of what they return, and the metrics that they log.
 
 Functions are called in the main thread; async ones run together in the process's event loop.
 """
@@ -22,113 +21,112 @@ from alpaca_ppo.config.fields import shown
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
 
 OFFERED = ("trainer_state", "log_metric")
-"""What the trainer gives to functions that name it in their signatures."""
+"""Arguments that the trainer gives to functions that name them in their signatures."""
 RowScore = float | list[float] | None
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 LONGEST_PAUSE = 64.0
-"""Seconds. The first pause before a retry takes 1 s, each further one twice as long as the one before, up to this."""
+"""In seconds; pauses before retries take 1 s, 2 s, 4 s and so on, up to this."""
 
 
 class FunctionReward:
-    """A Python function with TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`.
+    """A Python function with TRL's signature, `f(prompts, completions, **columns) -> list[float | None]`; it may be
+    async.
 
-    It may be async. It is called with keyword arguments: `prompts`, `completions`, `completion_ids` and every other
-    dataset column, each a list of B entries. A function without `**kwargs` gets only the arguments in its signature.
-    One that names `log_metric` or `trainer_state` in its signature gets these from the trainer (`context`); a column of
-    that name comes first.
-    For each row it returns a number, None to leave the row to other sources, or a list with one number for each token
-    of `completion_ids`.
-    Where there are environments, `environments` is a list of them, in the state in which each row's episode ended.
+    Its keyword arguments are `prompts`, `completions`, `completion_ids` and every other dataset column, each a list of
+    B entries; with environments, `environments`, each as its row's episode left it; and if it names them, `log_metric`
+    and `trainer_state`, unless a column has that name. Without `**kwargs` it gets only those in its signature. For each
+    row it returns a number, None to leave the row to other sources, or a list with one number for each token of
+    `completion_ids`.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
         self.name = name or _name_of(function)
         self.context: dict[str, Any] = {}
-        """What the trainer offers besides the columns, by the names under which functions ask for it."""
+        """The values of `OFFERED`; empty without a trainer."""
         self.parameters = parameters_of(function)
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
-        """Returns the function's arguments for `batch`: copies, which the function may change."""
+        """Returns the function's arguments for `batch`; columns are copied, because it may change them."""
         columns, objects = batch.arguments(), batch.objects()
         accepted, _, takes_any = self.parameters
-        asked = {*accepted, "environments", *columns} if takes_any else {*accepted}
-        given = {name: value for name, value in (self.context | objects).items() if name in asked}
-        return given | {name: [copied(v) for v in values] for name, values in columns.items() if name in asked}
+        wanted = {*accepted, "environments", *columns} if takes_any else {*accepted}
+        uncopied = {name: value for name, value in (self.context | objects).items() if name in wanted}
+        return uncopied | {name: [copied(v) for v in values] for name, values in columns.items() if name in wanted}
 
 
 @dataclass(frozen=True)
-class FailurePolicy:
+class FailureHandling:
     """What happens if a reward function raises."""
 
     retries: int = 0
-    """Times that it is called again, after pauses of 1 s, 2 s, 4 s and so on up to `LONGEST_PAUSE`."""
-    mask: bool = False
-    """After the last retry: True leaves the rows that fail when scored one by one without a reward, and those that no
-    source scores; False ends the run."""
+    """Further calls of the function, with pauses (`LONGEST_PAUSE`)."""
+    mask_rows: bool = False
+    """After the last retry: True masks the rows that fail when scored one by one, and those without any score; False
+    ends the run."""
 
 
 def call_functions(
     sources: Sequence[FunctionReward],
     batch: RewardBatch,
-    policy: FailurePolicy,
+    failure_handling: FailureHandling,
     on_source: Callable[[str], Any] = lambda name: None,
 ) -> list[Any]:
-    """Returns what each function returned for `batch`, unchecked; async functions run concurrently.
+    """Returns what each function returned for `batch`, unchecked. Only a function that raises is called again; after
+    the last retry on each row separately, to find the rows at fault. With `mask_rows`, a `RowFailure` takes the place
+    of their scores.
 
-    A function that raises is called again as `policy` says; functions that have returned are not. If it still raises,
-    it is called on each row separately, to find the rows at fault; where `policy` masks these, a `RowFailure` stands
-    in place of each one's score.
-
-    Args:
-        sources: functions.
-        batch: the rows.
-        policy: what happens if a function raises.
-        on_source: called with the name of a source before its calls.
+    `on_source` is called with the name of a source before its calls.
 
     Raises:
-        RewardError: chained to the function's own exception, unless `policy` masks rows; names the first row that
+        RewardError: without `mask_rows`, if a function raises: chained to its exception, naming the first row that
             raises. Also if a call for a single row does not return one score.
     """
 
-    def call(source: FunctionReward) -> Callable[[], Any]:
-        keywords = source.keywords(batch)
-        return lambda: (on_source(source.name), source.function(**keywords))[1]
+    def call(source: FunctionReward, keywords: dict[str, Any]) -> Any:
+        on_source(source.name)
+        return source.function(**keywords)
 
-    outcomes = _call_all([call(source) for source in sources])
-    for attempt in range(policy.retries):
-        failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
-        if not failed:
-            break
-        time.sleep(min(2.0 ** min(attempt, 10), LONGEST_PAUSE))
-        for i, outcome in zip(failed, _call_all([call(sources[i]) for i in failed]), strict=True):
+    outcomes: list[Any] = [None] * len(sources)
+    pending = list(range(len(sources)))
+    for attempt in range(failure_handling.retries + 1):
+        if attempt:
+            time.sleep(min(2.0 ** min(attempt - 1, 10), LONGEST_PAUSE))
+        calls = [partial(call, sources[i], sources[i].keywords(batch)) for i in pending]
+        for i, outcome in zip(pending, _call_all(calls), strict=True):
             outcomes[i] = outcome
-    return [
-        _row_by_row(source, batch, outcome, policy) if isinstance(outcome, BaseException) else outcome
-        for source, outcome in zip(sources, outcomes, strict=True)
-    ]
+        pending = [i for i in pending if isinstance(outcomes[i], BaseException)]
+        if not pending:
+            break
+    for i in pending:
+        outcomes[i] = _call_on_rows(sources[i], batch, outcomes[i], failure_handling)
+    return outcomes
 
 
-def _row_by_row(source: FunctionReward, batch: RewardBatch, raised: BaseException, policy: FailurePolicy) -> list[Any]:
+def _call_on_rows(
+    source: FunctionReward, batch: RewardBatch, raised: BaseException, failure_handling: FailureHandling
+) -> list[Any]:
     """Calls `source` on each row, after the last call with the whole batch has `raised`."""
     rows = [batch.row(i) for i in range(len(batch))]
-    scores = _call_all([partial(source.function, **source.keywords(row)) for row in rows])
-    if not policy.mask:
-        row = next((i for i, result in enumerate(scores) if isinstance(result, BaseException)), None)
-        attempts = f" in the last of {policy.retries + 1} attempts" if policy.retries else ""
-        problem = f"raised {type(raised).__name__}: {raised}{attempts}"
-        raise RewardError(source.name, problem, batch, row) from raised
-    for i, result in enumerate(scores):
-        if isinstance(result, BaseException):
-            scores[i] = RowFailure(source.name, f"raised {type(result).__name__}: {result}", batch, i)
-            scores[i].__cause__ = result
+    outcomes = _call_all([partial(source.function, **source.keywords(row)) for row in rows])
+    if not failure_handling.mask_rows:
+        first = next((i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)), None)
+        retries = failure_handling.retries
+        attempts = f" in the last of {retries + 1} attempts" if retries else ""
+        raise RewardError(source.name, f"raised {type(raised).__name__}: {raised}{attempts}", batch, first) from raised
+    scores: list[Any] = []
+    for i, outcome in enumerate(outcomes):
+        if isinstance(outcome, BaseException):
+            failure = RowFailure(source.name, f"raised {type(outcome).__name__}: {outcome}", batch, i)
+            failure.__cause__ = outcome
+            scores.append(failure)
         else:
-            (scores[i],) = score_list(source.name, result, rows[i])
+            scores += score_list(source.name, outcome, rows[i])
     return scores
 
 
 def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Each call's result, or the exception that it raised. What is awaitable is awaited, even if another call fails."""
+    """Returns each call's result or exception. Awaitables are awaited, even if another call fails."""
     outcomes: list[Any] = []
     for call in calls:
         try:
@@ -149,10 +147,10 @@ def _name_of(function: Any) -> str:
 
 
 def score_list(name: str, result: Any, batch: RewardBatch) -> list[Any]:
-    """Returns what the source `name` returned for `batch` as a list with one entry per row.
+    """Returns `result`, of the source `name` for `batch`, as a list with one entry per row.
 
     Raises:
-        RewardError: if it is no list (or tuple, tensor, array), or has another length.
+        RewardError: if it is not a list, tuple, tensor or array of that length.
     """
     result = _as_python(result)
     if not isinstance(result, (list, tuple)):
@@ -168,8 +166,8 @@ def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
     """Returns the score of one row as a float, a list with a float for each token, or None.
 
     Raises:
-        RewardError: if it is not a number, or its list has not one entry for each token.
-        RowFailure: if it is not finite in float32, or one stands in its place.
+        RewardError: if it is not a number, or a list without one number for each token.
+        RowFailure: if it is not finite in float32, or itself a `RowFailure`.
     """
     if isinstance(score, RowFailure):
         raise score
@@ -192,37 +190,35 @@ def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
 
 
 def _as_python(value: Any) -> Any:
-    """`value` with tensors, arrays and NumPy's scalars as plain numbers and lists."""
     return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
 
 
 class LoggedMetrics:
-    """What reward functions have logged on this rank since `pop`: sum and number of the values by name.
-
-    Functions may call it from several threads; a value is added at once.
-    """
+    """What reward functions have logged on this rank. Several threads may call `log`."""
 
     def __init__(self) -> None:
         self._values: list[tuple[str, float]] = []
 
     def log(self, name: str, value: float) -> None:
-        """Adds one value to the metric `name`; the run logs the mean of all calls in a step.
+        """Adds a value to the metric `name`, of which the run logs the mean over a step.
 
         Raises:
-            ValueError: if the name is no word, or the value no finite number.
+            ValueError: if the name is empty or has spaces, or the value is not finite.
         """
         if name.split() != [name] or not math.isfinite(value):
             raise ValueError(f"log_metric({name!r}, {value!r}): give a word without spaces and a finite number")
         self._values.append((name, float(value)))
 
     def pop(self) -> dict[str, list[float]]:
-        """Returns [sum, number] of the values of each name, and forgets them."""
+        """Returns [sum, number] of the values of each name, and clears them."""
         values, self._values = self._values, []
         return merged([{name: [value, 1]} for name, value in values])
 
 
 def merged(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Returns [sum, number] of each name over `parts`, such as those of all ranks."""
-    names = sorted({name for part in parts for name in part})
-    of_names = {name: [part[name] for part in parts if name in part] for name in names}
-    return {name: [math.fsum(v[0] for v in found), sum(v[1] for v in found)] for name, found in of_names.items()}
+    """Adds up [sum, number] of each name over `parts`, such as those of all ranks."""
+    totals = {}
+    for name in sorted({name for part in parts for name in part}):
+        found = [part[name] for part in parts if name in part]
+        totals[name] = [math.fsum(total for total, _ in found), sum(number for _, number in found)]
+    return totals

@@ -1,6 +1,5 @@
-"""A sequence classifier as a reward source, with its own tokenizer and chat template; padding does not change a score.
-
-Reward models sharded over devices are not supported. A reward adapter on the policy's base is in `adapter_model`.
+"""A sequence classifier as a reward source, with its own tokenizer and chat template. Reward models sharded over
+devices are not supported; a reward adapter on the policy's base is in `adapter_model`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,24 +22,22 @@ from alpaca_ppo.models.packed_attention import sequence_keywords
 from alpaca_ppo.models.policy import eval_mode
 from alpaca_ppo.models.trial import Trial, difference, packing_problem
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
-from alpaca_ppo.rewards.batch import RewardBatch, RewardError
+from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
 from alpaca_ppo.saved_models import loading, remote_code
 
 
 class ModelReward:
-    """A sequence classifier with one label; the score of a response is its logit, in float32.
+    """A sequence classifier with one label; the score of a response is its logit in float32, whatever the padding.
 
-    A text prompt is scored as prompt + completion, tokenized as one text with the tokenizer's special tokens. Messages
-    go through the tokenizer's chat template. A sequence longer than the model's context is an error, not truncated:
-    truncation would change its score.
+    Prompt and completion are tokenized as one text with the tokenizer's special tokens; messages go through its chat
+    template. A sequence longer than the model's context is an error, because truncation would change its score.
 
     Args:
-        model: the classifier.
-        tokenizer: the tokenizer that it was trained with.
-        name: name of the source in metrics and errors.
-        batch_size: sequences of the longest's length whose tokens one forward pass may have.
-        padding_free: whether rows are laid end to end, if the model can read them so. False pads them, `batch_size` in
-            one forward pass.
+        tokenizer: the tokenizer that the model was trained with.
+        name: of the source in metrics and errors.
+        batch_size: bounds a forward pass to the tokens of so many rows as long as the longest.
+        padding_free: lays rows end to end if the model can read them so. False pads them, `batch_size` rows in each
+            forward pass.
 
     Raises:
         ValueError: if the model's `num_labels` is not 1.
@@ -61,18 +58,18 @@ class ModelReward:
                 "num_labels=1 (2 is the default, which language models report too)"
             )
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        # A multimodal model keeps the text model's settings in a nested configuration.
+        # A multimodal model nests the text model's settings.
         self._config: Any = model.config.get_text_config()
         self.batch_size, self.padding_free = batch_size, padding_free
-        # Whether the number of passes depends on the number of rows only.
+        # True = the number of passes depends on the number of rows only.
         self._equal_passes = not padding_free
 
     def prepare(self, *, equal_passes: bool, packs_everywhere: Callable[[bool], bool] = bool) -> None:
-        """Finds out how the model can read rows, as the first call does otherwise: once its parameters are sharded, it
-        could not be found out.
+        """Tries whether the model can read rows end to end, before its parameters are sharded. Without this, the first
+        call tries it.
 
         Args:
-            equal_passes: whether ranks that have equally many rows must make equally many forward passes.
+            equal_passes: whether ranks with equally many rows must make equally many forward passes.
             packs_everywhere: returns whether all ranks can lay rows end to end, given whether this one can.
         """
         self._equal_passes = equal_passes or not self.padding_free
@@ -80,7 +77,7 @@ class ModelReward:
 
     @torch.no_grad()
     def __call__(self, batch: RewardBatch) -> list[float]:
-        """Returns the B scores, none for no rows. The model scores in eval mode, rows of similar length together.
+        """Returns the B scores, from the model in eval mode.
 
         Raises:
             RewardError: if a row is too long for the model.
@@ -95,7 +92,6 @@ class ModelReward:
         return scores.tolist()
 
     def to(self, device: torch.device | str) -> None:
-        """Moves the model to `device`."""
         # transformers' type stub declares `to` without arguments.
         torch.nn.Module.to(self.model, device)
 
@@ -104,23 +100,23 @@ class ModelReward:
         positions = getattr(self._config, "max_position_embeddings", self.tokenizer.model_max_length)
         limit = min(positions, self.tokenizer.model_max_length)
         protects = bool(batch.episodes) and not batch.episodes[0].trusted
-
-        def encode(text: Any, **how: bool) -> Any:
-            return self._control_tokens.encode(text, **how) if protects else self.tokenizer(text, **how)["input_ids"]
-
         sequences = []
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
             if protects:
                 prompt, completion = batch.episodes[row].protected(completion, self._control_tokens)
+            options = {}
             if isinstance(prompt, str) and isinstance(completion, str):
-                ids: Any = encode(prompt + completion)
+                text: Any = prompt + completion
             else:
-                spoken = (("user", prompt), ("assistant", completion))
-                turns = [[{"role": role, "content": said}] if isinstance(said, str) else said for role, said in spoken]
-                rendered = self.tokenizer.apply_chat_template([*turns[0], *turns[1]], tokenize=False)
-                # The template has written the special tokens. Not add_special_tokens=True above: some tokenizers have
-                # a default of their own.
-                ids = encode(rendered, add_special_tokens=False)
+                messages = [*_messages("user", prompt), *_messages("assistant", completion)]
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+                # The template has written the special tokens. Plain text is left to the tokenizer's default, which is
+                # not always True.
+                options = {"add_special_tokens": False}
+            if protects:
+                ids = self._control_tokens.encode(text, **options)
+            else:
+                ids = self.tokenizer(text, **options)["input_ids"]
             if not 0 < len(ids) <= limit:
                 problem = f"takes 1 to {limit} tokens but got {len(ids)}; change query_len or response_len"
                 raise RewardError(self.name, problem, batch, row)
@@ -128,20 +124,19 @@ class ModelReward:
         return sequences
 
     def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The rows of each forward pass, longest first: as many as `batch_size` of the longest row have room for, or
-        `batch_size`.
-        """
+        """Returns the rows of each forward pass, longest first."""
         order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
         if self._equal_passes or not order:
             return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        budget, groups = self.batch_size * lengths[order[0]], [order[:1]]
+        max_tokens, groups = self.batch_size * lengths[order[0]], [order[:1]]
         for row in order[1:]:
-            group = groups[-1]
-            # With padding, a row is as wide as the first one.
-            tokens = sum(lengths[i] for i in [*group, row]) if self._packs else lengths[group[0]] * (len(group) + 1)
-            if tokens > budget:
-                groups.append([])
-            groups[-1].append(row)
+            group = [*groups[-1], row]
+            # With padding, every row is as wide as the first, the longest.
+            tokens = sum(lengths[i] for i in group) if self._packs else lengths[group[0]] * len(group)
+            if tokens <= max_tokens:
+                groups[-1] = group
+            else:
+                groups.append([row])
         return groups
 
     @cached_property
@@ -150,24 +145,28 @@ class ModelReward:
 
     @cached_property
     def _packs(self) -> bool:
-        """Whether rows are laid end to end. The base of a reward adapter may be sharded by now, so it has been tried
-        before.
-        """
+        """Whether rows are laid end to end."""
         if isinstance(self.model, AdapterClassifier):
+            # Tried when the policy was loaded; by now the base may be sharded.
             return self.padding_free and self.model.padding_free
-        return self.padding_free and not (packing_problem(self.model) or _packed_scores(self.model))
+        return self.padding_free and not (packing_problem(self.model) or _packed_scores_problem(self.model))
 
 
-def _differs_packed(model: Any) -> str | None:
+def _messages(role: str, content: Prompt) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content}] if isinstance(content, str) else content
+
+
+def _packed_scores_differ(model: Any) -> str | None:
     """Compares scores of rows end to end with those of each row alone; one ends with the pad id, one has it inside."""
     config = model.config.get_text_config()
     pad = _padding_id(config, [])
-    rows = [[i * 7 % config.vocab_size for i in range(1, 2 + length)] for length in (5, 3, 3)]
-    tried = [torch.tensor(row) for row in [*rows, [*rows[0], pad], [rows[0][0], pad, rows[0][1]]]]
-    return difference(_score_packed(model, tried), torch.cat([_score_padded(model, [row]) for row in tried]), "scores")
+    plain = [[i * 7 % config.vocab_size for i in range(1, 2 + length)] for length in (5, 3, 3)]
+    ends_with_pad, has_pad_inside = [*plain[0], pad], [plain[0][0], pad, plain[0][1]]
+    rows = [torch.tensor(row) for row in (*plain, ends_with_pad, has_pad_inside)]
+    return difference(_score_packed(model, rows), torch.cat([_score_padded(model, [row]) for row in rows]), "scores")
 
 
-_packed_scores = Trial(_differs_packed)
+_packed_scores_problem = Trial(_packed_scores_differ)
 
 
 def _score_padded(model: Any, sequences: Sequence[Tensor]) -> Tensor:
@@ -184,25 +183,26 @@ def _score_padded(model: Any, sequences: Sequence[Tensor]) -> Tensor:
 
 
 def _score_packed(model: Any, sequences: Sequence[Tensor]) -> Tensor:
-    """`_score_padded` of rows that are laid end to end."""
+    """Returns the scores of `_score_padded` from rows laid end to end."""
     config = model.config.get_text_config()
     pad = _padding_id(config, sequences)
     device = next(model.parameters()).device
-    # The column of zeros stands for the token that a row's last hidden state would predict.
-    masks, nothing = [torch.ones_like(ids) for ids in sequences], torch.zeros(len(sequences), 1, dtype=torch.long)
-    queries, mask = (pad_sequence(list(rows), batch_first=True, padding_side="left") for rows in (sequences, masks))
-    packed = pack_rows(queries, mask, nothing, nothing == 0, layout=RowLayout(padding_free=True), device=device)
+    queries = pad_sequence(list(sequences), batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True, padding_side="left")
+    # Stands for the token that a row's last hidden state would predict.
+    response = torch.zeros(len(sequences), 1, dtype=torch.long)
+    packed = pack_rows(queries, mask, response, response == 0, layout=RowLayout(padding_free=True), device=device)
     # transformers reads the score at the last token that is not `pad`, or else at the first.
-    last = [int(real[-1]) if len(real := (ids != pad).nonzero()) else 0 for ids in sequences]
-    after = torch.tensor([len(ids) - 1 - column for ids, column in zip(sequences, last, strict=True)])
-    columns = packed.states - after.to(device)
+    scored = [int(real[-1]) if len(real := (ids != pad).nonzero()) else 0 for ids in sequences]
+    tokens_after = torch.tensor([len(ids) - 1 - column for ids, column in zip(sequences, scored, strict=True)])
+    columns = packed.states - tokens_after.to(device)
     base: Any = (model.adapters.model if isinstance(model, AdapterClassifier) else model).base_model
     keywords = sequence_keywords(base, packed)
     if isinstance(model, AdapterClassifier):
         return model(packed.input_ids, columns=columns, **keywords).logits.squeeze(-1).cpu()
     logits: list[Tensor] = []
-    # The model's own forward pass, so that parameters that are sharded are gathered. It returns one row's score;
-    # transformers calls what scores each hidden state `score` in models that read the score at one token.
+    # The model's own forward pass gathers sharded parameters, but returns the score of one row only. The hook reads the
+    # scores of all hidden states from the head, which transformers calls `score` in models that score one token.
     handle = model.score.register_forward_hook(lambda module, inputs, output: logits.append(output))
     try:
         with _scoring_config(config, pad):
@@ -223,20 +223,18 @@ def build_model_reward(
 ) -> ModelReward:
     """Returns the reward source of a model in memory, or of a folder or hub id, which is loaded from safetensors.
 
-    The source is named after the last part of the model's path or hub id.
-
     Args:
         source: the model, or where to load it from.
-        tokenizer: its tokenizer; None loads the one from the model's folder or hub id.
-        batch_size: as of `ModelReward`.
-        dtype: of the weights of a model that is loaded; a model in memory keeps its own.
+        tokenizer: None loads the one from the model's folder or hub id.
+        batch_size: see `ModelReward`.
+        dtype: of a model that is loaded; a model in memory keeps its own.
         trust_remote_code: run code that comes with the model.
-        padding_free: as of `ModelReward`.
+        padding_free: see `ModelReward`.
 
     Raises:
-        ValueError: if the model does not exist, is damaged, is an adapter, does not have exactly one label or
-            lacks weights (a language model has no trained score head), comes with code that it may not run, or if
-            there is no tokenizer.
+        ValueError: if the model does not exist, is damaged, is an adapter, does not have exactly one label, lacks
+            weights (a language model has no trained score head), comes with code that it may not run, or has no
+            tokenizer.
     """
     origin, name = _origin(source), model_name(source)
     if isinstance(source, str):
@@ -248,8 +246,8 @@ def build_model_reward(
                 "its base"
             )
         remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
-        how: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}
-        source = load_complete(AutoModelForSequenceClassification, source, **how)
+        options: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}
+        source = load_complete(AutoModelForSequenceClassification, source, **options)
     if tokenizer is None:
         remedy = "pass one in reward_processing_classes"
         if not origin:
@@ -261,7 +259,7 @@ def build_model_reward(
 
 
 def model_name(source: Any) -> str:
-    """The name that the source of a model, or of the path or hub id of one, has in metrics."""
+    """Returns the name of a model in metrics: the last part of its path or hub id."""
     return Path(_origin(source)).name or type(source).__name__
 
 
@@ -270,11 +268,9 @@ def _origin(source: Any) -> str:
 
 
 def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:
-    """Returns the id to pad with, so that a padded row is scored at the same token as the row without padding.
-
-    A classifier reads the score at the last token that is not `config.pad_token_id`, so rows must be padded with that
-    id, whatever the tokenizer's pad token is. Without a pad id in the configuration, an unpadded row is scored at its
-    last token, so any id works that no row ends with.
+    """Returns the id to pad with. A classifier scores a row at its last token that is not `config.pad_token_id`, so
+    that is the id, whatever the tokenizer's pad token is. Without one, it scores a row at its last token, so any id
+    works that no row ends with.
     """
     pad = config.pad_token_id
     # Old Llama configurations use -1 for "no pad token".
@@ -286,7 +282,7 @@ def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:
 
 @contextmanager
 def _scoring_config(config: Any, pad_token_id: int) -> Iterator[None]:
-    """Temporarily sets the pad id, which the model reads from its configuration, and turns the key-value cache off."""
+    """Temporarily sets the model's pad id and turns its key-value cache off."""
     settings = {"pad_token_id": pad_token_id, "use_cache": False}
     # Encoders have no `use_cache`.
     before = {name: getattr(config, name) for name in settings if hasattr(config, name)}

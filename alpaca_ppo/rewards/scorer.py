@@ -1,7 +1,5 @@
-"""From sampled responses to rewards: decode the text, call the reward sources, check and add up their scores, apply the
-penalties for a missing stop and for length.
-
-The KL penalty is not here; it is added when rewards are shaped.
+"""From sampled responses to rewards: decoding, calls of the reward sources, their checked and weighted sum, and
+penalties for a missing stop and for length. The KL penalty is added later, when rewards are shaped.
 """
 
 import itertools
@@ -18,7 +16,7 @@ from alpaca_ppo.functional.shaping import overlong_penalty, per_token, sequence_
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RowFailure, make_reward_batch
 from alpaca_ppo.rewards.reward_function import (
     OFFERED,
-    FailurePolicy,
+    FailureHandling,
     FunctionReward,
     LoggedMetrics,
     RowScore,
@@ -33,26 +31,22 @@ class RewardResult(NamedTuple):
     """Scores of B responses, on the CPU."""
 
     rewards: Tensor
-    """(B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T) instead: entry k of a row
-    belongs to `completion_ids[k]`, T is the length of the longest `completion_ids`, and entries after a row's last
-    token are 0. A sequence's score is then on the row's last token; that of a row without tokens is entry 0."""
+    """(B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T): entry k of a row belongs to
+    `completion_ids[k]`, T is the length of the longest row, and other entries are 0. The score of a whole sequence is
+    then on the row's last token, or in entry 0 of a row without tokens."""
     by_source: dict[str, Tensor]
-    """Each source's unweighted scores, (B,) float32: token scores summed over the row, NaN if it returned None."""
+    """Each source's unweighted scores, (B,) float32: token scores summed, NaN if it returned None."""
     failures: dict[int, RowFailure]
-    """The error of each row without a reward, which is 0; empty unless the policy masks such rows."""
+    """With `FailureHandling.mask_rows`, the error of each row that failed, whose reward is 0."""
 
 
 class RewardScorer:
     """Calls reward sources, checks their scores and adds them up; `build_reward` makes one from user arguments.
 
-    Every function gets copies of its own, which it may change.
-
     Args:
-        sources: functions and models.
-        weights: one per source.
-        policy: what happens if a function raises. A score that is not finite, and a row that no source scores, are not
-            asked for again; if `policy` masks failed rows, these are masked too.
-        measures: whether the sources only measure (`metric_funcs`): a row may then be without any score.
+        failure_handling: what happens if a function raises. Its `mask_rows` also masks rows with a score that is not
+            finite and rows without any score, for which no function is called again.
+        measures: True = metrics, not rewards (`metric_funcs`): a row needs no score.
     """
 
     def __init__(
@@ -60,47 +54,46 @@ class RewardScorer:
         sources: Sequence[FunctionReward | ModelReward],
         weights: Sequence[float],
         *,
-        policy: FailurePolicy | None = None,
+        failure_handling: FailureHandling | None = None,
         measures: bool = False,
     ) -> None:
-        self.policy, self.measures = policy or FailurePolicy(), measures
+        self.failure_handling, self.measures = failure_handling or FailureHandling(), measures
         self.failures: list[RowFailure] = []
-        """The errors of failed rows since `pop_failures`, in the order in which they were scored."""
+        """The errors of masked rows since the last `pop_failures`, in order."""
         self.logged = LoggedMetrics()
-        """What functions have logged (`log_metric`)."""
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Returns a context manager for the calls of Python functions. They may block for long (a request to a judge,
-        say), so the trainer sets this to let a signal interrupt them."""
+        """Returns a context manager for the calls of functions; the trainer's lets a signal interrupt one that blocks.
+        """
         self.on_source: Callable[[str], Any] = lambda name: None
-        """Called with a source's name before the source is."""
+        """Called with a source's name before the source is called."""
         self.sources: list[FunctionReward | ModelReward] = []
         self.weights: list[float] = []
         for source, weight in zip(sources, weights, strict=True):
             self.add(source, weight)
 
     def add(self, source: FunctionReward | ModelReward, weight: float) -> None:
-        """Adds a source. If its name is taken, it is renamed to <name>_2, <name>_3 and so on."""
+        """Adds a source, renamed to <name>_2, <name>_3 and so on if its name is taken."""
         source.name = free_name(source.name, self.names)
         self.sources.append(source)
         self.weights.append(weight)
 
     @property
     def names(self) -> list[str]:
-        """The sources' names, which are unique."""
+        """The sources' unique names."""
         return [source.name for source in self.sources]
 
     @property
     def functions(self) -> list[FunctionReward]:
-        """The sources that are Python functions."""
+        """The sources that are functions."""
         return [source for source in self.sources if isinstance(source, FunctionReward)]
 
     def offer(self, trainer_state: Any) -> None:
-        """Offers `trainer_state`, and `log_metric` to log metrics with, to the functions that name them."""
+        """Gives `trainer_state` and `log_metric` to the functions that name them."""
         for source in self.functions:
             source.context = dict(zip(OFFERED, (trainer_state, self.logged.log), strict=True))
 
     def pop_failures(self) -> list[RowFailure]:
-        """Returns `failures`, which is empty afterwards."""
+        """Returns and clears `failures`."""
         failures, self.failures = self.failures, []
         return failures
 
@@ -120,53 +113,50 @@ class RewardScorer:
             rows: the dataset rows; every column except `prompt` is passed to the functions under its name.
 
         Raises:
-            RewardError: with the source, the row and the text, if a source raises, returns the wrong number of scores,
-                a value that is not a number, or a number that is not finite in float32; or if no source scores a row.
-                If the policy masks rows, only for faults that are not of a single row.
+            RewardError: with the source, the row and the text, if a source raises or returns unusable scores, or no
+                source scores a row. With `mask_rows`, only for faults that no single row causes.
         """
         if not rows:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
-            return RewardResult(torch.zeros(0), {name: torch.zeros(0) for name in self.names}, {})
+            return RewardResult(torch.zeros(0), dict.fromkeys(self.names, torch.zeros(0)), {})
         batch = make_reward_batch(prompts, completions, completion_ids, rows)
         # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
         with self.interruptible_call():
-            of_functions = iter(call_functions(self.functions, batch, self.policy, self.on_source))
-        scores = []
+            returned = iter(call_functions(self.functions, batch, self.failure_handling, self.on_source))
+        raw = []
         for source in self.sources:
             if isinstance(source, FunctionReward):
-                scores.append(score_list(source.name, next(of_functions), batch))
+                raw.append(score_list(source.name, next(returned), batch))
             else:
                 self.on_source(source.name)
-                scores.append(source(batch))
-        failures = self._check(scores, batch)
+                raw.append(source(batch))
+        scores, failures = self._check(raw, batch)
         self.failures += failures.values()
         by_source = {
-            name: torch.tensor([math.nan if score is None else _total(score) for score in column], dtype=torch.float32)
+            name: torch.tensor([_sequence_score(score) for score in column], dtype=torch.float32)
             for name, column in zip(self.names, scores, strict=True)
         }
         lengths = [len(ids) for ids in batch.completion_ids]
         return RewardResult(self._weighted_sum(scores, lengths), by_source, failures)
 
-    def _check(self, scores: list[list[Any]], batch: RewardBatch) -> dict[int, RowFailure]:
-        """Turns what each source returned for each row into a `RowScore`, None in every row that failed; returns the
-        failures.
-        """
+    def _check(self, raw: list[list[Any]], batch: RewardBatch) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
+        """Returns the scores by source and row, None in failed rows, and the failures by row."""
+        scores: list[list[RowScore]] = [[None] * len(batch) for _ in raw]
         failures: dict[int, RowFailure] = {}
         for row in range(len(batch)):
             try:
-                found = [
-                    check_row(name, column[row], batch, row) for name, column in zip(self.names, scores, strict=True)
-                ]
+                found = [check_row(name, column[row], batch, row) for name, column in zip(self.names, raw, strict=True)]
                 if not self.measures and all(score is None for score in found):
                     problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
                     raise RowFailure(", ".join(self.names), problem, batch, row)
             except RowFailure as failure:
-                if not self.policy.mask:
+                if not self.failure_handling.mask_rows:
                     raise
-                failures[row], found = failure, [None] * len(scores)
+                failures[row] = failure
+                continue
             for column, score in zip(scores, found, strict=True):
                 column[row] = score
-        return failures
+        return scores, failures
 
     def _weighted_sum(self, scores: list[list[RowScore]], lengths: list[int]) -> Tensor:
         per_token = any(isinstance(score, list) for column in scores for score in column)
@@ -176,7 +166,8 @@ class RewardScorer:
                 if isinstance(score, list):
                     total[row, : len(score)] += weight * torch.tensor(score, dtype=torch.float64)
                 elif score is not None:
-                    total[row, max(lengths[row] - 1, 0) if per_token else 0] += weight * score
+                    last = max(lengths[row] - 1, 0) if per_token else 0
+                    total[row, last] += weight * score
         return (total if per_token else total[:, 0]).float()
 
     def to(self, device: torch.device | str) -> "RewardScorer":
@@ -189,15 +180,14 @@ class RewardScorer:
 
 @dataclass(frozen=True)
 class Penalties:
-    """What is taken from scores for how a response ends."""
+    """Penalties for how a response ends."""
 
     missing_stop: float | None = None
-    """Replaces the reward of a response that did not stop: a per-token reward becomes zero everywhere except at the
-    last chosen token, which gets the penalty. None keeps the reward."""
+    """Replaces the reward of a response that did not stop; of a reward per token, that of the last chosen token, and
+    the others become zero."""
     overlong_buffer_len: int | None = None
-    """Tokens before the longest response over which a penalty grows to 1, which is taken from the reward (of the last
-    chosen token), also from a `missing_stop`. The length of a response is the number of chosen tokens. None takes
-    nothing."""
+    """Number of tokens before R, the longest response, over which a penalty grows from 0 to 1. It counts chosen tokens
+    and is subtracted from the reward (of the last chosen token), also from `missing_stop`."""
 
 
 def score_responses(
@@ -208,48 +198,36 @@ def score_responses(
     *,
     penalties: Penalties,
 ) -> dict[str, Tensor]:
-    """Returns `scores`, `rewards` and `scores_by_source` of B sampled responses, on the CPU.
+    """Returns `scores`, `rewards`, `scores_by_source` and, where they apply, `overlong_penalties` and `trained_rows` of
+    B sampled responses, on the CPU, as `types.Rollouts` describes them.
 
-    Sources see the chosen tokens only, those under `response_mask`. A per-token reward goes to the column of its token,
-    so `response_mask` may have holes (tokens that the policy did not choose, such as the output of a tool).
+    Sources see the tokens under `response_mask` only, which may have holes: a token's reward goes to its column.
 
     Args:
-        scorer: the reward sources.
         processing_class: the policy's tokenizer. The sources get text without special tokens.
-        samples: `responses` (B, R) int64, `response_mask` (B, R) bool (True = chosen by the policy) and `stopped` (B,)
-            bool, on the CPU; other keys are ignored.
-        rows: the dataset row of each of the B responses, with its `prompt`.
-        penalties: for a missing stop token and for length.
-
-    Returns:
-        scores (B,) float32, summed over the sources, before the penalties; rewards (B,) float32, or (B, R) if a source
-        scores tokens, zero outside `response_mask`; scores_by_source (B, sources) float32, NaN if a source returned
-        None. With a penalty for length also overlong_penalties (B,) float32, at most 0, which the rewards include. If
-        the scorer's policy masks rows, also trained_rows (B,) bool, False = the reward failed and is 0.
-
-    Raises:
-        RewardError: as `RewardScorer`.
+        samples: `responses`, `response_mask` and `stopped`, on the CPU; other keys are ignored.
+        rows: the dataset row of each response, with its `prompt`.
     """
     mask = samples["response_mask"]
     result = scorer(**scorer_arguments(processing_class, samples, rows))
     rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
     scores = sequence_scores(rewards)
     if penalties.missing_stop is not None:
-        penalized = _on_responses(torch.full_like(scores, penalties.missing_stop), rewards, mask)
+        penalized = _in_shape_of_rewards(torch.full_like(scores, penalties.missing_stop), rewards, mask)
         stopped = samples["stopped"] if rewards.dim() == 1 else samples["stopped"].unsqueeze(1)
         rewards = torch.where(stopped, rewards, penalized)
     by_source = torch.stack(list(result.by_source.values()), dim=1)
     scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
     if (buffer_len := penalties.overlong_buffer_len) is not None:
         scored["overlong_penalties"] = overlong_penalty(mask.sum(dim=1), max_len=mask.size(1), buffer_len=buffer_len)
-        scored["rewards"] = rewards + _on_responses(scored["overlong_penalties"], rewards, mask)
-    if scorer.policy.mask:
+        scored["rewards"] = rewards + _in_shape_of_rewards(scored["overlong_penalties"], rewards, mask)
+    if scorer.failure_handling.mask_rows:
         scored["trained_rows"] = torch.tensor([row not in result.failures for row in range(len(rows))])
     return scored
 
 
 def response_texts(processing_class: Any, samples: Mapping[str, Any]) -> tuple[list[list[int]], list[str]]:
-    """Returns the chosen tokens of each response, and their text without special tokens."""
+    """Returns the ids of each response's chosen tokens, and their text without special tokens."""
     ids = [row[keep].tolist() for row, keep in zip(samples["responses"], samples["response_mask"], strict=True)]
     # transformers 5 takes an empty list for one text without tokens.
     if not ids:
@@ -258,21 +236,21 @@ def response_texts(processing_class: Any, samples: Mapping[str, Any]) -> tuple[l
 
 
 def scorer_arguments(processing_class: Any, samples: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments of `RewardScorer`."""
+    """Returns the arguments of a `RewardScorer`'s call."""
     ids, texts = response_texts(processing_class, samples)
     return {"prompts": [row["prompt"] for row in rows], "completions": texts, "completion_ids": ids, "rows": rows}
 
 
 def _to_columns(token_rewards: Tensor, mask: Tensor) -> Tensor:
-    """Returns (B, R): entry k of a row of `token_rewards` (B, T), in the column of that row's k-th True in `mask`."""
+    """Returns (B, R): entry k of each row of `token_rewards` (B, T) in the column of the row's k-th True in `mask`."""
     is_token = torch.arange(token_rewards.size(1)) < mask.sum(dim=1, keepdim=True)
     rewards = token_rewards.new_zeros(mask.shape)
     rewards[mask] = token_rewards[is_token]
     return rewards
 
 
-def _on_responses(values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
-    """`values` (B,) in the shape of `rewards`: on the last chosen token of each response, if these are per token."""
+def _in_shape_of_rewards(values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
+    """Returns `values` (B,); or, if `rewards` are per token, (B, R) with each value on the last chosen token."""
     return values if rewards.dim() == 1 else per_token(values, mask)
 
 
@@ -282,5 +260,7 @@ def free_name(base: str, taken: Sequence[str]) -> str:
     return next(name for name in names if name not in taken)
 
 
-def _total(score: float | list[float]) -> float:
+def _sequence_score(score: RowScore) -> float:
+    if score is None:
+        return math.nan
     return math.fsum(score) if isinstance(score, list) else score

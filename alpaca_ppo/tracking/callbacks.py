@@ -1,7 +1,6 @@
 """The `transformers.TrainerCallback`s of a run, with its state and control flags, and `StopAboveKL`.
 
-transformers' own CallbackHandler is not used, because it expects TrainingArguments and decides itself when to log,
-evaluate and save. A stop rule is a callback: it reads the metrics of a step, and sets `should_training_stop`.
+transformers' CallbackHandler expects TrainingArguments and decides itself when to log, evaluate and save.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,31 +10,26 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 CONTROL_FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
-"""The flags of `transformers.TrainerControl` that a callback may set."""
+"""The flags of `TrainerControl` that a callback may set."""
 
 
 class EvaluationMetrics(dict[str, float]):
-    """The metrics of an evaluation, in which `get` also finds `eval/scores` as "eval_eval/scores": the name under which
-    EarlyStoppingCallback looks for a `metric_for_best_model` that does not begin with "eval_".
+    """The metrics of an evaluation. `get` ignores a prefix "eval_", under which EarlyStoppingCallback looks for
+    `eval/scores`.
     """
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The metric `name`, or the one that is left without the prefix "eval_"."""
         return super().get(name, super().get(name.removeprefix("eval_"), default))
 
 
 class StopAboveKL(TrainerCallback):
-    """Ends the run with a checkpoint where the KL to the reference exceeds `max_kl_to_ref`, in nats per response."""
+    """Ends the run with a checkpoint once the KL to the reference exceeds `max_kl_to_ref`, in nats per response."""
 
     def __init__(self, max_kl_to_ref: float, say: Callable[[str], Any]) -> None:
         self._limit, self._say = max_kl_to_ref, say
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Reads the KL of a step.
-
-        Raises:
-            ValueError: if there is none in its metrics.
-        """
+        """Raises `ValueError` if the step's metrics lack the KL."""
         if (kl := context["metrics"].get("objective/kl_sum_seq")) is None:
             raise ValueError(
                 f"max_kl_to_ref is {self._limit}, but record_step_stats() returned no objective/kl_sum_seq; return it, "
@@ -54,11 +48,10 @@ class CallbackHandler:
     """The callbacks, state and control flags of one run.
 
     Args:
-        callbacks: instances or classes. They are notified of train begin and end, step begin and end, log, evaluate and
-            save, and may set `CONTROL_FLAGS`.
+        callbacks: instances or classes.
         state: the run's state, shared with the trainer.
-        built_in: the trainer's own, notified before the others. They see the same on every rank, so what they set in
-            the control is not gathered.
+        built_in: the trainer's own, notified before the others. They see the same on every rank, so the flags that they
+            set are not gathered.
     """
 
     def __init__(
@@ -70,17 +63,14 @@ class CallbackHandler:
             self.add(callback)
 
     def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Adds a callback, an instance or a class; it is notified after those that are there."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def pop(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Removes `callback`, or the first one of a class, from the user's and then from the built-in ones; returns it,
-        or None if there is none.
-        """
-        for held in (self.callbacks, self.built_in):
-            for i, other in enumerate(held):
-                if isinstance(other, callback) if isinstance(callback, type) else other is callback:
-                    return held.pop(i)
+        """Removes and returns `callback`, or the first one of that class, of the user's first, or None."""
+        for callbacks in (self.callbacks, self.built_in):
+            for i, other in enumerate(callbacks):
+                if other is callback or isinstance(callback, type) and isinstance(other, callback):
+                    return callbacks.pop(i)
         return None
 
     def begin_step(self) -> None:
@@ -88,34 +78,28 @@ class CallbackHandler:
         self.control.should_save = self.control.should_evaluate = self.control.should_log = False
 
     def sync_control(self, gather: Callable[[list[bool]], list[list[bool]]]) -> None:
-        """Sets every flag that a callback set on any rank, so that all ranks take the same actions.
-
-        Args:
-            gather: returns the flags that each rank passes to it, in rank order.
-        """
+        """Sets every flag that is set on any rank; `gather` returns what each rank passes to it."""
         if self.callbacks:
             by_flag = zip(*gather([getattr(self.control, flag) for flag in CONTROL_FLAGS]), strict=True)
             for flag, values in zip(CONTROL_FLAGS, by_flag, strict=True):
                 setattr(self.control, flag, any(values))
 
     def state_dict(self) -> dict[str, Any]:
-        """What callbacks remember, of those that export it (`transformers.ExportableState`, such as
-        EarlyStoppingCallback): for each class by name, the attributes of its instances in order.
-        """
-        remembered: dict[str, Any] = {}
+        """Returns the attributes of each callback with an `ExportableState`, by class name."""
+        attributes: dict[str, Any] = {}
         for callback in self.callbacks:
             if isinstance(callback, ExportableState):
-                remembered.setdefault(type(callback).__name__, []).append(callback.state()["attributes"])
-        return remembered
+                attributes.setdefault(type(callback).__name__, []).append(callback.state()["attributes"])
+        return attributes
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned in the callbacks that there are now."""
-        left = {name: list(instances) for name, instances in state.items()}
+        """Restores the attributes in the current callbacks of the same classes, in order."""
+        remaining = {name: list(instances) for name, instances in state.items()}
         for callback in self.callbacks:
-            if isinstance(callback, ExportableState) and left.get(type(callback).__name__):
-                vars(callback).update(left[type(callback).__name__].pop(0))
+            if isinstance(callback, ExportableState) and remaining.get(type(callback).__name__):
+                vars(callback).update(remaining[type(callback).__name__].pop(0))
 
     def notify(self, event: str, args: Any, **context: Any) -> None:
-        """Calls `event`, a method of TrainerCallback, on each callback; a returned control replaces the old one."""
+        """Calls the method `event` of each callback; a returned control replaces the old one."""
         for callback in [*self.built_in, *self.callbacks]:
             self.control = getattr(callback, event)(args, self.state, self.control, **context) or self.control

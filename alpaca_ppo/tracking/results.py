@@ -1,8 +1,8 @@
-"""What came of a run: its metrics at both ends, by one rule for the console, the report and the model card, and the
-step that saved weights are from.
+"""Results of a run, for the console, the report and the model card: metrics at both ends, tables of answers, and the
+step of saved weights. No torch here, so that reports are made at once.
 
-Metrics of the steps vary from batch to batch, so that each end is a mean over a tenth of the steps. Evaluations, whose
-prompts are always the same, are compared one by one. Nothing here needs torch, so that reports are made at once.
+A step's metrics vary from batch to batch, so each end is a mean over a tenth of the steps. Evaluations have the same
+prompts every time, and are compared one by one.
 """
 
 import json
@@ -16,11 +16,11 @@ from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 Metrics = Mapping[str, float | None]
 STEP_FILE = "step.json"
 TABLES = ("rollouts", "eval", "inspected")
-"""Folders of a run with tables of answers; a folder within `eval` is the table of a named eval set."""
+"""Folders of a run with tables of answers, of named eval sets in folders within `eval`."""
 
 
 def table_files(run: Path) -> Iterator[tuple[str, int, Path]]:
-    """The tables of answers in the folder of a run: their folder below it, such as eval/math, their step, the file."""
+    """Yields the tables of answers of a run: the folder below the run's, such as eval/math, the step, the file."""
     for top in TABLES:
         for path in (run / top).rglob("step_*.jsonl"):
             number = path.stem.removeprefix("step_")
@@ -34,21 +34,16 @@ class Ends(NamedTuple):
     start: float
     end: float
     measured: int
-    """How often it was measured; once, and `start` is `end`."""
+    """How often it was measured; if once, `start` is `end`."""
 
 
 def averaged_steps(steps: int) -> int:
-    """Returns how many of so many steps are averaged at each end: a tenth, from 1 to 10."""
+    """Returns how many steps are averaged at each end."""
     return max(1, min(10, steps // 10))
 
 
 def start_and_end(history: Sequence[Metrics], name: str) -> Ends | None:
-    """Returns the metric `name` at both ends of a run; None if it was never finite.
-
-    Args:
-        history: the lines of metrics.jsonl.
-        name: of a metric; one that begins with `eval/` is that of the first and the last evaluation.
-    """
+    """Returns the metric `name` at both ends of a run, by its lines of metrics.jsonl; None if it was never finite."""
     values = [value for line in history if (value := line.get(name)) is not None]
     if not values:
         return None
@@ -57,9 +52,7 @@ def start_and_end(history: Sequence[Metrics], name: str) -> Ends | None:
 
 
 def means_in_words(history: Sequence[Metrics]) -> str:
-    """Returns over how many steps `start_and_end` averages, such as "means of the first and the last 3 steps"; "" if
-    over one.
-    """
+    """Returns what `start_and_end` averages, such as "means of the first and the last 3 steps"; "" if it does not."""
     count = averaged_steps(sum(line.get("objective/rewards") is not None for line in history))
     return f"means of the first and the last {count} steps" if count > 1 else ""
 
@@ -67,7 +60,7 @@ def means_in_words(history: Sequence[Metrics]) -> str:
 def better_before_training(
     history: Sequence[Metrics], metric: str, value: float, *, greater_is_better: bool
 ) -> float | None:
-    """Returns `metric` before training if that is better than `value`; else, or if it was not measured, None."""
+    """Returns `metric` before training if that is better than `value`, or else None."""
     before = next((line.get(metric) for line in history if line.get("step") == 0), None)
     if before is None or before == value or (before > value) != greater_is_better:
         return None
@@ -76,30 +69,28 @@ def better_before_training(
 
 @dataclass(frozen=True)
 class WeightsStep:
-    """The step that weights are from, as step.json beside them says."""
+    """The step that weights are from, in step.json beside them."""
 
     step: int
-    """Completed steps of the run when the weights were like this."""
+    """Completed steps when the weights had these values."""
     trained_steps: int
-    """Completed steps when they were saved: more than `step` if `load_best_model_at_end` chose an earlier one."""
+    """Completed steps when they were saved: more than `step` if `load_best_model_at_end` chose earlier ones."""
     metric: str | None = None
-    """Name of `metric_for_best_model`, if the weights are those of the best checkpoint."""
+    """`metric_for_best_model`, if the weights are those of the best checkpoint."""
     value: float | None = None
-    """That metric after `step`."""
 
     def __str__(self) -> str:
-        """In words, such as "step 20 of 40, the best evaluation by eval/scores (0.93)"."""
+        """Such as "step 20 of 40, the best evaluation by eval/scores (0.93)"."""
         if self.metric is None:
             return f"step {self.step} of {self.trained_steps}"
-        best = f"the best {'evaluation' if self.metric.startswith('eval/') else 'checkpoint'} by {self.metric}"
-        return f"step {self.step} of {self.trained_steps}, {best} ({self.value:.4g})"
+        kind = "evaluation" if self.metric.startswith("eval/") else "checkpoint"
+        return f"step {self.step} of {self.trained_steps}, the best {kind} by {self.metric} ({self.value:.4g})"
 
     def write(self, folder: StrPath) -> None:
-        """Writes step.json into `folder`, beside the folders of the models."""
         write_text_atomically(Path(folder) / STEP_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_weights_step(folder: StrPath) -> WeightsStep | None:
-    """What `WeightsStep.write` wrote into `folder`, such as a run's final/; None if there is no such file."""
+    """Returns what step.json in `folder`, such as a run's final/, says; None without it."""
     path = Path(folder) / STEP_FILE
     return WeightsStep(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None

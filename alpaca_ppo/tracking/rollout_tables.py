@@ -1,4 +1,4 @@
-"""Rollouts as JSON-ready rows for reading: text, scores, and the numbers of every token. Writing is in `run_log`."""
+"""Rollouts as rows of plain values for reading: texts, scores, and the numbers of every token."""
 
 import json
 from collections.abc import Sequence
@@ -19,17 +19,9 @@ TOKEN_COLUMNS = (
 def rollout_rows(
     rollouts: Rollouts, processing_class: Any, *, source_names: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Returns the rollouts as rows, in which `tokens` has an entry for each token of the response.
-
-    The stop token is included. A token that the policy did not choose, within the response, has `environment: true` and
-    no numbers. Log-probabilities, KL and entropies are in nats; rewards, values, advantages and returns are in reward
-    units; `ratio` is the token's probability under the updated policy, divided by that under the old one.
-
-    Args:
-        rollouts: with those of `TOKEN_COLUMNS` that are known.
-        processing_class: decodes the tokens.
-        source_names: the names of the reward sources, in the order of `scores_by_source`; without them the rows tell
-            only the weighted sum.
+    """Returns the rollouts as rows, in which `tokens` has an entry for each token of the response, stop token included:
+    the `TOKEN_COLUMNS` in `rollouts` (units as there), or `environment: true` if the policy did not choose it. Without
+    `source_names`, rows have only the weighted sum of the scores.
     """
     rows = []
     for i in range(rollouts["responses"].size(0)):
@@ -57,19 +49,14 @@ def token_entries(rollouts: Rollouts, processing_class: Any, i: int) -> list[dic
 
 
 def evaluation_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
-    """Returns a row for each evaluated response: prompt, response, score, length in tokens, KL to the reference.
-
-    The KL is the k1 estimate in nats, summed over the response.
-    """
+    """Returns a row for each evaluated response, whose KL is the k1 estimate in nats, summed over the response."""
     kl = (rollouts["logprobs"] - rollouts["ref_logprobs"]).sum(dim=1)
     return [_summary(rollouts, processing_class, i) | {"kl": rounded(kl[i])} for i in range(kl.size(0))]
 
 
 def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any]]:
-    """Returns the responses with the highest and the lowest score, or the first one if all have the same.
-
-    Rows are as in `evaluation_rows`, with the KL by `kl_estimator`; `rank` says which they are. There are none if there
-    are no rollouts.
+    """Returns the responses with the highest and the lowest score, or the first one if all have the same; `rank` says
+    which. The KL is by `kl_estimator`.
     """
     scores = rollouts["scores"]
     if not len(scores):
@@ -77,26 +64,26 @@ def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any
     chosen = {"highest score": int(scores.argmax()), "lowest score": int(scores.argmin())}
     if scores.min() == scores.max():
         chosen = {"all scores equal": 0}
-    return [
-        _summary(rollouts, processing_class, i)
-        | {"kl": rounded(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"}
-        for name, i in chosen.items()
-    ]
+    rows = []
+    for name, i in chosen.items():
+        rank = {"kl": rounded(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"}
+        rows.append(_summary(rollouts, processing_class, i) | rank)
+    return rows
 
 
 def add_columns(rows: Sequence[dict[str, Any]], prompts: Any, prompt_column: str) -> None:
-    """Adds to each of the `rows`, as `columns`, the dataset's columns beside the prompt, such as the reference answer,
-    as JSON values: of what JSON cannot hold, such as an image, the type. `prompts` is a `PromptDataset`.
+    """Adds the dataset's other columns to each row as `columns`; of what JSON cannot hold, such as an image, the type.
+    `prompts` is a `PromptDataset`.
     """
     for row in rows:
-        of_prompt = prompts[row["prompt_id"]]["row"].items()
-        others = {name: value for name, value in of_prompt if name not in ("prompt", prompt_column)}
+        dataset_row = prompts[row["prompt_id"]]["row"]
+        others = {name: value for name, value in dataset_row.items() if name not in ("prompt", prompt_column)}
         if others:
             row["columns"] = json.loads(json.dumps(others, default=lambda value: f"<{type(value).__name__}>"))
 
 
 def rounded(value: float | Tensor) -> float:
-    """Rounds a number to six significant digits, to keep the files small."""
+    """Returns `value` with six significant digits, to keep files small."""
     return float(f"{float(value):.6g}")
 
 
@@ -116,24 +103,26 @@ def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any
 
 
 def _token_texts(ids: Sequence[int], processing_class: Any) -> list[str]:
-    """The text of each token, with the space before it: many tokenizers drop it from a token that is decoded alone."""
+    """Returns the text of each token with the space before it, which many tokenizers drop from a token that is decoded
+    alone.
+    """
     alone = [processing_class.decode([token]) for token in ids]
     texts = alone[:1]
-    for before, pair, text in zip(alone, zip(ids, ids[1:], strict=False), alone[1:], strict=False):
-        both = processing_class.decode(list(pair))
-        texts.append(both.removeprefix(before) if both.startswith(before) else text)
+    for i in range(1, len(ids)):
+        pair = processing_class.decode([ids[i - 1], ids[i]])
+        texts.append(pair.removeprefix(alone[i - 1]) if pair.startswith(alone[i - 1]) else alone[i])
     return texts
 
 
 def _written_ids(rollouts: Rollouts, i: int) -> list[int]:
-    """The tokens of response `i` up to the last one that the policy chose."""
+    """Returns the tokens of response `i` up to the last one that the policy chose."""
     length = int(response_lengths(rollouts["response_mask"][i : i + 1]))
     ids: list[int] = rollouts["responses"][i, :length].tolist()
     return ids
 
 
 def _turns(written: Sequence[int], rollouts: Rollouts, i: int, processing_class: Any) -> dict[str, Any]:
-    """`turns`, who wrote which text of the response, if it was not the policy alone."""
+    """Returns who wrote which text of the response, as `turns`; empty if the policy wrote all."""
     roles = ["policy" if chosen else "environment" for chosen in rollouts["response_mask"][i, : len(written)].tolist()]
     if "tool_tokens" in rollouts:
         for t in rollouts["tool_tokens"][i, : len(written)].nonzero().flatten().tolist():

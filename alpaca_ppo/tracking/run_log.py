@@ -1,7 +1,6 @@
 """The log of a run: metrics.jsonl, run.yaml, trackers, tables of responses, messages.
 
-Only the main process writes; on other processes every method does nothing. The numbers come from `ppo.metrics` and
-`rollout_tables`; checkpoints and models are written by `checkpoint`. What is printed and when is in `console`.
+Only the main process writes; on other processes every method does nothing. What is printed and when is in `console`.
 """
 
 import hashlib
@@ -31,7 +30,7 @@ PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
 _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
 MAX_ROWS = 16
-"""Rows of a table in a tracker; the files have all of them."""
+"""Rows of a table in a tracker; files have all rows."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -39,8 +38,7 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
     """Returns the trackers in `report_to` without duplicates, in its order; "all" means every installed tracker.
 
     Raises:
-        ValueError: for a tracker that Accelerate does not support or whose package is not installed, and for "none"
-            together with other names.
+        ValueError: for a tracker that is unknown or not installed, and for "none" together with others.
     """
     installed = [str(name) for name in get_available_trackers()]
     if set(report_to) == {"none"}:
@@ -52,11 +50,7 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
 
 
 class ProgressBar:
-    """The bars of a run: the steps done and the time left, and below it what the trainer is doing.
-
-    Args:
-        is_main: False for all processes but the main one, which alone shows them: on a terminal or in a notebook.
-    """
+    """The bars of a run, on a terminal or in a notebook: the steps, and below them what the trainer is doing."""
 
     def __init__(self, *, is_main: bool) -> None:
         # In a notebook without ipywidgets, tqdm would write lines.
@@ -65,19 +59,19 @@ class ProgressBar:
         self._phases: list[tuple[str, Any]] = []
 
     def steps(self, total: int, *, initial: int) -> Any:
-        """Returns the bar of the steps of a run, of which `initial` of `total` are done; `update` counts one more."""
+        """Returns the bar of a run's steps, of which `initial` are done."""
         return self._make(total=total, initial=initial, desc="step")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
-        """Shows `name` for the duration of the block, with the parts done of `total`; yields a function that adds to
-        these. In a block of the same name it goes on with that one's.
+        """Shows `name` for the duration of the block, with the parts done of `total`, to which the yielded function
+        adds. A block within one of the same name continues its bar.
         """
         if self._phases and self._phases[-1][0] == name:
             yield self._phases[-1][1].update
             return
-        how = {"bar_format": "{desc}{postfix}"} if total is None else {}
-        with self._make(total=total, desc=name, leave=False, **how) as bar:
+        form = "{desc}{postfix}" if total is None else None
+        with self._make(total=total, desc=name, leave=False, bar_format=form) as bar:
             self._phases.append((name, bar))
             try:
                 yield bar.update
@@ -85,17 +79,14 @@ class ProgressBar:
                 self._phases.pop()
 
     def detail(self, text: str) -> None:
-        """Shows `text` beside the name of the innermost phase, until it ends."""
+        """Shows `text` beside the innermost phase, until it ends."""
         if self._phases:
             self._phases[-1][1].set_postfix_str(text)
 
 
 class RunLog:
-    """Writes the records of one run to `output_dir` and, from `begin` to `finish`, to the trackers.
-
-    Args:
-        accelerator: of the run. If it already has trackers, they are used, and `report_to` adds none.
-        args: of the run: `output_dir`, `report_to` and `run_name` are read.
+    """Writes the records of one run to `output_dir` and, from `begin` to `finish`, to the trackers: those that
+    `accelerator` already has, or else those in `report_to`.
     """
 
     def __init__(self, accelerator: Accelerator, args: PPOConfig) -> None:
@@ -103,31 +94,31 @@ class RunLog:
         self.output_dir, self.is_main = Path(args.output_dir), accelerator.is_main_process
         self.bar = ProgressBar(is_main=self.is_main)
         self.samples: Rows = []
-        """Sampled responses of the step, to be printed at its end (`rollout_tables.sample_rows`)."""
+        """`rollout_tables.sample_rows` of the step, which the console prints at its end."""
         self._begun = False
         self._trackers_of_user = bool(accelerator.trackers)
 
     def begin(self, config: dict[str, Any], provenance: dict[str, Any], *, step: int, lines: int) -> None:
-        """Writes run.yaml, removes what a run that goes on after `step` writes again, and starts the trackers.
+        """Writes run.yaml, removes what a run resumed after `step` writes again, and starts the trackers.
 
         Args:
             config: all options of the run, as plain values without credentials.
-            provenance: where the run came from, for run.yaml alone.
-            step: completed steps; -1 for a new run. Tables and skipped updates of later ones are removed.
-            lines: of metrics.jsonl that are kept (`metrics_identity`), and with them the findings up to the last of
-                these steps, and the events in TensorBoard.
+            provenance: where the run came from, for run.yaml only.
+            step: completed steps; -1 for a new run. Tables and skipped updates of later steps are removed.
+            lines: number of lines of metrics.jsonl to keep. Findings and TensorBoard's events of later steps are
+                removed.
         """
         self._begun, last_line = True, -1
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             metrics = self.output_dir / "metrics.jsonl"
-            _keep(metrics, lines)
+            _keep_lines(metrics, lines)
             last_line = max((json.loads(line)["step"] for line in _lines(metrics)), default=-1)
             for name, last in (("findings.jsonl", last_line), ("skipped_updates.jsonl", step)):
                 path = self.output_dir / name
-                _keep(path, sum(json.loads(line)["step"] <= last for line in _lines(path)))
-            for _, number, path in list(table_files(self.output_dir)):
-                if number > step:
+                _keep_lines(path, sum(json.loads(line)["step"] <= last for line in _lines(path)))
+            for _, table_step, path in list(table_files(self.output_dir)):
+                if table_step > step:
                     path.unlink()
             write_text_atomically(self.output_dir / "run.yaml", as_yaml({**config, PROVENANCE: provenance}))
         if not self._trackers_of_user:
@@ -135,7 +126,7 @@ class RunLog:
 
     def log(self, stats: Mapping[str, float], step: int, *, report: bool = True) -> None:
         """Appends the metrics of `step` (from 1; 0 is before training) to metrics.jsonl and, with `report`, to the
-        trackers. A number that is not finite is written as null, because JSON cannot represent it.
+        trackers.
         """
         if not self.is_main:
             return
@@ -146,7 +137,7 @@ class RunLog:
                 self.accelerator.log(numbers, step=step)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Appends a line to <name>.jsonl: metrics, skipped_updates or findings."""
+        """Appends a line to <name>.jsonl."""
         if self.is_main:
             path, line = self.output_dir / f"{name}.jsonl", _json_line(row).encode()
             with explain_disk_full(path), open(path, "ab") as file:
@@ -155,10 +146,9 @@ class RunLog:
                 os.fsync(file.fileno())
 
     def log_table(self, name: str, rows: Rows, step: int) -> None:
-        """Writes all `rows` to <name>/step_<step>.jsonl, one JSON object per line. W&B and ClearML show the first of
-        them, without their tokens.
+        """Writes `rows` to <name>/step_<step>.jsonl, and the first ones without their tokens to W&B and ClearML.
 
-        Before `begin`, a table that a run with checkpoints wrote stays: a resumed run does not write it again.
+        Before `begin`, the table of a run with checkpoints stays, for the run would not write it again when resumed.
         """
         if not self.is_main:
             return
@@ -175,9 +165,7 @@ class RunLog:
                 tracker.log_table(f"{name}/table", columns=columns, data=data, step=step)
 
     def message(self, text: str) -> None:
-        """Prints `text` above the progress bar, at once even if stdout is a file or a pipe. Characters that stdout
-        cannot encode are written as backslash escapes.
-        """
+        """Prints `text` above the progress bar and flushes; characters that stdout cannot encode are escaped."""
         if self.is_main:
             encoding = sys.stdout.encoding or "utf-8"
             tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -185,8 +173,8 @@ class RunLog:
 
     @property
     def boards(self) -> list[str]:
-        """The folders to which TensorBoard's events are written."""
-        boards = [each for each in self.accelerator.trackers if isinstance(each, TensorBoardTracker)]
+        """The folders of TensorBoard's events."""
+        boards = [tracker for tracker in self.accelerator.trackers if isinstance(tracker, TensorBoardTracker)]
         return [str(Path(board.tracker.log_dir)) for board in boards] if self.is_main else []
 
     def finish(self) -> None:
@@ -216,19 +204,14 @@ class RunLog:
 
 
 def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any]:
-    """Returns number and hash of the lines of metrics.jsonl, at `most` so many of them. The timings in them make a run
-    unique.
-    """
+    """Returns number and hash of the first lines of metrics.jsonl, whose timings make a run unique."""
     lines = _lines(output_dir / "metrics.jsonl")[:most]
     return {"lines": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
 
 
 def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
-    """Checks that metrics.jsonl, if it is there, starts with the lines that the checkpoint's run had written, which
-    `metrics_identity` returned then. More lines may follow.
-
-    Raises:
-        ValueError: if the lines belong to another run, which resuming would mix with this one.
+    """Checks that metrics.jsonl, if it exists, starts with the lines of the checkpoint's run (`written`, by
+    `metrics_identity`), so that resuming does not mix runs.
     """
     path, found = output_dir / "metrics.jsonl", metrics_identity(output_dir, written["lines"])
     if path.exists() and found != written:
@@ -239,11 +222,11 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of a file, without one that a run that was killed left incomplete."""
+    """Returns a file's lines but for an incomplete last one, which a killed run leaves."""
     return [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
-def _keep(path: Path, count: int) -> None:
+def _keep_lines(path: Path, count: int) -> None:
     if path.exists():
         write_text_atomically(path, b"".join(_lines(path)[:count]).decode())
 
@@ -253,7 +236,7 @@ def _json_line(row: Mapping[str, Any]) -> str:
 
 
 def _without_nan(value: Any) -> Any:
-    """Replaces floats that are not finite by None, also inside mappings and lists."""
+    """Returns `value` with None in place of floats that are not finite, also inside mappings and lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -21,7 +21,7 @@ from alpaca_ppo.data.loading import load_eval_datasets
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 from alpaca_ppo.evaluation.results import write_results
 from alpaca_ppo.models.loading import load_processing_class
-from alpaca_ppo.rewards import RemoteReward
+from alpaca_ppo.rewards.build import reward_sources
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
 from alpaca_ppo.trainer.preflight import check_room_for_policy, check_start
@@ -152,12 +152,3 @@ def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
         "tools": [load_function(spec, what="tool") for spec in script_args.tools or ()] or None,
         "tool_call_parser": None if parser is None else load_function(parser, what="tool_call_parser"),
     }
-
-
-def reward_sources(script_args: ScriptArguments) -> list[str | RemoteReward]:
-    """The reward sources that the options name, in the order of their weights: models, functions, the servers."""
-    named: list[str | RemoteReward] = [*(script_args.reward_model_name_or_path or ())]
-    named += script_args.reward_funcs or ()
-    if script_args.reward_url:
-        named.append(RemoteReward(script_args.reward_url, timeout=script_args.reward_url_timeout, name="reward_url"))
-    return named

@@ -50,7 +50,14 @@ from alpaca_ppo.ppo.metrics import StepRecord
 from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater, make_updater
-from alpaca_ppo.rewards import AdapterClassifier, FailurePolicy, FunctionReward, ModelReward, RewardScorer, build_reward
+from alpaca_ppo.rewards import (
+    AdapterClassifier,
+    FailureHandling,
+    FunctionReward,
+    ModelReward,
+    RewardScorer,
+    build_reward,
+)
 from alpaca_ppo.rewards.build import RewardFunc
 from alpaca_ppo.tracking.run_log import RunLog
 from alpaca_ppo.tracking.run_record import RunRecord
@@ -319,7 +326,7 @@ def build_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.d
         batch_size=args.rollout_per_device_batch_size,
         dtype=getattr(torch, args.dtype),
         trust_remote_code=args.trust_remote_code,
-        policy=FailurePolicy(args.reward_retries, mask=args.failed_rewards == "mask"),
+        failure_handling=FailureHandling(args.reward_retries, mask_rows=args.failed_rewards == "mask"),
         padding_free=bool(args.padding_free),
         **options,
     )

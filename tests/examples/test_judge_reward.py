@@ -5,7 +5,7 @@ import json
 import pytest
 
 from alpaca_ppo.config.modules import load_function
-from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RewardError
+from alpaca_ppo.rewards import FailureHandling, FunctionReward, RewardError
 from alpaca_ppo.rewards.batch import make_reward_batch
 from alpaca_ppo.rewards.reward_function import call_functions
 from examples.rewards import judge
@@ -37,8 +37,8 @@ def grades(request):
     )
 
 
-def scored(reward, policy=None, batch=BATCH):
-    return call_functions([FunctionReward(reward)], batch, policy or FailurePolicy())[0]
+def scored(reward, failure_handling=None, batch=BATCH):
+    return call_functions([FunctionReward(reward)], batch, failure_handling or FailureHandling())[0]
 
 
 def test_a_grade_is_asked_for_once_and_kept(tmp_path):
@@ -82,7 +82,7 @@ def test_a_spent_budget_ends_the_run_or_leaves_the_rest_to_other_sources(tmp_pat
         scored(frugal, batch=BATCH.row(0))
         source = FunctionReward(frugal)
         source.context = {"log_metric": lambda *metric: logged.append(metric)}
-        found = call_functions([source], BATCH, FailurePolicy())[0]
+        found = call_functions([source], BATCH, FailureHandling())[0]
         assert found == [0.9, None, 0.9, None] and len(server.requests) == 4
         assert logged == [("judge_requests", 1), ("judge_tokens", 10)]
 

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RemoteReward, RewardError, build_reward
+from alpaca_ppo.rewards import FailureHandling, FunctionReward, RemoteReward, RewardError, build_reward
 from alpaca_ppo.rewards.batch import make_reward_batch
 from alpaca_ppo.rewards.reward_function import call_functions
 from tests.tiny_models import tiny_sequence_classifier, tiny_tokenizer
@@ -53,7 +53,7 @@ def start(monkeypatch):
 def scored(reward, batch, logged=None):
     source = FunctionReward(reward)
     source.context = {"log_metric": lambda *metric: logged.append(metric)} if logged is not None else {}
-    return call_functions([source], batch, FailurePolicy())[0]
+    return call_functions([source], batch, FailureHandling())[0]
 
 
 def batch_of(*completions):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from alpaca_ppo.rewards import build_reward
 from alpaca_ppo.rewards.batch import RewardError
-from alpaca_ppo.rewards.reward_function import FailurePolicy
+from alpaca_ppo.rewards.reward_function import FailureHandling
 from tests.fuzz.mutations import deep, mutated_tree, values
 from tests.fuzz.oracle import Refused, fuzz, outcome
 
@@ -103,7 +103,7 @@ def test_what_a_function_returns_is_its_reward_or_refused_by_its_name(result, is
     async def judge_later(prompts: Any, completions: Any, **columns: Any) -> Any:
         return result()
 
-    scorer = build_reward(judge_later if is_async else judge, policy=FailurePolicy(mask=mask))
+    scorer = build_reward(judge_later if is_async else judge, failure_handling=FailureHandling(mask_rows=mask))
     found = outcome(
         lambda: scorer(PROMPTS, COMPLETIONS, IDS, ROWS), names=("reward source 'judge",), accept=(RewardError,)
     )

@@ -6,17 +6,17 @@ import math
 import pytest
 import torch
 
-from alpaca_ppo.rewards import FailurePolicy, RewardError, build_reward, reward_function
+from alpaca_ppo.rewards import FailureHandling, RewardError, build_reward, reward_function
 
 PROMPTS = ["a", "b", "c"]
 COMPLETIONS = ["A", "B", "C"]
 IDS = [[5, 6, 2], [2], [7, 2]]
 ROWS = [{"prompt": p} for p in PROMPTS]
-DROP = FailurePolicy(mask=True)
+DROP = FailureHandling(mask_rows=True)
 
 
-def score(*functions, policy, **options):
-    return build_reward(list(functions), policy=policy, **options)(PROMPTS, COMPLETIONS, IDS, ROWS)
+def score(*functions, failure_handling, **options):
+    return build_reward(list(functions), failure_handling=failure_handling, **options)(PROMPTS, COMPLETIONS, IDS, ROWS)
 
 
 def lengths(completion_ids, **columns):
@@ -60,7 +60,7 @@ def pauses(monkeypatch):
 def test_a_function_that_raises_is_called_again_after_pauses_that_double(asynchronous, pauses):
     service, steady = Service(outages=(1, 2, 3)), Service()
     judge = service.asynchronous() if asynchronous else service
-    result = score(judge, steady, policy=FailurePolicy(retries=5))
+    result = score(judge, steady, failure_handling=FailureHandling(retries=5))
     assert result.rewards.tolist() == [2.0, 4.0, 6.0]
     assert pauses == [1.0, 2.0, 4.0]
     # Each attempt gets the batch with all its 6 tokens; the function that has answered is not asked again.
@@ -73,7 +73,7 @@ def test_after_the_last_retry_the_error_names_the_row_and_the_attempts(pauses):
     with pytest.raises(
         RewardError, match=r"'judge' raised TimeoutError: .* in the last of 3 attempts, on row 1"
     ) as caught:
-        score(service, policy=FailurePolicy(retries=2))
+        score(service, failure_handling=FailureHandling(retries=2))
     assert caught.value.row == 1 and isinstance(caught.value.__cause__, TimeoutError)
     assert pauses == [1.0, 2.0]
     assert [call[:-1] for call in service.calls] == [["A", "B", "C"]] * 3 + [["A"], ["B"], ["C"]]
@@ -94,12 +94,12 @@ def test_all_attempts_of_an_async_function_run_in_one_event_loop(pauses):
         return [await kept[0]]
 
     kept = []
-    policy = FailurePolicy(retries=1, mask=True)
-    assert score(judge, policy=policy).rewards.tolist() == [2.0] * 3
+    failure_handling = FailureHandling(retries=1, mask_rows=True)
+    assert score(judge, failure_handling=failure_handling).rewards.tolist() == [2.0] * 3
     assert len(loops) == 5 and len(set(map(id, loops))) == 1
 
     async def notebook():
-        return score(judge, policy=policy)
+        return score(judge, failure_handling=failure_handling)
 
     kept, loops = [], []
     assert asyncio.run(notebook()).rewards.tolist() == [2.0] * 3
@@ -108,7 +108,7 @@ def test_all_attempts_of_an_async_function_run_in_one_event_loop(pauses):
 
 def test_a_pause_is_never_longer_than_64_seconds(pauses):
     with pytest.raises(RewardError, match="in the last of 1101 attempts"):
-        score(Service(bad="A"), policy=FailurePolicy(retries=1100))
+        score(Service(bad="A"), failure_handling=FailureHandling(retries=1100))
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0] + [64.0] * 1094
 
 
@@ -121,7 +121,7 @@ def test_what_ends_the_program_is_not_retried(ending, pauses):
         raise ending
 
     with pytest.raises(ending):
-        score(judge, policy=FailurePolicy(retries=3, mask=True))
+        score(judge, failure_handling=FailureHandling(retries=3, mask_rows=True))
     assert len(calls) == 1 and pauses == []
 
 
@@ -143,7 +143,7 @@ def test_a_mistake_in_the_function_is_neither_retried_nor_dropped(returned, mess
         return returned
 
     with pytest.raises(RewardError, match=message):
-        score(judge, policy=FailurePolicy(retries=3, mask=drop))
+        score(judge, failure_handling=FailureHandling(retries=3, mask_rows=drop))
     assert len(calls) == 1 and pauses == []
 
 
@@ -151,7 +151,9 @@ def test_a_mistake_in_the_function_is_neither_retried_nor_dropped(returned, mess
 def test_only_the_rows_that_fail_by_themselves_are_dropped(asynchronous, pauses):
     service, steady = Service(bad="B"), Service(scores=(10.0, 20.0, 30.0))
     judge = service.asynchronous() if asynchronous else service
-    scorer = build_reward([judge, steady], policy=FailurePolicy(retries=1, mask=True), reward_weights=[1.0, 0.1])
+    scorer = build_reward(
+        [judge, steady], failure_handling=FailureHandling(retries=1, mask_rows=True), reward_weights=[1.0, 0.1]
+    )
     result = scorer(PROMPTS, COMPLETIONS, IDS, ROWS)
     # 1 + .1 * 10 = 2;  row 1 is dropped;  3 + .1 * 30 = 6
     assert result.rewards.tolist() == [2.0, 0.0, 6.0]
@@ -167,26 +169,26 @@ def test_only_the_rows_that_fail_by_themselves_are_dropped(asynchronous, pauses)
 
 
 def test_a_batch_that_fails_only_as_a_whole_loses_no_row():
-    result = score(Service(outages=(1,)), policy=DROP)
+    result = score(Service(outages=(1,)), failure_handling=DROP)
     assert result.rewards.tolist() == [1.0, 2.0, 3.0] and result.failures == {}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e39, None])
 def test_a_row_without_a_finite_score_is_dropped_and_not_asked_for_again(bad, pauses):
     service = Service(scores=(1.0, bad, 3.0))
-    result = score(service, policy=FailurePolicy(retries=3, mask=True))
+    result = score(service, failure_handling=FailureHandling(retries=3, mask_rows=True))
     assert result.rewards.tolist() == [1.0, 0.0, 3.0] and list(result.failures) == [1]
     assert "returned None; a row" in str(result.failures[1]) or "not finite" in str(result.failures[1])
     assert len(service.calls) == 1 and pauses == []
     with pytest.raises(RewardError, match="on row 1"):
-        score(Service(scores=(1.0, bad, 3.0)), policy=FailurePolicy(retries=3))
+        score(Service(scores=(1.0, bad, 3.0)), failure_handling=FailureHandling(retries=3))
 
 
 @pytest.mark.parametrize(
     "second", [Service(bad="B", scores=(1.0, 2.0, math.nan)), Service(scores=(1.0, math.nan, math.nan))]
 )
 def test_a_row_that_fails_for_two_sources_fails_once_with_the_first_error(second):
-    scorer = build_reward([Service(bad="B"), second], policy=DROP)
+    scorer = build_reward([Service(bad="B"), second], failure_handling=DROP)
     result = scorer(PROMPTS, COMPLETIONS, IDS, ROWS)
     assert [(row, str(e).split("'")[1]) for row, e in sorted(result.failures.items())] == [(1, "judge"), (2, "judge_2")]
     assert [error.row for error in scorer.pop_failures()] == [1, 2]
@@ -198,7 +200,7 @@ def test_token_scores_of_the_other_rows_stay_on_their_tokens():
             raise ValueError("C")
         return [[float(i) for i in range(len(ids))] for ids in completion_ids]
 
-    result = score(tokens, lengths, policy=DROP)
+    result = score(tokens, lengths, failure_handling=DROP)
     # Row 0: 0, 1, 2 + its length 3.  Row 1: 0 + 1.  Row 2 is dropped.
     assert result.rewards.tolist() == [[0.0, 1.0, 5.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert list(result.failures) == [2]
@@ -211,4 +213,4 @@ def test_a_call_for_one_row_must_return_one_score():
         return [1.0, 1.0]
 
     with pytest.raises(RewardError, match="'judge' returned 2 scores for 1 responses, on a batch of 1 rows"):
-        score(judge, policy=DROP)
+        score(judge, failure_handling=DROP)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from alpaca_ppo.rewards import FailurePolicy, FunctionReward, RemoteReward, RewardError, RewardScorer
+from alpaca_ppo.rewards import FailureHandling, FunctionReward, RemoteReward, RewardError, RewardScorer
 from alpaca_ppo.rewards.batch import make_reward_batch
 from alpaca_ppo.rewards.reward_function import call_functions
 from tests.http_servers import RawServer, response
@@ -30,11 +30,11 @@ def direct(monkeypatch):
     monkeypatch.delenv("REWARD_API_KEY", raising=False)
 
 
-def scored(reward, batch=BATCH, policy=None, logged=None):
+def scored(reward, batch=BATCH, failure_handling=None, logged=None):
     source = FunctionReward(reward)
     if logged is not None:
         source.context = {"log_metric": lambda name, value: logged.append((name, value))}
-    return call_functions([source], batch, policy or FailurePolicy())[0]
+    return call_functions([source], batch, failure_handling or FailureHandling())[0]
 
 
 def right(request):
@@ -132,11 +132,11 @@ def test_a_failed_request_is_repeated_by_reward_retries_and_rows_that_fail_alone
         return right(request)
 
     with RawServer(moody) as server:
-        found = scored(RemoteReward(server.url), policy=FailurePolicy(retries=1, mask=True))
+        found = scored(RemoteReward(server.url), failure_handling=FailureHandling(retries=1, mask_rows=True))
         assert (found[0], found[1].row, found[2]) == (0.0, 1, 0.0)
         # The batch twice, then each of its rows.
         assert [len(request.body["prompts"]) for request in server.requests] == [3, 3, 1, 1, 1]
-        assert scored(RemoteReward(server.url), BATCH.row(0), FailurePolicy(retries=1)) == [0.0]
+        assert scored(RemoteReward(server.url), BATCH.row(0), FailureHandling(retries=1)) == [0.0]
 
 
 def chunked(body):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from alpaca_ppo import RemoteReward, ScriptArguments
+from alpaca_ppo.rewards.build import reward_sources
 from alpaca_ppo.tracking.run_log import ProgressBar
 from alpaca_ppo.tracking.run_record import RunRecord
-from alpaca_ppo.trainer.from_arguments import reward_sources
 from tests.http_servers import RawServer, response
 from tests.tiny_runs import count_even, metric_lines, tiny_config, tiny_trainer, weights
 
