@@ -32,6 +32,7 @@ from alpaca_ppo.functional import AdvantageInputs, shape_rewards
 from alpaca_ppo.generation import make_backend
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, factory
 from alpaca_ppo.models.loading import check_same_tokenizer, load_processing_class
+from alpaca_ppo.models.reference import make_reference
 from alpaca_ppo.ppo import hook_checks, metrics
 from alpaca_ppo.ppo.advantages import estimate_advantages
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
@@ -160,7 +161,7 @@ class PPOTrainer(EvaluatingTrainer):
         if self.environments is not None:
             for name, function in self.environments.reward_functions():
                 scorer.add(FunctionReward(function, name=name), 1.0)
-        reference = factory.make_reference(actor_critic, ref_model, args)
+        reference = make_reference(actor_critic, ref_model, args)
         self.start_identity = start_identity(actor_critic, reference, scorer, self.environments)
         self.padding = agree_on_padding(actor_critic, reference, self.accelerator)
         self.updater = make_updater(self.accelerator, actor_critic, *optimizers, args=args, schedule=self.schedule)
