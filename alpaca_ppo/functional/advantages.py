@@ -20,33 +20,33 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
 class Advantages(NamedTuple):
-    """What the policy and the critic learn from, each (B, R) and 0 outside the response mask."""
+    """Each (B, R) and 0 outside the response mask."""
 
     advantages: Tensor
-    """Weights of the policy's log-probabilities in its loss."""
     returns: Tensor
     """Targets of the critic if there is one; returns-to-go otherwise."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One step's rollouts of all ranks as a registered estimator gets them: B responses of R tokens, on the CPU."""
+    """One step's rollouts of all ranks as a registered estimator gets them: B responses of R tokens, float32, on the
+    CPU.
+    """
 
     rewards: Tensor
-    """(B, R) float32: shaped rewards (score and KL penalty), 0 outside the mask."""
+    """(B, R): shaped rewards (score and KL penalty), 0 outside the mask."""
     values: Tensor | None
-    """(B, R) float32: the critic's value of the state before each token, 0 outside the mask; None without a critic."""
+    """(B, R): the critic's value of the state before each token, 0 outside the mask; None without a critic."""
     response_mask: Tensor
     """(B, R) bool, True = a token the policy chose."""
     scores: Tensor | None = None
-    """(B,) float32: the reward of each response before the KL penalty; (B, R) if the reward is given per token."""
+    """(B,), or (B, R) if the reward is given per token: before the KL penalty."""
     prompt_ids: Tensor | None = None
-    """(B,) int64: the index of the prompt in its dataset, equal for responses to the same prompt."""
+    """(B,) int64: equal for responses to the same prompt."""
     baseline_scores: Tensor | None = None
-    """(B,) float32: the score of the greedy response to the same prompt; only with `needs_greedy_baseline`."""
+    """(B,): the score of the greedy response to the same prompt; only with `needs_greedy_baseline`."""
     scores_by_source: Tensor | None = None
-    """(B, S) float32: the score of each reward source, without its weight and before any penalty; NaN where the source
-    gave none."""
+    """(B, S): the score of each reward source, without its weight and before any penalty; NaN where it gave none."""
 
 
 AdvEstimator = Callable[[AdvantageInputs, Any], Advantages]
@@ -67,9 +67,9 @@ def register_adv_estimator(
     Args:
         name: without spaces, commas and colons.
         needs_critic: a critic is trained on the returns, and `values` are given.
-        needs_group: responses to the same prompt are compared, so `num_return_sequences` must be at least 2.
-        needs_greedy_baseline: a greedy response to each prompt is sampled and scored for `baseline_scores`.
-        needs_scores_by_source: reads `scores_by_source`, which must be given.
+        needs_group: compares responses to the same prompt, so `num_return_sequences` must be at least 2.
+        needs_greedy_baseline: reads `baseline_scores`, for which greedy responses are sampled and scored.
+        needs_scores_by_source: reads `scores_by_source`.
         uses_gamma: reads `gamma`; without it and without a critic, a `gamma` other than 1 is refused.
 
     Raises:

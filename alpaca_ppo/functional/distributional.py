@@ -54,15 +54,9 @@ def c51_project(returns: Tensor, atoms: Tensor) -> Tensor:
     return in place of the Bellman update of each atom).
 
     A return is clamped to [first atom, last atom]. Its mass of 1 is split between the two neighbouring atoms by
-    distance, the nearer atom getting more, so the mean of the distribution is the clamped return. The atoms need not be
-    evenly spaced.
+    distance, the nearer atom getting more, so the mean of the distribution is the clamped return.
 
-    Args:
-        returns: (...), any shape.
-        atoms: (num_atoms,), ascending, at least two.
-
-    Returns:
-        (..., num_atoms), rows that sum to 1.
+    `returns` (...) become (..., num_atoms), rows that sum to 1; `atoms` (num_atoms,) are ascending, at least two.
     """
     if atoms.dim() != 1 or atoms.numel() < 2:
         raise ValueError(f"atoms has shape {tuple(atoms.shape)}; pass a vector of at least two, such as c51_atoms()")
@@ -94,7 +88,7 @@ def c51_loss(
 
         loss = aggregate(-sum_i c51_project(R)_i * log softmax(logits)_i)
 
-    `logits` (B, R, num_atoms) are those of `c51_atoms(num_atoms, v_min=v_min, v_max=v_max)`.
+    over `c51_atoms(num_atoms, v_min=v_min, v_max=v_max)`.
     """
     returns = zero_outside(returns, response_mask).detach()
     log_probs = _zero_rows_outside(logits, response_mask, "logits").log_softmax(dim=-1)
@@ -125,17 +119,9 @@ def hl_gauss_project(returns: Tensor, *, v_min: float, v_max: float, num_bins: i
 
     Where the support ends, the normal distribution is cut off and renormalised, so within about two sigma of an edge
     the mean of the projection lies further inside than the return (0.8 sigma at the edge itself): choose a support that
-    is wider than the returns by that much.
+    is wider than the returns by that much. The paper's sigma is 0.75 bin widths.
 
-    Args:
-        returns: (...), any shape.
-        v_min: the lower edge of the first bin; returns below are clamped to it.
-        v_max: the upper edge of the last bin; returns above are clamped to it.
-        num_bins: bins of equal width, at least two.
-        sigma: the standard deviation, in units of the return; 0.75 bin widths in arXiv:2403.03950.
-
-    Returns:
-        (..., num_bins), rows that sum to 1.
+    `returns` (...) become (..., num_bins), rows that sum to 1, over bins of equal width from v_min to v_max.
     """
     if not (sigma > 0 and math.isfinite(sigma)):
         raise ValueError(f"sigma is {sigma}; it must be positive and finite, such as 0.75 * (v_max - v_min) / num_bins")
@@ -161,7 +147,7 @@ def hl_gauss_loss(
 
         loss = aggregate(-sum_i hl_gauss_project(R)_i * log softmax(logits)_i)
 
-    `logits` (B, R, num_bins) are those of bins of equal width from v_min to v_max; sigma is in units of the return.
+    over bins of equal width from v_min to v_max.
     """
     returns = zero_outside(returns, response_mask).detach()
     log_probs = _zero_rows_outside(logits, response_mask, "logits").log_softmax(dim=-1)
@@ -247,20 +233,14 @@ def cvar_from_quantiles(quantiles: Tensor, *, alpha: float, tail: CVaRTail = "lo
     """The mean (...) of the lower or upper `alpha` tail (CVaR) of the distribution that K quantiles at
     `quantile_midpoints` represent; for alpha = 1 the mean of the distribution.
 
-    Each quantile has the mass 1/K. The one at the boundary of the tail is weighted by the part of its mass that
-    lies inside the tail:
+    Each quantile has the mass 1/K, and the one at the boundary counts with the part that lies inside the tail:
 
         cvar = sum_i min(1/K, max(0, alpha - i/K)) * quantile_(i) / alpha,    quantile_(0) <= ... <= quantile_(K-1)
 
     and for the upper tail with quantile_(0) >= ... >= quantile_(K-1).
 
-    The quantiles are sorted first, because the loss does not keep learned quantiles in order. Sorting a quantile curve
-    that crosses brings it closer to the true one (arXiv:0704.3649).
-
-    Args:
-        quantiles: (..., K), in any order.
-        alpha: the probability of the tail, in (0, 1].
-        tail: `lower`, the mean of the worst `alpha` of the mass, or `upper`, of the best.
+    `quantiles` (..., K) are sorted first, because the loss does not keep learned quantiles in order. Sorting a quantile
+    curve that crosses brings it closer to the true one (arXiv:0704.3649). `alpha` is in (0, 1].
     """
     _check_tail(alpha, tail)
     ordered = at_least_float32(quantiles).sort(dim=-1, descending=tail == "upper").values
@@ -271,7 +251,7 @@ def cvar_from_quantiles(quantiles: Tensor, *, alpha: float, tail: CVaRTail = "lo
 
 
 def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float, tail: CVaRTail = "lower") -> Tensor:
-    """The mean (...) of the lower or upper `alpha` tail (CVaR) of a categorical distribution; for alpha = 1 its mean.
+    """The mean (...) of the lower or upper `alpha` tail (CVaR) of a categorical distribution.
 
     The atom at the boundary of the tail counts with the part of its mass inside the tail, so the result is continuous
     in alpha (Rockafellar and Uryasev, "Conditional value-at-risk for general loss distributions", 2002, proposition 8):
@@ -280,11 +260,7 @@ def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float, tail: C
 
     and for the upper tail counted from the last atom down. The centres of HL-Gauss's bins are atoms too.
 
-    Args:
-        probs: (..., num_atoms), rows that sum to 1.
-        atoms: (num_atoms,), ascending.
-        alpha: as for `cvar_from_quantiles`.
-        tail: as for `cvar_from_quantiles`.
+    `probs` (..., num_atoms) are rows that sum to 1, `atoms` (num_atoms,) ascending, and `alpha` is in (0, 1].
     """
     _check_tail(alpha, tail)
     if atoms.shape != probs.shape[-1:]:

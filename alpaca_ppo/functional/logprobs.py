@@ -70,24 +70,23 @@ def chunked_logprobs(
     """`token_logprobs` and `entropy_from_logits` of logits = hidden @ lm_head_weight.T + bias, with the logits of only
     one chunk of tokens in memory, and of those that `kept_bytes` has room for.
 
-    The forward and the backward pass hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform`
-    saves. The backward pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were
-    kept; the gradients are the same to the last bit. The gradient of the weight is accumulated in place, in float32 or
-    wider. Under autocast the matrix product uses autocast's dtype, as the model's own head does. Gradients flow to
-    hidden, weight and bias; there is no second derivative.
+    Both passes hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform` saves. The backward
+    pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were kept; the gradients
+    are the same to the last bit. The gradient of the weight is accumulated in place, in float32 or wider. Under
+    autocast the matrix product uses autocast's dtype, as the model's head does. There is no second derivative.
 
     Args:
-        hidden: (..., H), the states that the labels are predicted from. Zero tokens are allowed; the result is then
-            still attached to the graph.
+        hidden: (..., H), the states that the labels are predicted from. Of zero tokens the result is still attached to
+            the graph.
         lm_head_weight: (V, H).
         labels: (...), int64 in [0, V).
         temperature: divides the logits.
         chunk_size: tokens per chunk.
-        bias: (V,), added to the logits.
+        bias: (V,).
         with_entropy: compute entropies too.
-        kept_bytes: the most bytes of logits that are kept for a backward pass: those of the first chunks, as far as
-            whole chunks fit, in the dtype of the matrix product. They are freed one by one in the backward pass; a
-            second one through a retained graph recomputes them.
+        kept_bytes: the most bytes of logits that are kept for a backward pass: those of the first chunks that fit
+            whole, in the dtype of the matrix product. The backward pass frees them one by one; a second one through a
+            retained graph recomputes them.
         logit_transform: an elementwise function of the raw logits in float32 or wider, applied before the temperature
             (Gemma's final soft-capping). Tensors that it closes over get no gradient.
     """

@@ -14,8 +14,8 @@ from alpaca_ppo.functional.shaping import response_lengths
 
 
 class Span(NamedTuple):
-    """A part of a sequence without padding: `length` tokens that see each other causally, and before them a prefix that
-    several spans may share.
+    """A part of a sequence without padding: `length` tokens that see each other causally, and the prefix before them,
+    which several spans may share.
     """
 
     start: int
@@ -41,13 +41,11 @@ PADDED = RowLayout()
 
 
 class PackedRows(NamedTuple):
-    """Rows of prompt and response that start at column 0, as wide as the longest of them; or, with `spans`, as one
-    sequence without padding.
-    """
+    """Rows of prompt and response that start at column 0; or, with `spans`, as one sequence without padding."""
 
     input_ids: Tensor
-    """(B, L) int64; L = longest prompt + response - 1 of these rows (the last response token predicts nothing). With
-    `spans` (1, T): all tokens of all rows."""
+    """(B, L) int64; L = longest prompt + response - 1 (the last response token predicts nothing). With `spans` (1, T):
+    all tokens of all rows."""
     rows: Tensor
     """(N,) int64: the row of each of the N tokens under response_mask."""
     states: Tensor

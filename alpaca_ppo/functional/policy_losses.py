@@ -39,10 +39,9 @@ ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = get_args(RolloutCorrectionLevel)
 DIVERGENCES: tuple[str, ...] = get_args(DppoDivergence)
 
 _KL_EPSILON = 1e-8
-"""Added to the probability of all other tokens, which may round to 0."""
+"""Added to 1 - p, which may round to 0."""
 
 PolicyLoss = Callable[..., Loss]
-"""A loss as `register_policy_loss` describes it."""
 
 
 def register_policy_loss(
@@ -52,17 +51,16 @@ def register_policy_loss(
 
         loss(logprobs, old_logprobs, advantages, response_mask, *, args, weights, denominator) -> Loss
 
-    of four (B, R) tensors and, by keyword, the run's `PPOConfig`, `weights` ((B, R) importance weights of the tokens,
-    or None) and `denominator` (see `aggregate_loss`). It returns this micro-batch's part of the optimizer step's loss,
-    `aggregate_loss(losses, response_mask, args.loss_agg_mode, denominator=denominator)` of its per-token losses. Its
-    statistics are logged as `ppo/policy/<name>`: those that end in `_min` or `_max` as extremes, others as means over
-    tokens.
+    of the arguments that the module describes and `args`, the run's `PPOConfig`. It returns this micro-batch's part of
+    the optimizer step's loss, `aggregate_loss(losses, response_mask, args.loss_agg_mode, denominator=denominator)` of
+    its per-token losses. Its stats are logged as `ppo/policy/<name>`: those that end in `_min` or `_max` as extremes,
+    others as means over tokens.
 
     Args:
         name: the value of the option `policy_loss` that selects it, without spaces, commas and colons.
-        clips: reads `cliprange_high`; other losses refuse that option.
-        dual_clip: reads `clip_ratio_c`; other losses refuse that option.
-        loss_agg_mode: the only `loss_agg_mode` that the loss allows; None = all of them.
+        clips: reads `cliprange_high`, which is refused otherwise.
+        dual_clip: reads `clip_ratio_c`, which is refused otherwise.
+        loss_agg_mode: the only one that the loss allows; None = all of them.
 
     Raises:
         ValueError: when the name is taken or not allowed.
@@ -129,9 +127,9 @@ def gspo_policy_loss(
 
         loss = max(-A * s, -A * clip(s, 1 - cliprange_low, 1 + cliprange_high))
 
-    The gradient is straight-through: the gradient of s with respect to the log-probability of each token is taken to be
-    s. If the advantages of a row are equal, its gradient is exact. The geometric mean keeps s close to 1, so the clip
-    ranges are far smaller than in `policy_loss` (in the paper: 3e-4 and 4e-4).
+    The gradient is straight-through: that of s with respect to the log-probability of each token is taken to be s,
+    which is exact for a row of equal advantages. The geometric mean keeps s close to 1, so the clip ranges are far
+    smaller than in `policy_loss` (in the paper: 3e-4 and 4e-4).
 
     The ratio stats describe s (`ratio_mean` over tokens); the KL stats use the log-ratios of single tokens.
     """
@@ -345,12 +343,8 @@ def rollout_correction_weights(
         response_mask: (B, R) bool, True = a token the policy chose.
         level: `token` or `sequence`.
         threshold: the largest weight, before normalisation; positive, infinity for no truncation.
-        normalize: divide by the mean weight over the masked tokens (`token`) or over the rows that have any
-            (`sequence`), so that the scale of the loss does not change. The mean is over this call: pass the global
-            batch.
-
-    Raises:
-        ValueError: for an unknown level, a threshold that is not positive, and shapes that differ.
+        normalize: divide by the mean weight over this call's masked tokens (`token`) or rows (`sequence`), so that the
+            scale of the loss does not change; pass the global batch.
     """
     if level not in ROLLOUT_CORRECTION_LEVELS:
         raise ValueError(f"level is {level!r}; it must be one of {', '.join(ROLLOUT_CORRECTION_LEVELS)}")

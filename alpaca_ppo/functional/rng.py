@@ -30,10 +30,10 @@ def stream_keys(
 
     Args:
         seed: any integer.
-        step: the step of the rollout.
+        step: of the rollout.
         prompt_ids: (B,) int64, index of each prompt in its dataset.
         num_return_sequences: samples of each prompt.
-        sampling_round: from 0; each round has other keys for all prompts of the step.
+        sampling_round: from 0; each round has other keys.
         sample_ids: (B,) int64, with `num_return_sequences` 1: which of its prompt's samples each row is; None numbers
             the samples of each prompt from 0.
 
