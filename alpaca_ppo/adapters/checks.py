@@ -91,7 +91,7 @@ def delete_owned_adapters(names: Iterable[str], peft: PeftModel) -> None:
 
 
 def check_active_adapter(name: str, peft: PeftModel) -> None:
-    """Raises a `ValueError` unless the adapter `name` is the only active one in every layer of `peft`, and trainable."""
+    """Raises a `ValueError` unless the adapter `name` is trainable, and the only active one in every layer."""
     layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
     active = sorted({other for layer in layers if not layer.disable_adapters for other in layer.active_adapters})
     if active != [name] or any(layer.disable_adapters for layer in layers):

@@ -94,8 +94,8 @@ def chunked_logprobs(
     _check_labels("hidden", hidden, labels)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 token")
-    inputs = (hidden, lm_head_weight) if bias is None else (hidden, lm_head_weight, bias)
-    has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    needs_grad = any(tensor is not None and tensor.requires_grad for tensor in (hidden, lm_head_weight, bias))
+    has_backward = torch.is_grad_enabled() and needs_grad
     settings = _Settings(
         _matmul_dtype(hidden, lm_head_weight),
         temperature,

@@ -106,26 +106,25 @@ class CriticHead(nn.Module, ABC):
         It is computed outside of the model's forward pass, so it must not use parameters of the head.
 
         Args:
-            predictions: (B, R) or (B, R, M), those of `read`, in the columns of the response.
-            batch: with `returns`, `response_mask`, `values`, `denominator` and, for a head with `sample_taus`,
-                `value_taus`.
+            predictions: (B, R) or (B, R, M), those of `read`.
+            batch: `returns`, `values`, `response_mask`, `denominator` and what `sample_taus` returned as `value_taus`.
             args: the run's configuration.
         """
 
     def sample_taus(self, generator: torch.Generator) -> Tensor | None:
-        """The quantile levels (K,) of the predictions in one optimizer step, on the CPU; None without levels."""
+        """The quantile levels (K,) of the predictions in one optimizer step, on the CPU, if the head samples any."""
         return None
 
     def load_score_weight(self, weight: Tensor) -> None:
-        """Starts from the `score` weight (1, H) of a reward model, if the head can; otherwise changes nothing."""
+        """Starts from the `score` weight (1, H) of a reward model, if the head can."""
 
     @property
     def distributional(self) -> bool:
-        """Whether the head learns the distribution of the return, so that a risk level has a meaning."""
+        """Whether the head learns the distribution of the return, and so has a `risk_level`."""
         return bool(CRITIC_HEADS.trait(self.kind, "distributional"))
 
     def spec(self) -> dict[str, Any]:
-        """Kind, settings and hidden size: heads with the same spec can exchange their weights."""
+        """Kind, settings and hidden size; heads with the same spec can exchange weights."""
         return {"kind": self.kind, **self.settings(), "hidden_size": self.hidden_size}
 
     def check_like(self, saved: "CriticHead") -> None:
@@ -141,9 +140,6 @@ class CriticHead(nn.Module, ABC):
 
         `taus` (K,) in (0, 1), from `sample_taus`, are the quantile levels of `predictions`, given in training only;
         values do not depend on them.
-
-        Raises:
-            ValueError: when `read` returns something other than `HeadOutputs` of these shapes.
         """
         first, rows = next(self.parameters(), None), len(states)
         dtype = torch.float32 if first is None else _at_least_float32(first.dtype)
@@ -173,7 +169,6 @@ def register_critic_head(
         fixed_support: it gives probabilities to returns between the two ends of `PPOConfig.value_support`.
 
     Raises:
-        TypeError: when the class is not a `CriticHead`.
         ValueError: when the name is taken or not allowed.
     """
 
@@ -252,8 +247,8 @@ class _CategoricalCritic(CriticHead):
     """The base of the c51 and the hl_gauss head: probabilities of fixed returns (`support`) between two ends.
 
     At the start every state has the same distribution: uniform where the support is symmetric about 0, otherwise tilted
-    until its mean is 0, or as near to 0 as the support allows. Each return keeps a thousandth of the uniform
-    probability, because one that starts much lower would take too many updates to recover.
+    until its mean is 0, or as near to it as the support allows. Each return keeps a thousandth of the uniform
+    probability; much less would take too many updates to recover from.
     """
 
     def __init__(self, hidden_size: int, *, num_atoms: int = 51, v_min: float = -10.0, v_max: float = 10.0) -> None:
@@ -317,8 +312,8 @@ class C51Head(_CategoricalCritic):
 @CRITIC_HEADS.implement("hl_gauss")
 class HLGaussHead(_CategoricalCritic):
     """Probabilities of `num_atoms` bins of equal width over [v_min, v_max], learned from returns that are smoothed by a
-    normal distribution (HL-Gauss, arXiv:2403.03950). Returns outside are clamped to the ends. A bin stands for the
-    return at its centre, and a tail is one of the smoothed distribution.
+    normal distribution (HL-Gauss, arXiv:2403.03950). Returns outside are clamped to the ends. A risk level reads a tail
+    of the smoothed distribution.
     """
 
     kind = "hl_gauss"

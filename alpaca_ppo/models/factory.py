@@ -44,12 +44,11 @@ def build_actor_critic(
 
     Args:
         policy: the causal language model to train, or a frozen one with adapters; not copied.
-        critic_layout: `separate` (its own backbone: that of `value_model`, or a copy of the policy's without adapters),
-            `adapter` (its own adapter on the policy's base model), `shared` (a head on the policy's hidden states), or
-            None for no critic.
-        value_model: a `Critic`, a causal language model of any size, a sequence classifier with one label, or None. The
-            critic takes over its weights without a copy: the whole `Critic`, or the backbone, and of a classifier also
-            the `score` if the head can start from it.
+        critic_layout: `separate` (a backbone: that of `value_model`, or a copy of the policy's without adapters),
+            `adapter` (an adapter on the policy's base model), `shared` (a head on the policy's hidden states), or None
+            for no critic.
+        value_model: a `Critic`, or a causal language model of any size or a sequence classifier with one label, from
+            which the critic takes the backbone, and the `score` if the head can start from it; not copied.
         head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
 
     Raises:
@@ -143,7 +142,7 @@ def make_actor_critic(
 def _check_actor_critic(
     model: ActorCritic, value_model: Any, peft_config: Any, make_head: Callable[[int], CriticHead], args: PPOConfig
 ) -> None:
-    """Checks that `model` is what `args` describe, and that nothing is given that it holds."""
+    """Checks that `model` is what `args` describe, and that nothing that it holds is given as well."""
     parts = {"peft_config": peft_config, "value_model": value_model}
     parts["init_value_with_reward"] = args.init_value_with_reward or None
     if given := [name for name, value in parts.items() if value is not None]:

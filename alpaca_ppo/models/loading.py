@@ -42,15 +42,14 @@ def load_causal_lm(
     """The causal language model `model`, with dropout off.
 
     Args:
-        model: a folder, a hub id, or a model in memory, which stays as it is otherwise.
+        model: a folder, a hub id, or a model in memory, for which the other arguments are not used.
         trust_remote_code: run code that comes with the model.
         dtype: of the weights.
         load_in_4bit: quantize the weights (NF4, arXiv:2305.14314).
         arguments: further ones of `from_pretrained` (`PPOConfig.model_init_kwargs`).
 
     Raises:
-        ValueError: if the model does not exist, its folder is damaged or lacks weights, such as the language-model
-            head; for 4 bits without a CUDA device or bitsandbytes.
+        ValueError: as `load_complete`; for 4 bits without a CUDA device or bitsandbytes.
     """
     if isinstance(model, str):
         given = dict(arguments or {})
@@ -69,11 +68,10 @@ def _four_bit() -> BitsAndBytesConfig:
 
 
 def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> bool:
-    """Whether `model` (in memory, or what a folder or hub id holds) has a language-model head, and not one linear layer
-    named `score`.
+    """Whether `model` (in memory, or what a folder or hub id holds) has a language-model head, and no layer `score`.
 
     Raises:
-        ValueError: if there is no configuration of that name, or it comes with code that it may not run.
+        ValueError: if there is no configuration of that name, or it comes with code that may not run.
     """
     if not isinstance(model, str):
         return "score" not in dict(model.named_children()) and model.get_output_embeddings() is not None
@@ -96,8 +94,7 @@ def load_sequence_classifier(
     `arguments` of `from_pretrained`.
 
     Raises:
-        ValueError: if it does not exist, its folder is damaged or lacks weights, it does not have exactly one label, or
-            its head is not a linear layer named `score`.
+        ValueError: as `load_complete`; if its head is not a linear layer named `score` with one label.
     """
     classifier: PreTrainedModel = model  # type: ignore[assignment]
     if isinstance(model, str):
@@ -169,16 +166,12 @@ def load_processing_class(
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
-    """Checks that a row fits the model (called `owner` in errors) of the transformers configuration `config`.
+    """Checks that a row of `lengths` tokens (by the option that sets each part) fits the model (`owner` in errors) of
+    `config`, a configuration of transformers.
 
     With the rope types `longrope` and `dynamic` the frequencies depend on the longest row of the batch at the time of
     the pass (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so a longer row
     would cross the length at which they change.
-
-    Args:
-        config: of the model.
-        lengths: the tokens of each part of the row, by the option that sets them.
-        owner: policy, critic or reference.
 
     Raises:
         ValueError: if the row exceeds `max_position_embeddings`, or the length at which rotary frequencies change.
@@ -218,11 +211,7 @@ def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:
-    """Checks that `model` has an embedding for every token that the tokenizer (of `owner`) can produce from text.
-
-    Raises:
-        ValueError: with both numbers, and the first token without an embedding.
-    """
+    """Raises a `ValueError` if the tokenizer (`owner` in errors) has a token without an embedding in `model`."""
     embeddings, added = int(model.config.get_text_config().vocab_size), tokenizer.added_tokens_decoder
     in_use = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     for token, i in tokenizer.get_vocab().items():

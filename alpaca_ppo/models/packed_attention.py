@@ -1,14 +1,13 @@
 """Attention in which the caller decides which keys a query sees: rows without padding, caches with rows of different
 lengths.
 
-`install_attention` makes a model call functions that are registered here. They are the model's own attention, unless
-the keyword `packing` comes with the forward pass: then its `attend` computes the attention of every layer. A keyword
-also reaches layers that gradient checkpointing recomputes, when a global switch would no longer be set.
+`install_attention` makes a model call functions that are registered here. They are the model's attention, unless the
+keyword `packing` comes with the forward pass: then its `attend` computes the attention of every layer. Unlike a global
+switch, a keyword also reaches layers that gradient checkpointing recomputes.
 
-`PackedSequences` is the packing of rows in one sequence without padding (`functional.packing`). On CUDA in half
-precision it is one call of torch's variable-length kernel, otherwise a call for each span, rows of equal length in one
-batch. Flash attentions of transformers need none of this: they take the lengths of the rows. Which models can have rows
-without padding is decided in `trial`.
+`PackedSequences` is the packing of rows in one sequence without padding (`functional.packing`): on CUDA in half
+precision one call of torch's variable-length kernel, otherwise a batch for each length of rows. Flash attentions of
+transformers take the lengths of the rows instead. Which models can have rows without padding is decided in `trial`.
 """
 
 import sys
@@ -211,7 +210,7 @@ class PackedSequences:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """Each token attends to itself, the tokens before it in its span, and the span's prefix; see `Packing`."""
+        """Attention of each token to its span up to itself and to the span's prefix; see `Packing`."""
         scaling, window, softcap, sinks = settings
         if window is not None and window >= self.longest:
             window = None

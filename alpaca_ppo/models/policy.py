@@ -167,10 +167,8 @@ class Policy(nn.Module):
 
 
 def check_architecture(model: PreTrainedModel, role: str) -> None:
-    """Refuses language models of transformers from which no hidden states can be taken, or whose positions are wrong.
-
-    Raises:
-        ValueError: with the name of the class, and the `role` (policy, critic) that it cannot have.
+    """Raises a `ValueError` for models from which no hidden states can be taken, or whose positions would be wrong.
+    `role` (policy, critic) is for the error.
     """
     fields = {"decoder_layers", "num_decoder_layers"} & model.config.to_dict().keys()
     if not fields and model.base_model is not model:
@@ -220,8 +218,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def disable_dropout(model: nn.Module) -> None:
     """Sets every dropout probability to 0 in place, so that train mode computes the same numbers as eval mode.
 
-    Besides `nn.Dropout` modules this covers float attributes such as `attention_dropout`, `resid_pdrop` and
-    `layerdrop`, which attention layers read directly.
+    That covers `nn.Dropout` and float attributes that layers read directly, such as `attention_dropout`, `resid_pdrop`
+    and `layerdrop`.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -22,19 +22,14 @@ from alpaca_ppo.models.trial import fit_rows
 
 
 class CopiedReference:
-    """A separate frozen model.
-
-    Args:
-        policy: the reference; its parameters are frozen here.
-        offloaded: True keeps it in host memory, and moves it to the device only inside `on_device`.
-    """
+    """A separate model, frozen here; `offloaded` keeps it in host memory outside of `on_device`."""
 
     def __init__(self, policy: Policy, *, offloaded: bool = False) -> None:
         self.policy, self.offloaded = policy.requires_grad_(False), offloaded
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[Policy]:
-        """Yields the frozen model, on `device` inside the block."""
+        """Yields the frozen model, which is on `device` inside the block."""
         self.policy.to(device)
         try:
             yield self.policy
@@ -44,12 +39,7 @@ class CopiedReference:
 
 
 class AdapterReference:
-    """The policy's own base model with another adapter or none, so that there is no second copy of the base.
-
-    Args:
-        policy: the policy in training, with adapters.
-        adapter: the adapter of the reference; None uses the base model without adapters.
-    """
+    """The base model of the policy in training with another `adapter`, or with None: there is no second copy of it."""
 
     def __init__(self, policy: Policy, adapter: str | None) -> None:
         assert policy.adapters is not None

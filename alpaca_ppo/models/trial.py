@@ -184,18 +184,17 @@ def _packed_states(backbone: PreTrainedModel, packed: PackedRows, nan_row: Span 
 
 
 def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
-    """Checks that the mask of every layer is causal and within the sliding window in the keywords of its attention,
-    which is all that packed rows respect.
+    """Checks that every layer's mask is causal, within the sliding window in the keywords of its attention.
 
-    Comparing states on short rows would not show it, because windows and chunks have thousands of tokens. So functions
-    are registered here that transformers calls for each mask and for each layer's attention.
+    Short rows cannot show it, because windows and chunks have thousands of tokens. So functions are registered here
+    that transformers calls for each mask and for each layer's attention.
     """
     # Of each mask that the model makes; the layers get the index into this list in place of the mask.
     windows: list[int | None] = []
     problems: list[str] = []
     attention_was_called = False
 
-    def mask(**arguments: Any) -> Tensor:
+    def make_mask(**arguments: Any) -> Tensor:
         window = arguments.get("local_size")
         edges = [0, 1, 5] if window is None else [0, 1, 5, window - 1, window, window + 1, 2 * window + 1]
         k = torch.tensor(edges, device=input_ids.device)
@@ -206,20 +205,23 @@ def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
         windows.append(window)
         return torch.full((1, 1, 1, 1), len(windows) - 1, device=input_ids.device)
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any):  # type: ignore[no-untyped-def]
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+    ) -> tuple[Tensor, None]:
         nonlocal attention_was_called
         attention_was_called = True
         window = None if attention_mask is None else windows[int(attention_mask.flatten()[0])]
-        if kw.get("sliding_window") != window:
-            problems.append(f"a layer with a window of {window} tokens has the keyword {kw.get('sliding_window')}")
-        if kw.get("is_causal") is False or kw.get("position_bias") is not None:
+        keyword = keywords.get("sliding_window")
+        if keyword != window:
+            problems.append(f"a layer with a window of {window} tokens has the keyword {keyword}")
+        if keywords.get("is_causal") is False or keywords.get("position_bias") is not None:
             problems.append("a layer is not causal, or has biases of positions")
-        out = dense_attention(query, key, value, None, AttentionSettings(kw.get("scaling")))
+        out = dense_attention(query, key, value, None, AttentionSettings(keywords.get("scaling")))
         return out.transpose(1, 2).contiguous(), None
 
     before = backbone.config._attn_implementation
     AttentionInterface.register(_RECORDER, attention)
-    AttentionMaskInterface.register(_RECORDER, mask)
+    AttentionMaskInterface.register(_RECORDER, make_mask)
     backbone.set_attn_implementation(_RECORDER)
     try:
         backbone(input_ids=input_ids, use_cache=False)
