@@ -112,7 +112,7 @@ def adapter_base(field: str, config: PeftConfig) -> str:
 
 
 def read_policy_adapter(name: str) -> LoraConfig:
-    """The configuration of the adapter `name`, from which a policy starts.
+    """The configuration of the adapter from which a policy starts.
 
     Raises:
         ValueError: as `lora_config`; for an adapter of a classifier, and for one that does not name its base.
@@ -129,11 +129,10 @@ def read_policy_adapter(name: str) -> LoraConfig:
 
 
 def read_reward_adapter(name: str) -> LoraConfig:
-    """The configuration of the reward adapter `name`, without its head.
+    """The configuration of a reward adapter, without its head.
 
     Raises:
-        ValueError: when `name` is not an adapter, not LoRA, has more than LoRA weights and a score head with one label,
-            or no safetensors file.
+        ValueError: when it is not LoRA with a score head of one label and nothing else, or has no safetensors file.
     """
     if not is_adapter(name):
         raise ValueError(f"reward_adapter is {name!r}, no adapter; pass a whole reward model in reward_funcs")

@@ -198,10 +198,8 @@ def quantile_huber_loss(
     expectile: unless kappa is small compared with the spread of the returns, the quantiles are biased towards the mean.
 
     Args:
-        quantiles: (B, R, K), predicted quantiles of the return at the levels `taus`; see the module for the arguments
-            that are not listed.
-        taus: (K,) or (B, R, K), levels in (0, 1): `quantile_midpoints`, or uniform samples for IQN; detached. With
-            sampled levels, `vpred` is an estimate of the mean of the distribution.
+        taus: (K,) or (B, R, K), the levels in (0, 1) of `quantiles` (B, R, K): `quantile_midpoints`, or for IQN uniform
+            samples, with which `vpred` is an estimate; detached.
         kappa: in units of the return, positive.
     """
     if not kappa > 0:

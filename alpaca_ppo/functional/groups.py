@@ -87,9 +87,9 @@ def gdpo_advantages(
     *,
     penalties: Tensor | None = None,
 ) -> Tensor:
-    """Advantages (B, R) of several reward sources: the `grpo` advantage of each source on its own, their weighted sum,
-    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242). A source whose scores have a small range
-    counts as much as one with a large range.
+    """Advantages (B, R) of several reward sources: the weighted sum of the `grpo` advantages of each source on its own,
+    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242). So the range of a source's scores does not
+    matter.
 
     Args:
         scores_by_source: (B, S). A response that a source did not score (NaN) has no part in that source's comparison.

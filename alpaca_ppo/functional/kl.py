@@ -1,7 +1,7 @@
 """Per-token estimates of KL(policy || reference) from the log-probabilities of the sampled tokens.
 
-The built-in estimators are those of http://joschu.net/blog/kl-approx.html; `register_kl_estimator` adds others. The
-exact KL over the vocabulary is left out: it would need the logits of both models at once.
+The estimators are those of http://joschu.net/blog/kl-approx.html. The exact KL over the vocabulary is left out: it
+would need the logits of both models at once.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def register_kl_estimator(name: str, *, kink_at_zero: bool = False) -> Callable[
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """The KL estimate of each token, in nats. With d = logprobs - ref_logprobs:
 
-    - `k1` = d: unbiased, of either sign; positive where the policy gives the token a higher probability;
+    - `k1` = d: unbiased; positive where the policy gives the token a higher probability;
     - `abs` = |d|; `k2` = d^2 / 2, whose expected gradient is that of the KL;
     - `k3` = exp(-d) - 1 + d: unbiased and never negative; -d is clamped to +-20 and the result to at most 10;
     - `k1_clamped` = max(d, 0): AlpacaFarm's estimator, which is biased upward; for reproducing AlpacaFarm;

@@ -67,8 +67,8 @@ def chunked_logprobs(
     kept_bytes: float = 0,
     logit_transform: LogitTransform | None = None,
 ) -> ChunkedLogprobs:
-    """`token_logprobs` and `entropy_from_logits` of logits = hidden @ lm_head_weight.T + bias, with the logits of only
-    one chunk of tokens in memory, and of those that `kept_bytes` has room for.
+    """`token_logprobs` and `entropy_from_logits` of hidden @ lm_head_weight.T + bias, with the logits of only one chunk
+    of tokens in memory, and of those that `kept_bytes` has room for.
 
     Both passes hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform` saves. The backward
     pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were kept; the gradients
@@ -80,10 +80,8 @@ def chunked_logprobs(
             the graph.
         lm_head_weight: (V, H).
         labels: (...), int64 in [0, V).
-        temperature: divides the logits.
-        chunk_size: tokens per chunk.
+        chunk_size: in tokens.
         bias: (V,).
-        with_entropy: compute entropies too.
         kept_bytes: the most bytes of logits that are kept for a backward pass: those of the first chunks that fit
             whole, in the dtype of the matrix product. The backward pass frees them one by one; a second one through a
             retained graph recomputes them.
@@ -96,14 +94,8 @@ def chunked_logprobs(
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 token")
     needs_grad = any(tensor is not None and tensor.requires_grad for tensor in (hidden, lm_head_weight, bias))
     has_backward = torch.is_grad_enabled() and needs_grad
-    settings = _Settings(
-        _matmul_dtype(hidden, lm_head_weight),
-        temperature,
-        chunk_size,
-        with_entropy,
-        kept_bytes if has_backward else 0,
-        logit_transform,
-    )
+    matmul_dtype, kept_bytes = _matmul_dtype(hidden, lm_head_weight), kept_bytes if has_backward else 0
+    settings = _Settings(matmul_dtype, temperature, chunk_size, with_entropy, kept_bytes, logit_transform)
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.size(-1)), lm_head_weight, bias, labels.reshape(-1), settings
     )

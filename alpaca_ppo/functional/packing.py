@@ -67,19 +67,18 @@ def pack_rows(
     layout: RowLayout = PADDED,
     device: torch.device | None = None,
 ) -> PackedRows:
-    """Prompt + response of each row, left-aligned, without the columns that no row needs; or with a padding-free
-    `layout`, as one sequence.
+    """Prompt + response of each row, left-aligned, without the columns that no row needs; or as one sequence.
 
-    The output of a causal model at a real token does not depend on the tokens to its right. Left-aligned rows therefore
-    need neither an attention mask nor position ids, and the results cannot depend on padding. Holes in `response_mask`
-    (tokens that the policy did not choose) stay in the row; the columns after the last masked token are dropped.
+    What a causal model computes at a token does not depend on the tokens to its right, so left-aligned rows need
+    neither an attention mask nor position ids, and results cannot depend on padding. Holes in `response_mask` (tokens
+    that the policy did not choose) stay in the row; the columns after the last masked token are dropped.
 
     Args:
         queries: (B, Q) int64.
         query_attn_masks: (B, Q), 1 = real.
         responses: (B, R) int64.
         response_mask: (B, R) bool, True = a token the policy chose.
-        layout: separate rows, or end to end.
+        layout: separate rows, or one sequence.
         device: of the result; None = that of `queries`.
 
     Raises:

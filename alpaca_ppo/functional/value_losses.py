@@ -16,12 +16,11 @@ def value_loss(
     loss_agg_mode: str = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """Half the squared error to the returns, with the larger of the errors of the raw and the clipped prediction:
+    """Half the squared error to the returns, the larger one of the raw and the clipped prediction:
 
         loss = 0.5 * aggregate(max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2))
 
-    Clipping follows PPO2 of OpenAI Baselines and is not described in a paper; with None the loss is the plain
-    squared error.
+    Clipping follows PPO2 of OpenAI Baselines and is not described in a paper.
 
     Args:
         vpreds: (B, R), the critic's predictions, which receive the gradient.
@@ -34,7 +33,7 @@ def value_loss(
 
     Returns:
         The loss, and the stats `clipfrac` (fraction of tokens whose clipped error is the larger), `error` (mean squared
-        error before clipping) and `vpred` (mean prediction) over the masked tokens of this call; 0 if there are none.
+        error before clipping) and `vpred` (mean prediction), over the masked tokens of this call.
     """
     if cliprange_value is not None and not cliprange_value > 0:
         raise ValueError(f"cliprange_value is {cliprange_value}; it must be positive, or None for no clipping")

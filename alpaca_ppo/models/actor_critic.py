@@ -75,7 +75,7 @@ class ActorCritic(nn.Module):
 
     @property
     def padding_free(self) -> bool:
-        """Whether the passes of policy and critic have no padding."""
+        """Whether neither policy nor critic pads rows."""
         return all(layout.padding_free for layout in self.layouts)
 
     @property
@@ -111,18 +111,11 @@ class ActorCritic(nn.Module):
         value_taus: Tensor | None = None,
         packed: tuple[PackedRows, PackedRows] | None = None,
     ) -> ActorCriticOutputs:
-        """Log-probabilities, entropies and values of `responses`.
+        """Log-probabilities, entropies and values of `responses`. Arguments that are not listed: see `Policy.forward`.
 
         Args:
-            queries: (B, Q) int64, left-padded.
-            query_attn_masks: (B, Q), 1 = a real token.
-            responses: (B, R) int64, right-padded.
-            response_mask: (B, R) bool, True = a token the policy chose.
-            temperature: divides the logits.
-            chunk_size: tokens whose logits are in memory at once.
             with_policy: False runs only the critic; no gradient reaches the policy then.
             with_critic: False runs only the policy.
-            with_entropies: False leaves the entropies out.
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
             packed: `pack` of these rows, if the caller has it.
         """

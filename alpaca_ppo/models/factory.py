@@ -43,7 +43,7 @@ def build_actor_critic(
     """The policy with a critic in the layout `critic_layout`.
 
     Args:
-        policy: the causal language model to train, or a frozen one with adapters; not copied.
+        policy: the model to train, or a frozen one with adapters; not copied.
         critic_layout: `separate` (a backbone: that of `value_model`, or a copy of the policy's without adapters),
             `adapter` (an adapter on the policy's base model), `shared` (a head on the policy's hidden states), or None
             for no critic.

@@ -52,14 +52,12 @@ class Packing(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """The attention's output for each of N queries, (1, N, heads, width of the values).
+        """The output (1, N, heads, width) of the attention layer `module`, whose number is `module.layer_idx`.
 
         Args:
-            module: the attention layer; `module.layer_idx` is its number.
             query: (1, heads, N, d), rotated.
             key: (1, kv_heads, M, d), rotated.
             value: (1, kv_heads, M, width).
-            settings: those of the layer.
         """
         ...
 
@@ -187,13 +185,8 @@ def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]
     assert not any(span.prefix_length for span in packed.spans)
     lengths = [span.length for span in packed.spans]
     ends, longest = _cumulative(lengths, device), max(lengths)
-    return {
-        "position_ids": packed.position_ids,
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    flash = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return {"position_ids": packed.position_ids, **flash}
 
 
 class PackedSequences:

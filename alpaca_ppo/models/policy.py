@@ -66,14 +66,13 @@ class Policy(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The language-model head, with a weight of (V, H)."""
+        """The language-model head, of weight (V, H)."""
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
 
     @property
     def padding_free(self) -> bool:
-        """Whether rows are laid end to end."""
         return self.padding_reason is None
 
     @property

@@ -111,12 +111,12 @@ def _load_head(folder: str) -> CriticHead:
 
 
 def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
-    """The `Critic`, sequence classifier or language model that a critic with a backbone starts from, trainable; it
+    """The `Critic`, sequence classifier or language model that a critic with a backbone starts from, trainable. It
     shares no weights with another model.
 
     Raises:
-        ValueError: for an adapter, for a vocabulary smaller than the policy's, and for a language model without a
-            backbone that a critic could use; and whatever loading raises.
+        ValueError: for an adapter, a vocabulary smaller than the policy's, and as `load_critic`, `load_causal_lm`,
+            `load_sequence_classifier` and `check_architecture`.
     """
     options: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.model_init_kwargs}
     if has_adapter(value_model):
