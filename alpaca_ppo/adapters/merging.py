@@ -27,7 +27,7 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
             plain = module.modules_to_save[POLICY].state_dict()
         else:
             continue
-        # PEFT has put this module in place of a plain one, whose tensors now take the places of its own.
+        # PEFT put this module in place of a plain one: drop its tensors and add those of the plain one.
         for key in module.state_dict(prefix=f"{name}."):
             del weights[key]
         weights |= {f"{name}.{key}": tensor for key, tensor in plain.items()}
