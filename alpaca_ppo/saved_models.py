@@ -1,10 +1,10 @@
 """Loading what others have saved: the error that names a damaged file, and code that comes with a model.
 
-The libraries raise whatever their parsers raise, often without a file name. A file is opened here only after a load has
-failed. Of a model on the hub, whose files lie in a cache, only the library's own text is reported.
+Libraries raise whatever their parsers raise, often without a file name. So after a load has failed, the files of the
+folder are tried here one by one; of a model on the hub, only the library's text is reported.
 
-Code of a model is run where `trust_remote_code` allows it, and refused with an error otherwise. transformers asks on
-the terminal where nobody has decided, which would stop a run; here it never asks.
+Code that comes with a model runs only where `trust_remote_code` allows it; otherwise it is an error. transformers would
+ask on the terminal, which would stop a run.
 """
 
 import json
@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import dynamic_module_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-_NOT_OF_FILES = (ImportError, MemoryError, torch.OutOfMemoryError)
-"""Errors of the machine or its packages, which say nothing about the files."""
+_NOT_ABOUT_FILES = (ImportError, MemoryError, torch.OutOfMemoryError)
+"""Errors of the machine or its packages."""
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def loading(problem: str, name: str, remedy: str) -> Iterator[None]:
     """A block in which a library loads `name`, a folder or hub id, and nothing else happens.
 
     Args:
-        problem: what does not work, for the error, such as "no model can be loaded from 'x'".
+        problem: how the error starts, such as "no model can be loaded from 'x'".
         name: the folder or hub id.
         remedy: what the user can check, if no file is damaged.
 
@@ -37,7 +37,7 @@ def loading(problem: str, name: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except _NOT_OF_FILES:
+    except _NOT_ABOUT_FILES:
         raise
     except Exception as error:
         if damage := damaged_file(Path(name)):
@@ -47,7 +47,7 @@ def loading(problem: str, name: str, remedy: str) -> Iterator[None]:
 
 
 def damaged_file(folder: Path) -> str | None:
-    """The first file of `folder` that is no JSON or safetensors although its name says so, and why; None if all are."""
+    """The first file of `folder` that is not the JSON or safetensors that its name says, and why; None without."""
     for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
         try:
             if path.suffix == ".json":
@@ -64,13 +64,13 @@ def damaged_file(folder: Path) -> str | None:
 def remote_code(name: str, *, trust: bool) -> Iterator[None]:
     """A block that loads or builds the model, tokenizer or configuration `name`, and runs its code if `trust`.
 
-    It covers what the model loads itself: many classes of transformers call `AutoModel.from_config` without passing on
-    `trust_remote_code`.
+    It also answers for the models inside a model: many classes of transformers call `AutoModel.from_config` without
+    passing on `trust_remote_code`.
 
     Raises:
         ValueError: if code would have to run without `trust`; names the model and the option.
     """
-    # The module has no name `input` of its own, so this one takes the place of the builtin in its question alone.
+    # The module asks the user by `input`; a global of that name in it replaces the builtin there alone.
     # Remove it once transformers passes `trust_remote_code` on to the models inside a model.
     names = vars(dynamic_module_utils)
     outer = names.get("input")

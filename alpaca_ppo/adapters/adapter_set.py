@@ -1,7 +1,7 @@
 """Several LoRA adapters on one frozen base: the policy's, the critic's, a reward model's, and the base without any.
 
-PEFT injects adapters into the base's own layers, so the base's forward pass uses whichever adapter is active. This
-module switches between them and keeps `requires_grad` as it is, which PEFT's own switches change.
+PEFT injects adapters into the base's layers, so the base's forward pass uses whichever adapter is active. This module
+switches between them without changing `requires_grad`, which PEFT's switches do.
 """
 
 import copy
@@ -21,7 +21,7 @@ from alpaca_ppo.adapters.checks import (
     belongs_to,
     check_active_adapter,
     check_head,
-    free_names,
+    delete_owned_adapters,
     inject_adapter,
     mark_as_owned,
     raise_precision,
@@ -35,11 +35,7 @@ POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
 
 
 class AdapterSet:
-    """The adapters of one base model. One is active at a time: the policy's, except inside `active`.
-
-    Args:
-        peft: the PEFT model; its adapter `default` is the policy's.
-    """
+    """The adapters of one base model, `peft`. One is active at a time: the policy's, except inside `active`."""
 
     def __init__(self, peft: PeftModel) -> None:
         self.peft = peft
@@ -56,10 +52,7 @@ class AdapterSet:
 
     @contextmanager
     def active(self, name: str | None) -> Iterator[None]:
-        """Activates the adapter `name` inside the block; None = the base without an adapter.
-
-        `requires_grad` of every parameter stays as it was, inside the block and after it.
-        """
+        """Activates the adapter `name` inside the block; None = the base without an adapter."""
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         before = self.peft.active_adapter
         try:
@@ -73,14 +66,13 @@ class AdapterSet:
             _restore(flags)
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
-        """Adds an adapter `name`, initialized by PEFT (to a product of zero). PEFT may modify `config`.
-
-        An adapter of that name that an earlier run added to the same model is replaced.
+        """Adds an adapter `name`, initialized by PEFT (to a product of zero), in place of one that a run added. PEFT
+        may modify `config`.
 
         Raises:
             ValueError: when the model has an adapter of this name that was not added by a run.
         """
-        free_names((name,), self.peft)
+        delete_owned_adapters((name,), self.peft)
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         self.peft.add_adapter(name, config)
         mark_as_owned(name, self.peft)
@@ -91,8 +83,8 @@ class AdapterSet:
             parameter.requires_grad_(trainable)
 
     def load(self, name: str, field: str, folder: str, config: LoraConfig, *, trainable: bool) -> dict[str, Tensor]:
-        """Adds an adapter `name` of `config` with the weights in `folder` (or hub id), in place of one that this run
-        added; returns the weights of a classifier's head that are there too. `field` names the source in errors.
+        """Adds an adapter with the weights in `folder` (or hub id), as `add` does; returns the weights of a
+        classifier's head that are there too. `field` names the source in errors.
 
         Raises:
             ValueError: when it does not fit the base.
@@ -102,7 +94,7 @@ class AdapterSet:
         self.add(name, config, trainable=trainable)
         tensors = load_file(weights_file(field, folder))
         try:
-            # Checked as PEFT resolved it on this base: PEFT may resolve older layer names to expert parameters.
+            # Again, because PEFT may have resolved older layer names to parameters of experts of this base.
             lora_config(config, f"{field} {folder}")
             given = {key: value for key, value in tensors.items() if not is_head(key)}
             if different := sorted(set(get_peft_model_state_dict(self.peft, adapter_name=name)) ^ set(given)):
@@ -117,7 +109,6 @@ class AdapterSet:
         return {key: value for key, value in tensors.items() if is_head(key)}
 
     def parameters_of(self, name: str) -> list[nn.Parameter]:
-        """The parameters of the adapter `name`."""
         return [parameter for key, parameter in self.peft.named_parameters() if belongs_to(name, key)]
 
     def tensors_of(self, name: str) -> dict[str, Tensor]:
@@ -144,7 +135,7 @@ def describe(config: LoraConfig) -> str:
 
 
 def warn_of_other_base(folder: str, config: LoraConfig, model: PreTrainedModel) -> None:
-    """Warns if the adapter in `folder`, whose configuration is `config`, names another base than `model`."""
+    """Warns if the adapter in `folder`, of `config`, names another base than `model`."""
     trained_on, here = config.base_model_name_or_path, model.config.name_or_path
     if trained_on and here and trained_on != here:
         warnings.warn(
@@ -155,11 +146,7 @@ def warn_of_other_base(folder: str, config: LoraConfig, model: PreTrainedModel) 
 
 
 def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
-    """Freezes `model` and adds a new policy adapter.
-
-    Args:
-        model: the base; changed in place.
-        config: a `peft.LoraConfig`.
+    """Freezes `model`, in place, and adds a new policy adapter of `config`, a `peft.LoraConfig`.
 
     Raises:
         ValueError: for a configuration whose adapter changes the base even when it is switched off, that adapts the
@@ -185,13 +172,11 @@ def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
 
 
 def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
-    """Loads the adapter in `folder` (or hub id) onto `model` as the policy's, to train it further.
-
-    A frozen copy of it becomes the reference.
+    """Loads the adapter in `folder` (or hub id) onto `model` as the policy's, to train it further. A frozen copy of it
+    becomes the reference.
 
     Raises:
-        ValueError: when the adapter does not fit the model, or as `load_peft_model`; and whatever `from_peft_model`
-            raises.
+        ValueError: when the adapter does not fit the model; as `load_peft_model` and `from_peft_model`.
     """
     check_adapter_shapes("model_name_or_path", folder, model)
     field = f"model_name_or_path {folder}"
@@ -217,11 +202,8 @@ def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_train
 
 
 def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
-    """The adapters of a PEFT model, whose adapter `default` becomes the policy's and a frozen copy of it the reference.
-
-    Args:
-        peft: changed in place.
-        field: where the model came from, for error messages.
+    """The adapters of a PEFT model, changed in place: its adapter `default` becomes the policy's, and a frozen copy of
+    it the reference. `field` names the model's source in errors.
 
     Raises:
         ValueError: for adapters that this package cannot handle or whose names it reserves; when the adapter `default`
@@ -234,9 +216,9 @@ def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
     check_head(adapters.model, config)
     check_active_adapter(POLICY, peft)
     raise_precision(peft)
-    # Adapters of an earlier trainer on the same model are removed; this run starts from the policy it left.
-    free_names((VALUE, REWARD, REFERENCE), peft)
-    # With the policy's adapter switched off, the raw base would remain, which is not what training starts from.
+    # Of an earlier trainer on the same model; this run starts from the policy it left.
+    delete_owned_adapters((VALUE, REWARD, REFERENCE), peft)
+    # Training starts from this adapter: the base with adapters switched off would not do as the reference.
     adapters.copy(POLICY, REFERENCE)
     return adapters
 

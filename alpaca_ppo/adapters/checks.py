@@ -17,31 +17,25 @@ _OWNED = "_adapters_made_by_a_run"
 
 
 def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: LoraConfig) -> Any:
-    """`make(model, config)`: a PEFT model with the new adapter `default`.
-
-    Args:
-        make: `peft.get_peft_model`, or a PEFT model class.
-        model: the base; changed in place.
-        config: of the adapter; not changed.
+    """`make(model, config)`: a PEFT model with the new adapter `default`. `make` is `peft.get_peft_model`, or a PEFT
+    model class; `model` is changed in place, `config` is not.
 
     Raises:
         ValueError: when a name in `target_modules` or `modules_to_save` matches no layer, or PEFT would adapt the
             parameters of experts. `model` is restored then, unless PEFT itself failed.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    targets, whole, kind = config.target_modules, sorted(config.modules_to_save or ()), type(model).__name__
-    wanted = [] if isinstance(targets, str | None) else sorted(targets)
-    problem = f"target_modules (--lora_target_modules) is {wanted or targets}"
+    kind, whole = type(model).__name__, sorted(config.modules_to_save or ())
+    wanted = [] if isinstance(config.target_modules, str | None) else sorted(config.target_modules)
+    problem = f"target_modules (--lora_target_modules) is {wanted or config.target_modules}"
     remedy = f"name linear layers ({_linear(model)}), or leave it out for every linear layer"
     try:
         # A copy, because PEFT writes resolved names into the configuration, which the user may reuse.
         peft = make(model, copy.deepcopy(config))
     except ValueError as error:
         raise ValueError(f"{problem}, which PEFT cannot adapt on {kind} ({error}); {remedy}") from error
-    adapted, saved = (
-        [name for name, module in peft.named_modules() if isinstance(module, found)]
-        for found in (BaseTunerLayer, ModulesToSaveWrapper)
-    )
+    adapted = [name for name, module in peft.named_modules() if isinstance(module, BaseTunerLayer)]
+    saved = [name for name, module in peft.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     fault = None
     # On mixtures of experts PEFT maps all-linear, and layer names from before transformers 5, to expert parameters.
     if reached := sorted(peft.peft_config["default"].target_parameters or ()):
@@ -75,33 +69,29 @@ def _linear(model: PreTrainedModel) -> list[str]:
 
 def mark_as_owned(name: str, peft: PeftModel) -> None:
     """Marks the adapter `name` as added by a run, so that a later run on the same model may replace it."""
-    # Kept with its configuration: the user may delete the adapter and add another one of the same name.
+    # By its configuration: the user may delete the adapter and add another one of the same name.
     peft.__dict__.setdefault(_OWNED, {})[name] = peft.peft_config[name]
 
 
-def free_names(names: Iterable[str], peft: PeftModel) -> None:
-    """Deletes those adapters of the reserved `names` that an earlier run added to `peft`.
+def delete_owned_adapters(names: Iterable[str], peft: PeftModel) -> None:
+    """Deletes those of the adapters `names` that an earlier run added to `peft`.
 
     Raises:
         ValueError: when one of them is the user's.
     """
     owned = vars(peft).get(_OWNED, {})
-    there = sorted(set(names) & set(peft.peft_config))
-    for name in there:
+    present = sorted(set(names) & set(peft.peft_config))
+    for name in present:
         if owned.get(name) is not peft.peft_config[name]:
             raise ValueError(
                 f"the model already has an adapter named {name!r}, which the run needs; call delete_adapter({name!r})"
             )
-    for name in there:
+    for name in present:
         peft.delete_adapter(name)
 
 
 def check_active_adapter(name: str, peft: PeftModel) -> None:
-    """Checks that the adapter `name` is the only active one in every layer of `peft`, and that it is trainable.
-
-    Raises:
-        ValueError: with the PEFT call that makes it so.
-    """
+    """Raises a `ValueError` unless the adapter `name` is trainable, and the only active one in every layer."""
     layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
     active = sorted({other for layer in layers if not layer.disable_adapters for other in layer.active_adapters})
     if active != [name] or any(layer.disable_adapters for layer in layers):
@@ -114,11 +104,7 @@ def check_active_adapter(name: str, peft: PeftModel) -> None:
 
 
 def check_head(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Checks that the language-model head is not adapted.
-
-    Raises:
-        ValueError: naming the modules that the configuration lists.
-    """
+    """Raises a `ValueError` if the language-model head is adapted."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or any(True for _ in head.named_children()):
         raise ValueError(
@@ -131,7 +117,7 @@ def raise_precision(peft: PeftModel) -> None:
     """Casts trainable adapter weights to float32, because half precision rounds small updates away.
 
     Raises:
-        ValueError: naming a trainable parameter in half precision that is not an adapter's.
+        ValueError: for another trainable parameter in half precision.
     """
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):

@@ -1,7 +1,7 @@
-"""Saved adapters, in a folder or on the hub: what kind they are, and whether they fit a base; checked before any model
-is loaded.
+"""Saved adapters, in a folder or on the hub: what kind they are, and whether they fit a base, before a model is loaded.
 
-Reads `adapter_config.json` and the header of the safetensors file; weights in other formats are never opened.
+Reads `adapter_config.json` and the header of the safetensors file; weights in other formats are never opened. Arguments
+named `field` say in errors which option names the adapter, `name`, a folder or a hub id.
 """
 
 import dataclasses
@@ -28,23 +28,21 @@ _PLAIN_FIELDS = set(
     "alpha_pattern use_rslora use_dora modules_to_save fan_in_fan_out init_lora_weights task_type inference_mode "
     "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
 )
-"""Fields of a LoraConfig that need not have PEFT's default; `init_lora_weights` has a check of its own.
-
-All other fields select variants of LoRA, of which some train or rewrite the base and some depend on the tokens.
-"""
+"""Fields of a LoraConfig that need not have PEFT's default. All others select variants of LoRA, of which some train or
+rewrite the base and some depend on the tokens."""
 _NAMES = list | set
-_KINDS: dict[str, Any] = {
+_ENTRY_TYPES: dict[str, Any] = {
     **dict.fromkeys(("base_model_name_or_path", "task_type"), str),
     **dict.fromkeys(("modules_to_save", "target_parameters"), _NAMES),
     **dict.fromkeys(("target_modules", "exclude_modules"), _NAMES | str),
     **dict.fromkeys(("r", "lora_alpha", "lora_dropout"), int | float),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict),
 }
-"""What an entry of an adapter's configuration must be, where PEFT does not check it."""
+"""Of entries of an adapter's configuration that PEFT does not check."""
 
 
 def is_adapter(name: str) -> bool:
-    """Whether `name`, a folder or a hub id, is an adapter and not a whole model. Offline, the hub's cache decides."""
+    """Whether `name` is an adapter and not a whole model. Offline, the hub's cache decides."""
     if Path(name).exists():
         return (Path(name) / CONFIG).is_file()
     try:
@@ -56,7 +54,7 @@ def is_adapter(name: str) -> bool:
 
 
 def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
-    """Returns `config` if this package can handle it; `field` names its source in error messages.
+    """Returns `config` if this package can handle it.
 
     Raises:
         ValueError: for methods other than LoRA, for unsupported variants of LoRA, and for trained biases.
@@ -85,28 +83,27 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
 
 
 def read_adapter(field: str, name: str) -> PeftConfig:
-    """The configuration of the adapter `name`, a folder or a hub id, of any kind; `field` names it in errors.
+    """The configuration of an adapter of any kind.
 
     Raises:
-        ValueError: when it is damaged, or an entry is not of the kind that this package reads.
+        ValueError: when it is damaged, or an entry does not have the type that this package reads.
     """
     with loading(f"{field}: no adapter can be loaded from {name!r}", name, "save or download the adapter again"):
         config = PeftConfig.from_pretrained(name)
-    entries = vars(config)
-    for entry, kinds in _KINDS.items():
-        value = entries.get(entry)
+    for entry, allowed in _ENTRY_TYPES.items():
+        value = vars(config).get(entry)
         members = value if isinstance(value, list | set) else ()
-        if value is None or (isinstance(value, kinds) and all(isinstance(member, str) for member in members)):
+        if value is None or (isinstance(value, allowed) and all(isinstance(member, str) for member in members)):
             continue
-        raise ValueError(f"{field} has {entry} {value!r} in its {CONFIG}, which must be {kinds}; save it again")
+        raise ValueError(f"{field} has {entry} {value!r} in its {CONFIG}, which must be {allowed}; save it again")
     return config
 
 
 def adapter_base(field: str, config: PeftConfig) -> str:
-    """The folder or hub id of the base that the adapter of this configuration belongs to.
+    """The folder or hub id of the base that the configuration of an adapter names.
 
     Raises:
-        ValueError: when the configuration does not name it.
+        ValueError: when it names none.
     """
     base = config.base_model_name_or_path
     if not base:
@@ -115,7 +112,7 @@ def adapter_base(field: str, config: PeftConfig) -> str:
 
 
 def read_policy_adapter(name: str) -> LoraConfig:
-    """The configuration of the adapter `name`, from which a policy starts.
+    """The configuration of the adapter from which a policy starts.
 
     Raises:
         ValueError: as `lora_config`; for an adapter of a classifier, and for one that does not name its base.
@@ -132,11 +129,10 @@ def read_policy_adapter(name: str) -> LoraConfig:
 
 
 def read_reward_adapter(name: str) -> LoraConfig:
-    """The configuration of the reward adapter `name`, without its head.
+    """The configuration of a reward adapter, without its head.
 
     Raises:
-        ValueError: when `name` is not an adapter, not LoRA, has more than LoRA weights and a score head with one label,
-            or no safetensors file.
+        ValueError: when it is not LoRA with a score head of one label and nothing else, or has no safetensors file.
     """
     if not is_adapter(name):
         raise ValueError(f"reward_adapter is {name!r}, no adapter; pass a whole reward model in reward_funcs")
@@ -157,8 +153,8 @@ def read_reward_adapter(name: str) -> LoraConfig:
 
 
 def read_value_adapter(name: str) -> LoraConfig:
-    """The configuration of the adapter in `name`, the folder or hub id of a saved critic (`final/value`), as training
-    continues it: without dropout, and not frozen.
+    """The configuration of the adapter of a saved critic (`final/value`), as training continues it: without dropout,
+    and not frozen.
 
     Raises:
         ValueError: as `read_adapter` and `lora_config`.
@@ -175,7 +171,7 @@ def is_head(key: str) -> bool:
 
 
 def weights_file(field: str, name: str) -> Path:
-    """The weights file of the adapter `name`, a folder or a hub id (which is downloaded); `field` names it in errors.
+    """The weights file of the adapter, downloaded if need be.
 
     Raises:
         ValueError: when there is no safetensors file.
@@ -191,7 +187,7 @@ def weights_file(field: str, name: str) -> Path:
 
 
 def weight_shapes(field: str, name: str) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of the adapter `name`, from the file's header.
+    """The shape of each tensor of the adapter, from the file's header.
 
     Raises:
         ValueError: as `weights_file`; when the file is damaged.
@@ -203,29 +199,25 @@ def weight_shapes(field: str, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
-    """Checks that the adapter `name` has the shapes that the layers of `model` need, and its head the hidden size.
-
-    Args:
-        field: of the run that names the adapter, for error messages.
-        name: folder or hub id.
-        model: the base; may be on the meta device.
-
-    Raises:
-        ValueError: naming the field, the adapter, the layer and both shapes.
+    """Raises a `ValueError` if the shapes of the adapter do not fit the layers of `model`, which may be on the meta
+    device, or its head the hidden size.
     """
     layers = dict(model.named_modules())
     hidden = int(model.config.get_text_config().hidden_size)
     for key, shape in weight_shapes(field, name).items():
-        place, _, part = key.removeprefix("base_model.model.").partition(".lora_")
-        needed, sizes = shape, _sizes(layers.get(place))
-        if is_head(key):
+        layer, _, factor = key.removeprefix("base_model.model.").partition(".lora_")
+        sizes = _sizes(layers.get(layer))
+        needed: tuple[int, ...] | None = shape
+        if factor and layer not in layers:
+            needed = None
+        elif is_head(key):
             needed = (*shape[:1], hidden)
-        elif sizes is not None and part == "A.weight":
+        elif sizes is not None and factor == "A.weight":
             needed = (*shape[:1], sizes[0])
-        elif sizes is not None and part == "B.weight":
+        elif sizes is not None and factor == "B.weight":
             needed = (sizes[1], *shape[-1:])
-        if shape != needed or (part and place not in layers):
-            here = f"needs {needed}" if place in layers or is_head(key) else "is not there"
+        if shape != needed:
+            here = "is not there" if needed is None else f"needs {needed}"
             raise ValueError(
                 f"{field} {name} does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer "
                 f"{here}; use an adapter of this base"

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from alpaca_ppo.adapters.adapter_set import POLICY, AdapterSet
@@ -17,33 +18,30 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
     Layers are merged one at a time and restored bit for bit. Of a base in half precision, the rounded weights are
     merged: load it in float32 for those that are stored.
     """
-    model = adapters.model
-    merged: dict[str, Tensor] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer):
-            merged[f"{name}.weight"] = _merged_layer(layer, layer.get_base_layer())
-    # What the adapter trains as a whole (modules_to_save) replaces the base's.
-    base, own = {}, {}
-    for key, tensor in model.state_dict().items():
-        parts = key.split(".")
-        if any(part.startswith("lora_") for part in parts):
+    weights: dict[str, Tensor] = adapters.model.state_dict()
+    for name, module in adapters.model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            base: Any = module.get_base_layer()
+            plain = base.state_dict() | {"weight": _merged_layer(module, base)}
+        elif isinstance(module, ModulesToSaveWrapper):
+            plain = module.modules_to_save[POLICY].state_dict()
+        else:
             continue
-        if "modules_to_save" not in parts:
-            base[key.replace(".base_layer", "").replace(".original_module", "")] = tensor
-        elif f".modules_to_save.{POLICY}." in key:
-            own[key.replace(f".modules_to_save.{POLICY}", "")] = tensor
-    whole = {key: tensor for key, tensor in (base | own).items() if key not in merged}
-    return merged | {key: tensor.detach().to("cpu", _at_least_float32(tensor)) for key, tensor in whole.items()}
+        # PEFT put this module in place of a plain one: drop its tensors and add those of the plain one.
+        for key in module.state_dict(prefix=f"{name}."):
+            del weights[key]
+        weights |= {f"{name}.{key}": tensor for key, tensor in plain.items()}
+    return {key: tensor.to("cpu", _at_least_float32(tensor)) for key, tensor in weights.items()}
 
 
-def _merged_layer(layer: Any, inner: Any) -> Tensor:
+def _merged_layer(layer: Any, base: Any) -> Tensor:
     # The adapter too: DeepSpeed may hold it in bf16, and its product would be rounded before it is added.
     adapter = [parameter for key, parameter in layer.named_parameters() if belongs_to(POLICY, key)]
-    saved = [(parameter, parameter.data) for parameter in (inner.weight, *adapter)]
+    saved = [(parameter, parameter.data) for parameter in (base.weight, *adapter)]
     for parameter, data in saved:
         parameter.data = data.to(_at_least_float32(data), copy=True)
     layer.merge(adapter_names=[POLICY])
-    merged: Tensor = inner.weight.detach().cpu()
+    merged: Tensor = base.weight.detach().cpu()
     for parameter, data in saved:
         parameter.data = data
     layer.merged_adapters.clear()

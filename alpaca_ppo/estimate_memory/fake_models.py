@@ -34,7 +34,8 @@ from alpaca_ppo import saved_models
 from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, read_policy_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_critic
-from alpaca_ppo.models.factory import make_actor_critic, make_reference
+from alpaca_ppo.models.factory import make_actor_critic
+from alpaca_ppo.models.reference import make_reference
 from alpaca_ppo.saved_models import remote_code
 
 

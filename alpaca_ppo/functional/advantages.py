@@ -1,9 +1,9 @@
-"""Advantages from rewards: with a critic (`gae`, `decoupled_gae`), or without one from the whole batch
-(`reinforce_plus_plus`) or from the greedy response (`remax`). Groups of responses are compared in `groups`.
+"""Advantages from rewards: with a critic (`gae`, `decoupled_gae`), or without one, from the whole batch
+(`reinforce_plus_plus`) or the greedy response (`remax`). Groups of responses are compared in `groups`.
 
-`register_adv_estimator` adds an estimator that a configuration can name. Whitening is left to the caller, except in
-`reinforce_plus_plus`, whose definition contains it and which must see the whole rollout batch. The greedy responses are
-sampled elsewhere.
+In all of them, `rewards` (B, R) are those of the action at t, `response_mask` (B, R) is True for tokens that the policy
+chose, and a rate outside [0, 1] or shapes that do not fit raise a `ValueError`. Whitening is left to the caller, except
+in `reinforce_plus_plus`, whose definition contains it.
 """
 
 import math
@@ -20,33 +20,33 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
 class Advantages(NamedTuple):
-    """What the policy and the critic learn from, each (B, R) and 0 outside the response mask."""
+    """Each (B, R) and 0 outside the response mask."""
 
     advantages: Tensor
-    """Weights of the policy's log-probabilities in its loss."""
     returns: Tensor
     """Targets of the critic if there is one; returns-to-go otherwise."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What a registered estimator gets of one step's rollouts of all ranks, on the CPU: B responses of R tokens."""
+    """One step's rollouts of all ranks as a registered estimator gets them: B responses of R tokens, float32, on the
+    CPU.
+    """
 
     rewards: Tensor
-    """(B, R) float32: shaped rewards (score and KL penalty), 0 outside the mask."""
+    """(B, R): shaped rewards (score and KL penalty), 0 outside the mask."""
     values: Tensor | None
-    """(B, R) float32: the critic's value of the state before each token, 0 outside the mask; None without a critic."""
+    """(B, R): the critic's value of the state before each token, 0 outside the mask; None without a critic."""
     response_mask: Tensor
     """(B, R) bool, True = a token the policy chose."""
     scores: Tensor | None = None
-    """(B,) float32: the reward of each response before the KL penalty; (B, R) if the reward is given per token."""
+    """(B,), or (B, R) if the reward is given per token: before the KL penalty."""
     prompt_ids: Tensor | None = None
-    """(B,) int64: the index of the prompt in its dataset, equal for responses to the same prompt."""
+    """(B,) int64: equal for responses to the same prompt."""
     baseline_scores: Tensor | None = None
-    """(B,) float32: the score of the greedy response to the same prompt; only with `needs_greedy_baseline`."""
+    """(B,): the score of the greedy response to the same prompt; only with `needs_greedy_baseline`."""
     scores_by_source: Tensor | None = None
-    """(B, S) float32: the score of each reward source, without its weight and before any penalty; NaN where the source
-    gave none."""
+    """(B, S): the score of each reward source, without its weight and before any penalty; NaN where it gave none."""
     critic_pretraining: bool = False
     """Whether this step trains the critic alone, for which `gae` makes Monte-Carlo returns (`lam_critic` 1)."""
 
@@ -64,18 +64,18 @@ def register_adv_estimator(
     needs_scores_by_source: bool = False,
     uses_gamma: bool = False,
 ) -> Callable[[AdvEstimator], AdvEstimator]:
-    """A decorator that adds the advantage estimator `name`, a function of `AdvantageInputs` and the run's `PPOConfig`.
+    """A decorator that adds an estimator (`AdvEstimator`) that `adv_estimator: name` selects.
 
     Args:
-        name: the value of `adv_estimator` that selects it.
+        name: without spaces, commas and colons.
         needs_critic: a critic is trained on the returns, and `values` are given.
-        needs_group: responses to the same prompt are compared, so `num_return_sequences` must be at least 2.
-        needs_greedy_baseline: a greedy response to each prompt is sampled and scored for `baseline_scores`.
-        needs_scores_by_source: reads `scores_by_source`, which must be given.
+        needs_group: compares responses to the same prompt, so `num_return_sequences` must be at least 2.
+        needs_greedy_baseline: reads `baseline_scores`, for which greedy responses are sampled and scored.
+        needs_scores_by_source: reads `scores_by_source`.
         uses_gamma: reads `gamma`; without it and without a critic, a `gamma` other than 1 is refused.
 
     Raises:
-        ValueError: when the name is taken, or holds a space, comma or colon.
+        ValueError: when the name is taken or not allowed.
     """
     return ADV_ESTIMATORS.register(
         name,
@@ -102,35 +102,33 @@ def gae(
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t     = delta_t + gamma * lam * A_{t+1}
 
-    where t+1 is the next True column of the row, so a hole in the mask (tokens that the policy did not choose) counts
-    as one step, and V and A after the last True column are 0: a response is an episode that ends. lam = 0 is TD(0);
-    lam = gamma = 1 is the return-to-go minus V.
+    where t+1 is the next True column of the row, and V and A after the last True column are 0: a response is an episode
+    that ends. lam = 0 is TD(0); lam = gamma = 1 is the return-to-go minus V.
 
-    A hole ends a turn. From the last token before it to the first one after it, `turn_gamma` and `turn_lam` take the
-    places of gamma and lam in both equations.
+    A hole in the mask (tokens that an environment wrote) ends a turn. It counts as one step, in which `turn_gamma` and
+    `turn_lam` take the places of gamma and lam in both equations.
 
     Args:
-        rewards: (B, R), the reward for the action at t.
+        rewards: (B, R).
         values: (B, R), the critic's value of the state before the action at t.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        gamma: discount per token, in [0, 1].
-        lam: trace decay per token, in [0, 1]: one number, or (B,) with one for each row.
-        turn_gamma: discount from one turn to the next, in [0, 1]; None = gamma.
-        turn_lam: trace decay from one turn to the next, in [0, 1]; None = lam.
-
-    Raises:
-        ValueError: when one of these rates is outside [0, 1], when shapes differ, and when a tensor `lam` is not (B,).
+        response_mask: (B, R) bool.
+        gamma: discount per token.
+        lam: trace decay per token: one number, or (B,) with one for each row.
+        turn_gamma: discount from one turn to the next; None = gamma.
+        turn_lam: trace decay from one turn to the next; None = lam.
     """
     rows = rewards.size(0)
-    turn_gamma, across = gamma if turn_gamma is None else turn_gamma, lam if turn_lam is None else turn_lam
-    for name, rate in (("gamma", gamma), ("turn_gamma", turn_gamma), ("lam", lam), ("turn_lam", across)):
+    turn_gamma = gamma if turn_gamma is None else turn_gamma
+    lam_between_turns = lam if turn_lam is None else turn_lam
+    for name, rate in (("gamma", gamma), ("turn_gamma", turn_gamma), ("lam", lam), ("turn_lam", lam_between_turns)):
         _check_rate(name, rate, rows=rows)
-    rewards, values = zero_outside(rewards, response_mask), zero_outside(values, response_mask)
+    rewards = zero_outside(rewards, response_mask)
+    values = zero_outside(values, response_mask)
     next_value = next_advantage = (rewards + values).new_zeros(rows)
-    # What follows the last token is 0, so it does not matter that a padding column is taken for a hole.
+    # The columns after a response count as a hole too, which changes nothing: V and A are 0 there.
     before_hole = torch.cat([~response_mask[:, 1:], response_mask.new_zeros(rows, 1)], dim=1)[:, : rewards.size(1)]
     discounts = torch.where(before_hole, next_value.new_tensor(turn_gamma), next_value.new_tensor(gamma))
-    decays = torch.where(before_hole, _decay(turn_gamma, across, next_value), _decay(gamma, lam, next_value))
+    decays = torch.where(before_hole, _decay(turn_gamma, lam_between_turns, next_value), _decay(gamma, lam, next_value))
     columns: list[Tensor] = []
     for t in reversed(range(rewards.size(1))):
         chosen = response_mask[:, t]
@@ -153,36 +151,20 @@ def decoupled_gae(
     turn_gamma: float | None = None,
     turn_lam: float | None = None,
 ) -> Advantages:
-    """The advantages of `gae` with one lambda and its returns with another (VC-PPO, arXiv:2503.01491): the
-    policy may trade bias for variance, while the critic with lambda 1 learns returns that its own errors do not bias.
-    The returns are not advantages + values.
-
-    What is not listed here is as of `gae`.
-
-    Args:
-        lam_policy: trace decay of the advantages: one number, or (B,) with one for each row.
-        lam_critic: trace decay of the returns.
-
-    Raises:
-        ValueError: as `gae`.
+    """The advantages of `gae` with `lam_policy` and its returns with `lam_critic` (VC-PPO, arXiv:2503.01491): the
+    policy may trade bias for variance, while a critic with lambda 1 learns returns that its own errors do not bias.
+    The returns are not advantages + values. Other arguments are those of `gae`.
     """
     estimate = partial(gae, rewards, values, response_mask, gamma=gamma, turn_gamma=turn_gamma, turn_lam=turn_lam)
-    of_policy = estimate(lam=lam_policy)
+    estimated = estimate(lam=lam_policy)
     if not isinstance(lam_policy, Tensor) and lam_policy == lam_critic:
-        return of_policy
-    return of_policy._replace(returns=estimate(lam=lam_critic).returns)
+        return estimated
+    return estimated._replace(returns=estimate(lam=lam_critic).returns)
 
 
 def length_adaptive_lam(response_mask: Tensor, *, alpha: float) -> Tensor:
-    """1 - 1 / (alpha * l), at least 0, where l is the number of a row's True columns: (B,) float64, a lambda for each
-    response that decays the trace by a constant share over its length (VAPO, arXiv:2504.05118).
-
-    Args:
-        response_mask: (B, R) bool, True = a token the policy chose.
-        alpha: above 0; responses of at most 1 / alpha tokens have lambda 0.
-
-    Raises:
-        ValueError: when alpha is not a number above 0.
+    """A lambda for each response, (B,) float64, which decays the trace by a constant share over its length (VAPO,
+    arXiv:2504.05118): 1 - 1 / (alpha * l), at least 0, with l the number of the row's True columns and alpha > 0.
     """
     if not 0.0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}; it must be a number above 0, such as 0.05")
@@ -195,15 +177,8 @@ def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float)
 
         G_t = r_t + gamma * G_{t+1}
 
-    where t+1 is the next True column of the row, as in `gae`.
-
-    Args:
-        rewards: (B, R), the reward for the action at t, including any KL penalty.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        gamma: discount per token, in [0, 1].
-
-    Raises:
-        ValueError: when gamma is outside [0, 1], and when shapes differ.
+    where t+1 is the next True column of the row, as in `gae`, and the rewards include any KL penalty. Pass the whole
+    rollout batch.
     """
     returns = _returns_to_go(rewards, response_mask, gamma)
     return Advantages(masked_whiten(returns, response_mask), returns)
@@ -211,16 +186,7 @@ def reinforce_plus_plus(rewards: Tensor, response_mask: Tensor, *, gamma: float)
 
 def remax(rewards: Tensor, baseline_scores: Tensor, response_mask: Tensor) -> Advantages:
     """Undiscounted returns-to-go, minus the score of the greedy response to the same prompt to give the advantages
-    (ReMax, arXiv:2310.10505).
-
-    Args:
-        rewards: (B, R), the reward for the action at t.
-        baseline_scores: (B,), the score of each prompt's greedy response.
-        response_mask: (B, R) bool, True = a token the policy chose.
-
-    Raises:
-        ValueError: when baseline_scores does not have one entry for each row, and when rewards and mask differ in
-            shape.
+    (ReMax, arXiv:2310.10505), `baseline_scores` (B,).
     """
     check_one_per_row("baseline_scores", baseline_scores, response_mask)
     returns = _returns_to_go(rewards, response_mask, gamma=1.0)
@@ -235,7 +201,9 @@ def _returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tens
 
 def _decay(gamma: float, lam: float | Tensor, like: Tensor) -> Tensor:
     """gamma * lam with the dtype and device of `like`: a scalar, or (B, 1) with one for each row."""
-    return gamma * lam.to(like).unsqueeze(1) if isinstance(lam, Tensor) else like.new_tensor(gamma * lam)
+    if isinstance(lam, Tensor):
+        return gamma * lam.to(like).unsqueeze(1)
+    return like.new_tensor(gamma * lam)
 
 
 def _check_rate(name: str, rate: float | Tensor, *, rows: int) -> None:

@@ -2,8 +2,26 @@
 lower or upper tail.
 
 A distribution is either categorical (probabilities of fixed atoms, C51, or of bins, HL-Gauss) or a row of quantiles
-(QR-DQN, IQN). The networks, and the sampling of IQN's taus, are in `models.critic_heads`. These losses do not clip
-against old values as `value_loss` does: the gradients of the cross-entropy and of the Huber loss are bounded.
+(QR-DQN, IQN). Returns and values are in reward units. The networks, and the sampling of IQN's taus, are in
+`models.critic_heads`.
+
+The losses share these arguments:
+
+- `logits` or `quantiles` (B, R, N): the predictions, which receive the gradient;
+- `returns` (B, R): targets, not whitened;
+- `response_mask` (B, R) bool, True = a token the policy chose;
+- `loss_agg_mode` and `denominator`: see `aggregate_loss`.
+
+They return the loss and these stats, over the masked tokens of the call, 0 if there are none:
+
+- `error`: the mean squared difference between the predicted mean and the (unclamped) return;
+- `vpred`: the average of the predicted means;
+- `edge_mass` (categorical): the predicted probability of the first and the last atom or bin together; if it is large,
+  the support may be too narrow;
+- `outside_support` (categorical): the fraction of returns that were clamped.
+
+They do not clip against old values as `value_loss` does: the gradients of the cross-entropy and of the Huber loss are
+bounded. Sizes, supports, levels and modes that are not allowed, and shapes that differ, raise a `ValueError`.
 """
 
 import math
@@ -24,14 +42,7 @@ def c51_atoms(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The support of a categorical distribution: `num_atoms` evenly spaced returns from v_min to v_max inclusive.
-
-    Returns:
-        (num_atoms,), ascending.
-
-    Raises:
-        ValueError: for fewer than two atoms, and when v_min is not below v_max.
-    """
+    """The support of C51, (num_atoms,): at least two evenly spaced returns from v_min to v_max inclusive."""
     if num_atoms < 2:
         raise ValueError(f"num_atoms is {num_atoms}; it must be at least 2, one atom at v_min and one at v_max")
     _check_support(v_min, v_max)
@@ -43,18 +54,9 @@ def c51_project(returns: Tensor, atoms: Tensor) -> Tensor:
     return in place of the Bellman update of each atom).
 
     A return is clamped to [first atom, last atom]. Its mass of 1 is split between the two neighbouring atoms by
-    distance, the nearer atom getting more, so the mean of the distribution is the clamped return. The atoms need not be
-    evenly spaced.
+    distance, the nearer atom getting more, so the mean of the distribution is the clamped return.
 
-    Args:
-        returns: (...), any shape.
-        atoms: (num_atoms,), ascending.
-
-    Returns:
-        (..., num_atoms), rows that sum to 1.
-
-    Raises:
-        ValueError: when `atoms` is not a vector of at least two entries.
+    `returns` (...) become (..., num_atoms), rows that sum to 1; `atoms` (num_atoms,) are ascending, at least two.
     """
     if atoms.dim() != 1 or atoms.numel() < 2:
         raise ValueError(f"atoms has shape {tuple(atoms.shape)}; pass a vector of at least two, such as c51_atoms()")
@@ -86,24 +88,7 @@ def c51_loss(
 
         loss = aggregate(-sum_i c51_project(R)_i * log softmax(logits)_i)
 
-    Args:
-        logits: (B, R, num_atoms), over `c51_atoms(num_atoms, v_min=v_min, v_max=v_max)`; they receive the gradient.
-        returns: (B, R), targets, not whitened.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        v_min: the lowest atom; returns below are clamped to it.
-        v_max: the highest atom; returns above are clamped to it.
-        loss_agg_mode: see `aggregate_loss`.
-        denominator: see `aggregate_loss`.
-
-    Returns:
-        The loss, and the stats `edge_mass` (predicted probability of the first and last atom together; if it is large,
-        the support may be too narrow), `outside_support` (fraction of returns that were clamped), `error` (mean squared
-        difference of predicted mean and unclamped return) and `vpred` (average of the predicted means) over the masked
-        tokens of this call; 0 if there are none.
-
-    Raises:
-        ValueError: for fewer than two atoms, when v_min is not below v_max, for an unknown mode, and for shapes that
-            differ.
+    over `c51_atoms(num_atoms, v_min=v_min, v_max=v_max)`.
     """
     returns = zero_outside(returns, response_mask).detach()
     log_probs = _zero_rows_outside(logits, response_mask, "logits").log_softmax(dim=-1)
@@ -121,14 +106,7 @@ def hl_gauss_centres(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The centres of `num_bins` bins of equal width that cover [v_min, v_max].
-
-    Returns:
-        (num_bins,), ascending; the first is half a bin above v_min, the last half a bin below v_max.
-
-    Raises:
-        ValueError: for fewer than two bins, and when v_min is not below v_max.
-    """
+    """(num_bins,): the centres of at least two bins of equal width that cover [v_min, v_max], ascending."""
     edges = _bin_edges(num_bins, v_min=v_min, v_max=v_max, dtype=dtype, device=device)
     return (edges[:-1] + edges[1:]) / 2
 
@@ -141,20 +119,9 @@ def hl_gauss_project(returns: Tensor, *, v_min: float, v_max: float, num_bins: i
 
     Where the support ends, the normal distribution is cut off and renormalised, so within about two sigma of an edge
     the mean of the projection lies further inside than the return (0.8 sigma at the edge itself): choose a support that
-    is wider than the returns by that much.
+    is wider than the returns by that much. The paper's sigma is 0.75 bin widths.
 
-    Args:
-        returns: (...), any shape.
-        v_min: the lower edge of the first bin; returns below are clamped to it.
-        v_max: the upper edge of the last bin; returns above are clamped to it.
-        num_bins: bins of equal width.
-        sigma: the standard deviation, in units of the return; 0.75 bin widths in arXiv:2403.03950.
-
-    Returns:
-        (..., num_bins), rows that sum to 1.
-
-    Raises:
-        ValueError: for fewer than two bins, when v_min is not below v_max, and when sigma is not positive and finite.
+    `returns` (...) become (..., num_bins), rows that sum to 1, over bins of equal width from v_min to v_max.
     """
     if not (sigma > 0 and math.isfinite(sigma)):
         raise ValueError(f"sigma is {sigma}; it must be positive and finite, such as 0.75 * (v_max - v_min) / num_bins")
@@ -180,21 +147,7 @@ def hl_gauss_loss(
 
         loss = aggregate(-sum_i hl_gauss_project(R)_i * log softmax(logits)_i)
 
-    Args:
-        logits: (B, R, num_bins), over bins of equal width from v_min to v_max; they receive the gradient.
-        returns: (B, R), targets, not whitened.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        v_min: see `hl_gauss_project`, as for v_max and sigma.
-        v_max: the upper edge of the last bin.
-        sigma: in units of the return.
-        loss_agg_mode: see `aggregate_loss`.
-        denominator: see `aggregate_loss`.
-
-    Returns:
-        The loss, and the stats of `c51_loss`, with the first and last bin in place of the first and last atom.
-
-    Raises:
-        ValueError: whatever `hl_gauss_project` raises, for an unknown mode, and for shapes that differ.
+    over bins of equal width from v_min to v_max.
     """
     returns = zero_outside(returns, response_mask).detach()
     log_probs = _zero_rows_outside(logits, response_mask, "logits").log_softmax(dim=-1)
@@ -206,18 +159,8 @@ def hl_gauss_loss(
 
 
 def hl_gauss_value(logits: Tensor, *, v_min: float, v_max: float) -> Tensor:
-    """The mean of the predicted distribution: the probabilities of the bins times their centres.
-
-    Args:
-        logits: (..., num_bins).
-        v_min: the lower edge of the first bin.
-        v_max: the upper edge of the last bin.
-
-    Returns:
-        (...), in units of the return.
-
-    Raises:
-        ValueError: for fewer than two bins, and when v_min is not below v_max.
+    """The mean (...) of the distribution that `logits` (..., num_bins) predict: the probabilities of the bins times
+    their centres.
     """
     probs = at_least_float32(logits).softmax(dim=-1)
     return probs @ hl_gauss_centres(probs.size(-1), v_min=v_min, v_max=v_max, dtype=probs.dtype, device=probs.device)
@@ -227,13 +170,7 @@ def quantile_midpoints(
     num_quantiles: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> Tensor:
     """The levels tau_i = (i + 1/2) / K, i = 0 .. K - 1, at which K quantiles of equal mass approximate a distribution
-    best (arXiv:1710.10044, lemma 2).
-
-    Returns:
-        (num_quantiles,), ascending, between 0 and 1.
-
-    Raises:
-        ValueError: for fewer than one quantile.
+    best (arXiv:1710.10044, lemma 2), (num_quantiles,).
     """
     if num_quantiles < 1:
         raise ValueError(f"num_quantiles is {num_quantiles}; it must be at least 1")
@@ -261,21 +198,9 @@ def quantile_huber_loss(
     expectile: unless kappa is small compared with the spread of the returns, the quantiles are biased towards the mean.
 
     Args:
-        quantiles: (B, R, K), predicted quantiles of the return at the levels `taus`; they receive the gradient.
-        returns: (B, R), targets, not whitened.
-        taus: (K,) or (B, R, K), levels in (0, 1): `quantile_midpoints`, or uniform samples for IQN; detached here.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        kappa: in units of the return.
-        loss_agg_mode: see `aggregate_loss`.
-        denominator: see `aggregate_loss`.
-
-    Returns:
-        The loss, and the stats `error` (mean squared difference of the mean quantile and the return) and `vpred` (mean
-        of the quantiles; for sampled taus an estimate of the mean of the distribution) over the masked tokens of this
-        call; 0 if there are none.
-
-    Raises:
-        ValueError: when kappa is not positive, for an unknown mode, and for shapes that differ.
+        taus: (K,) or (B, R, K), the levels in (0, 1) of `quantiles` (B, R, K): `quantile_midpoints`, or for IQN uniform
+            samples, with which `vpred` is an estimate; detached.
+        kappa: in units of the return, positive.
     """
     if not kappa > 0:
         raise ValueError(f"kappa is {kappa}; it must be positive (a small one approaches plain quantile regression)")
@@ -303,29 +228,17 @@ def quantile_huber_loss(
 
 
 def cvar_from_quantiles(quantiles: Tensor, *, alpha: float, tail: CVaRTail = "lower") -> Tensor:
-    """The mean of the lower or upper `alpha` tail (CVaR) of the distribution that K quantiles at `quantile_midpoints`
-    represent; for alpha = 1 the mean of the distribution.
+    """The mean (...) of the lower or upper `alpha` tail (CVaR) of the distribution that K quantiles at
+    `quantile_midpoints` represent; for alpha = 1 the mean of the distribution.
 
-    Each quantile has the mass 1/K. The one at the boundary of the tail is weighted by the part of its mass that
-    lies inside the tail:
+    Each quantile has the mass 1/K, and the one at the boundary counts with the part that lies inside the tail:
 
         cvar = sum_i min(1/K, max(0, alpha - i/K)) * quantile_(i) / alpha,    quantile_(0) <= ... <= quantile_(K-1)
 
     and for the upper tail with quantile_(0) >= ... >= quantile_(K-1).
 
-    The quantiles are sorted first, because the loss does not keep learned quantiles in order. Sorting a quantile curve
-    that crosses brings it closer to the true one (arXiv:0704.3649).
-
-    Args:
-        quantiles: (..., K), in any order.
-        alpha: the probability of the tail, in (0, 1].
-        tail: `lower`, the mean of the worst `alpha` of the mass, or `upper`, of the best.
-
-    Returns:
-        (...), in units of the return.
-
-    Raises:
-        ValueError: when alpha is not in (0, 1], and for an unknown tail.
+    `quantiles` (..., K) are sorted first, because the loss does not keep learned quantiles in order. Sorting a quantile
+    curve that crosses brings it closer to the true one (arXiv:0704.3649). `alpha` is in (0, 1].
     """
     _check_tail(alpha, tail)
     ordered = at_least_float32(quantiles).sort(dim=-1, descending=tail == "upper").values
@@ -336,7 +249,7 @@ def cvar_from_quantiles(quantiles: Tensor, *, alpha: float, tail: CVaRTail = "lo
 
 
 def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float, tail: CVaRTail = "lower") -> Tensor:
-    """The mean of the lower or upper `alpha` tail (CVaR) of a categorical distribution; for alpha = 1 its mean.
+    """The mean (...) of the lower or upper `alpha` tail (CVaR) of a categorical distribution.
 
     The atom at the boundary of the tail counts with the part of its mass inside the tail, so the result is continuous
     in alpha (Rockafellar and Uryasev, "Conditional value-at-risk for general loss distributions", 2002, proposition 8):
@@ -345,18 +258,7 @@ def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float, tail: C
 
     and for the upper tail counted from the last atom down. The centres of HL-Gauss's bins are atoms too.
 
-    Args:
-        probs: (..., num_atoms), rows that sum to 1.
-        atoms: (num_atoms,), ascending.
-        alpha: the probability of the tail, in (0, 1].
-        tail: `lower`, the mean of the worst `alpha` of the mass, or `upper`, of the best.
-
-    Returns:
-        (...), in units of the return.
-
-    Raises:
-        ValueError: when alpha is not in (0, 1], for an unknown tail, and when there is not one atom for each
-            probability.
+    `probs` (..., num_atoms) are rows that sum to 1, `atoms` (num_atoms,) ascending, and `alpha` is in (0, 1].
     """
     _check_tail(alpha, tail)
     if atoms.shape != probs.shape[-1:]:
@@ -366,8 +268,8 @@ def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float, tail: C
     probs = at_least_float32(probs)
     if tail == "upper":
         probs, atoms = probs.flip(-1), atoms.flip(-1)
-    passed = torch.nn.functional.pad(probs[..., :-1].cumsum(dim=-1), (1, 0))
-    masses = torch.minimum(probs, (alpha - passed).clamp_min(0))
+    mass_before = torch.nn.functional.pad(probs[..., :-1].cumsum(dim=-1), (1, 0))
+    masses = torch.minimum(probs, (alpha - mass_before).clamp_min(0))
     return (masses * at_least_float32(atoms)).sum(dim=-1) / alpha
 
 
@@ -396,7 +298,7 @@ def _check_support(v_min: float, v_max: float) -> None:
 def _categorical_stats(
     log_probs: Tensor, atoms: Tensor, returns: Tensor, response_mask: Tensor, *, v_min: float, v_max: float
 ) -> dict[str, Tensor]:
-    """The statistics of `c51_loss`; `log_probs` (B, R, N) are those of `atoms` (N,), or of bins with these centres."""
+    """`log_probs` (B, R, N) are those of `atoms` (N,), or of bins with these centres."""
     probs = log_probs.detach().exp()
     vpreds = (probs * atoms).sum(dim=-1)
     outside = (returns < v_min) | (returns > v_max)

@@ -1,7 +1,9 @@
 """Advantages of responses that are compared with others to the same prompt, their group, and so need no critic.
 
-Two of the estimators whiten over all tokens and must see the whole rollout batch: `reinforce_plus_plus_baseline` and
-`gdpo_advantages`. Sampling the groups happens elsewhere.
+Everywhere, `group_ids` (B,) are integers, equal within a group and in any order, and `response_mask` (B, R) is True for
+tokens that the policy chose. A row with an empty mask does not count in its group. Scores that are equal up to rounding
+(`rounding_error`) count as equal. Shapes that do not fit raise a `ValueError`. Two estimators whiten over all tokens
+and must see the whole rollout batch: `reinforce_plus_plus_baseline` and `gdpo_advantages`.
 """
 
 from typing import Literal
@@ -41,19 +43,7 @@ def group_advantages(
       (arXiv:2503.19595).
 
     A response that is alone in its group has baseline 0 and, for `grpo`, std 1; for `qae` and `grpo_passk` its
-    advantage is 0. A row with an empty mask does not count in its group. Scores of a group that are equal up to
-    rounding (`rounding_error`) count as equal.
-
-    Args:
-        scores: (B,), one for each response.
-        group_ids: (B,) int, equal within a group; any values in any order.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        estimator: one of the above.
-        quantile: of `qae`, above 0 and at most 1.
-
-    Raises:
-        ValueError: for an unknown estimator, when scores or group_ids do not have one entry for each row, and when the
-            quantile is out of range.
+    advantage is 0. `scores` are (B,), and `quantile` is above 0 and at most 1.
     """
     if estimator not in GROUP_ESTIMATORS:
         raise ValueError(f"the group estimator is {estimator!r}; it must be one of {', '.join(GROUP_ESTIMATORS)}")
@@ -70,19 +60,18 @@ def group_advantages(
     # Relative to the group's lowest score, equal scores are exactly 0. The rounding error of their mean would become an
     # advantage when it is divided by their std.
     lowest, equal = _lowest_and_equal(scores, member, group)
-    relative = torch.where(alone, scores, torch.where(equal, 0.0, scores - lowest))
-    scores = zero_outside(relative, member)
+    relative = zero_outside(torch.where(alone, scores, torch.where(equal, 0.0, scores - lowest)), member)
     weights = (lengths if estimator == "opo" else member).to(scores.dtype)
-    mean = _group_sum(weights * scores, group) / _group_sum(weights, group).clamp_min(1)
-    advantages = zero_outside(scores - torch.where(alone, 0.0, mean), member)
+    mean = _group_sum(weights * relative, group) / _group_sum(weights, group).clamp_min(1)
+    deviations = advantages = zero_outside(relative - torch.where(alone, 0.0, mean), member)
     if estimator == "rloo":
-        advantages = advantages * size / (size - 1).clamp_min(1)
-    elif estimator in ("grpo", "qae", "grpo_passk"):
-        std = torch.where(alone, 1.0, _group_std(advantages, size, group))
-        if estimator == "qae":
-            advantages = zero_outside(scores - _group_quantile(scores, member, size, group, quantile), member)
-        elif estimator == "grpo_passk":
-            advantages = _lead_of_the_best(scores, member, size, group)
+        advantages = deviations * size / (size - 1).clamp_min(1)
+    elif estimator == "qae":
+        advantages = zero_outside(relative - _group_quantile(relative, member, size, group, quantile), member)
+    elif estimator == "grpo_passk":
+        advantages = _lead_of_the_best(relative, member, size, group)
+    if estimator in ("grpo", "qae", "grpo_passk"):
+        std = torch.where(alone, 1.0, _group_std(deviations, size, group))
         advantages = advantages / (std + STD_EPSILON)
     per_token = advantages.unsqueeze(1).expand(response_mask.shape)
     if estimator == "reinforce_plus_plus_baseline":
@@ -98,22 +87,16 @@ def gdpo_advantages(
     *,
     penalties: Tensor | None = None,
 ) -> Tensor:
-    """Advantages (B, R) of several reward sources: the `grpo` advantage of each source on its own, their weighted sum,
-    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242). A source whose scores have a small range
-    counts as much as one with a large range.
+    """Advantages (B, R) of several reward sources: the weighted sum of the `grpo` advantages of each source on its own,
+    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242). So the range of a source's scores does not
+    matter.
 
     Args:
-        scores_by_source: (B, S), of each response by each source. NaN = the source did not score it: it has no part in
-            that source's comparison. Nor has the only response of a larger group that a source scored: its advantage
-            would be its bare score.
+        scores_by_source: (B, S). A response that a source did not score (NaN) has no part in that source's comparison.
+            Nor has the only response of a larger group that a source scored: its advantage would be its bare score.
         weights: (S,), one for each source.
-        group_ids: (B,) int, equal within a group.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        penalties: (B,), what else a response is rewarded for, such as a KL penalty. Less its group's mean, it is added
+        penalties: (B,), what else a response is rewarded for, such as a KL penalty. Minus its group's mean, it is added
             to the weighted sum as it is: a division by its std would undo its coefficient. (Not in the paper.)
-
-    Raises:
-        ValueError: when shapes do not fit one another.
     """
     if scores_by_source.dim() != 2 or weights.shape != scores_by_source.shape[1:]:
         raise ValueError(
@@ -137,15 +120,10 @@ def gdpo_advantages(
 
 
 def informative_rows(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """(B,) bool: whether the scores of the row's group differ by more than rounding. The others teach a critic-free run
+    """(B,) bool: whether the scores of the row's group differ. Groups whose scores are equal teach a critic-free run
     nothing (dynamic sampling of DAPO, arXiv:2503.14476).
 
-    Args:
-        scores: (B,), before any shaping: with a KL penalty, responses differ that all have failed.
-        group_ids: (B,) int, equal within a group.
-
-    Raises:
-        ValueError: when the two shapes differ.
+    Pass `scores` (B,) before any shaping: a KL penalty makes responses differ that have all failed.
     """
     if scores.dim() != 1 or group_ids.shape != scores.shape:
         raise ValueError(
@@ -157,18 +135,16 @@ def informative_rows(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _lowest_and_equal(scores: Tensor, member: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) each: the lowest score of the row's group, without a gradient, and whether all its scores are equal up to
-    rounding.
-    """
+    """(B,) each: the lowest score of the row's group, without a gradient, and whether all its scores are equal."""
     lowest, highest = (_group_extreme(scores.detach(), member, group, kind) for kind in ("amin", "amax"))
     return lowest, highest - lowest <= rounding_error(torch.maximum(lowest.abs(), highest.abs()))
 
 
 def _group_std(deviations: Tensor, size: Tensor, group: Tensor) -> Tensor:
     """(B,): the unbiased std of the row's group, from the deviations from its mean."""
-    # In a unit of the group's own size, since the squares of scores above 1e19 overflow float32.
-    every = torch.ones_like(group, dtype=torch.bool)
-    unit = _group_extreme(deviations.detach().abs(), every, group, "amax").clamp_min(1)
+    # Divided by the group's largest deviation, since the squares of scores above 1e19 overflow float32.
+    every_row = torch.ones_like(group, dtype=torch.bool)
+    unit = _group_extreme(deviations.detach().abs(), every_row, group, "amax").clamp_min(1)
     variance = _group_sum((deviations / unit).square(), group) / (size - 1).clamp_min(1)
     # The gradient of the square root at 0 is infinite.
     return unit * variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
@@ -178,32 +154,33 @@ def _group_quantile(scores: Tensor, member: Tensor, size: Tensor, group: Tensor,
     """(B,): the smallest score of the row's group that at least a share `quantile` of the group does not exceed."""
     ranks = _ranks(scores, member, group)
 
-    def reached(count: Tensor) -> Tensor:
-        share = count / size.clamp_min(1)
+    def reaches_quantile(rank: Tensor) -> Tensor:
+        share = rank / size.clamp_min(1)
         # 3 of 10 are a share of 0.3, in any precision.
         return share + rounding_error(share) >= quantile
 
-    return _group_sum(torch.where(member & reached(ranks) & ~reached(ranks - 1), scores, 0.0), group)
+    is_quantile = member & reaches_quantile(ranks) & ~reaches_quantile(ranks - 1)
+    return _group_sum(torch.where(is_quantile, scores, 0.0), group)
 
 
 def _lead_of_the_best(scores: Tensor, member: Tensor, size: Tensor, group: Tensor) -> Tensor:
     """(B,): best - second best of the group for its best row, 0 for all other rows and without a second."""
     ranks = _ranks(scores, member, group)
-    best, second = (member & (ranks == size - behind) for behind in (0, 1))
+    best, second = member & (ranks == size), member & (ranks == size - 1)
     lead = _group_sum(torch.where(best, scores, torch.where(second, -scores, 0.0)), group)
     return torch.where(best & (size > 1), lead, 0.0)
 
 
 def _ranks(scores: Tensor, member: Tensor, group: Tensor) -> Tensor:
-    """(B,) in the dtype of `scores`: how many members of its group come up to a member in ascending order, itself
-    included; equal scores are in the order of rows. 0 for other rows.
+    """(B,) in the dtype of `scores`: the rank of each member in its group, from 1 for the lowest score; equal scores
+    are in the order of rows. 0 for other rows.
     """
     rows = member.nonzero().flatten()
     rows = rows[scores.detach()[rows].argsort(stable=True)]
     rows = rows[group[rows].argsort(stable=True)]
     groups = group[rows]
-    places = torch.arange(1, len(rows) + 1, device=rows.device) - torch.searchsorted(groups, groups)
-    return torch.zeros_like(scores.detach()).index_copy(0, rows, places.to(scores.dtype))
+    ranks = torch.arange(1, len(rows) + 1, device=rows.device) - torch.searchsorted(groups, groups)
+    return torch.zeros_like(scores.detach()).index_copy(0, rows, ranks.to(scores.dtype))
 
 
 def _group_sum(values: Tensor, group: Tensor) -> Tensor:
@@ -212,8 +189,6 @@ def _group_sum(values: Tensor, group: Tensor) -> Tensor:
 
 
 def _group_extreme(values: Tensor, member: Tensor, group: Tensor, kind: Literal["amin", "amax"]) -> Tensor:
-    """(B,): for each row, the smallest or largest of `values` over the members of its group; an infinity if it has
-    none.
-    """
+    """(B,): for each row, the smallest or largest of `values` over the members of its group, or an infinity."""
     none = torch.full_like(values, torch.inf if kind == "amin" else -torch.inf)
     return none.scatter_reduce(0, group, torch.where(member, values, none), kind)[group]

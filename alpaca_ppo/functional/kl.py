@@ -1,7 +1,7 @@
 """Per-token estimates of KL(policy || reference) from the log-probabilities of the sampled tokens.
 
-The built-in estimators are those of http://joschu.net/blog/kl-approx.html; `register_kl_estimator` adds others. The
-exact KL over the vocabulary is left out: it would need the logits of both models at once.
+The estimators are those of http://joschu.net/blog/kl-approx.html. The exact KL over the vocabulary is left out: it
+would need the logits of both models at once.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,16 @@ KLEstimator = Callable[[Tensor], Tensor]
 
 
 def register_kl_estimator(name: str, *, kink_at_zero: bool = False) -> Callable[[KLEstimator], KLEstimator]:
-    """A decorator that adds a KL estimator under `name`, for the penalty in the reward and for the one in the loss.
-
-    The decorated function takes `logprobs - ref_logprobs` (any shape, nats) and returns the estimate of each entry. For
-    use in the loss (`kl_loss_type`) it must be differentiable.
+    """A decorator that adds a `KLEstimator`, for the penalty in the reward (`kl_estimator`) and, if it is
+    differentiable, for the one in the loss (`kl_loss_type`).
 
     Args:
-        name: the value of `kl_estimator` or `kl_loss_type` that selects it.
+        name: without spaces, commas and colons.
         kink_at_zero: it has no derivative at a difference of 0, as the absolute value. The loss then refuses it: at the
             start of a run, when the policy is the reference, its gradient would follow the sign of rounding errors.
 
     Raises:
-        ValueError: when the name is taken, or holds a space, comma or colon.
+        ValueError: when the name is taken or not allowed.
     """
     return KL_ESTIMATORS.register(name, kink_at_zero=kink_at_zero)
 
@@ -41,22 +39,15 @@ def register_kl_estimator(name: str, *, kink_at_zero: bool = False) -> Callable[
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """The KL estimate of each token, in nats. With d = logprobs - ref_logprobs:
 
-    - `k1` = d: unbiased, of either sign; positive where the policy gives the token a higher
-      probability than the reference does;
+    - `k1` = d: unbiased; positive where the policy gives the token a higher probability;
     - `abs` = |d|; `k2` = d^2 / 2, whose expected gradient is that of the KL;
     - `k3` = exp(-d) - 1 + d: unbiased and never negative; -d is clamped to +-20 and the result to at most 10;
     - `k1_clamped` = max(d, 0): AlpacaFarm's estimator, which is biased upward; for reproducing AlpacaFarm;
     - `k1+`, `k3+`: the value of k1 or k3 with the gradient of k2 (straight-through);
     - any name that `register_kl_estimator` added.
 
-    `abs` and `k1_clamped` have no derivative at d = 0, so `kl_loss_type` refuses them.
-
-    The function takes no mask. Where padding may hold NaN, pass both arguments through `zero_outside` first.
-
-    Args:
-        logprobs: any shape, log-probabilities of the sampled tokens under the policy, in nats.
-        ref_logprobs: the same under the reference.
-        estimator: one of the above.
+    `abs` and `k1_clamped` have no derivative at d = 0, so `kl_loss_type` refuses them. Both arguments have any one
+    shape, and there is no mask: where padding may hold NaN, pass them through `zero_outside` first.
 
     Raises:
         ValueError: for an unknown estimator, and for one that does not return a tensor of the shape of its input.

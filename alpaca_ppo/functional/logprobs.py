@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, and entropies: from logits, or from hidden states, a chunk of tokens at a time.
 
-Softmax arithmetic is float32 for half-precision inputs. `torch.nn.functional.linear_cross_entropy`, chunked since torch
+Both are in nats, and in float32 or wider. Temperatures must be positive, and one temperature serves sampling, policy,
+old policy and reference. `torch.nn.functional.linear_cross_entropy`, chunked since torch
 2.13, is not used: it has no entropies, no temperature and no transform of the logits, it returns bfloat16
 log-probabilities for bfloat16 inputs (0.1 nats off), and it is not clearly faster or smaller. Forward and backward pass
 of 4,096 tokens, vocabulary 131,072, hidden size 64, chunks of 256, float32, two CPU cores
@@ -24,29 +25,20 @@ LogitTransform = Callable[[Tensor], Tensor]
 """An elementwise, differentiable function of raw logits."""
 
 LOWEST_LOGPROB = -1e4
-"""Replaces -inf, whose product with a probability of 0 would be NaN; its exp is 0 in float64 too."""
+"""Replaces -inf, whose product with a probability of 0 would be NaN; its exp is 0 even in float64."""
 
 
 class ChunkedLogprobs(NamedTuple):
-    """The result of `chunked_logprobs`, in float32, or float64 for float64 inputs."""
+    """The result of `chunked_logprobs`, each in the shape of the labels."""
 
     logprobs: Tensor
-    """Shape of the labels, nats."""
     entropies: Tensor | None
-    """Shape of the labels, nats; None with `with_entropy=False`."""
+    """None with `with_entropy=False`."""
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each label under softmax(logits / temperature), in nats and in float32 or wider; the shape
-    of `labels`.
-
-    Args:
-        logits: (..., V), any floating dtype.
-        labels: (...), int64 in [0, V).
-        temperature: divides the logits; use the same value for the policy, the old policy, the reference and sampling.
-
-    Raises:
-        ValueError: when the temperature is not positive or the shapes do not agree.
+    """Log-probability (...) of each of the `labels` (...), int64 in [0, V), under softmax(logits / temperature), of
+    `logits` (..., V).
     """
     _check_temperature(temperature)
     _check_labels("logits", logits, labels)
@@ -55,7 +47,7 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) 
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits) over the last dimension of `logits` (..., V), in nats and in float32 or wider.
+    """Entropy (...) of softmax(logits) over the last dimension of `logits` (..., V).
 
     Divide the logits by the temperature first. A logit of -inf, a token that cannot occur, contributes 0.
     """
@@ -75,47 +67,35 @@ def chunked_logprobs(
     kept_bytes: float = 0,
     logit_transform: LogitTransform | None = None,
 ) -> ChunkedLogprobs:
-    """`token_logprobs` and `entropy_from_logits` of logits = hidden @ lm_head_weight.T + bias, with the logits of only
-    one chunk of tokens in memory, and of those that `kept_bytes` has room for.
+    """`token_logprobs` and `entropy_from_logits` of hidden @ lm_head_weight.T + bias, with the logits of only one chunk
+    of tokens in memory, and of those that `kept_bytes` has room for.
 
-    The forward and the backward pass hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform`
-    saves. The backward pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were
-    kept, and accumulates the gradient of the weight in place (in float32, if the weight's dtype is narrower). Either
-    way the gradients are the same to the last bit. Under autocast the matrix product uses autocast's dtype, as the
-    model's own head does. Gradients flow to hidden, weight and bias; there is no second derivative.
+    Both passes hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform` saves. The backward
+    pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were kept; the gradients
+    are the same to the last bit. The gradient of the weight is accumulated in place, in float32 or wider. Under
+    autocast the matrix product uses autocast's dtype, as the model's head does. There is no second derivative.
 
     Args:
-        hidden: (..., H), the states that the labels are predicted from. Zero tokens are allowed; the result is then
-            still attached to the graph.
+        hidden: (..., H), the states that the labels are predicted from. Of zero tokens the result is still attached to
+            the graph.
         lm_head_weight: (V, H).
         labels: (...), int64 in [0, V).
-        temperature: divides the logits.
-        chunk_size: tokens per chunk.
-        bias: (V,), added to the logits.
-        with_entropy: compute entropies too.
-        kept_bytes: the most bytes of logits that are kept for a backward pass: those of the first chunks, as far as
-            whole chunks fit, in the dtype of the matrix product. They are freed one by one in the backward pass; a
-            second one through a retained graph recomputes them.
+        chunk_size: in tokens.
+        bias: (V,).
+        kept_bytes: the most bytes of logits that are kept for a backward pass: those of the first chunks that fit
+            whole, in the dtype of the matrix product. The backward pass frees them one by one; a second one through a
+            retained graph recomputes them.
         logit_transform: an elementwise function of the raw logits in float32 or wider, applied before the temperature
             (Gemma's final soft-capping). Tensors that it closes over get no gradient.
-
-    Raises:
-        ValueError: when temperature or chunk_size is not positive or the shapes do not agree.
     """
     _check_temperature(temperature)
     _check_labels("hidden", hidden, labels)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 token")
-    inputs = (hidden, lm_head_weight) if bias is None else (hidden, lm_head_weight, bias)
-    has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    settings = _Settings(
-        _matmul_dtype(hidden, lm_head_weight),
-        temperature,
-        chunk_size,
-        with_entropy,
-        kept_bytes if has_backward else 0,
-        logit_transform,
-    )
+    needs_grad = any(tensor is not None and tensor.requires_grad for tensor in (hidden, lm_head_weight, bias))
+    has_backward = torch.is_grad_enabled() and needs_grad
+    matmul_dtype, kept_bytes = _matmul_dtype(hidden, lm_head_weight), kept_bytes if has_backward else 0
+    settings = _Settings(matmul_dtype, temperature, chunk_size, with_entropy, kept_bytes, logit_transform)
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.size(-1)), lm_head_weight, bias, labels.reshape(-1), settings
     )
@@ -132,7 +112,7 @@ class _Settings(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Per-token results of the forward pass, all (N,), so that the backward pass need not recompute them."""
+    """What the backward pass needs of each token, all (N,)."""
 
     labels: Tensor
     normalizers: Tensor
@@ -149,17 +129,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept: dict[int, Tensor] = {}
         with torch.autocast(hidden.device.type, enabled=False):
             head = _head(weight, bias, settings)
-            room = settings.kept_bytes // (weight.size(0) * head.weight.element_size())
+            kept_tokens = settings.kept_bytes // (weight.size(0) * head.weight.element_size())
             for chunk in _chunks(hidden.size(0), settings.chunk_size):
-                if chunk.stop <= room:
+                if chunk.stop <= kept_tokens:
                     kept[chunk.start] = head.raw_logits(hidden[chunk])
                 logprobs[chunk], normalizers[chunk], entropies[chunk] = _forward_chunk(
                     hidden[chunk], head, labels[chunk], settings, kept.get(chunk.start)
                 )
         ctx.save_for_backward(hidden, weight, bias, labels, normalizers, entropies)
-        # Not among the saved tensors, which could not be freed one by one.
+        # Not among the saved tensors, because those cannot be freed one by one.
         ctx.settings, ctx.kept = settings, kept
-        # The gradient of an output that no loss uses is then None, and the backward pass can skip that part.
+        # The gradient of an output that no loss uses is then None instead of zeros, and the backward pass skips it.
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -180,12 +160,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
             head = _head(weight, bias, settings)
             for chunk in _chunks(hidden.size(0), settings.chunk_size):
                 states = hidden[chunk].to(settings.matmul_dtype)
-                part = _Saved(*(tensor[chunk] for tensor in saved))
-                upper = grad_logprobs[chunk], grad_entropies[chunk]
-                grad_logits = _grad_logits(states, head, part, *upper, settings, ctx.kept.pop(chunk.start, None))
+                saved_of_chunk = _Saved(*(tensor[chunk] for tensor in saved))
+                kept = ctx.kept.pop(chunk.start, None)
+                grad_logits = _grad_logits(
+                    states, head, saved_of_chunk, grad_logprobs[chunk], grad_entropies[chunk], settings, kept
+                )
                 _add_chunk(grads, chunk, grad_logits, states, head.weight)
-                # Otherwise it would stay in memory beside the tensors of the next chunk.
-                del grad_logits
+                # Otherwise they would stay in memory beside the tensors of the next chunk.
+                del kept, grad_logits
         cast = [None if grad is None else grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True)]
         return (*cast, None, None)
 
@@ -198,13 +180,15 @@ class _Head(NamedTuple):
 
     def raw_logits(self, states: Tensor) -> Tensor:
         """The logits (chunk, V) of a chunk, in the dtype of the matrix product."""
-        return F.linear(states.to(self.weight.dtype), *self)
+        return F.linear(states.to(self.weight.dtype), self.weight, self.bias)
 
 
 def _forward_chunk(
     states: Tensor, head: _Head, labels: Tensor, settings: _Settings, kept: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Log-probs, normalizers and entropies of a chunk, each (chunk,); `kept`: its raw logits (chunk, V), if kept."""
+    """Log-probs, normalizers and entropies of a chunk, each (chunk,). `kept` are its raw logits (chunk, V), if they are
+    kept and must stay as they are.
+    """
     scaled = at_least_float32(head.raw_logits(states) if kept is None else kept)
     if settings.logit_transform is not None:
         scaled = settings.logit_transform(scaled)
@@ -259,7 +243,7 @@ def _head(weight: Tensor, bias: Tensor | None, settings: _Settings) -> _Head:
 
 
 def _add_chunk(grads: list[Tensor | None], chunk: slice, grad_logits: Tensor, states: Tensor, weight: Tensor) -> None:
-    """Adds a chunk's part to the gradients of hidden states, weight and bias, in place; None = no gradient needed."""
+    """Adds a chunk's part to the gradients of hidden states, weight and bias, in place; None = not needed."""
     grad_hidden, grad_weight, grad_bias = grads
     if grad_bias is not None:
         grad_bias += grad_logits.sum(dim=0)

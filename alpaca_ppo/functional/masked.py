@@ -1,8 +1,8 @@
 """Means, variances and loss sums over the True entries of a mask.
 
-Every function selects the True entries with `torch.where` before any arithmetic, so a NaN elsewhere changes neither a
-result nor a gradient. Nothing here communicates between processes: if a sum must be divided by a count over the
-whole optimizer step, the caller passes that count as `denominator`.
+A mask has the shape of its values (else `ValueError`: a mask that is broadcast would give wrong counts), and True =
+counts. The True entries are selected with `torch.where` before any arithmetic, so a NaN elsewhere changes neither a
+result nor a gradient.
 """
 
 from typing import NamedTuple, get_args
@@ -17,7 +17,7 @@ LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 WHITEN_EPSILON = 1e-8
 
 ROUNDING_ERROR = 4.0
-"""Units of relative precision (`torch.finfo.eps`) up to which two numbers may be the same, computed in two ways."""
+"""In units of `torch.finfo.eps`: the relative difference up to which two numbers count as equal."""
 
 
 class Loss(NamedTuple):
@@ -35,16 +35,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is True and 0 elsewhere, in float32 or wider. The gradient elsewhere is 0 too, even of a
-    NaN.
-
-    Args:
-        values: any shape and dtype.
-        mask: bool of the same shape, True = counts.
-
-    Raises:
-        ValueError: when the two shapes differ. A mask that is broadcast would give wrong counts.
-    """
+    """`values` where `mask` is True, 0 elsewhere, in float32 or wider. The gradient elsewhere is 0, even of a NaN."""
     if values.shape != mask.shape:
         raise ValueError(
             f"mask has shape {tuple(mask.shape)} but values has {tuple(values.shape)}; pass a mask of that shape"
@@ -54,11 +45,7 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_one_per_row(name: str, values: Tensor, response_mask: Tensor) -> None:
-    """Checks that `values` is (B,) for a mask (B, R).
-
-    Raises:
-        ValueError: when it is not; calls it `name`.
-    """
+    """Raises a `ValueError` unless `values`, called `name`, is (B,) and the mask (B, R)."""
     if response_mask.dim() != 2 or values.shape != response_mask.shape[:1]:
         raise ValueError(
             f"{name} has shape {tuple(values.shape)}, response_mask {tuple(response_mask.shape)}; pass (B,) and (B, R)"
@@ -66,40 +53,23 @@ def check_one_per_row(name: str, values: Tensor, response_mask: Tensor) -> None:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """The mean of `values` where `mask` is True, over `dim` (default: all); 0 if no entry is True.
-
-    Args:
-        values: any shape.
-        mask: bool of the same shape, True = counts.
-        dim: dimension or dimensions to reduce.
-
-    Raises:
-        ValueError: when the two shapes differ.
-    """
+    """The mean of `values` where `mask` is True, over `dim` (default: all); 0 if no entry is True."""
     dims = tuple(range(values.dim())) if dim is None else dim
     # A count of 0 becomes 1: the sum is 0 there, and the NaN of 0 / 0 would spread to an average over micro-batches.
     return zero_outside(values, mask).sum(dim=dims) / mask.sum(dim=dims).clamp_min(1)
 
 
 def rounding_error(magnitude: Tensor) -> Tensor:
-    """The largest difference between numbers of `magnitude` that is no more than rounding, in the dtype of `magnitude`
-    (at 1000, 5e-4 in float32). Statistics take such numbers as equal: divided by a std of the same size, their
-    differences would become advantages.
+    """The difference up to which numbers of `magnitude` count as equal, in its dtype (at 1000, 5e-4 in float32).
+    Divided by a std of the same size, rounding errors would otherwise become advantages.
     """
     return ROUNDING_ERROR * torch.finfo(magnitude.dtype).eps * magnitude.detach()
 
 
 def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
     """The variance of `values` where `mask` is True, a scalar; 0 for fewer than two entries, and exactly 0 for entries
-    that are equal up to `rounding_error`.
-
-    Args:
-        values: any shape.
-        mask: bool of the same shape, True = counts.
-        unbiased: divide by the number of True entries minus one (Bessel's correction) instead of by that number.
-
-    Raises:
-        ValueError: when the two shapes differ.
+    that are equal up to `rounding_error`. `unbiased` divides by the number of True entries minus one (Bessel's
+    correction) instead of by that number.
     """
     _, deviations = _centred(values, mask)
     return deviations.square().sum() / (mask.sum() - int(unbiased)).clamp_min(1)
@@ -107,18 +77,11 @@ def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor
 
 def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> Tensor:
     """`(values - mean) * rsqrt(var + 1e-8)` where `mask` is True, 0 elsewhere. Mean and unbiased variance are those of
-    the True entries. If these are equal up to `rounding_error`, they are exactly 0 (with `keep_mean`, the mean).
-
-    Args:
-        values: any shape.
-        mask: bool of the same shape, True = counts.
-        keep_mean: add the mean back: only the scale changes.
-
-    Raises:
-        ValueError: when the two shapes differ.
+    the True entries. If these are equal up to `rounding_error`, the result is exactly 0. `keep_mean` adds the mean
+    back, so that only the scale changes.
     """
     mean, deviations = _centred(values, mask)
-    # In a unit of their own size, since the squares of values above 1e19 overflow float32.
+    # Divided by the largest of them, since the squares of values above 1e19 overflow float32.
     unit = _largest(deviations).clamp_min(1)
     scaled = deviations / unit
     variance = scaled.square().sum() / (mask.sum() - 1).clamp_min(1)
@@ -133,9 +96,9 @@ def _centred(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     values = zero_outside(values, mask)
     mean = masked_mean(values, mask)
     deviations = zero_outside(values - mean, mask)
-    # In float32, the mean of thousands of large values misses them by more than they may differ. The deviations are
-    # small, so their mean is accurate, and centring a second time removes the error. Float64 would do it in one pass,
-    # but some devices have none, and for float64 itself there is nothing wider.
+    # In float32, the rounding error of the mean of thousands of large values can exceed their differences. The
+    # deviations are small, so their mean is accurate, and centring a second time removes the error. (Float64 would do
+    # it in one pass, but some devices have none, and for float64 itself there is nothing wider.)
     correction = masked_mean(deviations, mask)
     deviations = zero_outside(deviations - correction, mask)
     equal = _largest(deviations) <= rounding_error(_largest(values))
@@ -156,19 +119,12 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
     - `seq-mean-token-mean`: sum over sequences of their token means / sequences;
     - `seq-mean-token-sum-norm`: sum over tokens / padded length R / sequences (Dr. GRPO, arXiv:2503.20783).
 
-    Rows with an empty mask do not count as sequences. If all rows are empty, the result is 0, still attached to the
+    Rows of `mask` (B, R) that are empty do not count as sequences. If all are, the result is 0, still attached to the
     graph of `losses`.
 
-    Args:
-        losses: (B, R), in any unit.
-        mask: (B, R) bool, True = counts.
-        mode: one of the above.
-        denominator: the number of tokens (`token-mean`) or sequences (`seq-mean-*`) in the whole optimizer-step batch,
-            which replaces the count of this call: the results of the batch's parts then add up to the result of the
-            whole, if all of them are padded to the same length.
-
-    Raises:
-        ValueError: for an unknown mode, and when the two shapes differ.
+    `denominator` is the number of tokens (`token-mean`) or sequences (`seq-mean-*`) in the batch of the whole optimizer
+    step, which replaces the count of this call: the results of the batch's parts then add up to the result of the
+    whole, if all of them are padded to the same length.
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}")

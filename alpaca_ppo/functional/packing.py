@@ -1,8 +1,8 @@
-"""Prompts and responses as a causal model reads them: positions that do not count padding, and rows that are moved to
-the left and trimmed, or laid end to end without padding.
+"""Prompts and responses as a causal model reads them: rows that are moved to the left and trimmed, or laid end to end
+without padding.
 
-Which rows go together into a batch is decided elsewhere (`ppo.batch_packing`), and how a model attends to rows in one
-sequence in `models.packed_attention`.
+Queries (B, Q) are left-padded, responses (B, R) right-padded. Which rows go together into a batch is decided elsewhere
+(`ppo.batch_packing`), and how a model attends to rows in one sequence in `models.packed_attention`.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ from alpaca_ppo.functional.shaping import response_lengths
 
 
 class Span(NamedTuple):
-    """A part of a sequence without padding: `length` tokens that see each other causally, and before them a prefix that
-    several spans may share.
+    """A part of a sequence without padding: `length` tokens that see each other causally, and the prefix before them,
+    which several spans may share.
     """
 
     start: int
@@ -31,33 +31,31 @@ class RowLayout(NamedTuple):
     """How a model reads rows."""
 
     padding_free: bool = False
-    """Rows lie end to end. Their indices are computed on the CPU; rows on another device are copied there, which waits
+    """Rows lie end to end. Their indices are computed on the CPU: rows on another device are copied there, which waits
     for the device."""
     share_prompts: bool = False
-    """One copy is kept of a prompt that several rows have; only with `padding_free`."""
+    """A prompt that several rows have is kept once; only with `padding_free`."""
 
 
 PADDED = RowLayout()
 
 
 class PackedRows(NamedTuple):
-    """Rows of prompt and response that start at column 0, as wide as the longest of them; or, with `spans`, as one
-    sequence without padding.
-    """
+    """Rows of prompt and response that start at column 0; or, with `spans`, as one sequence without padding."""
 
     input_ids: Tensor
-    """(B, L) int64; L = longest prompt + response - 1 of these rows (the last response token predicts nothing). With
-    `spans` (1, T): all tokens of all rows."""
+    """(B, L) int64; L = longest prompt + response - 1 (the last response token predicts nothing). With `spans` (1, T):
+    all tokens of all rows."""
     rows: Tensor
     """(N,) int64: the row of each of the N tokens under response_mask."""
     states: Tensor
-    """(N,) int64: the column of the hidden state that chose the token, prompt length - 1 + t in a row of its own."""
+    """(N,) int64: the column in `input_ids` of the hidden state that chose the token."""
     actions: Tensor
-    """(N,) int64: the column t of the token in `responses`."""
+    """(N,) int64: the column of the token in `responses`."""
     position_ids: Tensor | None = None
     """(1, T) int64 with `spans`: positions that start at 0 in each row."""
     spans: tuple[Span, ...] | None = None
-    """What the tokens of the sequence see; None for rows of their own."""
+    """What the tokens of the one sequence see; None for separate rows."""
 
 
 def pack_rows(
@@ -69,18 +67,18 @@ def pack_rows(
     layout: RowLayout = PADDED,
     device: torch.device | None = None,
 ) -> PackedRows:
-    """Prompt + response of each row, left-aligned, without the columns that no row needs.
+    """Prompt + response of each row, left-aligned, without the columns that no row needs; or as one sequence.
 
-    The output of a causal model at a real token does not depend on the tokens to its right. Left-aligned rows therefore
-    need neither an attention mask nor position ids, and the results cannot depend on padding. Holes in `response_mask`
-    (tokens that the policy did not choose) stay in the sequence; the columns after the last masked token are dropped.
+    What a causal model computes at a token does not depend on the tokens to its right, so left-aligned rows need
+    neither an attention mask nor position ids, and results cannot depend on padding. Holes in `response_mask` (tokens
+    that the policy did not choose) stay in the row; the columns after the last masked token are dropped.
 
     Args:
-        queries: (B, Q) int64, left-padded.
+        queries: (B, Q) int64.
         query_attn_masks: (B, Q), 1 = real.
-        responses: (B, R) int64, right-padded.
+        responses: (B, R) int64.
         response_mask: (B, R) bool, True = a token the policy chose.
-        layout: rows of their own, or end to end.
+        layout: separate rows, or one sequence.
         device: of the result; None = that of `queries`.
 
     Raises:
@@ -126,55 +124,52 @@ def _one_sequence(
     order = sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -prompts[row] - lengths[row])
     groups: dict[Any, list[int]] = {}
     for row in order:
-        tokens = both[row, prompt_columns - prompts[row] : prompt_columns]
-        groups.setdefault(tokens.numpy().tobytes() if share_prompts else row, []).append(row)
+        prompt_tokens = both[row, prompt_columns - prompts[row] : prompt_columns]
+        groups.setdefault(prompt_tokens.numpy().tobytes() if share_prompts else row, []).append(row)
     spans: list[Span] = []
-    # Of each span: its first token in the flattened `both`, and that token's position.
+    # The row and the position in it from which each span is copied.
     origins: list[tuple[int, int]] = []
-    first_state, later_states = torch.zeros(len(lengths), dtype=torch.long), torch.zeros(len(lengths), dtype=torch.long)
+    # The column of the state that chose the first token of each row's response, and of the one that chose the second.
+    first_state, second_state = torch.zeros(len(lengths), dtype=torch.long), torch.zeros(len(lengths), dtype=torch.long)
     end = 0
-
-    def add(row: int, position: int, length: int, prefix: Span | None = None) -> Span:
-        nonlocal end
-        span = Span(end, length, prefix.start, prefix.length) if prefix else Span(end, length)
-        if length:
-            spans.append(span)
-            origins.append((row * both.size(1) + prompt_columns - prompts[row] + position, position))
-            end += length
-        return span
-
     for group in groups.values():
-        if len(group) == 1:
-            row = group[0]
-            whole = add(row, 0, prompts[row] + lengths[row] - 1)
-            first_state[row] = whole.start + prompts[row] - 1
-            later_states[row] = whole.start + prompts[row]
-            continue
-        prompt = add(group[0], 0, prompts[group[0]])
+        start, prompt = end, prompts[group[0]]
+        end += prompt
         for row in group:
-            own = add(row, prompt.length, lengths[row] - 1, prompt)
-            first_state[row], later_states[row] = prompt.start + prompt.length - 1, own.start
+            first_state[row], second_state[row] = start + prompt - 1, end
+            end += lengths[row] - 1
+        if len(group) == 1:
+            spans.append(Span(start, end - start))
+            origins.append((group[0], 0))
+            continue
+        spans.append(Span(start, prompt))
+        origins.append((group[0], 0))
+        for row in group:
+            if lengths[row] > 1:
+                spans.append(Span(int(second_state[row]), lengths[row] - 1, start, prompt))
+                origins.append((row, prompt))
     if not spans:
-        add(0, 0, 1)
+        spans, origins, end = [Span(0, 1)], [(0, 0)], 1
     sizes = torch.tensor([span.length for span in spans])
-    starts, (sources, positions) = sizes.cumsum(0) - sizes, torch.tensor(origins).T
-    inside = torch.arange(end) - starts.repeat_interleave(sizes)
+    origin_rows, origin_positions = torch.tensor(origins).T
+    offsets = torch.arange(end) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    positions = origin_positions.repeat_interleave(sizes) + offsets
+    # Of the first token of each prompt in the flattened `both`.
+    row_starts = torch.arange(len(lengths)) * both.size(1) + prompt_columns - prompt_lengths
+    ids = both.flatten()[row_starts[origin_rows].repeat_interleave(sizes) + positions]
     rows, actions = response_mask.nonzero(as_tuple=True)
-    states = torch.where(actions == 0, first_state[rows], later_states[rows] + actions - 1)
-    ids = both.flatten()[sources.repeat_interleave(sizes) + inside]
-    parts = [ids, positions.repeat_interleave(sizes) + inside, rows, states, actions]
+    states = torch.where(actions == 0, first_state[rows], second_state[rows] + actions - 1)
     # One upload.
-    ids, position_ids, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
-    return PackedRows(ids.unsqueeze(0), rows, states, actions, position_ids.unsqueeze(0), tuple(spans))
+    parts = [ids, positions, rows, states, actions]
+    ids, positions, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
+    return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(spans))
 
 
 def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> Tensor:
-    """The tokens of prompt and response, holes included: `query_attn_masks` (B, Q), 1 = real, and `response_mask`
-    (B, R) bool give (B,) int64.
-    """
+    """(B,) int64: the number of tokens of prompt and response, holes included."""
     return query_attn_masks.long().sum(dim=1) + response_lengths(response_mask)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions that count real tokens from 0, and 0 on padding: `attention_mask` (B, T), 1 = real, gives (B, T)."""
+    """(B, T): positions that count real tokens (1 in `attention_mask`) from 0, and 0 on the padding before them."""
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)

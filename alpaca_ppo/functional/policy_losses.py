@@ -2,11 +2,31 @@
 probabilities differ slightly.
 
 `register_policy_loss` adds a loss that a configuration can name. The caller adds the KL and entropy terms.
+
+The surrogate losses share these arguments:
+
+- `logprobs` (B, R), nats: of the policy in training; they receive the gradient;
+- `old_logprobs` (B, R), nats: of the policy that the advantages were computed for;
+- `advantages` (B, R);
+- `response_mask` (B, R) bool, True = a token the policy chose;
+- `loss_agg_mode` and `denominator`: see `aggregate_loss`;
+- `weights` (B, R): factors of the tokens' losses, such as importance weights; detached.
+
+With A the advantage of a token and ratio = exp(clamp(logprobs - old_logprobs, -20, 20)), they return the loss and these
+stats, over the masked tokens of the call:
+
+- `clipfrac`: the fraction of tokens whose clip or trust region acts;
+- `clipfrac_lower`: the fraction of tokens that `clip_ratio_c` bounds, 0 without it;
+- `approx_kl_k1`, `approx_kl_k3`: KL(old || new) per token, in nats;
+- `ratio_mean`, `ratio_min`, `ratio_max`.
+
+Without masked tokens all of them are 0, but `ratio_min` and `ratio_max` are 1. A range or bound outside its limits, an
+unknown mode and shapes that differ raise a `ValueError`.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -19,10 +39,9 @@ ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = get_args(RolloutCorrectionLevel)
 DIVERGENCES: tuple[str, ...] = get_args(DppoDivergence)
 
 _KL_EPSILON = 1e-8
-"""Added to the probability of all other tokens, which may round to 0."""
+"""Added to 1 - p, which may round to 0."""
 
 PolicyLoss = Callable[..., Loss]
-"""A loss as `register_policy_loss` describes it."""
 
 
 def register_policy_loss(
@@ -32,20 +51,19 @@ def register_policy_loss(
 
         loss(logprobs, old_logprobs, advantages, response_mask, *, args, weights, denominator) -> Loss
 
-    of four (B, R) tensors and, by keyword, the run's `PPOConfig`, `weights` ((B, R) importance weights of the tokens,
-    or None) and `denominator` (see `aggregate_loss`). It returns this micro-batch's part of the optimizer step's loss,
-    `aggregate_loss(losses, response_mask, args.loss_agg_mode, denominator=denominator)` of its per-token losses. Its
-    statistics are logged as `ppo/policy/<name>`: those that end in `_min` or `_max` as extremes, others as means over
-    tokens.
+    of the arguments that the module describes and `args`, the run's `PPOConfig`. It returns this micro-batch's part of
+    the optimizer step's loss, `aggregate_loss(losses, response_mask, args.loss_agg_mode, denominator=denominator)` of
+    its per-token losses. Its stats are logged as `ppo/policy/<name>`: those that end in `_min` or `_max` as extremes,
+    others as means over tokens.
 
     Args:
-        name: the value of `policy_loss` that selects it.
-        clips: reads `cliprange_high`; other losses refuse that option.
-        dual_clip: reads `clip_ratio_c`; other losses refuse that option.
-        loss_agg_mode: the only `loss_agg_mode` that the loss allows; None = all of them.
+        name: the value of the option `policy_loss` that selects it, without spaces, commas and colons.
+        clips: reads `cliprange_high`, which is refused otherwise.
+        dual_clip: reads `clip_ratio_c`, which is refused otherwise.
+        loss_agg_mode: the only one that the loss allows; None = all of them.
 
     Raises:
-        ValueError: when the name is taken, or holds a space, comma or colon.
+        ValueError: when the name is taken or not allowed.
     """
     return POLICY_LOSSES.register(name, clips=clips, dual_clip=dual_clip, loss_agg_mode=loss_agg_mode)
 
@@ -64,37 +82,21 @@ def policy_loss(
     denominator: Tensor | float | None = None,
 ) -> Loss:
     """PPO's clipped loss (arXiv:1707.06347, equation 7) with separate clip ranges (arXiv:2503.14476) and dual clip
-    (arXiv:1912.09729).
-
-    Per token, with ratio = exp(clamp(logprobs - old_logprobs, -20, 20)) and A the advantage:
+    (arXiv:1912.09729). Per token:
 
         loss = max(-A * ratio, -A * clip(ratio, 1 - cliprange_low, 1 + cliprange_high))
         loss = min(loss, -A * clip_ratio_c)     where A < 0, with dual clip
 
+    Arguments that are not listed are described in the module.
+
     Args:
-        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
-        old_logprobs: (B, R), of the policy that the advantages were computed for.
-        advantages: (B, R).
-        response_mask: (B, R) bool, True = a token the policy chose.
-        cliprange_low: how far the ratio may fall below 1.
+        cliprange_low: how far the ratio may fall below 1, in [0, 1].
         cliprange_high: how far it may rise above 1.
         clip_ratio_c: upper bound of the ratio where the advantage is negative, above 1; None = no dual clip.
-        loss_agg_mode: see `aggregate_loss`.
-        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
-        denominator: see `aggregate_loss`.
-
-    Returns:
-        The loss, and the stats `clipfrac` (fraction of tokens whose clipped term is the larger), `clipfrac_lower`
-        (fraction of tokens that dual clip bounds), `approx_kl_k1` and `approx_kl_k3` (KL(old || new) per token, in
-        nats), `ratio_mean`, `ratio_min` and `ratio_max`. Fractions and means are over the masked tokens of this call.
-        Where there are none, they are 0, and `ratio_min` and `ratio_max` are 1.
-
-    Raises:
-        ValueError: for a negative clip range, cliprange_low > 1, clip_ratio_c <= 1, an unknown mode, and shapes that
-            differ.
     """
     _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c)
-    advantages, log_ratio, ratio = _ratios(logprobs, old_logprobs, advantages, response_mask)
+    advantages = zero_outside(advantages, response_mask).detach()
+    log_ratio, ratio = _ratios(logprobs, old_logprobs, response_mask)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
     losses = torch.maximum(unclipped, clipped)
@@ -103,8 +105,9 @@ def policy_loss(
         bound = -advantages * clip_ratio_c
         bounded = (advantages < 0) & (losses > bound)
         losses = torch.where(bounded, bound, losses)
-    tokens = _Tokens(losses, log_ratio, ratio, clipped > unclipped, bounded)
-    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
+    losses = _weighted(losses, weights, response_mask)
+    stats = _update_stats(log_ratio, ratio, response_mask, clipped=clipped > unclipped, bounded=bounded)
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
 def gspo_policy_loss(
@@ -120,47 +123,29 @@ def gspo_policy_loss(
     denominator: Tensor | float | None = None,
 ) -> Loss:
     """The clipped loss with one ratio per sequence, in its form for per-token advantages (GSPO-token, arXiv:2507.18071,
-    equations 13 and 14).
-
-    With s = exp(clamp(mean of logprobs - old_logprobs over the row's masked tokens, -20, 20)), the same for all tokens
-    of a row, and A the advantage:
+    equations 13 and 14). With s = exp(clamp(mean of logprobs - old_logprobs over the row's masked tokens, -20, 20)):
 
         loss = max(-A * s, -A * clip(s, 1 - cliprange_low, 1 + cliprange_high))
 
-    The gradient is straight-through: on each token, the gradient of s with respect to that token's log-probability is
-    taken to be s. If the advantages of a row are equal, its gradient is exact. The geometric mean keeps s close to 1,
-    so the clip ranges are far smaller than in `policy_loss` (in the paper: 3e-4 and 4e-4).
+    The gradient is straight-through: that of s with respect to the log-probability of each token is taken to be s,
+    which is exact for a row of equal advantages. The geometric mean keeps s close to 1, so the clip ranges are far
+    smaller than in `policy_loss` (in the paper: 3e-4 and 4e-4).
 
-    Args:
-        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
-        old_logprobs: (B, R), of the policy that the advantages were computed for.
-        advantages: (B, R).
-        response_mask: (B, R) bool, True = a token the policy chose.
-        cliprange_low: how far the ratio of a sequence may fall below 1.
-        cliprange_high: how far it may rise above 1.
-        loss_agg_mode: see `aggregate_loss`.
-        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
-        denominator: see `aggregate_loss`.
-
-    Returns:
-        The loss, and the stats of `policy_loss`. `ratio_mean` (over tokens), `ratio_min` and `ratio_max` describe s.
-        `clipfrac_lower` is 0, because there is no dual clip. `approx_kl_k1` and `approx_kl_k3` use the log-ratios of
-        single tokens, as in `policy_loss`.
-
-    Raises:
-        ValueError: for a negative clip range, cliprange_low > 1, an unknown mode, and shapes that differ.
+    The ratio stats describe s (`ratio_mean` over tokens); the KL stats use the log-ratios of single tokens.
     """
     _check_clip_ranges(cliprange_low, cliprange_high)
     advantages = zero_outside(advantages, response_mask).detach()
     logprobs = zero_outside(logprobs, response_mask)
     token_log_ratio = (logprobs - zero_outside(old_logprobs, response_mask)).detach()
+    # Its value is that of the row, its gradient that of each token's log-probability.
     log_ratio = logprobs - logprobs.detach() + masked_mean(token_log_ratio, response_mask, dim=1).unsqueeze(1)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
+    losses = _weighted(torch.maximum(unclipped, clipped), weights, response_mask)
     token_log_ratio = token_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    tokens = _Tokens(torch.maximum(unclipped, clipped), token_log_ratio, ratio, clipped > unclipped)
-    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
+    stats = _update_stats(token_log_ratio, ratio, response_mask, clipped=clipped > unclipped)
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
 def cispo_policy_loss(
@@ -175,39 +160,20 @@ def cispo_policy_loss(
     weights: Tensor | None = None,
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """REINFORCE with clipped importance weights (CISPO, arXiv:2506.13585).
-
-    Per token, with ratio = exp(clamp(logprobs - old_logprobs, -20, 20)) and A the advantage:
+    """REINFORCE with clipped importance weights (CISPO, arXiv:2506.13585). Per token:
 
         loss = -stop_gradient(clip(ratio, 1 - cliprange_low, 1 + cliprange_high)) * A * logprob
 
-    A token whose ratio is clipped keeps a gradient, unlike in `policy_loss`. The paper bounds the ratio from above
-    only: `cliprange_low` of 1 does that.
-
-    Args:
-        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
-        old_logprobs: (B, R), of the policy that the advantages were computed for.
-        advantages: (B, R).
-        response_mask: (B, R) bool, True = a token the policy chose.
-        cliprange_low: how far the importance weight may fall below 1.
-        cliprange_high: how far it may rise above 1.
-        loss_agg_mode: see `aggregate_loss`.
-        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
-        denominator: see `aggregate_loss`.
-
-    Returns:
-        The loss, whose gradient alone means something, and the stats of `policy_loss`. `clipfrac` is the fraction of
-        tokens whose ratio is clipped; `clipfrac_lower` is 0.
-
-    Raises:
-        ValueError: for a negative clip range, cliprange_low > 1, an unknown mode, and shapes that differ.
+    Only the gradient of this loss means something. Unlike in `policy_loss`, a token whose ratio is clipped keeps a
+    gradient. The paper bounds the ratio from above only, as `cliprange_low` of 1 does.
     """
     _check_clip_ranges(cliprange_low, cliprange_high)
-    advantages, log_ratio, ratio = _ratios(logprobs.detach(), old_logprobs, advantages, response_mask)
+    advantages = zero_outside(advantages, response_mask).detach()
+    log_ratio, ratio = _ratios(logprobs.detach(), old_logprobs, response_mask)
     clipped = ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
-    losses = -clipped * advantages * zero_outside(logprobs, response_mask)
-    tokens = _Tokens(losses, log_ratio, ratio, clipped != ratio)
-    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
+    losses = _weighted(-clipped * advantages * zero_outside(logprobs, response_mask), weights, response_mask)
+    stats = _update_stats(log_ratio, ratio, response_mask, clipped=clipped != ratio)
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
 def sapo_policy_loss(
@@ -222,42 +188,25 @@ def sapo_policy_loss(
     weights: Tensor | None = None,
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """A smooth gate in place of the clip (SAPO, arXiv:2511.20347).
-
-    Per token, with ratio = exp(clamp(logprobs - old_logprobs, -20, 20)), A the advantage, and tau = tau_pos where A > 0
-    and tau_neg elsewhere:
+    """A smooth gate in place of the clip (SAPO, arXiv:2511.20347). Per token, with tau = tau_pos where A > 0 and
+    tau_neg elsewhere, both positive:
 
         loss = -A * sigmoid(tau * (ratio - 1)) * 4 / tau
 
     The gate's slope is 1 at ratio 1, and falls to both sides, the faster the larger tau is. The paper takes 1.0 for
-    tau_pos and 1.05 for tau_neg.
-
-    Args:
-        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
-        old_logprobs: (B, R), of the policy that the advantages were computed for.
-        advantages: (B, R).
-        response_mask: (B, R) bool, True = a token the policy chose.
-        tau_pos: the gate's temperature where the advantage is positive; positive.
-        tau_neg: the gate's temperature elsewhere; positive.
-        loss_agg_mode: see `aggregate_loss`.
-        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
-        denominator: see `aggregate_loss`.
-
-    Returns:
-        The loss and the stats of `policy_loss`; `clipfrac` and `clipfrac_lower` are 0, because nothing is clipped.
-
-    Raises:
-        ValueError: for a temperature that is not positive, an unknown mode, and shapes that differ.
+    tau_pos and 1.05 for tau_neg. Nothing is clipped: `clipfrac` is 0.
     """
     for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
         if not tau > 0:
             raise ValueError(f"{name} is {tau}; it must be positive, because the loss is divided by it")
-    advantages, log_ratio, ratio = _ratios(logprobs, old_logprobs, advantages, response_mask)
+    advantages = zero_outside(advantages, response_mask).detach()
+    log_ratio, ratio = _ratios(logprobs, old_logprobs, response_mask)
     # Tensors, because torch.where makes float32 of two Python numbers.
     tau_of_token = torch.where(advantages > 0, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
     losses = -advantages * torch.sigmoid(tau_of_token * (ratio - 1)) * (4 / tau_of_token)
-    tokens = _Tokens(losses, log_ratio, ratio, torch.zeros_like(response_mask))
-    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
+    losses = _weighted(losses, weights, response_mask)
+    stats = _update_stats(log_ratio, ratio, response_mask, clipped=torch.zeros_like(response_mask))
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
 def gmpo_policy_loss(
@@ -271,46 +220,33 @@ def gmpo_policy_loss(
     weights: Tensor | None = None,
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """The geometric mean of a row's ratios, each clipped on its own (GMPO, arXiv:2507.20673).
+    """The geometric mean of a row's ratios, each clipped on its own (GMPO, arXiv:2507.20673):
 
-    With log_ratio = clamp(logprobs - old_logprobs, -20, 20) of a token and A its advantage:
-
-        clipped = min(log_ratio, cliprange_high)     where A > 0
-                  max(log_ratio, -cliprange_low)     where A < 0
+        clipped = min(log ratio, cliprange_high)     where A > 0
+                  max(log ratio, -cliprange_low)     where A < 0
                   0                                  where A = 0
         loss of a row = -mean of A * exp(mean of clipped)     means over the row's masked tokens
 
-    and the loss is the mean over rows that have tokens. The ranges bound logarithms, and may be wider than those of
-    `policy_loss` (0.4 in the paper), because the mean evens out single tokens.
+    and the loss is the mean over rows that have tokens. In the paper the advantages of a row are equal. The ranges
+    bound logarithms (nats), and may be wider than those of `policy_loss` (0.4 in the paper), because the mean evens out
+    single tokens. The ratios in the stats are those of tokens, before they are clipped.
 
     Args:
-        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
-        old_logprobs: (B, R), of the policy that the advantages were computed for.
-        advantages: (B, R); the paper's are equal in a row.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        cliprange_low: how far the log-ratio may fall below 0 where the advantage is negative, in nats.
-        cliprange_high: how far it may rise above 0 where the advantage is positive.
-        weights: (B, R), not negative: a row's loss is multiplied by the geometric mean of its tokens' weights; detached
-            here.
-        denominator: the number of rows with tokens in the whole optimizer step, as in `aggregate_loss`.
-
-    Returns:
-        The loss and the stats of `policy_loss`. `clipfrac` is the fraction of tokens whose log-ratio is clipped;
-        `clipfrac_lower` is 0; the ratios are those of tokens, before they are clipped.
-
-    Raises:
-        ValueError: for a negative clip range, and shapes that differ.
+        weights: (B, R), not negative: a row's loss is multiplied by the geometric mean of its tokens' weights.
+        denominator: the number of rows with tokens in the whole optimizer step.
     """
-    _check_clip_ranges(cliprange_low, cliprange_high, most=math.inf)
-    advantages, log_ratio, ratio = _ratios(logprobs, old_logprobs, advantages, response_mask)
+    _check_clip_ranges(cliprange_low, cliprange_high, max_low=math.inf)
+    advantages = zero_outside(advantages, response_mask).detach()
+    log_ratio, ratio = _ratios(logprobs, old_logprobs, response_mask)
     sign = advantages.sign()
-    free, clipped = sign * log_ratio, sign * log_ratio.clamp(-cliprange_low, cliprange_high)
-    log_ratio_of_row = masked_mean(sign * torch.minimum(free, clipped), response_mask, dim=1)
-    losses = -masked_mean(advantages, response_mask, dim=1) * log_ratio_of_row.exp()
+    unclipped, clipped = sign * log_ratio, sign * log_ratio.clamp(-cliprange_low, cliprange_high)
+    log_ratio_of_row = masked_mean(sign * torch.minimum(unclipped, clipped), response_mask, dim=1)
+    row_losses = -masked_mean(advantages, response_mask, dim=1) * log_ratio_of_row.exp()
     if weights is not None:
-        losses = losses * masked_mean(weights.detach().log(), response_mask, dim=1).exp()
-    tokens = _Tokens(losses.unsqueeze(1).expand(response_mask.shape), log_ratio, ratio, clipped < free)
-    return _aggregated(tokens, response_mask, None, "seq-mean-token-mean", denominator)
+        row_losses = row_losses * masked_mean(weights.detach().log(), response_mask, dim=1).exp()
+    losses = row_losses.unsqueeze(1).expand(response_mask.shape)
+    stats = _update_stats(log_ratio, ratio, response_mask, clipped=clipped < unclipped)
+    return Loss(aggregate_loss(losses, response_mask, "seq-mean-token-mean", denominator=denominator), stats)
 
 
 def dppo_policy_loss(
@@ -327,10 +263,8 @@ def dppo_policy_loss(
     weights: Tensor | None = None,
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """A trust region in probabilities instead of ratios (DPPO with the binary divergences, arXiv:2602.04879).
-
-    Per token, with p = exp(logprobs), q = exp(old_logprobs), ratio = exp(clamp(logprobs - old_logprobs, -20, 20)) and A
-    the advantage:
+    """A trust region in probabilities instead of ratios (DPPO with the binary divergences, arXiv:2602.04879). Per
+    token, with p = exp(logprobs) and q = exp(old_logprobs):
 
         loss = -A * stop_gradient(min(ratio, clip_ratio_c)) * logprob     where the divergence is in range, else 0
 
@@ -341,34 +275,20 @@ def dppo_policy_loss(
         kl = q * (log q - log p) + (1 - q) * log((1 - q + 1e-8) / (1 - p + 1e-8))
 
     The divergence is that of two coins, which show the token or another. A rare token may multiply its probability, and
-    a likely one may not move far.
+    a likely one may not move far. Only the gradient of this loss means something. `clipfrac` is the fraction of tokens
+    out of range, which have no gradient; `clipfrac_lower` that of tokens in range whose ratio is bounded.
 
     Args:
-        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
-        old_logprobs: (B, R), of the policy that the advantages were computed for.
-        advantages: (B, R).
-        response_mask: (B, R) bool, True = a token the policy chose.
         divergence: `tv` (a difference of probabilities) or `kl` (nats).
         cliprange_low: the largest divergence of a token that has become less likely.
         cliprange_high: the largest divergence of one that has become more likely.
         clip_ratio_c: upper bound of the ratio, above 1.
-        loss_agg_mode: see `aggregate_loss`.
-        weights: (B, R), factors of the tokens' losses, such as importance weights; detached here.
-        denominator: see `aggregate_loss`.
-
-    Returns:
-        The loss, whose gradient alone means something, and the stats of `policy_loss`. `clipfrac` is the fraction of
-        tokens out of range, which have no gradient; `clipfrac_lower` the fraction of tokens in range whose ratio
-        `clip_ratio_c` bounds.
-
-    Raises:
-        ValueError: for an unknown divergence, a negative range, clip_ratio_c <= 1, an unknown mode, and shapes that
-            differ.
     """
     if divergence not in DIVERGENCES:
         raise ValueError(f"divergence is {divergence!r}; it must be one of {', '.join(DIVERGENCES)}")
-    _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c, most=math.inf)
-    advantages, log_ratio, ratio = _ratios(logprobs.detach(), old_logprobs, advantages, response_mask)
+    _check_clip_ranges(cliprange_low, cliprange_high, clip_ratio_c, max_low=math.inf)
+    advantages = zero_outside(advantages, response_mask).detach()
+    log_ratio, ratio = _ratios(logprobs.detach(), old_logprobs, response_mask)
     new, old = zero_outside(logprobs, response_mask), zero_outside(old_logprobs, response_mask).detach()
     p, q = new.detach().exp(), old.exp()
     if divergence == "tv":
@@ -377,29 +297,20 @@ def dppo_policy_loss(
         kl = q * (old - new.detach()) + (1 - q) * torch.log((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON))
         in_range = torch.where(advantages > 0, (kl <= cliprange_high) | (p <= q), (kl <= cliprange_low) | (p >= q))
     losses = torch.where(in_range, -advantages * ratio.clamp_max(clip_ratio_c) * new, 0.0)
-    tokens = _Tokens(losses, log_ratio, ratio, ~in_range, in_range & (ratio > clip_ratio_c))
-    return _aggregated(tokens, response_mask, weights, loss_agg_mode, denominator)
+    losses = _weighted(losses, weights, response_mask)
+    bounded = in_range & (ratio > clip_ratio_c)
+    stats = _update_stats(log_ratio, ratio, response_mask, clipped=~in_range, bounded=bounded)
+    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
 def positive_nll_loss(
     logprobs: Tensor, positive: Tensor, response_mask: Tensor, *, denominator: Tensor | float | None = None
 ) -> Loss:
-    """Minus the mean log-probability of the tokens of responses that succeeded (VAPO, arXiv:2504.05118, which adds it
-    to the policy loss with the weight 0.1).
+    """Minus the mean log-probability of the tokens of responses that succeeded, `positive` (B,) bool (VAPO,
+    arXiv:2504.05118, which adds it to the policy loss with the weight 0.1); 0, attached to the graph, where there are
+    none. `denominator` is the number of such tokens in the whole optimizer step, and may be 0.
 
-    Args:
-        logprobs: (B, R), of the policy in training, in nats; they receive the gradient.
-        positive: (B,) bool, True = a response that succeeded.
-        response_mask: (B, R) bool, True = a token the policy chose.
-        denominator: the number of masked tokens of positive rows in the whole optimizer step, which replaces the count
-            of this call, so that parts of the batch add up.
-
-    Returns:
-        The loss, which is 0 and attached to the graph where no such token is (`denominator` may then be 0), and the
-        stat `positive_fraction`: the fraction of masked tokens that are of positive rows.
-
-    Raises:
-        ValueError: when the shapes do not fit.
+    The stat `positive_fraction` is the fraction of masked tokens that are of positive rows.
     """
     check_one_per_row("positive", positive, response_mask)
     mask = response_mask & positive.unsqueeze(1)
@@ -432,12 +343,8 @@ def rollout_correction_weights(
         response_mask: (B, R) bool, True = a token the policy chose.
         level: `token` or `sequence`.
         threshold: the largest weight, before normalisation; positive, infinity for no truncation.
-        normalize: divide by the mean weight over the masked tokens (`token`) or over the rows that have any
-            (`sequence`), so that the scale of the loss does not change. The mean is over this call: pass the global
-            batch.
-
-    Raises:
-        ValueError: for an unknown level, a threshold that is not positive, and shapes that differ.
+        normalize: divide by the mean weight over this call's masked tokens (`token`) or rows (`sequence`), so that the
+            scale of the loss does not change; pass the global batch.
     """
     if level not in ROLLOUT_CORRECTION_LEVELS:
         raise ValueError(f"level is {level!r}; it must be one of {', '.join(ROLLOUT_CORRECTION_LEVELS)}")
@@ -454,61 +361,44 @@ def rollout_correction_weights(
     return zero_outside(weights.expand(response_mask.shape), response_mask)
 
 
-def _ratios(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, R) each: advantages, log-ratios of new and old probabilities within +-20, both 0 outside the mask, and their
-    ratios.
-    """
+def _ratios(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, R) each: the log-ratios of new and old probabilities within +-20, 0 outside the mask, and their ratios."""
     log_ratio = zero_outside(logprobs, response_mask) - zero_outside(old_logprobs, response_mask).detach()
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return zero_outside(advantages, response_mask).detach(), log_ratio, log_ratio.exp()
+    return log_ratio, log_ratio.exp()
 
 
-class _Tokens(NamedTuple):
-    """What a loss finds for each token, (B, R) each."""
-
-    losses: Tensor
-    log_ratio: Tensor
-    ratio: Tensor
-    clipped: Tensor
-    """bool; its mean is `clipfrac`."""
-    bounded: Tensor | None = None
-    """bool; its mean is `clipfrac_lower`."""
+def _weighted(losses: Tensor, weights: Tensor | None, response_mask: Tensor) -> Tensor:
+    return losses if weights is None else losses * zero_outside(weights, response_mask).detach()
 
 
-def _aggregated(
-    tokens: _Tokens,
-    response_mask: Tensor,
-    weights: Tensor | None,
-    loss_agg_mode: str,
-    denominator: Tensor | float | None,
-) -> Loss:
-    """The loss and the stats of `policy_loss`."""
-    losses, log_ratio, ratio = tokens.losses, tokens.log_ratio.detach(), tokens.ratio.detach()
-    if weights is not None:
-        losses = losses * zero_outside(weights, response_mask).detach()
-    lower = torch.zeros_like(response_mask) if tokens.bounded is None else tokens.bounded
+def _update_stats(
+    log_ratio: Tensor, ratio: Tensor, response_mask: Tensor, *, clipped: Tensor, bounded: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The stats that the module describes. `clipped` and `bounded` (B, R) are those of `clipfrac` and
+    `clipfrac_lower`.
+    """
+    log_ratio, ratio = log_ratio.detach(), ratio.detach()
+    bounded = torch.zeros_like(response_mask) if bounded is None else bounded
     # The appended infinity keeps the reductions defined for a batch without rows.
-    infinity, anywhere = ratio.new_full((1,), torch.inf), response_mask.any()
+    infinity, has_tokens = ratio.new_full((1,), torch.inf), response_mask.any()
     smallest = torch.cat([torch.where(response_mask, ratio, infinity).flatten(), infinity]).amin()
     largest = torch.cat([torch.where(response_mask, ratio, -infinity).flatten(), -infinity]).amax()
-    stats = {
-        "clipfrac": masked_mean(tokens.clipped.to(ratio.dtype), response_mask),
-        "clipfrac_lower": masked_mean(lower.to(ratio.dtype), response_mask),
+    return {
+        "clipfrac": masked_mean(clipped.to(ratio.dtype), response_mask),
+        "clipfrac_lower": masked_mean(bounded.to(ratio.dtype), response_mask),
         "approx_kl_k1": masked_mean(-log_ratio, response_mask),
         "approx_kl_k3": masked_mean(torch.expm1(log_ratio) - log_ratio, response_mask),
         "ratio_mean": masked_mean(ratio, response_mask),
-        "ratio_min": torch.where(anywhere, smallest, 1.0),
-        "ratio_max": torch.where(anywhere, largest, 1.0),
+        "ratio_min": torch.where(has_tokens, smallest, 1.0),
+        "ratio_max": torch.where(has_tokens, largest, 1.0),
     }
-    return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
-def _check_clip_ranges(low: float, high: float, clip_ratio_c: float | None = None, *, most: float = 1.0) -> None:
+def _check_clip_ranges(low: float, high: float, clip_ratio_c: float | None = None, *, max_low: float = 1.0) -> None:
     """Checks the ranges of a loss; `low` is at most 1 where it bounds a ratio, which is never negative."""
-    if not 0 <= low <= most:
-        raise ValueError(f"cliprange_low is {low}; it must be in [0, {most}]")
+    if not 0 <= low <= max_low:
+        raise ValueError(f"cliprange_low is {low}; it must be in [0, {max_low}]")
     if not high >= 0:
         raise ValueError(f"cliprange_high is {high}; it must not be negative")
     if clip_ratio_c is not None and not clip_ratio_c > 1:

@@ -1,10 +1,10 @@
 """Random numbers that depend only on integer keys, never on how often or in which order they are drawn.
 
-Two kinds: `stream_keys` and `uniforms` give each sampled token its random number, a function of (seed, step, round,
-prompt, sample, position); `seeded_generator` and `seeded_permutation` serve what is drawn once for all ranks, such as
-the order of the prompts. The former use a counter-based generator, SplitMix64, in int64 tensor operations, which wrap
-around in the same way on every device. It has no state, so neither the batch that a row is in, nor the rank, nor the
-order of generation can change a token.
+`stream_keys` and `uniforms` give each sampled token its random number, a function of (seed, step, round, prompt,
+sample, position). They use a counter-based generator, SplitMix64, in int64 tensor operations, which wrap around in the
+same way on every device. It has no state, so neither the batch that a row is in, nor the rank, nor the order of
+generation can change a token. `seeded_generator` and `seeded_permutation` serve what is drawn once for all ranks, such
+as the order of the prompts.
 """
 
 import torch
@@ -29,13 +29,13 @@ def stream_keys(
     get unrelated keys.
 
     Args:
-        seed: the run's seed; any integer.
-        step: the step of the rollout.
+        seed: any integer.
+        step: of the rollout.
         prompt_ids: (B,) int64, index of each prompt in its dataset.
         num_return_sequences: samples of each prompt.
-        sampling_round: from 0; of later rounds each has keys of its own for all prompts of the step.
-        sample_ids: (B,) int64, which of its prompt's samples each row is, where rows come singly
-            (`num_return_sequences` 1); None numbers the samples of each prompt from 0.
+        sampling_round: from 0; each round has other keys.
+        sample_ids: (B,) int64, with `num_return_sequences` 1: which of its prompt's samples each row is; None numbers
+            the samples of each prompt from 0.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), its output function.
     """
@@ -52,12 +52,9 @@ def stream_keys(
 
 
 def uniforms(keys: Tensor, position: Tensor | int) -> Tensor:
-    """The random number of each stream at response position `position`: keys (N,) give (N,) float64 in the open
-    interval (0, 1).
+    """The random number of each stream at a response position: (N,) float64 in the open interval (0, 1).
 
-    Args:
-        keys: (N,) int64, the keys of the streams.
-        position: the same position for all rows, or (N,) int64, a position for each.
+    `keys` are (N,) int64; `position` is the same for all rows, or (N,) int64, one for each.
     """
     # The upper 52 bits plus a half: the finest grid whose midpoints float64 holds exactly.
     return (_shift_right(_next(keys, position), 12).double() + 0.5) * 2.0**-52

@@ -22,17 +22,13 @@ class ShapedRewards(NamedTuple):
 
 
 def response_lengths(response_mask: Tensor) -> Tensor:
-    """The number of columns up to and including the last True of each row: `response_mask` (B, R) bool gives (B,)
-    int64, 0 for an empty row.
-    """
+    """(B,) int64: the number of columns up to and including the last True of each row, 0 for an empty row."""
     columns = torch.arange(1, response_mask.size(1) + 1, device=response_mask.device)
     return torch.where(response_mask, columns, 0).amax(dim=1)
 
 
 def last_token_index(response_mask: Tensor) -> Tensor:
-    """The column of the last True of each row: `response_mask` (B, R) bool, True = a token the policy chose, gives (B,)
-    int64, -1 for an empty row.
-    """
+    """(B,) int64: the column of the last True of each row, -1 for an empty row."""
     return response_lengths(response_mask) - 1
 
 
@@ -59,14 +55,11 @@ def shape_rewards(
 
     Args:
         scores: (B,), one for each response; or (B, R), one for each token.
-        logprobs: (B, R), log-probabilities under the policy that sampled the tokens, in nats.
-        ref_logprobs: (B, R), the same under the reference.
-        response_mask: (B, R) bool, True = a token the policy chose.
+        logprobs: (B, R), nats, under the policy that sampled the tokens.
+        ref_logprobs: (B, R), nats, under the reference.
+        response_mask: (B, R) bool, True = a token the policy chose; a row without any is an error.
         kl_coef: reward units per nat.
         kl_estimator: see `kl_penalty`.
-
-    Raises:
-        ValueError: when the mask of a row is empty, when shapes differ, and for an unknown estimator.
     """
     last = last_token_index(response_mask)
     empty = (last < 0).nonzero().flatten().tolist()
@@ -78,7 +71,7 @@ def shape_rewards(
             f"or {tuple(response_mask.shape)}, one for each token"
         )
     kl = kl_penalty(zero_outside(logprobs, response_mask), zero_outside(ref_logprobs, response_mask), kl_estimator)
-    # A registered estimator may give something else than 0 for equal log-probabilities.
+    # A registered estimator need not be 0 for equal log-probabilities.
     kl = zero_outside(kl, response_mask)
     non_score_rewards = -kl_coef * kl
     token_scores = per_token(at_least_float32(scores), response_mask)
@@ -94,9 +87,6 @@ def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: 
         max_len: tokens at which the penalty is largest.
         buffer_len: tokens over which it grows, from 1 to max_len.
         factor: the largest penalty, in reward units, at least 0.
-
-    Raises:
-        ValueError: when buffer_len or factor is out of range.
     """
     if not 0 < buffer_len <= max_len:
         raise ValueError(f"buffer_len is {buffer_len}; it must be at least 1 and at most max_len ({max_len})")

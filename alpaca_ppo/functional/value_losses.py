@@ -16,43 +16,37 @@ def value_loss(
     loss_agg_mode: str = "token-mean",
     denominator: Tensor | float | None = None,
 ) -> Loss:
-    """Half the squared error to the returns, with the larger of the errors of the raw and the clipped prediction:
+    """Half the squared error to the returns, the larger one of the raw and the clipped prediction:
 
         loss = 0.5 * aggregate(max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2))
 
-    Clipping follows PPO2 of OpenAI Baselines and is not described in a paper; with None the loss is the plain
-    squared error.
+    Clipping follows PPO2 of OpenAI Baselines and is not described in a paper.
 
     Args:
         vpreds: (B, R), the critic's predictions, which receive the gradient.
         old_values: (B, R), its predictions at the time of the rollout.
         returns: (B, R), targets, not whitened.
         response_mask: (B, R) bool, True = a token the policy chose.
-        cliprange_value: c, how far a prediction can move from the old one before the clipped error stops changing;
-            None = no clipping.
-        loss_agg_mode: see `aggregate_loss`.
-        denominator: see `aggregate_loss`.
+        cliprange_value: c, positive: how far a prediction can move from the old one before the clipped error stops
+            changing; None = no clipping.
+        loss_agg_mode: as for `denominator`, see `aggregate_loss`.
 
     Returns:
         The loss, and the stats `clipfrac` (fraction of tokens whose clipped error is the larger), `error` (mean squared
-        error before clipping) and `vpred` (mean prediction) over the masked tokens of this call; 0 if there are
-        none.
-
-    Raises:
-        ValueError: when cliprange_value is not positive, for an unknown mode, and for shapes that differ.
+        error before clipping) and `vpred` (mean prediction), over the masked tokens of this call.
     """
     if cliprange_value is not None and not cliprange_value > 0:
         raise ValueError(f"cliprange_value is {cliprange_value}; it must be positive, or None for no clipping")
     vpreds = zero_outside(vpreds, response_mask)
     old_values = zero_outside(old_values, response_mask).detach()
     returns = zero_outside(returns, response_mask).detach()
-    raw = losses = (vpreds - returns).square()
+    errors = losses = (vpreds - returns).square()
     if cliprange_value is not None:
         clipped = vpreds.clamp(old_values - cliprange_value, old_values + cliprange_value)
-        losses = torch.maximum(raw, (clipped - returns).square())
+        losses = torch.maximum(errors, (clipped - returns).square())
     stats = {
-        "clipfrac": masked_mean((losses > raw).to(raw.dtype), response_mask),
-        "error": masked_mean((vpreds.detach() - returns).square(), response_mask),
+        "clipfrac": masked_mean((losses > errors).to(errors.dtype), response_mask),
+        "error": masked_mean(errors.detach(), response_mask),
         "vpred": masked_mean(vpreds.detach(), response_mask),
     }
     return Loss(0.5 * aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)

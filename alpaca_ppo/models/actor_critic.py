@@ -17,34 +17,26 @@ from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens, us
 
 
 class ActorCriticOutputs(NamedTuple):
-    """The outputs of one forward pass for the response tokens, zero outside the response mask.
+    """The outputs of one forward pass for the response tokens, zero outside the response mask, float32 or wider.
 
     A field is None if that part of the pass was not requested.
     """
 
     logprobs: Tensor | None
-    """(B, R) float32 or wider, in nats."""
+    """(B, R), nats."""
     entropies: Tensor | None
-    """(B, R) float32 or wider, in nats."""
+    """(B, R), nats."""
     values: Tensor | None
     """(B, R) value of the state before the token, in reward units; used by GAE."""
     value_means: Tensor | None
-    """(B, R) mean of the return distribution that a distributional critic learns; it differs from `values` if the
-    critic has a risk level."""
+    """(B, R) mean of the return that a distributional critic predicts; differs from `values` at a risk level."""
     predictions: Tensor | None
     """The input of the critic's loss: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles."""
 
 
 class Critic(nn.Module):
-    """A critic head and the source of the hidden states that it reads.
-
-    That is the critic's own backbone (layout `separate`), the policy's base model with the adapter `value` (`adapter`),
-    or the policy's hidden states (`shared`).
-
-    Args:
-        head: maps hidden states to values or to a return distribution.
-        backbone: the critic's own backbone; None uses the policy's.
-        has_adapter: True reads the hidden states of the policy's base model with the adapter `value`.
+    """A critic head and the source of the hidden states that it reads: its own `backbone` (layout `separate`), the
+    policy's base model with the adapter `value` (`adapter`, `has_adapter`), or the policy's hidden states (`shared`).
 
     Attributes:
         padding_reason: why rows are padded for the critic's own backbone; None lays them end to end.
@@ -62,26 +54,19 @@ class Critic(nn.Module):
 
     @property
     def layout(self) -> str:
-        """The `critic_layout` that describes it."""
+        """As the option `critic_layout`."""
         if self.backbone is not None:
             return "separate"
         return "adapter" if self.has_adapter else "shared"
 
     @property
     def shares_states(self) -> bool:
-        """Whether the head reads the same hidden states as the language-model head, and trains them: one pass serves
-        both.
-        """
+        """Whether the head reads and trains the hidden states of the language-model head: one pass serves both."""
         return self.layout == "shared"
 
 
 class ActorCritic(nn.Module):
-    """The policy in training and its critic.
-
-    Args:
-        policy: the wrapped causal language model.
-        critic: its critic, in one of the three layouts; None for advantage estimators without a critic.
-    """
+    """The policy in training and its critic; None for advantage estimators without a critic."""
 
     def __init__(self, policy: Policy, critic: Critic | None) -> None:
         super().__init__()
@@ -90,7 +75,7 @@ class ActorCritic(nn.Module):
 
     @property
     def padding_free(self) -> bool:
-        """Whether the passes of policy and critic have no padding."""
+        """Whether neither policy nor critic pads rows."""
         return all(layout.padding_free for layout in self.layouts)
 
     @property
@@ -102,8 +87,8 @@ class ActorCritic(nn.Module):
         return self.policy.layout, row_layout(self.critic.backbone, padding_free=padding_free)
 
     def pack(self, *rows: Tensor, device: torch.device | None = None) -> tuple[PackedRows, PackedRows]:
-        """Returns the rows (queries, query_attn_masks, responses and response_mask of `forward`) as the policy and as
-        the critic read them; see `pack_rows`.
+        """The rows (queries, query_attn_masks, responses and response_mask of `forward`) as the policy and as the
+        critic read them; see `pack_rows`.
         """
         policy_layout, critic_layout = self.layouts
         packed = pack_rows(*rows, layout=policy_layout, device=device)
@@ -126,20 +111,13 @@ class ActorCritic(nn.Module):
         value_taus: Tensor | None = None,
         packed: tuple[PackedRows, PackedRows] | None = None,
     ) -> ActorCriticOutputs:
-        """Returns log-probabilities, entropies and values (B, R) of `responses`.
+        """Log-probabilities, entropies and values of `responses`. Arguments that are not listed: see `Policy.forward`.
 
         Args:
-            queries: (B, Q) int64, left-padded.
-            query_attn_masks: (B, Q), 1 = a real token.
-            responses: (B, R) int64, right-padded.
-            response_mask: (B, R) bool, True = chosen by the policy.
-            temperature: divides the logits.
-            chunk_size: tokens whose logits are in memory at once.
             with_policy: False runs only the critic; no gradient reaches the policy then.
             with_critic: False runs only the policy.
-            with_entropies: False leaves the entropies out.
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
-            packed: what `pack` returned for these rows, if the caller has it.
+            packed: `pack` of these rows, if the caller has it.
         """
         packed_rows, packed_critic_rows = packed or self.pack(queries, query_attn_masks, responses, response_mask)
         logprobs = entropies = states = None
@@ -161,28 +139,28 @@ class ActorCritic(nn.Module):
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
         if not critic.shares_states:
             states = self._critic_states(packed_critic_rows)
-        values, means, predictions = (
-            scatter_tokens(part, packed_critic_rows, responses) for part in critic.head(states, value_taus)
-        )
-        return ActorCriticOutputs(
-            logprobs, entropies, values, means if critic.head.distributional else None, predictions
-        )
+        flat = critic.head(states, value_taus)
+        values = scatter_tokens(flat.values, packed_critic_rows, responses)
+        predictions = scatter_tokens(flat.predictions, packed_critic_rows, responses)
+        means = scatter_tokens(flat.means, packed_critic_rows, responses) if critic.head.distributional else None
+        return ActorCriticOutputs(logprobs, entropies, values, means, predictions)
 
     def critic_parameters(self) -> list[nn.Parameter]:
-        """Returns the trainable parameters of the critic only: its head, and its backbone or adapter."""
+        """The trainable parameters of the critic only: its head, and its backbone or adapter."""
         if self.critic is None:
             return []
-        adapters = self.policy.adapters if self.critic.has_adapter else None
-        own = [p for p in self.critic.parameters() if p.requires_grad]
-        return own + (adapters.parameters_of(VALUE) if adapters else [])
+        parameters = [p for p in self.critic.parameters() if p.requires_grad]
+        if self.critic.has_adapter and self.policy.adapters is not None:
+            parameters += self.policy.adapters.parameters_of(VALUE)
+        return parameters
 
     def policy_parameters(self) -> list[nn.Parameter]:
-        """Returns all other trainable parameters: the policy's, which a `shared` critic trains too."""
+        """All other trainable parameters: the policy's, which a `shared` critic trains too."""
         critic = {id(p) for p in self.critic_parameters()}
         return [p for p in self.parameters() if p.requires_grad and id(p) not in critic]
 
     def critic_active(self) -> AbstractContextManager[None]:
-        """Activates the critic's adapter on the base model; does nothing if the critic has no adapter."""
+        """Activates the critic's adapter on the base model, if it has one."""
         adapters = self.policy.adapters if self.critic is not None and self.critic.has_adapter else None
         return nullcontext() if adapters is None else adapters.active(VALUE)
 

@@ -1,9 +1,9 @@
-"""Critic heads: what a head is, and those of this package (scalar, c51, hl_gauss, quantile and iqn).
+"""Critic heads: the base class, and those of this package (scalar, c51, hl_gauss, quantile and iqn).
 
-A head computes values from hidden states, defines its own loss, and stores its settings in its folder. A new kind of
-critic is one class with `register_critic_head`. Heads compute in float32 at least, whatever the dtype of the backbone
-and of their own weights (DeepSpeed makes those bfloat16 in a bfloat16 run). Those of this package start at the value 0,
-so that the first advantages are the returns themselves; their losses are functions of `functional`.
+A head computes values from hidden states (N, H), and the loss of its predictions. Heads compute in float32 at least,
+whatever the dtype of the backbone and of their own weights (DeepSpeed makes those bfloat16 in a bfloat16 run). Those of
+this package start at the value 0, so that the first advantages are the returns themselves; their losses are functions
+of `functional`.
 """
 
 import math
@@ -38,19 +38,19 @@ class HeadOutputs(NamedTuple):
     """What a head reads from N hidden states."""
 
     values: Tensor
-    """(N,), what GAE uses: what the head's `risk_level` names."""
+    """(N,), what GAE uses: the mean of the return, or of the tail that the head's `risk_level` names."""
     means: Tensor
     """(N,), the mean of the return."""
     predictions: Tensor
-    """(N,) or (N, M), what the head's loss takes: values, logits or quantiles."""
+    """(N,) or (N, M), the input of the head's loss: values, logits or quantiles."""
 
 
 class CriticHead(nn.Module, ABC):
     """A map from hidden states (N, H) to `HeadOutputs`, and the loss of its predictions.
 
-    A subclass defines `read` and `loss`. One with options also defines `from_config` and `settings`, whose entries are
-    the keywords of its `__init__`. Layers should be `HeadLinear`s, or cast their weights to the dtype of the states.
-    The subclass is registered (`register_critic_head`) before an instance is made.
+    A subclass is registered with `register_critic_head` and defines `read` and `loss`. One with options also defines
+    `from_config` and `settings`, whose entries are the keywords of its `__init__`. Layers should be `HeadLinear`s, or
+    cast their weights to the dtype of the states.
 
     Attributes:
         kind: the name it is registered under, the value of `critic` that selects it.
@@ -72,13 +72,13 @@ class CriticHead(nn.Module, ABC):
         return cls(hidden_size)
 
     def settings(self) -> dict[str, Any]:
-        """The options needed to rebuild the head for its saved weights; JSON values, stored in the head's folder."""
+        """The options that rebuild the head for its saved weights, stored beside them as JSON."""
         return {}
 
     @property
     def risk_level(self) -> str:
         """What is read as the value, as in the configuration: `neutral`, the mean; `0.1`, the mean of that lower tail
-        (CVaR); `upper:0.1`, of that upper tail. It is no part of the settings, and may be set at any time.
+        (CVaR); `upper:0.1`, of that upper tail. It is not part of `settings`, and may be set at any time.
         """
         return self._risk_level
 
@@ -90,17 +90,14 @@ class CriticHead(nn.Module, ABC):
         self._risk_level = str(level)
 
     def value_of(self, means: Tensor, tail_mean: Callable[[float, CVaRTail], Tensor]) -> Tensor:
-        """The value (N,) at the head's risk level, for `read` of a distributional head.
-
-        Args:
-            means: (N,), the mean of the distribution.
-            tail_mean: the mean (N,) of the lower or upper tail of probability alpha, for (alpha, tail).
+        """The value (N,) at the head's risk level, for `read` of a distributional head: the `means` (N,), or
+        `tail_mean(alpha, tail)` (N,), the mean of the lower or upper tail of probability alpha.
         """
         return means if self._risk.alpha is None else tail_mean(self._risk.alpha, self._risk.tail)
 
     @abstractmethod
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
-        """`HeadOutputs` of `states` (N, H), already in the dtype to compute in; `taus` as in `forward`."""
+        """The outputs for `states` (N, H), already in the dtype to compute in; `taus` as in `forward`."""
 
     @abstractmethod
     def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
@@ -109,36 +106,29 @@ class CriticHead(nn.Module, ABC):
         It is computed outside of the model's forward pass, so it must not use parameters of the head.
 
         Args:
-            predictions: (B, R) or (B, R, M), those of `read`, in the columns of the response.
-            batch: with `returns`, `response_mask`, `values`, `denominator` and, for a head with `sample_taus`,
-                `value_taus`.
-            args: of the run, such as its `loss_agg_mode`.
+            predictions: (B, R) or (B, R, M), those of `read`.
+            batch: `returns`, `values`, `response_mask`, `denominator` and what `sample_taus` returned as `value_taus`.
+            args: the run's configuration.
         """
 
     def sample_taus(self, generator: torch.Generator) -> Tensor | None:
-        """The quantile levels (K,) of the predictions in one optimizer step, on the CPU; None for a head that needs
-        none.
-        """
+        """The quantile levels (K,) of the predictions in one optimizer step, on the CPU, if the head samples any."""
         return None
 
     def load_score_weight(self, weight: Tensor) -> None:
-        """Starts from the `score` weight (1, H) of a reward model, if the head can; otherwise changes nothing."""
+        """Starts from the `score` weight (1, H) of a reward model, if the head can."""
 
     @property
     def distributional(self) -> bool:
-        """Whether the head learns the distribution of the return, so that a risk level has a meaning."""
+        """Whether the head learns the distribution of the return, and so has a `risk_level`."""
         return bool(CRITIC_HEADS.trait(self.kind, "distributional"))
 
     def spec(self) -> dict[str, Any]:
-        """Kind, settings and hidden size: heads with the same spec can exchange their weights."""
+        """Kind, settings and hidden size; heads with the same spec can exchange weights."""
         return {"kind": self.kind, **self.settings(), "hidden_size": self.hidden_size}
 
     def check_like(self, saved: "CriticHead") -> None:
-        """Checks that this head can take the weights of the head `saved`.
-
-        Raises:
-            ValueError: when kinds, settings or hidden sizes differ.
-        """
+        """Raises a `ValueError` if this head cannot take the weights of the head `saved`."""
         if saved.spec() != self.spec():
             raise ValueError(
                 f"the value model's head is {saved.spec()}, but the critic asked for is {self.spec()}; set critic and "
@@ -146,15 +136,10 @@ class CriticHead(nn.Module, ABC):
             )
 
     def forward(self, states: Tensor, taus: Tensor | None = None) -> HeadOutputs:
-        """What the head reads from `states` (N, H), in any dtype.
+        """The outputs for `states` (N, H) in any dtype.
 
-        Args:
-            states: hidden states.
-            taus: (K,) in (0, 1), the quantile levels of `predictions`, from `sample_taus`; given in training only.
-                Values do not depend on them.
-
-        Raises:
-            ValueError: when `read` returns something other than `HeadOutputs` of these shapes.
+        `taus` (K,) in (0, 1), from `sample_taus`, are the quantile levels of `predictions`, given in training only;
+        values do not depend on them.
         """
         first, rows = next(self.parameters(), None), len(states)
         dtype = torch.float32 if first is None else _at_least_float32(first.dtype)
@@ -163,8 +148,9 @@ class CriticHead(nn.Module, ABC):
         if not isinstance(outputs, HeadOutputs):
             raise ValueError(f"read() of the critic {self.kind!r} returned a {type(outputs).__name__}, not HeadOutputs")
         for field, value in outputs._asdict().items():
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if found != (rows,) and not (field == "predictions" and len(found) == 2 and found[0] == rows):
+            dims = (1, 2) if field == "predictions" else (1,)
+            if not (isinstance(value, Tensor) and value.dim() in dims and len(value) == rows):
+                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
                     f"read() of the critic {self.kind!r} returned {field} of {found}; it must be a tensor ({rows},)"
                     + (f" or ({rows}, M)" if field == "predictions" else "")
@@ -178,13 +164,12 @@ def register_critic_head(
     """A class decorator that adds the critic `name`, a subclass of `CriticHead`.
 
     Args:
-        name: the value of `critic` that selects it; also stored in the folders of its weights.
+        name: without spaces, commas and colons; the value of `critic` that selects it, also stored with its weights.
         distributional: it learns the distribution of the return and reads its `risk_level` (`value_of`).
         fixed_support: it gives probabilities to returns between the two ends of `PPOConfig.value_support`.
 
     Raises:
-        TypeError: when the class is not a `CriticHead`.
-        ValueError: when the name is taken, or holds a space, comma or colon.
+        ValueError: when the name is taken or not allowed.
     """
 
     def attach(head_class: HeadClass) -> HeadClass:
@@ -198,7 +183,7 @@ def register_critic_head(
 
 
 def build_head(make: Callable[[int], CriticHead], hidden_size: int, dtype: torch.dtype) -> CriticHead:
-    """`make(hidden_size)`, a head's class for instance, with weights in float32, or in float64 where `dtype` is."""
+    """`make(hidden_size)`, such as a head's class, with weights in float32, or float64 where `dtype` is."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(_at_least_float32(dtype))
     try:
@@ -226,18 +211,9 @@ def _zero_linear(inputs: int, outputs: int) -> HeadLinear:
     return linear
 
 
-def _aggregation(batch: Rollouts, args: PPOConfig) -> dict[str, Any]:
-    """How the losses of `functional` become this micro-batch's part of the optimizer step's loss."""
-    return {"loss_agg_mode": args.loss_agg_mode, "denominator": batch["denominator"]}
-
-
 @CRITIC_HEADS.implement("scalar")
 class ScalarHead(CriticHead):
-    """A linear value head without bias, V(s) = w . h(s), zero at the start; trained by the squared error.
-
-    Args:
-        hidden_size: H of the backbone.
-    """
+    """A linear value head without bias, V(s) = w . h(s), zero at the start; trained by the squared error."""
 
     kind = "scalar"
 
@@ -251,38 +227,40 @@ class ScalarHead(CriticHead):
         return HeadOutputs(values, values, values)
 
     def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-        """`functional.value_loss`."""
-        rows, clip = (batch["values"], batch["returns"], batch["response_mask"]), args.cliprange_value
-        return value_loss(predictions, *rows, cliprange_value=clip, **_aggregation(batch, args))
+        """The squared error, clipped with `cliprange_value`."""
+        return value_loss(
+            predictions,
+            batch["values"],
+            batch["returns"],
+            batch["response_mask"],
+            cliprange_value=args.cliprange_value,
+            loss_agg_mode=args.loss_agg_mode,
+            denominator=batch["denominator"],
+        )
 
     def load_score_weight(self, weight: Tensor) -> None:
-        """Copies it."""
+        """Copies `weight`."""
         self.weight.data.copy_(weight)
 
 
 class _CategoricalCritic(CriticHead):
-    """What the c51 and the hl_gauss head share: the probabilities of fixed returns (`support`) between two ends.
+    """The base of the c51 and the hl_gauss head: probabilities of fixed returns (`support`) between two ends.
 
     At the start every state has the same distribution: uniform where the support is symmetric about 0, otherwise tilted
-    until its mean is 0, or as near to 0 as the support allows. Each return keeps a thousandth of the uniform
-    probability, because one that starts much lower would take too many updates to recover.
+    until its mean is 0, or as near to it as the support allows. Each return keeps a thousandth of the uniform
+    probability; much less would take too many updates to recover from.
     """
-
-    atoms: Callable[..., Tensor]
-    """`c51_atoms` or `hl_gauss_centres`."""
-    cross_entropy: Callable[..., Loss]
-    """`c51_loss` or `hl_gauss_loss`."""
 
     def __init__(self, hidden_size: int, *, num_atoms: int = 51, v_min: float = -10.0, v_max: float = 10.0) -> None:
         super().__init__(hidden_size)
         self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
         self.linear = _zero_linear(hidden_size, num_atoms)
-        # On the CPU: the memory estimate builds heads on a device without numbers.
+        # On the CPU: the memory estimate builds heads on the meta device.
         self.linear.bias.data.copy_(_initial_logits(self.support(torch.float64, torch.device("cpu"))))
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With the support that `args` names."""
+        """A head with the support that `args` gives."""
         v_min, v_max = map(float, args.value_support)
         return cls(hidden_size, num_atoms=args.num_atoms or 51, v_min=v_min, v_max=v_max)
 
@@ -290,9 +268,9 @@ class _CategoricalCritic(CriticHead):
         """The support."""
         return {"num_atoms": self.num_atoms, "v_min": self.v_min, "v_max": self.v_max}
 
+    @abstractmethod
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(num_atoms,): the returns that have the predicted probabilities, ascending."""
-        return self.atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """`predictions` (N, num_atoms) are logits."""
@@ -305,52 +283,63 @@ class _CategoricalCritic(CriticHead):
         )
         return HeadOutputs(values, means, logits)
 
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-        """The cross-entropy on the head's own support."""
-        how = {"v_min": self.v_min, "v_max": self.v_max, **_aggregation(batch, args)}
-        return self.cross_entropy(predictions, batch["returns"], batch["response_mask"], **how)
-
 
 @CRITIC_HEADS.implement("c51")
 class C51Head(_CategoricalCritic):
-    """Probabilities of `num_atoms` returns evenly spaced over [v_min, v_max] (arXiv:1707.06887).
-
-    Args:
-        hidden_size: H of the backbone.
-        num_atoms: atoms of the support.
-        v_min: the lowest atom; smaller returns are clamped to it.
-        v_max: the highest atom; greater returns are clamped to it.
+    """Probabilities of `num_atoms` returns evenly spaced over [v_min, v_max] (arXiv:1707.06887). Returns outside are
+    clamped to the ends.
     """
 
     kind = "c51"
-    atoms, cross_entropy = staticmethod(c51_atoms), staticmethod(c51_loss)
+
+    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The atoms."""
+        return c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
+
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """The cross-entropy of the projected returns."""
+        return c51_loss(
+            predictions,
+            batch["returns"],
+            batch["response_mask"],
+            v_min=self.v_min,
+            v_max=self.v_max,
+            loss_agg_mode=args.loss_agg_mode,
+            denominator=batch["denominator"],
+        )
 
 
 @CRITIC_HEADS.implement("hl_gauss")
 class HLGaussHead(_CategoricalCritic):
     """Probabilities of `num_atoms` bins of equal width over [v_min, v_max], learned from returns that are smoothed by a
-    normal distribution (HL-Gauss, arXiv:2403.03950). A bin stands for the return at its centre, and a tail is one of
-    the smoothed distribution.
-
-    Args:
-        hidden_size: H of the backbone.
-        num_atoms: the number of bins.
-        v_min: the lower edge of the first bin; smaller returns are clamped to it.
-        v_max: the upper edge of the last bin; greater returns are clamped to it.
+    normal distribution (HL-Gauss, arXiv:2403.03950). Returns outside are clamped to the ends. A risk level reads a tail
+    of the smoothed distribution.
     """
 
     kind = "hl_gauss"
-    atoms = staticmethod(hl_gauss_centres)
     sigma = 0.75
     """The standard deviation of the smoothing, in widths of a bin."""
 
-    def cross_entropy(self, *rows: Tensor, **how: Any) -> Loss:
-        """`hl_gauss_loss` with the head's own smoothing."""
-        return hl_gauss_loss(*rows, sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms, **how)
+    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The centres of the bins."""
+        return hl_gauss_centres(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
+
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+        """The cross-entropy of the smoothed returns."""
+        return hl_gauss_loss(
+            predictions,
+            batch["returns"],
+            batch["response_mask"],
+            v_min=self.v_min,
+            v_max=self.v_max,
+            sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms,
+            loss_agg_mode=args.loss_agg_mode,
+            denominator=batch["denominator"],
+        )
 
 
 class _QuantileCritic(CriticHead):
-    """What the quantile and the iqn head share: the number of quantiles, and their loss."""
+    """The base of the quantile and the iqn head: K = `num_quantiles`, and the loss."""
 
     def __init__(self, hidden_size: int, *, num_quantiles: int = 32) -> None:
         super().__init__(hidden_size)
@@ -358,7 +347,7 @@ class _QuantileCritic(CriticHead):
 
     @classmethod
     def from_config(cls, args: PPOConfig, hidden_size: int) -> Self:
-        """With `num_atoms` quantiles."""
+        """A head with `num_atoms` quantiles."""
         return cls(hidden_size, num_quantiles=args.num_atoms or 32)
 
     def settings(self) -> dict[str, Any]:
@@ -370,21 +359,22 @@ class _QuantileCritic(CriticHead):
         return quantile_midpoints(self.num_quantiles, dtype=like.dtype, device=like.device)
 
     def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-        """`functional.quantile_huber_loss` at the levels of `sample_taus`, or else at the midpoints."""
-        taus = batch.get("value_taus")
-        levels = self.midpoints(predictions) if taus is None else taus.to(predictions.dtype)
-        rows, kappa = (batch["returns"], levels, batch["response_mask"]), args.quantile_huber_kappa
-        return quantile_huber_loss(predictions, *rows, kappa=kappa, **_aggregation(batch, args))
+        """The quantile Huber loss at the levels of `sample_taus`, or else at the midpoints."""
+        sampled = batch.get("value_taus")
+        return quantile_huber_loss(
+            predictions,
+            batch["returns"],
+            self.midpoints(predictions) if sampled is None else sampled.to(predictions.dtype),
+            batch["response_mask"],
+            kappa=args.quantile_huber_kappa,
+            loss_agg_mode=args.loss_agg_mode,
+            denominator=batch["denominator"],
+        )
 
 
 @CRITIC_HEADS.implement("quantile")
 class QuantileHead(_QuantileCritic):
-    """The quantiles of the return at the levels (i + 1/2) / K (arXiv:1710.10044), all 0 at the start.
-
-    Args:
-        hidden_size: H of the backbone.
-        num_quantiles: K.
-    """
+    """The quantiles of the return at the levels (i + 1/2) / K (arXiv:1710.10044), all 0 at the start."""
 
     kind = "quantile"
 
@@ -405,13 +395,8 @@ class IQNHead(_QuantileCritic):
     """The quantile function of the return, Z(s, tau) = w . (h(s) * phi(tau)) + b(tau) (arXiv:1806.06923, equation 4).
 
     phi(tau) = relu(W cos(pi i tau) + c), i = 0 .. embedding_dim - 1. w and b start at 0, so every quantile starts at 0.
-    The paper samples levels for each state. Here the tokens of an optimizer step share them, so that phi is (K, H)
+    The paper samples levels for each state. Here the tokens of an optimizer step share K of them, so that phi is (K, H)
     and not (N, K, H); the expected gradient is the same.
-
-    Args:
-        hidden_size: H of the backbone.
-        num_quantiles: K, the number of levels of a value and of an optimizer step.
-        embedding_dim: the number of cosines.
     """
 
     kind = "iqn"
@@ -440,27 +425,24 @@ class IQNHead(_QuantileCritic):
         return quantiles
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
-        """`predictions` (N, K) are the quantiles at `taus`, or at the fixed midpoints without them."""
+        """`predictions` (N, K) are the quantiles at `taus`, or without them at the midpoints."""
         midpoints = self.midpoints(states)
         with torch.set_grad_enabled(torch.is_grad_enabled() and taus is None):
-            fixed = self.quantiles(states, midpoints)
-            means = fixed.mean(dim=-1)
+            at_midpoints = self.quantiles(states, midpoints)
+            means = at_midpoints.mean(dim=-1)
 
             def tail_mean(alpha: float, tail: CVaRTail) -> Tensor:
-                # The CVaR is the mean of Z(s, tau) over tau in (0, alpha), or (1 - alpha, 1), so K levels inside the
-                # tail itself are read.
+                # The CVaR is the mean of Z(s, tau) over tau in (0, alpha), or (1 - alpha, 1): read K levels there.
                 levels = alpha * midpoints if tail == "lower" else 1 - alpha * midpoints
                 return self.quantiles(states, levels).mean(dim=-1)
 
             values = self.value_of(means, tail_mean)
-        return HeadOutputs(values, means, fixed if taus is None else self.quantiles(states, taus))
+        return HeadOutputs(values, means, at_midpoints if taus is None else self.quantiles(states, taus))
 
 
 def _initial_logits(atoms: Tensor) -> Tensor:
-    """Logits (num_atoms,) of 0.999 * softmax(t * atoms) + 0.001 * uniform, with the t that brings the mean nearest to
-    0.
-
-    t is found by bisection; the odds between neighbouring atoms are at most 100.
+    """Logits (num_atoms,) of 0.999 * softmax(t * atoms) + 0.001 * uniform, with the t, found by bisection, that brings
+    the mean nearest to 0. The odds between neighbouring atoms are at most 100.
     """
     if float(atoms[0] + atoms[-1]) == 0.0:
         return torch.zeros_like(atoms)

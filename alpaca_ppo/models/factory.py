@@ -1,15 +1,16 @@
-"""The trainer's models, built from the arguments of its constructor and the configuration: policy, critic, reference.
+"""Policy and critic, built from the arguments of the trainer's constructor and the configuration.
 
-What each argument may be, and which of them exclude each other, is checked here; `loading` does the loading.
+What each argument may be, and which of them exclude each other, is checked here; `loading` does the loading. The
+reference is made in `reference`.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters.adapter_set import (
@@ -21,15 +22,14 @@ from alpaca_ppo.adapters.adapter_set import (
     load_adapters,
 )
 from alpaca_ppo.adapters.files import read_policy_adapter
-from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
-from alpaca_ppo.models.loading import check_lengths, is_causal_lm, load_causal_lm
+from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
-from alpaca_ppo.models.reference import AdapterReference, CopiedReference, copy_without_adapters, initial_policy
+from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.models.saved_critic import has_adapter, load_value_model, name_of, start_on_policy
-from alpaca_ppo.models.trial import padding_reason
+from alpaca_ppo.models.trial import fit_rows
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
 
@@ -40,16 +40,15 @@ def build_actor_critic(
     value_model: PreTrainedModel | Critic | None = None,
     head: Callable[[int], CriticHead] = ScalarHead,
 ) -> ActorCritic:
-    """Returns the policy with a critic in the layout `critic_layout`.
+    """The policy with a critic in the layout `critic_layout`.
 
     Args:
-        policy: the causal language model to train, or a frozen one with adapters; not copied.
-        critic_layout: `separate` (its own backbone: that of `value_model`, or a copy of the policy's without adapters),
-            `adapter` (its own adapter on the policy's base model), `shared` (a head on the policy's hidden states), or
-            None for no critic.
-        value_model: a causal language model of any size, a sequence classifier with one label, a `Critic`, or None.
-            The critic takes over its weights without a copy: all of a `Critic`'s; of a language model the backbone; of
-            a classifier that too, and its `score` if the head can start from it.
+        policy: the model to train, or a frozen one with adapters; not copied.
+        critic_layout: `separate` (a backbone: that of `value_model`, or a copy of the policy's without adapters),
+            `adapter` (an adapter on the policy's base model), `shared` (a head on the policy's hidden states), or None
+            for no critic.
+        value_model: a `Critic`, or a causal language model of any size or a sequence classifier with one label, from
+            which the critic takes the backbone, and the `score` if the head can start from it; not copied.
         head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
 
     Raises:
@@ -65,8 +64,9 @@ def build_actor_critic(
     if isinstance(value_model, Critic):
         head(value_model.head.hidden_size).check_like(value_model.head)
         return ActorCritic(wrapped, value_model)
-    dtype, width, score = wrapped.model.dtype, wrapped.head.weight.size(1), None
+    dtype, hidden_size = wrapped.model.dtype, wrapped.head.weight.size(1)
     backbone: Any = None
+    score: Tensor | None = None
     if critic_layout == "adapter":
         adapters = wrapped.adapters
         if adapters is None:
@@ -80,14 +80,14 @@ def build_actor_critic(
         # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
         backbone = source.base_model.to(torch.promote_types(dtype, torch.float32))
         if is_causal_lm(source):
-            width = source.get_output_embeddings().weight.size(1)
+            hidden_size = source.get_output_embeddings().weight.size(1)
         else:
             score = source.get_parameter("score.weight").detach()
-            width = score.size(1)
-    own_head = build_head(head, width, dtype)
+            hidden_size = score.size(1)
+    critic_head = build_head(head, hidden_size, dtype)
     if score is not None:
-        own_head.load_score_weight(score)
-    return ActorCritic(wrapped, Critic(own_head, backbone, has_adapter=critic_layout == "adapter"))
+        critic_head.load_score_weight(score)
+    return ActorCritic(wrapped, Critic(critic_head, backbone, has_adapter=critic_layout == "adapter"))
 
 
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
@@ -107,10 +107,9 @@ def make_actor_critic(
     """The policy and critic that `args` describe; `model` itself if it is an `ActorCritic`.
 
     Raises:
-        ValueError: when the critic's starting point is given twice, is given without a critic that can use it, or has
-            a smaller vocabulary than the policy; when an `ActorCritic` differs from what `args` describe; for adapters
-            that this package cannot handle; for options of adapters without adapters, or of loading for a model in
-            memory; and for a model that has fewer positions than prompt and response, or needs padding with
+        ValueError: when arguments exclude each other or lack what they need; when an `ActorCritic` differs from what
+            `args` describe; for adapters that this package cannot handle; when the critic's starting point does not fit
+            the policy; and for a model that has fewer positions than prompt and response, or needs padding with
             `padding_free: true`.
     """
     for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.model_init_kwargs}
@@ -124,43 +123,59 @@ def make_actor_critic(
     layout = args.critic_layout if args.uses_critic else None
     make_head = partial(CRITIC_HEADS.get(args.critic).from_config, args)
     if isinstance(model, ActorCritic):
-        parts = {"peft_config": peft_config, "value_model": value_model}
-        parts["init_value_with_reward"] = args.init_value_with_reward or None
-        if given := [name for name, value in parts.items() if value is not None]:
-            raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(given)} out")
-        own = None if model.critic is None else model.critic.layout
-        if own != layout:
-            raise ValueError(
-                f"model is an ActorCritic with critic_layout {own!r}, but critic_layout is {args.critic_layout!r} and "
-                f"adv_estimator {args.adv_estimator!r}; change one"
-            )
-        if model.critic is not None:
-            with torch.random.fork_rng():
-                wanted = make_head(model.critic.head.hidden_size)
-            wanted.check_like(model.critic.head)
+        _check_actor_critic(model, value_model, peft_config, make_head, args)
         return _prepared(model, args)
+    start = _critic_start(value_model, reward_funcs, args)
+    policy = _load_policy(model, peft_config, args)
+    critic = None
+    if start is not None and args.critic_layout == "separate":
+        critic = load_value_model(start, policy.model if isinstance(policy, AdapterSet) else policy, args)
+    with torch.random.fork_rng():
+        # The critic's head and adapter may start from random weights, which must be the same on every rank.
+        torch.manual_seed(args.seed)
+        built = build_actor_critic(policy, critic_layout=layout, value_model=critic, head=make_head)
+        if start is not None and critic is None:
+            start_on_policy(built, start, args)
+    return _prepared(built, args)
+
+
+def _check_actor_critic(
+    model: ActorCritic, value_model: Any, peft_config: Any, make_head: Callable[[int], CriticHead], args: PPOConfig
+) -> None:
+    """Checks that `model` is what `args` describe, and that nothing that it holds is given as well."""
+    parts = {"peft_config": peft_config, "value_model": value_model}
+    parts["init_value_with_reward"] = args.init_value_with_reward or None
+    if given := [name for name, value in parts.items() if value is not None]:
+        raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(given)} out")
+    layout = None if model.critic is None else model.critic.layout
+    if layout != (args.critic_layout if args.uses_critic else None):
+        raise ValueError(
+            f"model is an ActorCritic with critic_layout {layout!r}, but critic_layout is {args.critic_layout!r} and "
+            f"adv_estimator {args.adv_estimator!r}; change one"
+        )
+    if model.critic is not None:
+        with torch.random.fork_rng():
+            wanted = make_head(model.critic.head.hidden_size)
+        wanted.check_like(model.critic.head)
+
+
+def _critic_start(
+    value_model: str | PreTrainedModel | None, reward_funcs: Any, args: PPOConfig
+) -> str | PreTrainedModel | None:
+    """What the critic starts from: `value_model`, the first reward model, or None."""
     if value_model is not None and not args.uses_critic:
         raise ValueError(
             f"value_model is given, but adv_estimator {args.adv_estimator!r} uses no critic; leave it out, or choose "
             f"one of {', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}"
         )
-    if args.init_value_with_reward:
-        if value_model is not None:
-            raise ValueError("value_model is given and init_value_with_reward is True; leave one of them out")
-        value_model = first_reward_model(reward_funcs)
-        if value_model is None:
-            raise ValueError("init_value_with_reward is True, but no reward source is a model; set it to False")
-    policy = _load_policy(model, peft_config, args)
-    critic = None
-    if value_model is not None and args.critic_layout == "separate":
-        critic = load_value_model(value_model, policy.model if isinstance(policy, AdapterSet) else policy, args)
-    with torch.random.fork_rng():
-        # The critic's head and adapter may start from random weights, which must be the same on every rank.
-        torch.manual_seed(args.seed)
-        built = build_actor_critic(policy, critic_layout=layout, value_model=critic, head=make_head)
-        if value_model is not None and critic is None:
-            start_on_policy(built, value_model, args)
-    return _prepared(built, args)
+    if not args.init_value_with_reward:
+        return value_model
+    if value_model is not None:
+        raise ValueError("value_model is given and init_value_with_reward is True; leave one of them out")
+    reward_model = first_reward_model(reward_funcs)
+    if reward_model is None:
+        raise ValueError("init_value_with_reward is True, but no reward source is a model; set it to False")
+    return reward_model
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
@@ -194,66 +209,19 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
 
 
 def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
-    """`built` with dropout off, its risk level set, without padding where it can be, and, if `args` ask for it, with
-    activation checkpointing.
-    """
+    """`built` with dropout off and its risk level set, ready to read the run's rows."""
     disable_dropout(built)
-    readers: dict[str, tuple[Policy | Critic, Any]] = {"model": (built.policy, built.policy.model)}
-    if built.critic is not None:
-        built.critic.head.risk_level = args.risk_level
-        if built.critic.backbone is not None:
-            readers["critic"] = (built.critic, built.critic.backbone)
-    for owner, (reader, backbone) in readers.items():
-        _fit_rows(reader, backbone, args, owner=owner)
-        if args.gradient_checkpointing:
-            # Newer transformers also have activation_checkpointing_enable; 5.17, which must work too, has only this.
-            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _prepare_backbone(built.policy, built.policy.model, args, owner="model")
+    critic = built.critic
+    if critic is not None:
+        critic.head.risk_level = args.risk_level
+        if critic.backbone is not None:
+            _prepare_backbone(critic, critic.backbone, args, owner="critic")
     return built
 
 
-def _fit_rows(reader: Policy | Critic, backbone: Any, args: PPOConfig, *, owner: str) -> None:
-    """Checks that the longest row has positions in `backbone`, and decides whether `reader` reads rows with padding."""
-    if isinstance(backbone, PreTrainedModel):
-        check_lengths(backbone.config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
-        # A subclass that reads the rows itself knows whether it can do without padding.
-        if isinstance(reader, Critic) or type(reader).states == Policy.states:
-            reader.padding_reason = padding_reason(backbone, args.padding_free)
-
-
-def make_reference(
-    actor_critic: ActorCritic, ref_model: str | PreTrainedModel | PeftModel | None, args: PPOConfig
-) -> Any:
-    """The `models.Reference` that `args.reference` names, or None; with `auto`, `ref_model` if it is given.
-
-    Raises:
-        ValueError: when `ref_model` and `args.reference` are both given, when the reference has another vocabulary,
-            fewer positions than prompt and response, or needs padding with `padding_free: true`, and for `adapter_off`
-            with a policy without adapters.
-    """
-    policy, choice = actor_critic.policy, args.reference
-    if ref_model is not None and choice != "auto":
-        raise ValueError(f"ref_model is given and reference is {choice!r}; leave one of them out")
-    if choice == "none":
-        return None
-    source: Any = ref_model if choice == "auto" else choice if choice not in REFERENCES else None
-    if isinstance(source, PeftModel):
-        # The language model; the adapter stays in its layers.
-        source = source.get_base_model()
-    if choice == "adapter_off" and policy.adapters is None:
-        raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
-    if source is None and policy.adapters is not None and choice in ("auto", "adapter_off"):
-        return AdapterReference(policy, policy.adapters.starting_point)
-    if source is None:
-        reference = initial_policy(policy)
-    else:
-        given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.model_init_kwargs}
-        other = load_causal_lm(source, dtype=policy.model.dtype, **given)
-        theirs, own = other.config.vocab_size, policy.model.config.vocab_size
-        if theirs != own:
-            raise ValueError(
-                f"the reference's vocabulary ({theirs}) differs from the policy's ({own}); choose one with the same"
-            )
-        # A model in memory may be trained elsewhere.
-        reference = Policy((other if isinstance(source, str) else copy.deepcopy(other)).eval())
-    _fit_rows(reference, reference.model, args, owner="reference")
-    return CopiedReference(reference, offloaded=choice == "copy_offloaded")
+def _prepare_backbone(reader: Policy | Critic, backbone: Any, args: PPOConfig, *, owner: str) -> None:
+    fit_rows(reader, backbone, args, owner=owner)
+    if args.gradient_checkpointing:
+        # Newer transformers also have activation_checkpointing_enable; 5.17, which must work too, has only this.
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

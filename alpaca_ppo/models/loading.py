@@ -1,8 +1,7 @@
 """Loading of language models, classifiers and tokenizers, and whether a run's token ids and lengths fit a model.
 
 Models are loaded with an explicit dtype and from safetensors only. What a run loads is decided in `factory`; critics
-saved by a run are in `saved_critic`. The checks need a model's configuration, but no forward pass; options are checked
-in `config`.
+saved by a run are in `saved_critic`.
 """
 
 from collections.abc import Mapping
@@ -40,23 +39,24 @@ def load_causal_lm(
     load_in_4bit: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Returns the causal language model `model`, with dropout off.
+    """The causal language model `model`, with dropout off.
 
     Args:
-        model: a folder, a hub id, or a model in memory, which keeps its dtype.
+        model: a folder, a hub id, or a model in memory, for which the other arguments are not used.
         trust_remote_code: run code that comes with the model.
-        dtype: of the weights, if the model is loaded.
-        load_in_4bit: quantize the weights, if the model is loaded (NF4, arXiv:2305.14314).
-        arguments: further ones of `from_pretrained` (`PPOConfig.model_init_kwargs`), if the model is loaded.
+        dtype: of the weights.
+        load_in_4bit: quantize the weights (NF4, arXiv:2305.14314).
+        arguments: further ones of `from_pretrained` (`PPOConfig.model_init_kwargs`).
 
     Raises:
-        ValueError: if the model does not exist, its folder is damaged or lacks weights, such as the language-model
-            head; for 4 bits without a CUDA device or bitsandbytes.
+        ValueError: as `load_complete`; for 4 bits without a CUDA device or bitsandbytes.
     """
     if isinstance(model, str):
+        given = dict(arguments or {})
         # Not an explicit None: from_pretrained would write it over the configuration of a model stored quantized.
-        own = {**(arguments or {}), **({"quantization_config": _four_bit()} if load_in_4bit else {})}
-        model = load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **own)
+        if load_in_4bit:
+            given["quantization_config"] = _four_bit()
+        model = load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **given)
     disable_dropout(model)
     return model
 
@@ -68,11 +68,10 @@ def _four_bit() -> BitsAndBytesConfig:
 
 
 def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> bool:
-    """Whether `model` (in memory, or what a folder or hub id holds) has a language-model head, and not one linear layer
-    named `score`.
+    """Whether `model` (in memory, or what a folder or hub id holds) has a language-model head, and no layer `score`.
 
     Raises:
-        ValueError: if there is no configuration of that name, or it comes with code that it may not run.
+        ValueError: if there is no configuration of that name, or it comes with code that may not run.
     """
     if not isinstance(model, str):
         return "score" not in dict(model.named_children()) and model.get_output_embeddings() is not None
@@ -81,20 +80,21 @@ def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = Fals
         loading(f"no model can be loaded from {model!r}", model, LOADING_REMEDY),
     ):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    own_class = (vars(config).get("auto_map") or {}).get("AutoModelForCausalLM")
-    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *([own_class.rpartition(".")[2]] if own_class else [])}
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    # The class of code that comes with the model, as file.Class.
+    if remote_class := (vars(config).get("auto_map") or {}).get("AutoModelForCausalLM"):
+        known.add(remote_class.rpartition(".")[2])
     return any(name in known for name in config.architectures or [])
 
 
 def load_sequence_classifier(
     model: str | PreTrainedModel, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
-    """Returns the sequence classifier `model`, with dropout off; a folder or hub id is loaded in float32, with further
+    """The sequence classifier `model`, with dropout off; a folder or hub id is loaded in float32, with further
     `arguments` of `from_pretrained`.
 
     Raises:
-        ValueError: if it does not exist, its folder is damaged or lacks weights, it does not have exactly one label, or
-            its head is not a linear layer named `score`.
+        ValueError: as `load_complete`; if its head is not a linear layer named `score` with one label.
     """
     classifier: PreTrainedModel = model  # type: ignore[assignment]
     if isinstance(model, str):
@@ -114,16 +114,16 @@ def load_sequence_classifier(
 def load_complete(
     auto_class: Any, name: str, *, trust_remote_code: bool, remedy: str = LOADING_REMEDY, **arguments: Any
 ) -> PreTrainedModel:
-    """The model `name`, from safetensors, in float32 unless the `arguments` of `from_pretrained` say otherwise. The
-    `remedy` is that of a name that cannot be loaded.
+    """The model `name`, from safetensors, in float32 unless the `arguments` of `from_pretrained` say otherwise.
+    `remedy` ends the error about a name that cannot be loaded.
 
     Raises:
         ValueError: if it does not exist, its folder is damaged, or weights are missing, which transformers would
             initialize at random.
     """
     problem = f"no model can be loaded from {name!r}"
-    if own := sorted(arguments.keys() - {"dtype", "quantization_config"}):
-        remedy += f"; or it refuses an argument of model_init_kwargs ({', '.join(own)})"
+    if given := sorted(arguments.keys() - {"dtype", "quantization_config"}):
+        remedy += f"; or it refuses an argument of model_init_kwargs ({', '.join(given)})"
     bars = transformers_bars(shown=has_screen())
     with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy), bars:
         loaded: tuple[PreTrainedModel, Any] = auto_class.from_pretrained(
@@ -148,12 +148,8 @@ def load_processing_class(
     trust_remote_code: bool = False,
     field: str = "model_name_or_path",
 ) -> Any:
-    """Returns the tokenizer that was saved with `model`.
-
-    Args:
-        model: a folder, a hub id, or a model in memory that was loaded from one.
-        trust_remote_code: run code that comes with the tokenizer.
-        field: the option that names the model, for the error.
+    """The tokenizer that was saved with `model`, a folder, a hub id, or a model in memory that was loaded from one.
+    `field` is the option that names it, for errors.
 
     Raises:
         ValueError: if a model in memory has no `name_or_path`, or there is no tokenizer, or a damaged one.
@@ -170,16 +166,15 @@ def load_processing_class(
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
-    """Checks that a row whose parts have `lengths` tokens, by their names, fits the model (called `owner` in errors) of
-    the transformers configuration `config`.
+    """Checks that a row of `lengths` tokens (by the option that sets each part) fits the model (`owner` in errors) of
+    `config`, a configuration of transformers.
 
     With the rope types `longrope` and `dynamic` the frequencies depend on the longest row of the batch at the time of
-    the pass (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so longer rows
+    the pass (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so a longer row
     would cross the length at which they change.
 
     Raises:
-        ValueError: if it exceeds its `max_position_embeddings`, or the length beyond which it rotates keys and queries
-            by other frequencies.
+        ValueError: if the row exceeds `max_position_embeddings`, or the length at which rotary frequencies change.
     """
     total, text = sum(lengths.values()), config.get_text_config()
     # Configurations from outside of transformers may still call them rope_scaling.
@@ -201,24 +196,22 @@ def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "mode
 
 
 def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
-    """The longest row, in tokens, that is rotated as every shorter one is; None if all rows are rotated alike."""
+    """The length in tokens up to which rows have the same rotary frequencies; None without a limit."""
     kind = rope.get("rope_type", rope.get("type"))
     if kind == "dynamic":
         return int(text.max_position_embeddings)
-    # Phi-3.5-MoE also scales by one of two factors, and calls them mscale.
-    sets = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
-    if kind != "longrope" or all(rope.get(short) == rope.get(long) for short, long in sets):
+    if kind != "longrope":
         return None
-    outside = getattr(text, "original_max_position_embeddings", text.max_position_embeddings)
-    return int(rope.get("original_max_position_embeddings", outside))
+    # Phi-3.5-MoE also scales by one of two factors, and calls them mscale.
+    pairs = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
+    if all(rope.get(short) == rope.get(long) for short, long in pairs):
+        return None
+    default = getattr(text, "original_max_position_embeddings", text.max_position_embeddings)
+    return int(rope.get("original_max_position_embeddings", default))
 
 
 def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:
-    """Checks that `model` has an embedding for every token that the tokenizer (of `owner`) can produce from text.
-
-    Raises:
-        ValueError: with both numbers, and the first token without an embedding.
-    """
+    """Raises a `ValueError` if the tokenizer (`owner` in errors) has a token without an embedding in `model`."""
     embeddings, added = int(model.config.get_text_config().vocab_size), tokenizer.added_tokens_decoder
     in_use = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     for token, i in tokenizer.get_vocab().items():
@@ -232,24 +225,18 @@ def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the to
 
 
 def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remote_code: bool = False) -> None:
-    """Checks that the critic's model reads the policy's tokens as what they are. A model without a tokenizer passes.
-
-    Special tokens, and tokens that only one of the two has, may differ.
-
-    Args:
-        value_model: a folder or a hub id.
-        processing_class: the policy's tokenizer.
-        trust_remote_code: run code that comes with the tokenizer.
+    """Checks that the tokenizer of `value_model`, a folder or hub id, has the policy's ids for its tokens. Special
+    tokens, and tokens that only one of the two has, may differ; a model without a tokenizer passes.
 
     Raises:
-        ValueError: if an id stands for another token in the tokenizer of `value_model`.
+        ValueError: if an id stands for another token.
     """
     try:
-        own = load_processing_class(value_model, trust_remote_code=trust_remote_code)
+        tokenizer = load_processing_class(value_model, trust_remote_code=trust_remote_code)
     except ValueError:
         return
-    special = {*own.all_special_ids, *processing_class.all_special_ids}
-    tokens = {number: token for token, number in own.get_vocab().items() if number not in special}
+    special = {*tokenizer.all_special_ids, *processing_class.all_special_ids}
+    tokens = {number: token for token, number in tokenizer.get_vocab().items() if number not in special}
     vocabulary = processing_class.get_vocab().items()
     different = [(number, token) for token, number in vocabulary if tokens.get(number, token) != token]
     if different:

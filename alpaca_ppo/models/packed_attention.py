@@ -1,14 +1,13 @@
-"""Attention in which the caller decides which keys a query sees: rows without padding, caches with rows of their own
+"""Attention in which the caller decides which keys a query sees: rows without padding, caches with rows of different
 lengths.
 
-`install_attention` makes a model call functions that are registered here. They are the model's own attention, unless
-the keyword `packing` comes with the forward pass: then its `attend` computes the attention of every layer. A keyword
-reaches layers that gradient checkpointing recomputes, too, where a global switch would no longer be set.
+`install_attention` makes a model call functions that are registered here. They are the model's attention, unless the
+keyword `packing` comes with the forward pass: then its `attend` computes the attention of every layer. Unlike a global
+switch, a keyword also reaches layers that gradient checkpointing recomputes.
 
-`PackedSequences` is the packing of rows in one sequence without padding (`functional.packing`). On CUDA in half
-precision it is one call of torch's variable-length kernel, otherwise a call for each span, rows of equal length in one
-batch. A model whose attention is a flash attention of transformers does it by itself, from the lengths. Which models
-can have rows without padding is decided in `trial`.
+`PackedSequences` is the packing of rows in one sequence without padding (`functional.packing`): on CUDA in half
+precision one call of torch's variable-length kernel, otherwise a batch for each length of rows. Flash attentions of
+transformers take the lengths of the rows instead. Which models can have rows without padding is decided in `trial`.
 """
 
 import sys
@@ -28,14 +27,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span
 
 DUMMY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""The `attention_mask` that goes with `packing`: because of its four dimensions transformers builds no mask of its own,
-nor asks the device whether `position_ids` are those of packed sequences. Move it to the model's device."""
+"""The `attention_mask` that goes with `packing`, to be moved to the model's device: because of its four dimensions,
+transformers builds no mask and does not ask the device whether `position_ids` are those of packed sequences."""
 
 _PREFIX = "packed_"
 
 
 class AttentionSettings(NamedTuple):
-    """How a layer attends, whatever its queries see."""
+    """What a layer's attention computes with, besides which keys a query sees."""
 
     scaling: float | None = None
     """Of the scores; None = 1 / sqrt(d)."""
@@ -44,7 +43,7 @@ class AttentionSettings(NamedTuple):
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118); None leaves them."""
     sinks: Tensor | None = None
-    """(heads,) scores of a key without a value, one for each head (gpt-oss); None without."""
+    """(heads,) the score in each head of a key without a value (gpt-oss); None without."""
 
 
 class Packing(Protocol):
@@ -53,23 +52,21 @@ class Packing(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """Returns what each of N queries reads, (1, N, heads, width of the values).
+        """The output (1, N, heads, width) of the attention layer `module`, whose number is `module.layer_idx`.
 
         Args:
-            module: the attention layer; `module.layer_idx` is its number.
             query: (1, heads, N, d), rotated.
             key: (1, kv_heads, M, d), rotated.
             value: (1, kv_heads, M, width).
-            settings: those of the layer.
         """
         ...
 
 
 def install_attention(model: PreTrainedModel) -> bool:
-    """Makes `model` heed the keyword `packing`; False if its attention cannot, which leaves it as it is.
+    """Lets `model` take the keyword `packing`; returns False, and changes nothing, if its attention cannot.
 
-    Without the keyword nothing changes, neither numbers nor masks. The choice is kept by copies of the model, and is
-    not part of what `save_pretrained` writes.
+    Without the keyword the model computes as before. Copies of the model keep the attention; `save_pretrained` does not
+    write it.
     """
     if is_installed(model):
         return True
@@ -82,7 +79,7 @@ def install_attention(model: PreTrainedModel) -> bool:
 
 
 def is_installed(model: Any) -> bool:
-    """Whether `model`, a backbone or a model with a head, heeds the keyword `packing`."""
+    """Whether `model`, a backbone or a model with a head, takes the keyword `packing`."""
     return str(model.config._attn_implementation).startswith(_PREFIX)
 
 
@@ -126,7 +123,7 @@ for _name, _function in _UNDERLYING.items():
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, settings: AttentionSettings
 ) -> Tensor:
-    """Returns softmax(scores of the allowed keys) @ value, (B, heads, N, width).
+    """softmax(scores of the allowed keys) @ value, (B, heads, N, width).
 
     Args:
         query: (B, heads, N, d).
@@ -134,7 +131,7 @@ def dense_attention(
         value: (B, kv_heads, M, width).
         allowed: bool, broadcast to (B, heads, N, M): True = the query sees the key, at least one for each query; None =
             query i sees the keys 0 to i (N = M).
-        settings: of the layer; a sliding window is up to `allowed`.
+        settings: those of the layer; `sliding_window` is ignored, since `allowed` decides.
     """
     scaling, _, softcap, sinks = settings
     groups = query.size(1) // key.size(1)
@@ -170,10 +167,11 @@ def _repeated(heads: Tensor, groups: int) -> Tensor:
 
 
 def row_layout(backbone: nn.Module, *, padding_free: bool) -> RowLayout:
-    """The layout for `backbone`: prompts are shared in passes without gradients, unless it has a flash attention of
+    """The layout for `backbone`. Prompts are shared in passes without gradients, but not by flash attentions of
     transformers.
     """
-    return RowLayout(padding_free, padding_free and not torch.is_grad_enabled() and is_installed(backbone))
+    share_prompts = padding_free and not torch.is_grad_enabled() and is_installed(backbone)
+    return RowLayout(padding_free=padding_free, share_prompts=share_prompts)
 
 
 def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]:
@@ -187,26 +185,17 @@ def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]
     assert not any(span.prefix_length for span in packed.spans)
     lengths = [span.length for span in packed.spans]
     ends, longest = _cumulative(lengths, device), max(lengths)
-    return {
-        "position_ids": packed.position_ids,
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    flash = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return {"position_ids": packed.position_ids, **flash}
 
 
 class PackedSequences:
-    """The `packing` of rows in one sequence.
-
-    Args:
-        spans: what the tokens of the sequence see.
-    """
+    """The `packing` of rows in one sequence, whose tokens see what `spans` say."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = tuple(spans)
         self.longest = max(span.prefix_length + span.length for span in spans)
-        # Neighbours that attend alike: they are computed in one batch.
+        # Neighbours of equal lengths and prefix, which are computed in one batch.
         self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
         self._masks: dict[int | None, Tensor] = {}
         self._kernel_rows: tuple[Any, ...] | None = None
@@ -214,7 +203,7 @@ class PackedSequences:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """Each token attends to itself, the tokens before it in its span, and the span's prefix; see `Packing`."""
+        """Attention of each token to its span up to itself and to the span's prefix; see `Packing`."""
         scaling, window, softcap, sinks = settings
         if window is not None and window >= self.longest:
             window = None
@@ -223,18 +212,16 @@ class PackedSequences:
             return self._by_kernel(*heads, scaling=scaling, window=window).unsqueeze(0)
         # The backward pass of one split is one concatenation; that of a slice fills a whole sequence with zeros.
         sizes = [len(rows) * rows[0].length for rows in self._batches]
-        parts = zip(*(part.split(sizes, dim=2) for part in (query, key, value)), strict=True)
+        splits = (part.split(sizes, dim=2) for part in (query, key, value))
         outputs = []
-        for rows, own_parts in zip(self._batches, parts, strict=True):
+        for rows, *split in zip(self._batches, *splits, strict=True):
             _, length, prefix_start, prefix = rows[0]
             # (rows, heads, L, d) of (1, heads, rows * L, d).
-            q, k, v = (part[0].unflatten(1, (len(rows), -1)).transpose(0, 1) for part in own_parts)
+            q, k, v = (part[0].unflatten(1, (len(rows), -1)).transpose(0, 1) for part in split)
             if prefix:
-                shared = slice(prefix_start, prefix_start + prefix)
-                k, v = (
-                    torch.cat([part[:, :, shared].expand(len(rows), -1, -1, -1), own], dim=2)
-                    for part, own in ((key, k), (value, v))
-                )
+                columns = slice(prefix_start, prefix_start + prefix)
+                k = torch.cat([key[:, :, columns].expand(len(rows), -1, -1, -1), k], dim=2)
+                v = torch.cat([value[:, :, columns].expand(len(rows), -1, -1, -1), v], dim=2)
             allowed = None
             if prefix or (window is not None and length > window):
                 allowed = self._mask(window, query.device)[prefix : prefix + length, : prefix + length]
@@ -252,14 +239,8 @@ class PackedSequences:
     def _by_kernel(
         self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
     ) -> Tensor:
-        """Causal attention by torch's kernel for CUDA, (T, heads, width); the last query of a row sees its last key.
-
-        Args:
-            query: (T, heads, d) in half precision.
-            key: (T, kv_heads, d).
-            value: (T, kv_heads, width <= d).
-            scaling: of the scores; None = 1 / sqrt(d).
-            window: keys that a query sees, itself included; None = all up to it.
+        """Causal attention by torch's kernel for CUDA in half precision, (T, heads, width), of `query` (T, heads, d),
+        `key` (T, kv_heads, d) and `value` (T, kv_heads, width <= d).
         """
         if self._kernel_rows is None:
             self._kernel_rows = self._prepare_kernel(query.device)
@@ -311,7 +292,7 @@ def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, window: int | No
     """The dtype in which torch's kernel computes these heads (1, heads, N, d); None if it cannot."""
     if not query.is_cuda:
         return None
-    # The kernel is no operator that autocast knows.
+    # Autocast does not cover the kernel.
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
     sizes = (query.size(1), key.size(1), query.size(-1), value.size(-1))
     return dtype if kernel_works(query.device, dtype, *sizes, windowed=window is not None) else None
@@ -321,9 +302,8 @@ def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, window: int | No
 def kernel_works(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int, width: int, *, windowed: bool
 ) -> bool:
-    """Whether torch's kernel gives the right numbers and gradients here, found by trying it once.
-
-    It depends on the version of torch, the GPU, the dtype and the sizes.
+    """Whether torch's kernel gives the right numbers and gradients, found by trying it once. It depends on the version
+    of torch, the GPU, the dtype and the sizes.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -334,25 +314,25 @@ def kernel_works(
         for number, size in ((heads, d), (kv_heads, d), (kv_heads, width), (heads, width))
     ]
 
-    def plain(*parts: Tensor) -> Tensor:
+    def without_kernel(*parts: Tensor) -> Tensor:
         # Tensors on the CPU never take the kernel.
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
         return sequences.attend(nn.Identity(), q, k, v, AttentionSettings(sliding_window=window))[0]
 
-    def gradients(parts: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
+    def outputs_and_gradients(parts: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
         inputs = [part.detach().requires_grad_() for part in parts[:3]]
         out = attend(*inputs)
         return [out.detach(), *torch.autograd.grad((out * parts[3]).sum(), inputs)]
 
     with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        wanted = gradients(drawn, plain)
+        expected = outputs_and_gradients(drawn, without_kernel)
         try:
             by_kernel = partial(sequences._by_kernel, scaling=None, window=window)
-            found = gradients([part.to(device, dtype) for part in drawn], by_kernel)
+            found = outputs_and_gradients([part.to(device, dtype) for part in drawn], by_kernel)
         except torch.OutOfMemoryError:
-            # It says nothing about the kernel.
+            # That says nothing about the kernel.
             raise
         except (RuntimeError, ValueError, TypeError, NotImplementedError):
             # torch 2.11 has the function without some of the keywords.
             return False
-    return all(torch.allclose(a.float().cpu(), b, rtol=0.05, atol=0.05) for a, b in zip(found, wanted, strict=True))
+    return all(torch.allclose(a.float().cpu(), b, rtol=0.05, atol=0.05) for a, b in zip(found, expected, strict=True))

@@ -1,9 +1,8 @@
 """A causal language model that computes log-probabilities and entropies of response tokens.
 
-The forward pass runs the backbone on rows that lie end to end, with position ids (`packed_attention`), or, where the
-model needs padding, on left-aligned rows without mask and position ids; see `packing.pack_rows`. Logits are computed
-only for the hidden states that predict response tokens, one chunk at a time. Policy, recomputed old policy and
-reference all use this one path. Sampling is in `alpaca_ppo.generation`.
+Policy, recomputed old policy and reference all use this one path: the backbone runs on rows that lie end to end
+(`packed_attention`) or, where the model needs padding, on left-aligned rows (`packing.pack_rows`), and logits are
+computed only for the hidden states that predict response tokens, one chunk at a time. Sampling is in `generation`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,17 +20,17 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.packed_attention import row_layout, sequence_keywords
 
 KEPT_LOGITS = 2**30
-"""Bytes of a micro-batch's logits that are kept for the backward pass, which recomputes the others, a quarter of the
-head's operations: those of 3,500 tokens in bfloat16 at a vocabulary of 150,000. No number depends on it."""
+"""Bytes of a micro-batch's logits that are kept for the backward pass, which recomputes the others: those of 3,500
+tokens in bfloat16 at a vocabulary of 150,000. Results do not depend on it."""
 
 
 class PolicyOutputs(NamedTuple):
-    """Log-probabilities and entropies of response tokens; zero outside the response mask."""
+    """Zero outside the response mask, float32 or wider, in nats."""
 
     logprobs: Tensor
-    """(B, R) float32 or wider, in nats."""
+    """(B, R)."""
     entropies: Tensor | None
-    """(B, R) float32 or wider, in nats: of the distribution that each token was drawn from; None if not requested."""
+    """(B, R), of the distribution that each token was drawn from; None if not requested."""
 
 
 class Policy(nn.Module):
@@ -43,12 +42,12 @@ class Policy(nn.Module):
         adapters: the adapters in the model's layers, if any.
 
     Attributes:
-        padding_reason: why rows are padded; None lays them end to end. `trial` knows which models allow it.
+        padding_reason: why rows are padded; None lays them end to end. Set by `trial.fit_rows`.
 
     Raises:
-        ValueError: if the model has no output embeddings or no backbone of its own, is the decoder of an
-            encoder-decoder, or computes its logits in a way that this class does not support. The last is not checked
-            for a subclass that overrides `outputs_from_states`.
+        ValueError: if the model has no output embeddings or no backbone, is the decoder of an encoder-decoder, or
+            computes its logits in a way that this class does not support. The last is not checked for a subclass that
+            overrides `outputs_from_states`.
     """
 
     def __init__(self, model: PreTrainedModel, adapters: AdapterSet | None = None) -> None:
@@ -61,20 +60,19 @@ class Policy(nn.Module):
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
         self.padding_reason: str | None = f"{type(self).__name__} reads padded rows"
-        # An override may be there to compute what this class cannot.
+        # An override may compute logits that this class does not support.
         if type(self).outputs_from_states is Policy.outputs_from_states:
             self._check_logits()
 
     @property
     def head(self) -> nn.Linear:
-        """The language-model head, with a weight of (V, H)."""
+        """The language-model head, of weight (V, H)."""
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         return head
 
     @property
     def padding_free(self) -> bool:
-        """Whether rows are laid end to end."""
         return self.padding_reason is None
 
     @property
@@ -83,7 +81,7 @@ class Policy(nn.Module):
         return row_layout(self.model.base_model, padding_free=self.padding_free)
 
     def states(self, packed: PackedRows) -> Tensor:
-        """Returns the hidden states (N, H) that predict the N response tokens of `packed`."""
+        """The hidden states (N, H) that predict the N response tokens of `packed`."""
         return response_states(self.model.base_model, packed)
 
     def outputs_from_states(
@@ -96,9 +94,8 @@ class Policy(nn.Module):
         chunk_size: int,
         with_entropies: bool = True,
     ) -> PolicyOutputs:
-        """Returns log-probabilities and entropies (B, R) of `responses` (B, R), given the result of `self.states`.
-
-        The keywords are those of `forward`; an override gets all three.
+        """Log-probabilities and entropies of `responses` (B, R) from the result of `self.states`. An override gets all
+        three keywords, which are those of `forward`.
         """
         scale, transform = logit_scaling(self.model.config)
         flat = chunked_logprobs(
@@ -127,13 +124,13 @@ class Policy(nn.Module):
         with_entropies: bool = True,
         packed: PackedRows | None = None,
     ) -> PolicyOutputs:
-        """Returns log-probabilities and entropies (B, R) of `responses`, under softmax(logits / temperature).
+        """Log-probabilities and entropies of `responses` under softmax(logits / temperature).
 
         Args:
             queries: (B, Q) int64, left-padded.
             query_attn_masks: (B, Q), 1 = a real token.
             responses: (B, R) int64, right-padded.
-            response_mask: (B, R) bool, True = chosen by the policy.
+            response_mask: (B, R) bool, True = a token the policy chose.
             temperature: divides the logits.
             chunk_size: tokens whose logits are in memory at once.
             with_entropies: False leaves the entropies out.
@@ -151,7 +148,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Compares our logits with the model's own on a tiny input; some architectures change logits after the head."""
+        """Compares our logits with the model's on a tiny input: some architectures change logits after the head."""
         device = self.head.weight.device
         if device.type == "meta":
             return
@@ -169,24 +166,21 @@ class Policy(nn.Module):
 
 
 def check_architecture(model: PreTrainedModel, role: str) -> None:
-    """Refuses language models of transformers from which no hidden states can be taken, or whose positions are wrong.
-
-    Raises:
-        ValueError: with the name of the class, and the `role` (policy, critic) that it cannot have.
+    """Raises a `ValueError` for models from which no hidden states can be taken, or whose positions would be wrong.
+    `role` (policy, critic) is for the error.
     """
     fields = {"decoder_layers", "num_decoder_layers"} & model.config.to_dict().keys()
-    if model.base_model is model or fields:
-        backbone = f"no backbone under its base_model_prefix ({model.base_model_prefix!r})"
-        found = f"{', '.join(fields)}, as the decoder of an encoder-decoder" if fields else backbone
-        raise ValueError(f"{type(model).__name__} cannot be a {role}: it has {found}; use a decoder-only model")
+    if not fields and model.base_model is not model:
+        return
+    found = f"no backbone under its base_model_prefix ({model.base_model_prefix!r})"
+    if fields:
+        found = f"{', '.join(fields)}, as the decoder of an encoder-decoder"
+    raise ValueError(f"{type(model).__name__} cannot be a {role}: it has {found}; use a decoder-only model")
 
 
 def logit_scaling(config: object) -> tuple[float, Callable[[Tensor], Tensor] | None]:
-    """Returns what an architecture does to its head's output: a factor, and an elementwise function or None.
-
-    The function is Gemma's soft-capping (Gemma 2, arXiv:2408.00118, section 2). Both are read from fields of the
-    configuration, the only place where transformers declares them; `Policy` checks the result against the model's own
-    logits.
+    """What an architecture does to its head's output: a factor, and Gemma's soft-capping (Gemma 2, arXiv:2408.00118,
+    section 2) or None. Both are fields of the configuration; `Policy` checks the result against the model's own logits.
     """
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
@@ -194,7 +188,7 @@ def logit_scaling(config: object) -> tuple[float, Callable[[Tensor], Tensor] | N
 
 
 def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
-    """Returns the hidden states (N, H) of `backbone` that predict the N response tokens of `packed`."""
+    """The hidden states (N, H) of `backbone` that predict the N response tokens of `packed`."""
     if packed.spans is not None:
         keywords = sequence_keywords(backbone, packed)
         sequence: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
@@ -204,13 +198,13 @@ def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
 
 
 def scatter_tokens(flat: Tensor, packed: PackedRows, responses: Tensor) -> Tensor:
-    """Returns (B, R, ...) zeros with the values `flat` (N, ...) of the N response tokens in their rows and columns."""
+    """(B, R, ...) zeros with the values `flat` (N, ...) of the N response tokens in their rows and columns."""
     return flat.new_zeros(*responses.shape, *flat.shape[1:]).index_put((packed.rows, packed.actions), flat)
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts every module of `model` into eval mode, and restores each module's own mode at the end."""
+    """Puts every module of `model` into eval mode, and restores the mode of each at the end."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -223,24 +217,24 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def disable_dropout(model: nn.Module) -> None:
     """Sets every dropout probability to 0 in place, so that train mode computes the same numbers as eval mode.
 
-    Besides `nn.Dropout` modules this covers float attributes such as `attention_dropout`, `resid_pdrop` and
-    `layerdrop`, which attention layers read directly.
+    That covers `nn.Dropout` and float attributes that layers read directly, such as `attention_dropout`, `resid_pdrop`
+    and `layerdrop`.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name):
+            if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
 
 
 def use_torch_activations(model: nn.Module) -> None:
-    """Replaces activations that transformers writes operator by operator by the one operator that torch has for each.
+    """Replaces activations that transformers computes in several operators by the one operator that torch has for each.
 
-    They are equal in exact arithmetic, and differ by rounding: 2e-7 in float32, 1e-15 in float64. torch's are about
-    three times as fast, and their backward pass needs the input alone instead of half a dozen tensors of its size. Left
-    as they are: `gelu_fast` and BLOOM's own, whose constants are rounded to 10 and 8 digits, and `quick_gelu`, which
-    torch does not have. Weights and configuration stay as they are, so a model that is saved is the same.
+    They differ by rounding only (2e-7 in float32, 1e-15 in float64). torch's are about three times as fast, and their
+    backward pass needs the input alone instead of half a dozen tensors of its size. Left as they are: `gelu_fast` and
+    BLOOM's, whose constants are rounded to 10 and 8 digits, and `quick_gelu`, which torch does not have. Weights and
+    configuration do not change, so a saved model is the same.
     """
     for module in list(model.modules()):
         for name, child in module.named_children():

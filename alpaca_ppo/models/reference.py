@@ -1,7 +1,7 @@
-"""The reference policy of the KL penalty, without gradients.
+"""The reference policy of the KL penalty, without gradients: which model it is, and how it is kept.
 
 It is a frozen copy, which may stay in host memory between passes, or the trained model itself with another adapter or
-none. Which one a run uses is decided in `factory`.
+none: `AdapterSet.starting_point`, the adapter that training starts from.
 """
 
 import copy
@@ -10,25 +10,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel
 
+from alpaca_ppo.config.checks import REFERENCES
+from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.models.actor_critic import ActorCritic
+from alpaca_ppo.models.loading import load_causal_lm
 from alpaca_ppo.models.policy import Policy
+from alpaca_ppo.models.trial import fit_rows
 
 
 class CopiedReference:
-    """A separate frozen model.
-
-    Args:
-        policy: the reference; its parameters are frozen here.
-        offloaded: True keeps it in host memory, and moves it to the device only inside `on_device`.
-    """
+    """A separate model, frozen here; `offloaded` keeps it in host memory outside of `on_device`."""
 
     def __init__(self, policy: Policy, *, offloaded: bool = False) -> None:
         self.policy, self.offloaded = policy.requires_grad_(False), offloaded
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[Policy]:
-        """Yields the frozen model, on `device` inside the block."""
+        """Yields the frozen model, which is on `device` inside the block."""
         self.policy.to(device)
         try:
             yield self.policy
@@ -38,12 +39,7 @@ class CopiedReference:
 
 
 class AdapterReference:
-    """The policy's own base model with another adapter or none, so that there is no second copy of the base.
-
-    Args:
-        policy: the policy in training, with adapters.
-        adapter: the adapter of the reference; None uses the base model without adapters.
-    """
+    """The base model of the policy in training with another `adapter`, or with None: there is no second copy of it."""
 
     def __init__(self, policy: Policy, adapter: str | None) -> None:
         assert policy.adapters is not None
@@ -60,8 +56,52 @@ Reference = CopiedReference | AdapterReference
 """Provides the reference policy for a pass over the rollouts."""
 
 
+def make_reference(
+    actor_critic: ActorCritic, ref_model: str | PreTrainedModel | PeftModel | None, args: PPOConfig
+) -> Reference | None:
+    """The reference that `args.reference` names; with `auto`, `ref_model` if it is given.
+
+    Raises:
+        ValueError: when `ref_model` and `args.reference` are both given, when the reference has another vocabulary or
+            too few positions, or needs padding with `padding_free: true`, and for `adapter_off` without adapters.
+    """
+    policy, choice = actor_critic.policy, args.reference
+    if ref_model is not None and choice != "auto":
+        raise ValueError(f"ref_model is given and reference is {choice!r}; leave one of them out")
+    if choice == "none":
+        return None
+    if choice == "adapter_off" and policy.adapters is None:
+        raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
+    source = ref_model if choice in REFERENCES else choice
+    if source is not None:
+        reference = _other_policy(policy, source, args)
+    elif policy.adapters is not None and choice in ("auto", "adapter_off"):
+        return AdapterReference(policy, policy.adapters.starting_point)
+    else:
+        reference = initial_policy(policy)
+    fit_rows(reference, reference.model, args, owner="reference")
+    return CopiedReference(reference, offloaded=choice == "copy_offloaded")
+
+
+def _other_policy(policy: Policy, source: str | PreTrainedModel | PeftModel, args: PPOConfig) -> Policy:
+    """The reference `source`, another model than the policy. One in memory is copied: it may be trained elsewhere."""
+    model: Any = source
+    if isinstance(source, PeftModel):
+        # The language model; the adapter stays in its layers.
+        model = source.get_base_model()
+    loaded = load_causal_lm(
+        model, trust_remote_code=args.trust_remote_code, dtype=policy.model.dtype, arguments=args.model_init_kwargs
+    )
+    vocabulary, needed = loaded.config.vocab_size, policy.model.config.vocab_size
+    if vocabulary != needed:
+        raise ValueError(
+            f"the reference's vocabulary ({vocabulary}) differs from the policy's ({needed}); choose one with the same"
+        )
+    return Policy((loaded if isinstance(source, str) else copy.deepcopy(loaded)).eval())
+
+
 def initial_policy(policy: Policy) -> Policy:
-    """Returns a copy of the model that the training of `policy` starts from, with bitwise equal outputs.
+    """A copy of the model that the training of `policy` starts from, with bitwise equal outputs.
 
     A subclass of `Policy` is called with the copied model as its only argument. An adapter that training starts from
     stays an adapter in the copy: merging would round it to the base's precision, and the KL would not be 0 at step 0.
@@ -77,7 +117,7 @@ def initial_policy(policy: Policy) -> Policy:
 
 
 def copy_without_adapters(policy: Policy) -> PreTrainedModel:
-    """Returns a trainable copy of the model that the training of `policy` starts from, without adapter layers.
+    """A trainable copy of the model that the training of `policy` starts from, without adapter layers.
 
     An adapter that training starts from is merged into it.
     """

@@ -1,9 +1,8 @@
-"""A critic as a folder (`final/value`), and what a new critic can start from (`value_model`).
+"""A critic as a folder (`final/value`), and what a new critic can start from (`value_model`): such a folder, a sequence
+classifier with one label, or a causal language model of any size.
 
-The folder has one form for every layout and head: the critic's backbone as transformers saves it, or its adapter as
-PEFT does (of a `shared` critic the policy's), and beside it the settings and weights of the head. A critic also starts
-from a sequence classifier with one label, or from a causal language model of any size. `checkpoint.export` makes the
-writing atomic.
+The folder holds the critic's backbone as transformers saves it, or its adapter as PEFT does (of a `shared` critic the
+policy's), and the settings and weights of the head. `checkpoint.export` makes the writing atomic.
 """
 
 import copy
@@ -46,12 +45,12 @@ def has_adapter(model: Any) -> bool:
 
 
 def name_of(model: Any) -> str:
-    """The name of a model for errors, or its class if it is in memory."""
+    """A model's name for errors: its class if it is in memory."""
     return model if isinstance(model, str) else type(model).__name__
 
 
 def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
-    """Writes the critic of `actor_critic` into `folder`: its backbone or adapter, or the policy's, and its head."""
+    """Writes the critic of `actor_critic` into `folder`."""
     policy, critic = actor_critic.policy, actor_critic.critic
     assert critic is not None
     if critic.backbone is None and policy.adapters is not None:
@@ -73,18 +72,13 @@ def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
 
 def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None) -> Critic:
     """The critic that a run saved in `folder` (`final/value`), in float32, dropout off. The run's risk level is not
-    stored: set `critic.head.risk_level`.
+    stored: set `critic.head.risk_level`. `arguments` are further ones of `from_pretrained` for the backbone.
 
     `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions.
 
-    Args:
-        folder: of the critic.
-        trust_remote_code: run code that comes with the model.
-        arguments: further ones of `from_pretrained`, for the backbone.
-
     Raises:
         ValueError: when `folder` does not hold a critic or is damaged, when its kind is not registered, and when it
-            comes with code that it may not run.
+            comes with code without `trust_remote_code`.
     """
     head = _load_head(folder)
     load: Any = partial(load_complete, trust_remote_code=trust_remote_code, **(arguments or {}))
@@ -117,36 +111,36 @@ def _load_head(folder: str) -> CriticHead:
 
 
 def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
-    """The `Critic`, sequence classifier or language model that a critic with a backbone starts from, trainable; it
+    """The `Critic`, sequence classifier or language model that a critic with a backbone starts from, trainable. It
     shares no weights with another model.
 
     Raises:
-        ValueError: for an adapter, for a vocabulary smaller than the policy's, and for a language model without a
-            backbone that a critic could use; and whatever loading raises.
+        ValueError: for an adapter, a vocabulary smaller than the policy's, and as `load_critic`, `load_causal_lm`,
+            `load_sequence_classifier` and `check_architecture`.
     """
-    given: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.model_init_kwargs}
+    options: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.model_init_kwargs}
     if has_adapter(value_model):
         raise ValueError(
             f"value_model {name_of(value_model)!r} is an adapter, but critic_layout is {args.critic_layout!r}; set "
             "critic_layout: adapter for the final/value of such a run, or merge the adapter into its base"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
-        start: Any = load_critic(value_model, **given)
+        start: Any = load_critic(value_model, **options)
         config: Any = start.backbone.config
     else:
         # The critic is trained; a reward model or policy that is the same object must not change.
-        own: Any = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
-        if is_causal_lm(own, trust_remote_code=args.trust_remote_code):
-            start = load_causal_lm(own, **given)
+        source: Any = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
+        if is_causal_lm(source, trust_remote_code=args.trust_remote_code):
+            start = load_causal_lm(source, **options)
             check_architecture(start, "critic")
         else:
-            start = load_sequence_classifier(own, **given)
+            start = load_sequence_classifier(source, **options)
         config = start.config
-    own_vocabulary, needed = (c.get_text_config().vocab_size for c in (config, policy.config))
-    # Rows beyond the policy's vocabulary are never read: models of one tokenizer pad their embeddings differently.
-    if own_vocabulary < needed:
+    vocabulary, needed = config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
+    # Larger is fine: models of one tokenizer pad their embeddings differently.
+    if vocabulary < needed:
         raise ValueError(
-            f"the critic's vocabulary ({own_vocabulary}) is smaller than the policy's ({needed}); start it from "
+            f"the critic's vocabulary ({vocabulary}) is smaller than the policy's ({needed}); start it from "
             f"another model, or enlarge its embeddings (model.resize_token_embeddings({needed})) and save it"
         )
     start.requires_grad_(True)
@@ -154,8 +148,8 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
 
 
 def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig) -> None:
-    """Starts the critic of `built`, which has no backbone of its own, from the folder `value_model`: its head, and its
-    adapter. It starts with the values that it was saved with, so a `shared` one needs the policy's very weights.
+    """Loads the head, and the adapter, of a critic without a backbone (of `built`) from the folder `value_model`. Its
+    values must be those that were saved, so a `shared` critic needs a policy with the same weights.
 
     Raises:
         ValueError: when `value_model` is not a critic of the same layout, has another head, or adapts or reads another
@@ -173,27 +167,29 @@ def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig
     head = _load_head(value_model)
     built.critic.head.check_like(head)
     built.critic.head.load_state_dict(head.state_dict())
+    different: list[str] = []
     if adapters is None:
         saved: Any = load_value_model(value_model, built.policy.model, args).backbone
-        _check_same_states(value_model, saved.state_dict(), built.policy.model.base_model.state_dict())
+        different = _different_tensors(saved.state_dict(), built.policy.model.base_model.state_dict())
     elif built.critic.has_adapter:
         adapters.load(VALUE, "value_model", value_model, read_value_adapter(value_model), trainable=True)
     else:
         config = read_value_adapter(value_model)
         warn_of_other_base(value_model, config, adapters.model)
-        here: dict[str, Tensor | None] = {**adapters.tensors_of(POLICY)}
+        saved_adapter = load_file(weights_file("value_model", value_model))
+        different = _different_tensors(saved_adapter, adapters.tensors_of(POLICY))
         if describe(config) != describe(adapters.config_of(POLICY)):
-            here["the adapter's configuration"] = None
-        _check_same_states(value_model, load_file(weights_file("value_model", value_model)), here)
-
-
-def _check_same_states(name: str, saved: Mapping[str, Tensor], here: Mapping[str, Tensor | None]) -> None:
-    different = [key for key in [*here, *saved] if not _equal(saved.get(key), here.get(key))]
+            different.append("the adapter's configuration")
     if different:
         raise ValueError(
-            f"value_model {name!r} reads the states of another policy than this one ({different[0]} differs); start "
-            "the policy from the final/policy beside it, or leave value_model out"
+            f"value_model {value_model!r} reads the states of another policy than this one ({different[0]} differs); "
+            "start the policy from the final/policy beside it, or leave value_model out"
         )
+
+
+def _different_tensors(saved: Mapping[str, Tensor], policy: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors that are not in both, or not equal."""
+    return [key for key in [*policy, *saved] if not _equal(saved.get(key), policy.get(key))]
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

@@ -1,7 +1,7 @@
-"""What a model can do, found by trying it on a few tokens: rows laid end to end (`packing_problem`), and other reads of
-its own keys and values (`generation.slots`). What fails falls back to the plain way, and says why.
+"""Whether a model can read rows laid end to end (`packing_problem`), found by trying it on a few tokens; else its rows
+are padded. `Trial` serves other trials too (`generation.slots`, `rewards.reward_model`).
 
-A model cannot be packed whose attention is its own, or whose state runs from one row into the next.
+It cannot if its attention is not in transformers' interface, or if its state runs from one row into the next.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span, pack_rows
+from alpaca_ppo.models.actor_critic import Critic
+from alpaca_ppo.models.loading import check_lengths
 from alpaca_ppo.models.packed_attention import (
     AttentionSettings,
     dense_attention,
@@ -21,7 +24,7 @@ from alpaca_ppo.models.packed_attention import (
     underlying_attention,
     uninstall_attention,
 )
-from alpaca_ppo.models.policy import eval_mode
+from alpaca_ppo.models.policy import Policy, eval_mode
 
 _LENGTHS = (6, 5, 3, 3)
 _RECORDER = "packing_trial"
@@ -29,12 +32,11 @@ _FLASH = ("flash_attention_", "kernels-community/")
 
 
 class Trial:
-    """Why a model cannot do what `attempt` tries; found once for models of the same classes and configuration, since a
-    run has copies of a model, and a test suite many alike.
+    """Tells why a model cannot do what `attempt` tries; tried once for models of the same classes and configuration.
 
     Args:
-        attempt: returns the problem, or None; an error in it is one, such as that of a keyword which a forward pass
-            does not take.
+        attempt: returns the problem, or None. An error that it raises is a problem too, such as that of a keyword which
+            a forward pass does not take.
     """
 
     def __init__(self, attempt: Callable[[Any], str | None]) -> None:
@@ -43,7 +45,7 @@ class Trial:
 
     def __call__(self, model: PreTrainedModel) -> str | None:
         """The problem of `model`, or None. Running out of memory is raised: it says nothing about the model."""
-        # A model with hooks, or with a forward of its own in an instance, may compute something else.
+        # Hooks, or a `forward` set on an instance, may compute something else than the class does.
         if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
             return self._try(model)
         classes = tuple(type(module) for module in model.modules())
@@ -64,25 +66,24 @@ class Trial:
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            # Models of any kind come here, and what is wrong with one is no error of a run without it.
+            # Whatever a model of unknown code raises here, the run can pad its rows instead.
             return f"a trial raised {type(error).__name__}: {error}"
 
 
 def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
-    """What differs by more than the rounding of a deep model, parts of which are float32 whatever its dtype."""
+    """Says by how much `what` differs, or None if it is by no more than the rounding of a deep model."""
+    # Parts of a float64 model may compute in float32.
     tolerance = 1e-3 if expected.dtype in (torch.float64, torch.float32) else 0.1
-    most = float((found - expected).abs().max())
-    return None if most <= tolerance * float(expected.abs().max()) else f"its {what} differ by {most:.3g}"
+    largest = float((found - expected).abs().max())
+    return None if largest <= tolerance * float(expected.abs().max()) else f"its {what} differ by {largest:.3g}"
 
 
 def packing_problem(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot read rows without padding, or None if it can; then the attention for it is installed
-    (`install_attention`).
-    """
+    """Why `model` cannot read rows without padding. None if it can: then `install_attention` is done, if needed."""
     backbone: Any = model.base_model
     if backbone.get_input_embeddings().weight.device.type == "meta":
         return "its weights are on the meta device"
-    problem = _packing(backbone)
+    problem = packing_trial(backbone)
     if problem is None and not _has_flash_attention(backbone):
         install_attention(backbone)
     elif is_installed(backbone):
@@ -94,7 +95,7 @@ def padding_reason(model: PreTrainedModel, choice: str | bool) -> str | None:
     """Why the rows of `model` are padded where the option `padding_free` is `choice`, or None if they are not.
 
     Raises:
-        ValueError: when they must not be and the model needs it.
+        ValueError: when `choice` is True and the model needs padding.
     """
     if not choice:
         return "padding_free is false"
@@ -107,38 +108,48 @@ def padding_reason(model: PreTrainedModel, choice: str | bool) -> str | None:
     return problem
 
 
+def fit_rows(reader: Policy | Critic, backbone: Any, args: PPOConfig, *, owner: str) -> None:
+    """Checks that `backbone` has positions for the longest row, and sets the `padding_reason` of `reader`."""
+    if isinstance(backbone, PreTrainedModel):
+        check_lengths(backbone.config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
+        # A subclass that overrides `states` sets its own.
+        if isinstance(reader, Critic) or type(reader).states == Policy.states:
+            reader.padding_reason = padding_reason(backbone, args.padding_free)
+
+
 def _has_flash_attention(backbone: PreTrainedModel) -> bool:
     return underlying_attention(backbone).startswith(_FLASH)
 
 
-def _differs_packed(backbone: PreTrainedModel) -> str | None:
-    """Compares rows end to end with padded ones; which attention `backbone` is left with is up to the caller."""
-    padded_rows, packed = _rows(backbone)
+def _try_packing(backbone: PreTrainedModel) -> str | None:
+    """Compares rows end to end with padded ones; the caller then chooses the attention that `backbone` keeps."""
+    padded_rows, packed = _trial_rows(backbone)
     if is_installed(backbone):
         uninstall_attention(backbone)
-    padded = _padded(backbone, padded_rows)
+    padded = _padded_states(backbone, padded_rows)
     if not _has_flash_attention(backbone):
         if not install_attention(backbone):
             return f"its attention ({underlying_attention(backbone)}) cannot be replaced"
-        if not torch.equal(_padded(backbone, padded_rows), padded):
+        if not torch.equal(_padded_states(backbone, padded_rows), padded):
             return "its results depend on the name of its attention"
         if problem := _mask_problem(backbone, padded_rows.input_ids[:1]):
             return problem
-    if problem := difference(_states(backbone, packed), padded, "states"):
+    if problem := difference(_packed_states(backbone, packed), padded, "states"):
         return f"{problem} from those of rows with padding"
     assert packed.spans is not None
-    for spoilt in packed.spans:
-        # NaN reaches whatever is computed from these tokens, and nothing else.
-        with_nan = _states(backbone, packed, spoilt)
-        if any(bool(with_nan[s.start : s.start + s.length].isnan().any()) for s in packed.spans if s != spoilt):
-            return "what it computes for one row depends on another"
+    for row in packed.spans:
+        # NaN reaches whatever is computed from the tokens of this row, and nothing else.
+        with_nan = _packed_states(backbone, packed, nan_row=row)
+        for other in packed.spans:
+            if other != row and bool(with_nan[other.start : other.start + other.length].isnan().any()):
+                return "what it computes for one row depends on another"
     return None
 
 
-_packing = Trial(_differs_packed)
+packing_trial = Trial(_try_packing)
 
 
-def _rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
+def _trial_rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
     """A few rows of tokens, left-aligned with padding and end to end."""
     embeddings: Any = backbone.get_input_embeddings()
     count, width = len(_LENGTHS), max(_LENGTHS)
@@ -151,36 +162,39 @@ def _rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
     return pack_rows(*rows), pack_rows(*rows, layout=RowLayout(padding_free=True))
 
 
-def _padded(backbone: nn.Module, rows: PackedRows) -> Tensor:
+def _padded_states(backbone: nn.Module, rows: PackedRows) -> Tensor:
     """(T, H) the states of the real tokens, row by row."""
     hidden: Tensor = backbone(input_ids=rows.input_ids, use_cache=False).last_hidden_state
     return torch.cat([row[:length] for row, length in zip(hidden, _LENGTHS, strict=True)])
 
 
-def _states(backbone: PreTrainedModel, packed: PackedRows, spoilt: Span | None = None) -> Tensor:
-    """(T, H) the states of rows end to end; with the embeddings of the tokens of `spoilt` set to NaN."""
+def _packed_states(backbone: PreTrainedModel, packed: PackedRows, nan_row: Span | None = None) -> Tensor:
+    """(T, H) the states of rows end to end; the embeddings of `nan_row` are set to NaN."""
 
-    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def set_nan(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         output = output.clone()
-        if spoilt is not None:
-            output[:, spoilt.start : spoilt.start + spoilt.length] = torch.nan
+        if nan_row is not None:
+            output[:, nan_row.start : nan_row.start + nan_row.length] = torch.nan
         return output
 
     keywords = sequence_keywords(backbone, packed)
-    with backbone.get_input_embeddings().register_forward_hook(spoil):
+    with backbone.get_input_embeddings().register_forward_hook(set_nan):
         hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
     return hidden[0]
 
 
 def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
-    """Whether some layer's mask is not what its attention is told: causal, within the window in its keywords.
+    """Checks that every layer's mask is causal, within the sliding window in the keywords of its attention.
 
-    A trial on short rows cannot tell, because windows and chunks have thousands of tokens.
+    Short rows cannot show it, because windows and chunks have thousands of tokens. So functions are registered here
+    that transformers calls for each mask and for each layer's attention.
     """
+    # Of each mask that the model makes; the layers get the index into this list in place of the mask.
     windows: list[int | None] = []
     problems: list[str] = []
+    attention_was_called = False
 
-    def mask(**arguments: Any) -> Tensor:
+    def make_mask(**arguments: Any) -> Tensor:
         window = arguments.get("local_size")
         edges = [0, 1, 5] if window is None else [0, 1, 5, window - 1, window, window + 1, 2 * window + 1]
         k = torch.tensor(edges, device=input_ids.device)
@@ -191,23 +205,28 @@ def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
         windows.append(window)
         return torch.full((1, 1, 1, 1), len(windows) - 1, device=input_ids.device)
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any):  # type: ignore[no-untyped-def]
-        called.append(True)
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        nonlocal attention_was_called
+        attention_was_called = True
         window = None if attention_mask is None else windows[int(attention_mask.flatten()[0])]
-        if kw.get("sliding_window") != window:
-            problems.append(f"a layer with a window of {window} tokens has the keyword {kw.get('sliding_window')}")
-        if kw.get("is_causal") is False or kw.get("position_bias") is not None:
+        keyword = keywords.get("sliding_window")
+        if keyword != window:
+            problems.append(f"a layer with a window of {window} tokens has the keyword {keyword}")
+        if keywords.get("is_causal") is False or keywords.get("position_bias") is not None:
             problems.append("a layer is not causal, or has biases of positions")
-        out = dense_attention(query, key, value, None, AttentionSettings(kw.get("scaling")))
+        out = dense_attention(query, key, value, None, AttentionSettings(keywords.get("scaling")))
         return out.transpose(1, 2).contiguous(), None
 
-    called: list[bool] = []
     before = backbone.config._attn_implementation
     AttentionInterface.register(_RECORDER, attention)
-    AttentionMaskInterface.register(_RECORDER, mask)
+    AttentionMaskInterface.register(_RECORDER, make_mask)
     backbone.set_attn_implementation(_RECORDER)
     try:
         backbone(input_ids=input_ids, use_cache=False)
     finally:
         backbone.set_attn_implementation(before)
-    return problems[0] if problems else None if called else "it has no attention of transformers' interface"
+    if not problems and not attention_was_called:
+        return "it has no attention of transformers' interface"
+    return problems[0] if problems else None

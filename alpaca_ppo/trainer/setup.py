@@ -43,6 +43,7 @@ from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import ActorCritic, factory
 from alpaca_ppo.models.loading import check_same_tokenizer, check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
+from alpaca_ppo.models.reference import make_reference
 from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.kl_controllers import KLController, make_kl_controller
@@ -190,7 +191,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     if environments is not None:
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)
-    reference = factory.make_reference(actor_critic, ref_model, args)
+    reference = make_reference(actor_critic, ref_model, args)
     identity = start_identity(actor_critic, reference, scorer, environments)
 
     padding = agree_on_padding(actor_critic, reference, accelerator)

@@ -248,8 +248,8 @@ def needing_padding(rank: int | None) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.dict(trial._packing.found, clear=True),
-        mock.patch.object(trial._packing, "attempt", lambda backbone: "another machine"),
+        mock.patch.dict(trial.packing_trial.found, clear=True),
+        mock.patch.object(trial.packing_trial, "attempt", lambda backbone: "another machine"),
     ):
         yield
 

@@ -40,10 +40,10 @@ def test_a_trial_without_memory_is_no_finding(error, monkeypatch):
     def run_out(*arguments, **keywords):
         raise error("out of memory")
 
-    monkeypatch.setattr(trial._packing, "found", {})
+    monkeypatch.setattr(trial.packing_trial, "found", {})
     model = tiny_causal_lm("llama")
     with monkeypatch.context() as full:
-        full.setattr(trial, "_states", run_out)
+        full.setattr(trial, "difference", run_out)
         with pytest.raises(error, match="out of memory"):
             packing_problem(model)
     assert packing_problem(model) is None and is_installed(model)
