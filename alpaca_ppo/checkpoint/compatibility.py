@@ -24,6 +24,7 @@ from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Reference
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
+# Options that a resumed run may change.
 FREE_TO_CHANGE = frozenset(
     """
     output_dir overwrite_output_dir run_name report_to hub_model_id logging_steps num_logged_rollouts
@@ -37,7 +38,6 @@ FREE_TO_CHANGE = frozenset(
     vllm_python vllm_urls vllm_gpu_memory_utilization
     """.split()
 )
-"""Options that a resumed run may change."""
 # `start_identity` has what they name, so that a folder may be moved.
 _COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights"}
 # Location, origin and outputs of a model. transformers changes some of these fields when it saves a model.
@@ -45,8 +45,8 @@ _NOT_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
+# By entry of an identity, the name in `ignore_changes` that allows a change.
 _IGNORED_BY = {"train_dataset": "data", "weights": "model", "rewards": "reward", "environments": "reward"}
-"""By entry of an identity, the name in `ignore_changes` that allows a change."""
 _MAX_NAMED, _ABSENT = 5, "absent"
 
 
@@ -149,11 +149,8 @@ def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, 
 
 
 def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], args: PPOConfig) -> None:
-    """Checks that `saved`, the `run_identity` in the checkpoint `folder`, equals `here`, this run's, except where
-    `args.ignore_changes` allows a change.
-
-    Raises:
-        ValueError: names what differs, with both values and what to do.
+    """Raises a ValueError if `saved`, the `run_identity` in the checkpoint `folder`, differs from `here`, this run's,
+    in more than `args.ignore_changes` allow.
     """
     found: list[str] = []
     for entry, value in here.items():

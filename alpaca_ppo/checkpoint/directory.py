@@ -1,8 +1,7 @@
 """The output folder of a run: the lock on it, and which checkpoints and earlier runs it holds.
 
-The main process of a run holds `run.lock` in its output folder (`filelock`, that is `flock`), which the kernel releases
-when the process ends, however it ends. `run.lock.txt` beside it names the holder, for the error of another run. Reading
-needs no lock. What a checkpoint contains is in `serialization`.
+The main process of a run holds `run.lock` (`flock`), which the kernel releases however the process ends. `run.lock.txt`
+names the holder, for the error of another run. Reading needs no lock. What a checkpoint holds is in `serialization`.
 """
 
 import itertools
@@ -21,11 +20,11 @@ from alpaca_ppo.atomic_io import StrPath, committed_path, list_committed, remove
 from alpaca_ppo.distributed import collectives
 
 LOCK_FILE, HOLDER_FILE = "run.lock", "run.lock.txt"
+# How long a start waits for a run that is ending; ranks whose launcher was killed need 13 s (see `launcher`).
 WAIT_SECONDS = 20.0
-"""How long a start waits for a run that is ending; ranks whose launcher was killed need 13 s (see `launcher`)."""
 
+# How to continue the newest checkpoint, for messages.
 RESUME = "--resume_from_checkpoint, or resume_from_checkpoint: true in YAML"
-"""How to continue the newest checkpoint, in the words of an error."""
 _FOLDERS_OF_A_RUN = ("checkpoint-*", "abandoned-checkpoint-*", "final", "rollouts", "eval")
 # run.yaml and runs/ stay: the run that starts may have written to them, and TensorBoard hides what is older.
 _RECORDS_OF_A_RUN = ("metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl", "report.html")
@@ -33,8 +32,7 @@ _RECORDS_OF_A_RUN = ("metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl",
 
 def newest_checkpoint(output_dir: StrPath) -> Path | None:
     """The checkpoint folder with the highest step in `output_dir`, or None."""
-    checkpoints = _checkpoints(output_dir)
-    return checkpoints[-1] if checkpoints else None
+    return next(reversed(_checkpoints(output_dir)), None)
 
 
 def resolve_checkpoint(resume: bool | str | None, output_dir: StrPath, *, overwrite: bool) -> Path | None:
@@ -65,10 +63,8 @@ def is_in(checkpoint: Path, output_dir: StrPath) -> bool:
 
 
 def check_kinds(output_dir: StrPath) -> None:
-    """Checks that nothing in `output_dir` has the name of a folder that a run writes and is none, or of a file.
-
-    Raises:
-        ValueError: for a file, or a dangling link, with the name of a folder, or a folder with that of a file.
+    """Raises a ValueError for a file or dangling link in `output_dir` with the name of a folder that a run writes, and
+    for a folder with the name of such a file.
     """
     for path in sorted(Path(output_dir).glob("*")):
         if re.fullmatch(r"(abandoned-)?checkpoint-\d+|final|rollouts|eval|runs", path.name) and not path.is_dir():
@@ -84,11 +80,7 @@ def check_kinds(output_dir: StrPath) -> None:
 
 
 def check_no_earlier_run(output_dir: StrPath) -> None:
-    """Checks that `output_dir` holds no earlier run, finished or not, that a new run would overwrite.
-
-    Raises:
-        ValueError: when `output_dir` holds final models, a checkpoint or the metrics of a step.
-    """
+    """Raises a ValueError if `output_dir` holds an earlier run: final models, a checkpoint or the metrics of a step."""
     newest = newest_checkpoint(output_dir)
     metrics = Path(output_dir) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
@@ -125,10 +117,9 @@ def abandon_later_checkpoints(folder: Path) -> list[Path]:
     checkpoints = _checkpoints(folder.parent)
     # A link among them is renamed itself, wherever it points to.
     resolved = [path.resolve() for path in checkpoints]
-    if folder.resolve() not in resolved:
-        return []
+    later = checkpoints[resolved.index(folder.resolve()) + 1 :] if folder.resolve() in resolved else []
     moved = []
-    for path in checkpoints[resolved.index(folder.resolve()) + 1 :]:
+    for path in later:
         target = path.with_name(f"abandoned-{path.name}")
         copies = itertools.count(1)
         while target.exists():
@@ -138,14 +129,9 @@ def abandon_later_checkpoints(folder: Path) -> list[Path]:
 
 
 def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Collection[Path] = ()) -> None:
-    """Deletes the oldest checkpoints until `save_total_limit` are left (None = no limit).
-
-    Those in `keep` count towards the limit but are never deleted.
-    """
-    if save_total_limit is None:
-        return
+    """Deletes the oldest checkpoints but those in `keep` until `save_total_limit` are left (None = no limit)."""
     checkpoints, kept = _checkpoints(output_dir), {path.resolve() for path in keep}
-    surplus = max(0, len(checkpoints) - save_total_limit)
+    surplus = 0 if save_total_limit is None else max(0, len(checkpoints) - save_total_limit)
     for path in [path for path in checkpoints if path.resolve() not in kept][:surplus]:
         remove_folder(path)
 
@@ -165,10 +151,8 @@ class FolderLock:
         self._lock = FileLock(self._folder / LOCK_FILE, thread_local=False, is_singleton=True, poll_interval=0.2)
 
     def acquire(self) -> None:
-        """Creates and locks the folder; waits up to `WAIT_SECONDS` for a run that is ending.
-
-        Raises:
-            ValueError: if another process holds the lock; names it.
+        """Creates and locks the folder. Raises a ValueError that names the holder, if another process holds the lock
+        for longer than `WAIT_SECONDS`.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -208,10 +192,8 @@ class RunLock:
         self._accelerator, self._lock, self._is_held = accelerator, FolderLock(folder), False
 
     def acquire(self) -> None:
-        """Acquires the lock, until `release` or the end of the process.
-
-        Raises:
-            ValueError: if another process holds it; the other ranks get a RuntimeError with the same text.
+        """Holds the lock until `release` or the end of the process. Raises as `FolderLock.acquire`, on the other ranks
+        a RuntimeError with the same text.
         """
         if not self._is_held:
             with collectives.raise_on_all_ranks(self._accelerator):

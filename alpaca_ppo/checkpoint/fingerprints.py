@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 
+# About so many weights of a tensor are hashed; tensors of less than twice that size are hashed in full.
 SAMPLED_WEIGHTS = 16384
-"""About so many weights of a tensor are hashed; tensors of less than twice that size are hashed in full."""
+# Characters; longer texts of a function's arguments are replaced by their hash.
 _MAX_READABLE = 200
-"""Characters; longer texts of a function's arguments are replaced by their hash."""
 
 
 def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -53,11 +53,7 @@ class BestCheckpoint:
         """Of the best checkpoint so far."""
 
     def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
-        """Checks that `stats`, of an evaluation or of a step, hold the metric if it is of that kind.
-
-        Raises:
-            ValueError: when they do not; lists the available metrics.
-        """
+        """Raises a ValueError if `stats`, of an evaluation or of a step, lack the metric though it is of that kind."""
         if self.metric is not None and self.metric not in stats and self.by_evaluation == evaluation:
             raise ValueError(
                 f"metric_for_best_model is {self.metric!r}, which is not a metric of "
@@ -134,10 +130,7 @@ class CheckpointManager:
 
     def save(self, step: int, stats: Mapping[str, float]) -> Path:
         """Writes the checkpoint of `step` atomically, removes surplus older ones, and returns its folder. `stats`, the
-        step's metrics, decide whether it is the best one. Every rank must call this.
-
-        Raises:
-            ValueError: after `load_best`, because weights and optimizer are those of different steps.
+        step's metrics, decide whether it is the best one. Every rank must call this, none after `load_best`.
         """
         folder = self.folder(step)
         if self.best_is_loaded:
@@ -175,15 +168,8 @@ class CheckpointManager:
         return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
 
     def find(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
-        """The checkpoint to resume from, or None for a new run; removes what killed processes left in the output
-        folder, and the earlier run that `overwrite_output_dir` deletes.
-
-        Args:
-            resume_from_checkpoint: a checkpoint folder, True for the newest one, or None.
-            has_trained: whether this trainer has trained before: `overwrite_output_dir` keeps its own run.
-
-        Raises:
-            ValueError: see `directory.resolve_checkpoint`.
+        """What `directory.resolve_checkpoint` returns; removes what killed processes left in the output folder, and,
+        with `overwrite_output_dir`, an earlier run unless it is this trainer's (`has_trained`).
         """
         overwrite = self._args.overwrite_output_dir and not has_trained
         folder = directory.resolve_checkpoint(resume_from_checkpoint, self._output_dir, overwrite=overwrite)
@@ -198,9 +184,7 @@ class CheckpointManager:
 
     def load(self, folder: Path) -> Checkpoint:
         """Restores everything from the checkpoint `folder`, abandons those of later steps beside it, and returns it.
-
-        Raises:
-            ValueError: for a checkpoint that is damaged or of another run, before anything in memory changes.
+        Raises a ValueError, before anything changes, for one that is damaged or of another run.
         """
         saved, components = Checkpoint.read(folder), self._components()
         with collectives.raise_on_all_ranks(self._accelerator):
@@ -228,9 +212,6 @@ class CheckpointManager:
     def load_best(self, step: int) -> None:
         """Puts the weights of the best checkpoint into the models, unless that is the one of the last `step`. The
         optimizer stays as it is, so no checkpoint can be saved afterwards. Every rank must call this.
-
-        Raises:
-            ValueError: see `verify_files`.
         """
         if self.best.folder is not None and self._state.best_global_step != step:
             self._engine.load_weights(read_weights(self.best.folder))

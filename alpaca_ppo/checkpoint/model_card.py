@@ -19,8 +19,8 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.tracking.results import Ends, WeightsStep, better_before_training, means_in_words, start_and_end
 
 _TEMPLATES = Path(__file__).with_name("cards")
+# The last two may also be hub ids, or words such as `copy`.
 _PATH_OPTIONS = ("output_dir", "deepspeed", "reference", "reward_adapter")
-"""The last two may also be hub ids, or words such as `copy`."""
 _CURVE = "training_curve.svg"
 _MIN_CURVE_STEPS = 5
 _KEY_FIGURES = {

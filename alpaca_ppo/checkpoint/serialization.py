@@ -22,13 +22,10 @@ from alpaca_ppo.distributed.random_states import set_random_states
 from alpaca_ppo.models import ActorCritic
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
-"""The version counts up when a checkpoint of an older version can no longer be read."""
+# `torch.load(weights_only=True)` reads the second, which holds everything but the weights.
 FILES = _WEIGHTS, _STATE = ("model.safetensors", "state.pt")
-"""The weights, and everything else in a file that `torch.load(weights_only=True)` reads."""
-_MANIFEST = "manifest.json"
-"""`FORMAT`, with size and hash of each file."""
+# No older checkpoint is chosen automatically, because that would silently lose steps.
 _REMEDY = "set resume_from_checkpoint to another checkpoint, or start a new run"
-"""None is chosen automatically, because that would silently lose steps."""
 
 
 @dataclass
@@ -36,9 +33,8 @@ class Checkpoint:
     """Tensors and plain values (None, bool, int, float, str, list, tuple, dict)."""
 
     weights: dict[str, Tensor]
-    """`Engine.weights`."""
+    """`Engine.weights`; `optimizer` is `Engine.optimizer_state`."""
     optimizer: dict[str, Any]
-    """`Engine.optimizer_state`."""
     scheduler: dict[str, Any]
     rng: list[dict[str, Any]]
     """`random_states` of each rank."""
@@ -50,12 +46,7 @@ class Checkpoint:
     """`compatibility.run_identity`, which a resumed run must share."""
 
     def write(self, folder: Path) -> None:
-        """Writes `folder` atomically; to be called on one process.
-
-        Raises:
-            ValueError: for a value that is neither plain nor a tensor.
-            OSError: when the disk is full.
-        """
+        """Writes `folder` atomically; to be called on one process. Raises an OSError when the disk is full."""
         state = {f.name: _stored(getattr(self, f.name), f.name) for f in fields(self) if f.name != "weights"}
         with write_folder_atomically(folder) as tmp_dir:
             with open(tmp_dir / _STATE, "wb") as file:
@@ -65,11 +56,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
-        """Verifies and reads a checkpoint.
-
-        Raises:
-            ValueError: see `verify_files`.
-        """
+        """Reads a checkpoint; raises as `verify_files`."""
         verify_files(folder)
         with open(folder / _STATE, "rb") as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -85,9 +72,9 @@ class Checkpoint:
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the manifest of a folder that holds all `FILES`."""
+    """Writes manifest.json with sizes and hashes of `FILES`, all of which must be in `folder`."""
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in FILES}
-    (folder / _MANIFEST).write_text(json.dumps(FORMAT | {"files": files}, indent=2), encoding="utf-8")
+    (folder / "manifest.json").write_text(json.dumps(FORMAT | {"files": files}, indent=2), encoding="utf-8")
 
 
 def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
@@ -102,7 +89,7 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
             f"checkpoint {folder} does not exist or is not a folder; name an existing checkpoint-<step> folder"
         )
     try:
-        manifest = json.loads((there / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((there / "manifest.json").read_text(encoding="utf-8"))
         found = {key: manifest[key] for key in FORMAT}
         entries = {name: manifest["files"][name] for name in FILES}
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
@@ -129,21 +116,14 @@ def _hash(path: Path) -> str:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Verifies and reads the weights of a checkpoint alone.
-
-    Raises:
-        ValueError: see `verify_files`.
-    """
+    """Reads only the weights of a checkpoint; raises as `verify_files`."""
     verify_files(folder, [_WEIGHTS])
     return load_file(folder / _WEIGHTS)
 
 
 def check_fits(folder: Path, saved: Checkpoint, engine: Engine) -> None:
-    """Checks that the checkpoint `saved`, read from `folder`, has the engine's weights (names, shapes and types) and
-    optimizer groups (number of parameters and names of settings).
-
-    Raises:
-        ValueError: names the first difference.
+    """Raises a ValueError that names the first difference between the checkpoint `saved`, read from `folder`, and the
+    engine: in names, shapes and types of weights, or in the optimizer's groups.
     """
     _check_same(folder, "tensor", _shapes_and_types(saved.weights), _shapes_and_types(engine.weights()))
     _check_same(folder, "optimizer group", _groups(saved.optimizer), _groups(engine.optimizer_state()))
@@ -151,10 +131,8 @@ def check_fits(folder: Path, saved: Checkpoint, engine: Engine) -> None:
 
 @torch.no_grad()
 def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
-    """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it.
-
-    Raises:
-        ValueError: see `verify_files`; also for weights of other models.
+    """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it. Raises as
+    `verify_files`, and a ValueError for weights of other models.
     """
     saved, own = read_weights(folder), actor_critic.state_dict()
     # Frozen weights are not saved, and the model may have been loaded in another type.

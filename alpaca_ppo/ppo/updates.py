@@ -135,7 +135,7 @@ class Updater:
                 with (
                     # A reward function or a callback may have left them off.
                     torch.enable_grad(),
-                    engine.passing(last_batch=batch.last, last_pass=ends),
+                    engine.gradient_sync(last_batch=batch.last, last_pass=ends),
                     # Gradient checkpointing recomputes activations of the critic with its adapter.
                     nullcontext() if with_policy else engine.actor_critic.critic_active(),
                 ):
