@@ -56,7 +56,7 @@ def start_identity(
     """The models, rewards and environments that a run starts from, as plain values.
 
     To be called before the weights are wrapped or sharded, and before those of a checkpoint are loaded. Trained weights
-    are left out, because they come from the checkpoint; what else was built from them, a copied reference, is included.
+    are left out, because they come from the checkpoint; a copied reference is included.
     """
     model, critic = actor_critic.policy.model, actor_critic.critic
     named = model.named_parameters(remove_duplicate=False)
@@ -110,13 +110,12 @@ def run_identity(
     start: Mapping[str, Any],
     optimizer_steps: StepCounts | None,
 ) -> dict[str, Any]:
-    """Everything that affects the numbers of a run and is not in its checkpoints, as plain values.
-
-    A changed option would take effect only in part: the learning rate, for example, is restored with the optimizer.
+    """Everything that affects the numbers of a run and is not in its checkpoints, as plain values. A changed option
+    would take effect only in part: the learning rate, for example, is restored with the optimizer.
 
     Args:
-        start: the run's `start_identity`.
-        optimizer_steps: of the whole run; None if the schedule is not the one that `args` name.
+        start: `start_identity`.
+        optimizer_steps: of the whole run; None with a user's schedule.
     """
     policy, critic = actor_critic.policy, actor_critic.critic
     identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
@@ -167,7 +166,7 @@ def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, An
 
 
 def differences(name: str, saved: Any, here: Any) -> Iterator[str]:
-    """What differs between two values, which may be nested mappings: the dotted name of each entry, and both values."""
+    """The dotted name and both values of each entry that differs between two values or nested mappings."""
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for key in dict.fromkeys([*here, *saved]):
             yield from differences(f"{name}.{key}", saved.get(key, _ABSENT), here.get(key, _ABSENT))

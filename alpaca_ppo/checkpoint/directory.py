@@ -26,7 +26,7 @@ WAIT_SECONDS = 20.0
 # How to continue the newest checkpoint, for messages.
 RESUME = "--resume_from_checkpoint, or resume_from_checkpoint: true in YAML"
 _FOLDERS_OF_A_RUN = ("checkpoint-*", "abandoned-checkpoint-*", "final", "rollouts", "eval")
-# run.yaml and runs/ stay: the run that starts may have written to them, and TensorBoard hides what is older.
+# Not run.yaml and runs/, to which the run that starts may have written. TensorBoard hides what is older.
 _RECORDS_OF_A_RUN = ("metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl", "report.html")
 
 
@@ -37,11 +37,8 @@ def newest_checkpoint(output_dir: StrPath) -> Path | None:
 
 def resolve_checkpoint(resume: bool | str | None, output_dir: StrPath, *, overwrite: bool) -> Path | None:
     """The folder to resume from: the named one, or for True (or the text `true`) the newest in `output_dir`; None for
-    a new run.
-
-    Raises:
-        ValueError: when True finds no checkpoint in `output_dir`. Without `overwrite` also when `output_dir` holds a
-            run, unless that run is the one to resume.
+    a new run. Raises a ValueError when True finds no checkpoint and, without `overwrite`, when `output_dir` holds
+    another run than that to resume.
     """
     if str(resume).lower() == "true":
         newest = newest_checkpoint(output_dir)
@@ -184,8 +181,8 @@ class FolderLock:
 
 
 class RunLock:
-    """A trainer's lock on its output folder, which its main process holds. Every rank must call the methods at the same
-    points. Several trainers of a process may use one folder, one after another.
+    """A trainer's lock on its output folder, which its main process holds; every rank must call the methods at the same
+    points.
     """
 
     def __init__(self, accelerator: Accelerator, folder: StrPath) -> None:

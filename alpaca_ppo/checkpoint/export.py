@@ -27,14 +27,9 @@ _WITHOUT_UPLOAD = "or set hub_model_id: null and upload final/policy later (hf u
 def save_final(
     folder: StrPath, actor_critic: ActorCritic, processing_class: Any, run: TrainedRun, *, merged: bool = False
 ) -> None:
-    """Writes the folders policy and, if there is a critic, value into `folder`, each with a card and atomically; then
-    step.json, which is absent meanwhile.
-
-    Args:
-        actor_critic: unwrapped. A critic without a backbone is exported with the policy's.
-        processing_class: the policy's tokenizer, saved with each model.
-        run: which step the weights are of, and what the card shows.
-        merged: if the policy is an adapter, also write the folder merged, see `save_merged`.
+    """Writes the folders policy and, if there is a critic, value (with the policy's backbone, if it has none of its
+    own) into `folder`, each atomically and with the tokenizer and a card; then step.json, which is absent meanwhile.
+    With `merged`, a policy that is an adapter is also written by `save_merged`. `actor_critic` is unwrapped.
     """
     policy, adapters = actor_critic.policy.model, actor_critic.policy.adapters
     folder = Path(folder)
@@ -77,11 +72,7 @@ def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) ->
 
 
 def check_login() -> None:
-    """Checks that the user is logged in with a token that may write.
-
-    Raises:
-        ValueError: if not, or if the hub cannot be reached (HF_HUB_OFFLINE, for example).
-    """
+    """Raises a ValueError unless the hub can be reached and the user is logged in with a token that may write."""
     try:
         user = HfApi().whoami()
     # requests, httpx or huggingface_hub raise their own errors, depending on the version.

@@ -1,11 +1,10 @@
 """Fingerprints of models and functions, by which a resumed run recognises what it started from.
 
-They are cheap rather than complete. They do not see a change of a few weights between the sampled ones; nor, of a
-function, the functions and files that it uses, what its decorators add, and the state of the object that it belongs to,
-unless that is a dataclass.
+They are cheap rather than complete: they leave out most weights of large tensors and, of a function, the functions and
+files that it uses, what its decorators add, and the state of its object, unless that is a dataclass.
 
-`datasets.fingerprint.Hasher` hashes an importable function by its name alone: it would take an edited reward function
-for the same one, and a moved file for another.
+`datasets.fingerprint.Hasher` hashes an importable function by its name alone: an edited reward function would count as
+unchanged, and a moved file as changed.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 
-# About so many weights of a tensor are hashed; tensors of less than twice that size are hashed in full.
+# About as many weights of a tensor are hashed, but all of one that is less than twice as large.
 SAMPLED_WEIGHTS = 16384
 # Characters; longer texts of a function's arguments are replaced by their hash.
 _MAX_READABLE = 200
@@ -57,12 +56,10 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def callable_identity(function: Callable[..., Any]) -> str:
-    """The name of a function, a method with its class, or an object with its class, and a hash of its source if Python
-    has it.
+    """Name and source hash of a function, or of a method or an object with its class; also a function's defaults and
+    closure, the arguments of a `functools.partial` and the fields of a dataclass.
 
-    Of the module only the last part of the name counts, so that a file may be moved, started as a script, or named by
-    its path. A function's defaults and closure, the arguments of a `functools.partial` and the fields of a dataclass
-    are included.
+    Only the last part of a module's name counts, so that a file may be moved, started as a script, or named by path.
     """
     return _identity(function, ())
 
@@ -151,12 +148,10 @@ def _bytecode(code: CodeType) -> str:
     """Instructions, names and constants, without file and lines."""
     constants = []
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            constants.append(_bytecode(constant))
-        elif isinstance(constant, frozenset):
-            constants.append(repr(sorted(map(repr, constant))))
-        else:
-            constants.append(repr(constant))
+        if isinstance(constant, frozenset):
+            # Its order differs between processes.
+            constant = sorted(map(repr, constant))
+        constants.append(_bytecode(constant) if isinstance(constant, CodeType) else repr(constant))
     return repr((code.co_code, code.co_names, constants))
 
 

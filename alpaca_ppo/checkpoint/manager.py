@@ -42,15 +42,14 @@ class BestCheckpoint:
     """
 
     def __init__(self, state: TrainerState, args: PPOConfig) -> None:
+        # None = no checkpoint is the best.
         self.metric = args.metric_for_best_model
-        """None = no checkpoint is the best."""
         self._state, self._greater_is_better = state, args.greater_is_better
         self._criterion = {"metric": self.metric, "greater_is_better": self._greater_is_better}
         self.by_evaluation = self.metric is not None and self.metric.startswith("eval/")
+        # Of the best checkpoint so far.
         self.stats: dict[str, float] = {}
-        """Metrics of the best checkpoint's step."""
         self.folder: Path | None = None
-        """Of the best checkpoint so far."""
 
     def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
         """Raises a ValueError if `stats`, of an evaluation or of a step, lack the metric though it is of that kind."""
@@ -96,7 +95,7 @@ class BestCheckpoint:
 
 
 class CheckpointManager:
-    """Saves, finds, loads and rotates the checkpoints of a run.
+    """Saves, finds, loads and rotates the checkpoints of a run. Every rank must call its methods at the same points.
 
     Args:
         components: returns what else a checkpoint holds, by name.
@@ -121,8 +120,8 @@ class CheckpointManager:
         self._engine, self._scheduler, self._components = engine, scheduler, components
         self._identity, self._check, self._state = identity, check, state
         self.best = BestCheckpoint(state, args)
+        # Whether the models hold the weights of the best checkpoint instead of the last step's.
         self.best_is_loaded = False
-        """Whether the models hold the weights of the best checkpoint instead of the last step's."""
 
     def folder(self, step: int) -> Path:
         """The folder of the checkpoint after `step` completed steps."""
@@ -130,7 +129,7 @@ class CheckpointManager:
 
     def save(self, step: int, stats: Mapping[str, float]) -> Path:
         """Writes the checkpoint of `step` atomically, removes surplus older ones, and returns its folder. `stats`, the
-        step's metrics, decide whether it is the best one. Every rank must call this, none after `load_best`.
+        step's metrics, decide whether it is the best one. Raises a ValueError after `load_best`.
         """
         folder = self.folder(step)
         if self.best_is_loaded:
@@ -154,9 +153,7 @@ class CheckpointManager:
         return folder
 
     def is_best_evaluation(self, stats: Mapping[str, float]) -> bool:
-        """Whether `metric_for_best_model` is a metric of evaluations and best in `stats`, so that this step must be
-        saved. Every rank must call this.
-        """
+        """Whether `metric_for_best_model` is a metric of evaluations and best in `stats`, so that the step is saved."""
         return self.best.by_evaluation and self._improves(stats)
 
     def _improves(self, stats: Mapping[str, float]) -> bool:
@@ -211,7 +208,7 @@ class CheckpointManager:
 
     def load_best(self, step: int) -> None:
         """Puts the weights of the best checkpoint into the models, unless that is the one of the last `step`. The
-        optimizer stays as it is, so no checkpoint can be saved afterwards. Every rank must call this.
+        optimizer stays as it is, so no checkpoint can be saved afterwards.
         """
         if self.best.folder is not None and self._state.best_global_step != step:
             self._engine.load_weights(read_weights(self.best.folder))

@@ -39,12 +39,9 @@ class TrainedRun:
     """What a card shows of a run, besides key figures from its metrics.jsonl and the data's name from its run.yaml."""
 
     step: WeightsStep
-    metrics: Mapping[str, float]
-    """Of that step; the card leaves out timings (`time/`)."""
-    config: Mapping[str, Any]
-    """The options as plain values."""
-    reward_weights: Mapping[str, float] | None = None
-    """By name of the reward source; None = not known."""
+    metrics: Mapping[str, float]  # of that step; the card leaves out timings (`time/`)
+    config: Mapping[str, Any]  # the options as plain values
+    reward_weights: Mapping[str, float] | None = None  # by name of the reward source; None = not known
 
 
 def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, own_code: bool = False) -> None:

@@ -32,18 +32,13 @@ _REMEDY = "set resume_from_checkpoint to another checkpoint, or start a new run"
 class Checkpoint:
     """Tensors and plain values (None, bool, int, float, str, list, tuple, dict)."""
 
-    weights: dict[str, Tensor]
-    """`Engine.weights`; `optimizer` is `Engine.optimizer_state`."""
-    optimizer: dict[str, Any]
+    weights: dict[str, Tensor]  # `Engine.weights`
+    optimizer: dict[str, Any]  # `Engine.optimizer_state`
     scheduler: dict[str, Any]
-    rng: list[dict[str, Any]]
-    """`random_states` of each rank."""
-    components: dict[str, Any]
-    """The state of each `manager.Component`, by name."""
-    best: dict[str, Any]
-    """The state of `manager.BestCheckpoint`."""
-    identity: dict[str, Any]
-    """`compatibility.run_identity`, which a resumed run must share."""
+    rng: list[dict[str, Any]]  # `random_states` of each rank
+    components: dict[str, Any]  # the state of each `manager.Component`, by name
+    best: dict[str, Any]  # the state of `manager.BestCheckpoint`
+    identity: dict[str, Any]  # `compatibility.run_identity`, which a resumed run must share
 
     def write(self, folder: Path) -> None:
         """Writes `folder` atomically; to be called on one process. Raises an OSError when the disk is full."""
@@ -78,10 +73,8 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
-    """Checks that `folder` is a complete checkpoint: the sizes of all files, and the hashes of those in `hashed`.
-
-    Raises:
-        ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint; names the file.
+    """Checks the sizes of all files of a checkpoint, and the hashes of those in `hashed`. Raises a ValueError that
+    names the file, for a folder that is missing, incomplete, damaged or not a checkpoint.
     """
     there = committed_path(folder)
     if not there.is_dir():

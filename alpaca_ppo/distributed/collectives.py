@@ -24,9 +24,9 @@ def rank_share(items: Sequence[T], accelerator: Accelerator) -> list[T]:
 def drain_collectives(accelerator: Accelerator) -> None:
     """Waits until all ranks are here and gloo's threads have released their tensors, so that a process may exit.
 
-    Releasing takes the interpreter's lock, which neither interpreter shutdown nor the destructor of DDP's reducer gives
-    up, so that a process that exits too early aborts or hangs: https://github.com/pytorch/pytorch/issues/56297 and pull
-    request 179291. Remove this once torch gives it up in both.
+    Releasing takes the interpreter's lock, which interpreter shutdown and the destructor of DDP's reducer keep, so that
+    a process that exits too early aborts or hangs: https://github.com/pytorch/pytorch/issues/56297 and pull request
+    179291. Remove this once torch gives it up in both.
     """
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
@@ -87,8 +87,7 @@ def gather_list(item: T, accelerator: Accelerator | PartialState) -> list[T]:
     """The item of each rank, in rank order, on every rank."""
     if accelerator.num_processes == 1:
         return [item]
-    gathered: list[T] = gather_object([item])
-    return gathered
+    return list(gather_object([item]))
 
 
 def on_main_process(compute: Callable[[], T], accelerator: Accelerator) -> T:

@@ -79,8 +79,7 @@ class DeepSpeedEngine(Engine):
                 buffer.zero_()
 
     def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
-        # Stage 3 reduces a gradient in the pass that computes it, the other stages in the last pass; there
-        # `unused_parameter_loss` includes the parameters of earlier ones.
+        # Stage 3 reduces a gradient in the pass that computes it, the others all of them in the last pass.
         self.model.set_gradient_accumulation_boundary(last_batch and (last_pass or self.stage == 3))
         return nullcontext()
 
@@ -139,8 +138,8 @@ class DeepSpeedEngine(Engine):
             yield [tensor.detach() for tensor in tensors]
 
     def _drop_prefetched(self) -> None:
-        """Releases parameters that stage 3 has prefetched for a pass that did not run, such as a skipped critic's.
-        Otherwise gathering would skip these, and leave them empty.
+        """Releases parameters that stage 3 has prefetched for a pass that did not run, such as the critic's. Otherwise
+        gathering would skip them, and leave them empty.
         """
         for optimizer in (self._zero, *self._frozen_optimizers):
             optimizer.empty_partition_cache()
@@ -215,15 +214,13 @@ class DeepSpeedEngine(Engine):
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:
-        """Links every parameter to its part of the optimizer state; stages 1 and 2 did so when the first group took its
-        first step, before other groups had any.
-        """
+        """Links parameters to their optimizer state; stages 1 and 2 did so when only the first group had any."""
         if self.stage != 3:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _flat_partitions(self, group: int) -> list[Tensor]:
-        """This rank's float32 partitions of an optimizer group, which are the keys of the optimizer's state."""
+        """This rank's float32 partitions of an optimizer group: the keys of the optimizer's state."""
         if self.stage != 3:
             return [self._zero.single_partition_of_fp32_groups[group]]
         owners = self._zero.sub_group_to_group_id
@@ -245,10 +242,10 @@ class _Clipping:
     """Clips the gradients of policy and critic each by its own norm, to its entry in `limits`. DeepSpeed clips all of
     them by one norm, so that a large value loss would shrink the policy's step.
 
-    A ZeRO optimizer's `step` computes the norm of each of its groups, in their order, combines them into one that
-    decides whether the step is skipped, and passes that to `unscale_and_clip_grads` for each group, in the same order.
-    DeepSpeed cannot clip groups separately (https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/
-    zero/stage_1_and_2.py and stage3.py), so these methods of `zero` are replaced; delete this class once it can.
+    A ZeRO optimizer's `step` computes the norm of each group, combines them into one that decides whether the step is
+    skipped, and passes that to `unscale_and_clip_grads` for each group, in the same order (https://github.com/
+    deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py and stage3.py). These methods of `zero`
+    are replaced; delete this class once DeepSpeed can clip groups separately.
     """
 
     def __init__(self, zero: Any, parts: Sequence[Part], limits: Mapping[Part, float], *, stage: int) -> None:
@@ -263,8 +260,8 @@ class _Clipping:
         self._clip = zero.unscale_and_clip_grads
         zero.unscale_and_clip_grads = self._clip_next_group
         if stage != 3:
-            # In bfloat16 these stages look for inf and NaN before the norm, and would end the step without telling
-            # whose gradient it was. The norm of such a gradient is not finite and ends the step too.
+            # In bfloat16 these stages would look for inf and NaN first, and end the step without telling whose gradient
+            # it was. The norm, which is not finite then, ends it too.
             zero.check_overflow = lambda partition_gradients: None
 
     def begin_step(self) -> None:

@@ -43,7 +43,7 @@ class LearningRates(NamedTuple):
     critic: float | None
 
     def stats(self) -> dict[str, float]:
-        """As metrics: `objective/lr`, and with a critic `objective/critic_lr`."""
+        """As metrics."""
         rates = {"objective/lr": self.policy, "objective/critic_lr": self.critic}
         return {name: rate for name, rate in rates.items() if rate is not None}
 
@@ -159,8 +159,8 @@ class Engine:
         """
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Wraps passes without gradients in the run's precision. Autocast keeps its casts of the weights until the
-        block ends, so each model gets a block of its own.
+        """Wraps passes without gradients in the run's precision: one block per model, because autocast keeps its casts
+        of the weights until the block ends.
         """
         block: AbstractContextManager[None] = self.accelerator.autocast()
         return block
@@ -191,9 +191,7 @@ class Engine:
     def policy_weights(self, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors of the state dictionary of the policy's language model, in the precision of the
         passes, tied weights once; with adapters, only the policy's adapter, or with `base` everything but adapters.
-
-        Every rank must iterate to the end. Each tensor is emptied when the next one is asked for, so that a rank holds
-        only one besides its shards.
+        Every rank must iterate to the end. A tensor is emptied when the next one is asked for, to save memory.
         """
         policy = self.actor_critic.policy
         adapter = None if policy.adapters is None else {id(p) for p in policy.adapters.parameters_of(POLICY)}
@@ -207,9 +205,9 @@ class Engine:
                     whole.data = whole.new_empty(0)
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole tensors of policy and critic that a checkpoint saves, by name: parameters and persistent buffers,
-        tied weights once, under the first of their names; of a model with a frozen base only the trainable parameters.
-        Ranks that write no checkpoint may get tensors without memory.
+        """The whole tensors that a checkpoint saves, by name: parameters and persistent buffers, tied weights under
+        their first name; of models with a frozen base only trainable parameters. Ranks other than the main one may get
+        tensors without memory.
         """
         parameters = dict(self.actor_critic.named_parameters())
         names = {name for name, parameter in parameters.items() if parameter.requires_grad}
@@ -223,7 +221,7 @@ class Engine:
         return tensor.detach()
 
     def _on_writer(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory on the rank that writes checkpoints; only its shape and dtype on the others."""
+        """In host memory on the rank that writes checkpoints, without memory on the others."""
         return tensor.to("cpu" if self.accelerator.is_main_process else "meta")
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -253,8 +251,7 @@ class Engine:
 
 
 def clip_above(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients with the total norm `norm` to `max_norm`, if they exceed it."""
-    # torch multiplies by min(1, max_norm / (norm + 1e-6)) even where that is 1, to spare a GPU the synchronization.
-    # Here the host reads the norm anyway, so gradients within the limit need not be written again.
+    """Scales gradients whose total norm is `norm` to `max_norm`, if they exceed it or are not finite."""
+    # torch multiplies even by 1, to spare a GPU the synchronization. Here the host reads the norm anyway.
     if not float(max_norm / (norm + 1e-6)) >= 1:
         clip_grads_with_norm_(parameters, max_norm, norm)

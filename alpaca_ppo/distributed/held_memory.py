@@ -29,9 +29,7 @@ class Sharding:
 
 def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
     """How a run is sharded: by the file `args.deepspeed`, else like examples/deepspeed_configs for `stage`, or FSDP2.
-
-    Raises:
-        ValueError: for a file that the run would refuse, or whose stage is not `stage` (unless that is 0).
+    Raises a ValueError for a file that the run would refuse, or whose stage is not `stage` (unless that is 0).
     """
     if args.deepspeed is None:
         return Sharding(processes, stage, fsdp=args.fsdp)

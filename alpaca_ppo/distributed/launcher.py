@@ -1,9 +1,8 @@
 """The launcher that started this process: the rank it assigned, and the end of the process when it dies.
 
-torchrun, `accelerate launch` and deepspeed end their ranks when a rank fails or when they are asked to end. When they
-are killed themselves (SIGKILL, or out of memory), their ranks would train on unnoticed. So each rank watches its
-launcher from the import of `alpaca_ppo.trainer` on. The ranks of `notebook_launcher` are children of the notebook and
-end with it.
+When torchrun, `accelerate launch` or deepspeed are killed (SIGKILL, or out of memory), their ranks would train on
+unnoticed. So each rank watches its launcher from the import of `alpaca_ppo.trainer` on. The ranks of
+`notebook_launcher` are children of the notebook and end with it.
 """
 
 import os
@@ -48,8 +47,8 @@ def watch_launcher() -> None:
     """Ends this process soon after its launcher's death, if a launcher started it: first by SIGTERM, on which a trainer
     saves a checkpoint. May be called repeatedly.
 
-    A user may have exported the environment variables of a launcher in a shell, and a run that a shell started lives on
-    when the shell ends: so the parent must also run a launcher's command.
+    The parent must run a launcher's command, because a user may have exported a launcher's variables in a shell, whose
+    runs live on when it ends.
     """
     global _watched
     if _watched is None and any(name in os.environ for name in _SET_BY_LAUNCHERS) and launcher_command() is not None:
@@ -70,7 +69,7 @@ def launcher_command() -> tuple[str, ...] | None:
 
 
 def end_without_launcher() -> None:
-    """Lets this process, which was asked to stop and is saving its state, end by itself if its launcher dies now."""
+    """Lets this process, which was asked to stop, end by itself even if its launcher dies first."""
     global _stopping
     _stopping = True
 

@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT ask a run to save its state and exit, or SIGINT at a prompt or in a notebook to return there.
 
-A signal handler only records the request. The run polls it between steps (`poll_all_ranks`), and each rank in its part
-of a rollout (`poll`), which is then discarded. What is saved is decided in `trainer.base_trainer`.
+A signal handler only records the request. All ranks poll it between steps (`poll_all_ranks`), and each one during a
+rollout (`poll`), which is then discarded. `trainer.base_trainer` decides what is saved.
 """
 
 import os
@@ -55,8 +55,8 @@ class PreemptionHandler:
     """Records whether a signal has asked the run to stop."""
 
     def __init__(self, accelerator: Accelerator) -> None:
+        # `Engine.synced_forwards`: whether ranks can only leave a rollout together.
         self.lockstep = False
-        """`Engine.synced_forwards`: whether ranks can only leave a rollout together."""
         self._accelerator = accelerator
         self._signum = 0
         self._stoppable = self._in_part = self._at_once = False
@@ -67,12 +67,8 @@ class PreemptionHandler:
     def install(self) -> Iterator[None]:
         """Handles the signals in the block, if this is the main thread.
 
-        The first signal requests a stop; another one at least a second later ends the process immediately, or, if it is
-        a SIGINT and there is a prompt, raises KeyboardInterrupt wherever the run is.
-
-        Raises:
-            Interrupted: at the end, if a signal arrived after the last poll; or KeyboardInterrupt, see
-                `Interrupted.return_to_prompt`.
+        The first signal requests a stop; another one at least a second later ends the process immediately, or returns
+        to the prompt. A signal after the last poll raises Interrupted, or KeyboardInterrupt, at the end.
         """
         self._signum, self._pid = 0, os.getpid()
         before: dict[signal.Signals, Any] = {}
@@ -107,10 +103,8 @@ class PreemptionHandler:
     @contextmanager
     def part(self, *, at_once: bool = False) -> Iterator[None]:
         """Wraps what a rank does without the others in a rollout: sampling, or a call of a reward function. With
-        `at_once`, a signal interrupts it anywhere, not only in `poll`.
-
-        Raises:
-            Interrupted: in lockstep, at its end on every rank, if any was asked to stop.
+        `at_once`, a signal interrupts it anywhere, not only in `poll`. In lockstep, `poll_all_ranks` follows at its
+        end.
         """
         self._in_part, self._at_once = True, at_once
         try:
@@ -128,7 +122,7 @@ class PreemptionHandler:
             raise SamplingStopped
 
     def poll_all_ranks(self) -> None:
-        """Called by every rank at the same point; raises Interrupted on all of them if any was asked to stop."""
+        """Raises Interrupted on all ranks if any was asked to stop; all must call this at the same point."""
         if signum := max_int_over_ranks(self._signum, self._accelerator):
             raise Interrupted(signum)
 

@@ -1,8 +1,8 @@
 """How many threads torch computes with in each process.
 
 torch and Accelerate take all cores of the machine, whatever a container's quota, other programs and other ranks leave.
-Threads without a core cost far more than they bring, because each operator waits for its slowest thread. How threads
-wait for each other is set in `alpaca_ppo/__init__.py`, before torch is imported.
+Threads without a core slow a run down, because each operator waits for its slowest thread. How threads wait is set in
+`alpaca_ppo/__init__.py`, before torch is imported.
 """
 
 import functools
@@ -20,9 +20,8 @@ from alpaca_ppo.distributed.collectives import gather_list
 
 
 def limit_threads(accelerator: Accelerator) -> None:
-    """Lowers torch's number of threads to this process's share of the idle cores, and says so once on each machine; a
-    number that the user chose stays. All ranks must call this, because a launcher need not say how many are on a
-    machine.
+    """Lowers torch's number of threads to this process's share of the idle cores, unless the user chose it; prints so
+    once on each machine. All ranks must call this, because not all launchers say how many are on a machine.
     """
     # A launcher may have bound each rank to some cores. macOS and Windows do not say to which.
     cores = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
@@ -55,16 +54,16 @@ def limit_threads(accelerator: Accelerator) -> None:
 
 @functools.cache
 def busy_cores() -> frozenset[int]:
-    """The cores that are busy for most of a third of a second, in which this process sleeps; measured once, so that all
-    trainers of a process round alike.
+    """The cores that are busy for most of a third of a second, in which this process sleeps. Measured once, so that all
+    trainers of a process compute with as many threads.
     """
     shares = psutil.cpu_percent(interval=1 / 3, percpu=True)
     return frozenset(core for core, percent in enumerate(shares) if percent > 50)
 
 
 def _chosen_by_user(threads: int, num_allowed: int) -> bool:
-    """Whether torch's number of threads seems to be the user's: not torch's default on `num_allowed` cores, nor what
-    Accelerate chooses for training on a CPU, both of which ignore quotas.
+    """Whether torch's number of threads seems to be the user's: neither torch's default on `num_allowed` cores nor
+    Accelerate's for training on a CPU.
     """
     cores = os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or cores
@@ -76,7 +75,7 @@ def _chosen_by_user(threads: int, num_allowed: int) -> bool:
         # Every mode of `accelerate launch` sets ACCELERATE_MIXED_PRECISION.
         exported = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ["OMP_NUM_THREADS"] == str(accelerates)
         return not (exported and threads == accelerates)
-    # torch takes one thread for each core, physical (MKL) or logical (OpenMP), of those allowed when it was imported.
+    # torch takes a thread for each physical (MKL) or logical (OpenMP) core that was allowed when it was imported.
     return threads not in (accelerates, cores, physical, num_allowed, math.ceil(num_allowed * physical / cores))
 
 
