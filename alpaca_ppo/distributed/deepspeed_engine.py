@@ -23,8 +23,8 @@ from alpaca_ppo.models import Policy
 
 
 class DeepSpeedEngine(Engine):
-    """Raises a ValueError for an optimizer group with parameters of both policy and critic, and for a DeepSpeed
-    configuration that contradicts the run.
+    """Shards by ZeRO. Raises a ValueError for an optimizer group with parameters of both policy and critic, and for a
+    DeepSpeed configuration that contradicts the run.
     """
 
     @staticmethod

@@ -30,7 +30,7 @@ all_gather: Any = getattr(torch.distributed, "all_gather_single", None) or torch
 
 
 class FSDPEngine(Engine):
-    """Raises a ValueError for trained parameters of several dtypes, and for a model that does not name its layers."""
+    """Shards by FSDP2. Raises a ValueError for trained parameters of several dtypes and models without layer names."""
 
     synced_forwards = True
 
