@@ -1,7 +1,7 @@
 """What a resumed run must have in common with its checkpoint: configuration, prompts, tokenizer, models and rewards.
 
-Models and rewards are compared by what the run started from, through their `fingerprints`. Names and shapes of the
-weights are compared where they are loaded (`serialization`).
+Models and rewards are compared by the `fingerprints` of what the run started from; names and shapes of weights in
+`serialization`.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Reference
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
-_FREE_TO_CHANGE = frozenset(
+# Options that a resumed run may change.
+FREE_TO_CHANGE = frozenset(
     """
     output_dir overwrite_output_dir run_name report_to hub_model_id logging_steps num_logged_rollouts
     num_inspected_prompts report stop_on save_steps save_total_limit load_best_model_at_end metric_for_best_model
@@ -37,17 +38,16 @@ _FREE_TO_CHANGE = frozenset(
     vllm_python vllm_urls vllm_gpu_memory_utilization
     """.split()
 )
-"""What a run reports, evaluates and saves; its length; memory and speed; what a fault does."""
-# They name models and weigh rewards: `start_identity` has what they stand for, so that a folder may be moved.
+# `start_identity` has what they name, so that a folder may be moved.
 _COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights"}
-# A model's location, origin and outputs. transformers changes some of these fields when it saves a model.
-_NO_ARCHITECTURE = """
+# Location, origin and outputs of a model. transformers changes some of these fields when it saves a model.
+_NOT_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
+# By entry of an identity, the name in `ignore_changes` that allows a change.
 _IGNORED_BY = {"train_dataset": "data", "weights": "model", "rewards": "reward", "environments": "reward"}
-"""What `ignore_changes` names to allow a change of an entry."""
-_MOST_NAMED, _ABSENT = 5, "absent"
+_MAX_NAMED, _ABSENT = 5, "absent"
 
 
 def start_identity(
@@ -55,32 +55,27 @@ def start_identity(
 ) -> dict[str, Any]:
     """The models, rewards and environments that a run starts from, as plain values.
 
-    Call it before the weights are wrapped or sharded, and before those of a checkpoint are loaded. Of policy and
-    critic, the weights that are trained are left out: they come from the checkpoint, and what else is built from them,
-    a copied reference, is compared itself.
+    To be called before the weights are wrapped or sharded, and before those of a checkpoint are loaded. Trained weights
+    are left out, because they come from the checkpoint; a copied reference is included.
     """
     model, critic = actor_critic.policy.model, actor_critic.critic
     named = model.named_parameters(remove_duplicate=False)
     left_out = {name for name, parameter in named if parameter.requires_grad or belongs_to(REWARD, name)}
-    parameters = [] if critic is None else critic.named_parameters()
-    weights: dict[str, Any] = {
-        "reference": _reference_identity(reference),
-        "starting_policy": {name: tensor for name, tensor in model_state(model).items() if name not in left_out},
-        "frozen_critic": {name: parameter for name, parameter in parameters if not parameter.requires_grad},
-    }
-    sources = enumerate(zip(scorer.sources, scorer.weights, strict=True))
-    kinds = {} if environments is None else environments.kinds
-    return {
-        "weights": {k: v if isinstance(v, str) else tensors_fingerprint(v) for k, v in weights.items() if v},
-        "rewards": {str(i): _source_identity(source) | {"weight": weight} for i, (source, weight) in sources},
-        "environments": {
-            kind.name: {
-                "environment": callable_identity(kind.environment_class),
-                "tools": [callable_identity(tool.function) for tool in kind.tools if tool.function is not None],
-            }
-            for kind in kinds.values()
-        },
-    }
+    frozen_policy = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
+    of_critic = [] if critic is None else critic.named_parameters()
+    frozen_critic = {name: parameter for name, parameter in of_critic if not parameter.requires_grad}
+    weights = {"reference": _reference_identity(reference)}
+    for role, tensors in (("starting_policy", frozen_policy), ("frozen_critic", frozen_critic)):
+        if tensors:
+            weights[role] = tensors_fingerprint(tensors)
+    rewards = {}
+    for i, (source, weight) in enumerate(zip(scorer.sources, scorer.weights, strict=True)):
+        rewards[str(i)] = {**_source_identity(source), "weight": weight}
+    answering = {}
+    for kind in () if environments is None else environments.kinds.values():
+        tools = [callable_identity(tool.function) for tool in kind.tools if tool.function is not None]
+        answering[kind.name] = {"environment": callable_identity(kind.environment_class), "tools": tools}
+    return {"weights": weights, "rewards": rewards, "environments": answering}
 
 
 def _reference_identity(reference: Reference | None) -> str:
@@ -97,9 +92,13 @@ def _source_identity(source: FunctionReward | ModelReward) -> dict[str, Any]:
     model: Any = source.model
     tensors, kind = model_state(model), type(model).__name__
     if isinstance(model, AdapterClassifier):
-        tensors, kind = tensors | model.adapters.tensors_of(REWARD), describe(model.adapters.config_of(REWARD))
-    identity = {"config": architecture(model.config), "tokenizer": tokenizer_identity(source.tokenizer)}
-    return identity | {"model": f"{kind} with weights {tensors_fingerprint(tensors)}"}
+        tensors |= model.adapters.tensors_of(REWARD)
+        kind = describe(model.adapters.config_of(REWARD))
+    return {
+        "config": architecture(model.config),
+        "tokenizer": tokenizer_identity(source.tokenizer),
+        "model": f"{kind} with weights {tensors_fingerprint(tensors)}",
+    }
 
 
 def run_identity(
@@ -111,12 +110,12 @@ def run_identity(
     start: Mapping[str, Any],
     optimizer_steps: StepCounts | None,
 ) -> dict[str, Any]:
-    """Everything that affects the numbers of a run and is not in its checkpoints, as plain values.
+    """Everything that affects the numbers of a run and is not in its checkpoints, as plain values. A changed option
+    would take effect only in part: the learning rate, for example, is restored with the optimizer.
 
-    Fields of `args`, tokenizer, training prompts with their columns, architectures, for adapters their configuration,
-    and `start`, the run's `start_identity`. A changed field must be rejected because it would take effect only in part
-    (the optimizer's state, for example, has the old learning rate). `optimizer_steps`, of the whole run, are included
-    if a learning rate depends on them; pass None if the schedule is not the one that `args` names.
+    Args:
+        start: `start_identity`.
+        optimizer_steps: of the whole run; None with a user's schedule.
     """
     policy, critic = actor_critic.policy, actor_critic.critic
     identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
@@ -127,11 +126,11 @@ def run_identity(
     if backbone is not None:
         identity["critic"] = architecture(backbone.config)
     if policy.adapters is not None:
-        # A critic that another run saved brings an adapter of its own kind.
+        # The adapter of a critic that another run saved may differ from the policy's.
         roles = [POLICY, VALUE] if critic is not None and critic.has_adapter else [POLICY]
         identity["peft_config"] = {role: describe(policy.adapters.config_of(role)) for role in roles}
-    left_out = _FREE_TO_CHANGE | _COMPARED_BY_CONTENT
-    identity["args"] = {name: value for name, value in dataclasses.asdict(args).items() if name not in left_out}
+    not_compared = FREE_TO_CHANGE | _COMPARED_BY_CONTENT
+    identity["args"] = {name: value for name, value in dataclasses.asdict(args).items() if name not in not_compared}
     if optimizer_steps is not None:
         identity["lr_scheduler_type"] = schedule_lengths(args, optimizer_steps)
     identity["train_dataset"] = {"prompts": len(train_prompts), "fingerprint": train_prompts.fingerprint}
@@ -139,39 +138,35 @@ def run_identity(
 
 
 def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
-    """The optimizer steps of policy and critic if a learning rate is spread over them, or is warmed up in a share of
-    them; else nothing.
-    """
+    """The optimizer steps of policy and critic, if the schedule or a warm-up depends on them; else nothing."""
     schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]
-    spread = "num_training_steps" in inspect.signature(schedule).parameters
-    shares = any(0 < warmup < 1 for warmup in (args.warmup_steps, args.critic_lr_warmup_steps or 0))
-    if not spread and not shares:
+    schedule_depends = "num_training_steps" in inspect.signature(schedule).parameters
+    warmup_depends = any(0 < warmup < 1 for warmup in (args.warmup_steps, args.critic_lr_warmup_steps or 0))
+    if not schedule_depends and not warmup_depends:
         return {}
     return {"optimizer_steps": optimizer_steps.policy, "critic_optimizer_steps": optimizer_steps.critic}
 
 
 def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, Any], args: PPOConfig) -> None:
-    """Checks that the checkpoint `folder`, with the identity `saved`, is of this run, as far as `args` do not allow a
-    change; `here` is the `run_identity` of this run.
-
-    Raises:
-        ValueError: names what differs, with both values and what to do.
+    """Raises a ValueError if `saved`, the `run_identity` in the checkpoint `folder`, differs from `here`, this run's,
+    in more than `args.ignore_changes` allow.
     """
-    allowed = args.ignore_changes or []
-    compared = [entry for entry in here if _IGNORED_BY.get(entry) not in allowed]
-    found = [line for entry in compared for line in differences(entry, saved.get(entry, _ABSENT), here[entry])]
+    found: list[str] = []
+    for entry, value in here.items():
+        if _IGNORED_BY.get(entry) not in (args.ignore_changes or []):
+            found += differences(entry, saved.get(entry, _ABSENT), value)
     if found:
-        more = f" and {len(found) - _MOST_NAMED} more differences" if len(found) > _MOST_NAMED else ""
+        more = f" and {len(found) - _MAX_NAMED} more differences" if len(found) > _MAX_NAMED else ""
         kinds = [kind for entry, kind in _IGNORED_BY.items() if any(line.startswith(f"{entry}.") for line in found)]
         remedy = f"set ignore_changes: [{', '.join(dict.fromkeys(kinds))}], " if kinds else ""
         raise ValueError(
-            f"checkpoint {folder} does not match this run: {', '.join(found[:_MOST_NAMED])}{more}; change it back, "
+            f"checkpoint {folder} does not match this run: {', '.join(found[:_MAX_NAMED])}{more}; change it back, "
             f"{remedy}or start a new run in another output_dir"
         )
 
 
 def differences(name: str, saved: Any, here: Any) -> Iterator[str]:
-    """What differs between two values that may be nested mappings: the dotted name of each entry, and both values."""
+    """The dotted name and both values of each entry that differs between two values or nested mappings."""
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for key in dict.fromkeys([*here, *saved]):
             yield from differences(f"{name}.{key}", saved.get(key, _ABSENT), here.get(key, _ABSENT))
@@ -192,5 +187,5 @@ def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
 
 def architecture(config: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a model's configuration that affect its outputs, as plain values."""
-    fields = {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
+    fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_ARCHITECTURE}
     return dict(json.loads(json.dumps({"model_type": config.model_type, **fields}, default=str)))

@@ -1,7 +1,7 @@
-"""Exports the final policy, value model and merged model as folders that `from_pretrained` loads, and uploads one.
+"""Exports the final policy, value model and merged model as folders that `from_pretrained` loads, and uploads one with
+the user's login (`hf auth login`, or HF_TOKEN).
 
-The hub is reached with the user's own login (`hf auth login`, or HF_TOKEN), which is never stored. Checkpoints to
-resume from are in `serialization`, the README of each folder in `model_card`.
+Checkpoints to resume from are in `serialization`, the README of each folder in `model_card`.
 """
 
 import copy
@@ -21,26 +21,20 @@ from alpaca_ppo.models import ActorCritic, write_critic
 from alpaca_ppo.saved_models import has_remote_code
 from alpaca_ppo.tracking.results import STEP_FILE
 
-_OFF = "or set hub_model_id: null and upload final/policy later (hf upload)"
+_WITHOUT_UPLOAD = "or set hub_model_id: null and upload final/policy later (hf upload)"
 
 
 def save_final(
     folder: StrPath, actor_critic: ActorCritic, processing_class: Any, run: TrainedRun, *, merged: bool = False
 ) -> None:
-    """Writes `folder`/policy with a model card and, if there is a critic, `folder`/value; each of them atomically. Then
-    `folder`/step.json, which is absent while they are written.
-
-    Args:
-        folder: parent of both; its other content is left alone.
-        actor_critic: unwrapped. A critic without a backbone of its own is exported with the policy's.
-        processing_class: the policy's tokenizer, saved with each model.
-        run: of which step the weights are, and what the card tells.
-        merged: if the policy is an adapter, also write `folder`/merged: the full model with the adapter merged in.
+    """Writes the folders policy and, if there is a critic, value (with the policy's backbone, if it has none of its
+    own) into `folder`, each atomically and with the tokenizer and a card; then step.json, which is absent meanwhile.
+    With `merged`, a policy that is an adapter is also written by `save_merged`. `actor_critic` is unwrapped.
     """
     policy, adapters = actor_critic.policy.model, actor_critic.policy.adapters
     folder = Path(folder)
     (folder / STEP_FILE).unlink(missing_ok=True)
-    # transformers' bars would be drawn over the run's own.
+    # transformers' progress bars would be drawn over the run's.
     with write_folder_atomically(folder / "policy") as tmp_dir, transformers_bars(shown=False):
         if adapters is None:
             policy.save_pretrained(tmp_dir)
@@ -60,18 +54,17 @@ def save_final(
 
 
 def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) -> None:
-    """Writes the full policy with its adapter merged into the base, atomically and at least in float32.
-
-    Its logits are those of the adapter on this base; see `merged_weights` for one in half precision.
+    """Writes the full policy with its adapter merged into the base, atomically and at least in float32; see
+    `merged_weights` for a base in half precision.
     """
     model = adapters.model
     config: Any = copy.deepcopy(model.config)
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
-        # The adapter has an embedding of its own, which loading must not tie to the head.
+        # The adapter replaces the embedding, which loading must not tie to the head.
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
     with write_folder_atomically(folder) as tmp_dir, transformers_bars(shown=False):
         model.save_pretrained(tmp_dir, state_dict=merged_weights(adapters))
-        # The line above wrote the base's configuration, with its dtype.
+        # Replaces the base's configuration, which the line above wrote.
         config.architectures = [type(model).__name__]
         config.dtype = torch.promote_types(model.dtype, torch.float32)
         config.save_pretrained(tmp_dir)
@@ -79,25 +72,21 @@ def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) ->
 
 
 def check_login() -> None:
-    """Checks that the user is logged in with a token that may write.
-
-    Raises:
-        ValueError: if not, if the hub cannot be reached, or is not to be (HF_HUB_OFFLINE).
-    """
+    """Raises a ValueError unless the hub can be reached and the user is logged in with a token that may write."""
     try:
         user = HfApi().whoami()
-    # What is raised depends on the version: by requests, httpx or huggingface_hub itself.
+    # requests, httpx or huggingface_hub raise their own errors, depending on the version.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"hub_model_id is set, but the hub does not know who you are ({type(error).__name__}: {reason}); log in "
-            f"(hf auth login, or HF_TOKEN), {_OFF}"
+            f"(hf auth login, or HF_TOKEN), {_WITHOUT_UPLOAD}"
         ) from error
     token = user.get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
         raise ValueError(
             f"hub_model_id is set, but the token {token.get('displayName')!r} of {user.get('name')!r} may only read; "
-            f"make one that may write (huggingface.co/settings/tokens), {_OFF}"
+            f"make one that may write (huggingface.co/settings/tokens), {_WITHOUT_UPLOAD}"
         )
 
 

@@ -1,7 +1,7 @@
 """`CheckpointManager`: the checkpoints of one run, and which of them is the best.
 
-It saves and restores the `state_dict` of named components without knowing what they hold. How a checkpoint is written
-is in `serialization`, which folders there are in `directory`, what a resumed run must share in `compatibility`.
+What a checkpoint holds is in `serialization`, which folders there are in `directory`, what a resumed run must share
+with its checkpoint in `compatibility`.
 """
 
 import math
@@ -23,10 +23,10 @@ from alpaca_ppo.distributed.random_states import random_states
 
 
 class Component(Protocol):
-    """A part of a run that a checkpoint holds: plain values and tensors."""
+    """A part of a run whose state, plain values and tensors, a checkpoint holds."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The component's state that a resumed run needs; every rank calls this."""
+        """Called on every rank."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
@@ -35,29 +35,24 @@ class Component(Protocol):
 
 
 class BestCheckpoint:
-    """The best checkpoint of a run by `metric_for_best_model`, kept in `TrainerState` under transformers' names.
+    """The best checkpoint of a run by `metric_for_best_model`, also kept in `TrainerState` under transformers' names.
 
-    Only steps at which a checkpoint is written are compared. By a metric of evaluations that is all of them, because
-    the trainer saves every evaluation that `improves`.
+    Only steps with a checkpoint are compared. By a metric of evaluations that is all that matter, because the trainer
+    saves a checkpoint with every evaluation that `improves`.
     """
 
     def __init__(self, state: TrainerState, args: PPOConfig) -> None:
-        self._state, self.metric, self._greater_is_better = state, args.metric_for_best_model, args.greater_is_better
-        """None = no checkpoint is the best."""
-        self._chosen = {"metric": self.metric, "greater_is_better": self._greater_is_better}
+        # None = no checkpoint is the best.
+        self.metric = args.metric_for_best_model
+        self._state, self._greater_is_better = state, args.greater_is_better
+        self._criterion = {"metric": self.metric, "greater_is_better": self._greater_is_better}
         self.by_evaluation = self.metric is not None and self.metric.startswith("eval/")
+        # Of the best checkpoint so far.
         self.stats: dict[str, float] = {}
-        """Metrics of the best checkpoint's step."""
         self.folder: Path | None = None
-        """Of the best checkpoint so far."""
 
     def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
-        """Checks that the metric is in `stats`: an `eval/*` metric in those of an evaluation, any other in those
-        of a step.
-
-        Raises:
-            ValueError: when it is not; lists the available metrics.
-        """
+        """Raises a ValueError if `stats`, of an evaluation or of a step, lack the metric though it is of that kind."""
         if self.metric is not None and self.metric not in stats and self.by_evaluation == evaluation:
             raise ValueError(
                 f"metric_for_best_model is {self.metric!r}, which is not a metric of "
@@ -65,9 +60,13 @@ class BestCheckpoint:
             )
 
     def improves(self, stats: Mapping[str, float]) -> bool:
-        """Whether the metric in `stats` is better than that of the best checkpoint so far, if there is one."""
+        """Whether the metric in `stats` is better than that of the best checkpoint so far, or the first one."""
         value, best = stats.get(self.metric or "", math.nan), self._state.best_metric
-        return math.isfinite(value) and (best is None or (value > best if self._greater_is_better else value < best))
+        if not math.isfinite(value):
+            return False
+        if best is None:
+            return True
+        return value > best if self._greater_is_better else value < best
 
     def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
         """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
@@ -76,15 +75,13 @@ class BestCheckpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """Metric, step and metrics of the best checkpoint."""
-        return self._chosen | {"step": self._state.best_global_step, "stats": self.stats}
+        return self._criterion | {"step": self._state.best_global_step, "stats": self.stats}
 
     def load_state_dict(self, saved: Mapping[str, Any], output_dir: Path) -> None:
-        """Restores the best checkpoint of the run in `output_dir` from `saved`.
-
-        A value of another metric, or one whose checkpoint is gone, cannot be compared with. It is ignored, and the best
-        checkpoint is chosen among later ones.
+        """Restores the best checkpoint of the run in `output_dir`, unless it was chosen by another metric or is gone;
+        then the best is chosen among later ones.
         """
-        if saved["step"] is None or not self._chosen.items() <= saved.items():
+        if saved["step"] is None or not self._criterion.items() <= saved.items():
             return
         best = output_dir / f"checkpoint-{saved['step']}"
         if best.is_dir():
@@ -98,18 +95,13 @@ class BestCheckpoint:
 
 
 class CheckpointManager:
-    """Saves, finds, loads and rotates the checkpoints of a run.
+    """Saves, finds, loads and rotates the checkpoints of a run. Every rank must call its methods at the same points.
 
     Args:
-        accelerator: of the run.
-        args: of the run.
-        state: of the run.
-        engine: provides weights and optimizer state as unsharded tensors.
-        scheduler: of the learning rates.
         components: returns what else a checkpoint holds, by name.
-        identity: what a resumed run must share, by entry; called on the main process when saving.
-        check: called on the main process, with the folder and what it holds, before anything changes; raises if the
-            run cannot resume from it. It must not contain collectives.
+        identity: returns `compatibility.run_identity`; called on the main process when saving.
+        check: called on the main process with the folder and what it holds, before anything changes; raises if the run
+            cannot resume from it. It must not contain collectives.
     """
 
     def __init__(
@@ -128,20 +120,16 @@ class CheckpointManager:
         self._engine, self._scheduler, self._components = engine, scheduler, components
         self._identity, self._check, self._state = identity, check, state
         self.best = BestCheckpoint(state, args)
+        # Whether the models hold the weights of the best checkpoint instead of the last step's.
         self.best_is_loaded = False
-        """Whether the models hold the weights of the best checkpoint instead of the last step's."""
 
     def folder(self, step: int) -> Path:
-        """Folder of the checkpoint after `step` completed steps."""
+        """The folder of the checkpoint after `step` completed steps."""
         return self._output_dir / f"checkpoint-{step}"
 
     def save(self, step: int, stats: Mapping[str, float]) -> Path:
-        """Writes the checkpoint of `step`, complete or not at all, removes surplus older ones, and returns its folder.
-
-        Every rank must call it. `stats` are the step's metrics; they decide whether this becomes the best one.
-
-        Raises:
-            ValueError: after `load_best`, because weights and optimizer are those of different steps.
+        """Writes the checkpoint of `step` atomically, removes surplus older ones, and returns its folder. `stats`, the
+        step's metrics, decide whether it is the best one. Raises a ValueError after `load_best`.
         """
         folder = self.folder(step)
         if self.best_is_loaded:
@@ -165,35 +153,24 @@ class CheckpointManager:
         return folder
 
     def is_best_evaluation(self, stats: Mapping[str, float]) -> bool:
-        """Whether `stats`, a step's metrics, have an evaluation that is the best of the run so far, and must be saved.
-
-        Every rank must call it. Without a metric of evaluations as `metric_for_best_model`, none is.
-        """
+        """Whether `metric_for_best_model` is a metric of evaluations and best in `stats`, so that the step is saved."""
         return self.best.by_evaluation and self._improves(stats)
 
     def _improves(self, stats: Mapping[str, float]) -> bool:
-        """`BestCheckpoint.improves` as the main process sees it: an overridden `evaluate` may return metrics that
-        differ between ranks, which must save and load the same checkpoints.
+        """`BestCheckpoint.improves` on the main process: a user's `evaluate` may return other metrics on each rank, but
+        all ranks must save and load the same checkpoints.
         """
         if self.best.metric is None:
             return False
         return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
 
     def find(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
-        """The checkpoint to resume from, or None for a new run; removes what killed processes left in the folder, and
-        an earlier run that `overwrite_output_dir` deletes.
-
-        Args:
-            resume_from_checkpoint: a checkpoint folder, True for the newest one, or None.
-            has_trained: whether the models have been trained here: the run in the folder is their own, and is kept.
-
-        Raises:
-            ValueError: if there is no such checkpoint, or if a new run would overwrite an older one.
+        """What `directory.resolve_checkpoint` returns; removes what killed processes left in the output folder, and,
+        with `overwrite_output_dir`, an earlier run unless it is this trainer's (`has_trained`).
         """
         overwrite = self._args.overwrite_output_dir and not has_trained
         folder = directory.resolve_checkpoint(resume_from_checkpoint, self._output_dir, overwrite=overwrite)
-        # Clean up only after every rank has checked that the folder belongs to this run: if it belongs to another one,
-        # that run may still be writing to it.
+        # Another run may still be writing to the folder, so nothing is removed until every rank has checked it.
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             clean_leftovers(self._output_dir)
@@ -203,12 +180,8 @@ class CheckpointManager:
         return folder
 
     def load(self, folder: Path) -> Checkpoint:
-        """Restores everything from the checkpoint `folder`, and returns it.
-
-        Checkpoints of later steps beside it are renamed `abandoned-checkpoint-<step>`: the run leaves that branch.
-
-        Raises:
-            ValueError: for a checkpoint that is damaged or of another run; nothing in memory has changed then.
+        """Restores everything from the checkpoint `folder`, abandons those of later steps beside it, and returns it.
+        Raises a ValueError, before anything changes, for one that is damaged or of another run.
         """
         saved, components = Checkpoint.read(folder), self._components()
         with collectives.raise_on_all_ranks(self._accelerator):
@@ -217,8 +190,8 @@ class CheckpointManager:
                     f"checkpoint {folder} holds the components {', '.join(sorted(saved.components))}, but this trainer "
                     f"has {', '.join(sorted(components))}; resume with the trainer class that wrote it"
                 )
-            # The saved identity is that of the main process. Other ranks may have another one: a reward function may be
-            # given the device or the port of its rank.
+            # The saved identity is the main process's. Those of other ranks may differ, for example in the device or
+            # port of a reward function.
             if self._accelerator.is_main_process:
                 self._check(folder, saved)
         check_fits(folder, saved, self._engine)
@@ -234,13 +207,8 @@ class CheckpointManager:
         return saved
 
     def load_best(self, step: int) -> None:
-        """Puts the weights of the best checkpoint into the models; the optimizer stays as it is.
-
-        Every rank must call it, after `step`, and save no checkpoint afterwards. Without a best checkpoint, and if that
-        is the one of `step`, the weights stay.
-
-        Raises:
-            ValueError: if the checkpoint is gone or damaged.
+        """Puts the weights of the best checkpoint into the models, unless that is the one of the last `step`. The
+        optimizer stays as it is, so no checkpoint can be saved afterwards.
         """
         if self.best.folder is not None and self._state.best_global_step != step:
             self._engine.load_weights(read_weights(self.best.folder))

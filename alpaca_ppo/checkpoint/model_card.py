@@ -1,6 +1,6 @@
 """The READMEs in the folders of final models, from the templates in cards/.
 
-They may be published, so they name no local path. The complete configuration, with its paths, is in run.yaml.
+They may be published, so local paths are shortened to their last part. run.yaml has them in full.
 """
 
 import json
@@ -19,11 +19,10 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.tracking.results import Ends, WeightsStep, better_before_training, means_in_words, start_and_end
 
 _TEMPLATES = Path(__file__).with_name("cards")
+# The last two may also be hub ids, or words such as `copy`.
 _PATH_OPTIONS = ("output_dir", "deepspeed", "reference", "reward_adapter")
-"""Options that are paths; the last two may also be hub ids, or words such as `copy`."""
 _CURVE = "training_curve.svg"
-_LEAST_STEPS = 5
-"""Of a run that logged fewer, there is no curve to see."""
+_MIN_CURVE_STEPS = 5
 _KEY_FIGURES = {
     "Reward on held-out prompts": ("eval/scores",),
     "Reward on training prompts": ("objective/scores",),
@@ -37,33 +36,24 @@ _KEY_FIGURES = {
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a card tells of a run.
-
-    Its figures come from the run's metrics.jsonl and the data from its run.yaml, as far as these are there.
-    """
+    """What a card shows of a run, besides key figures from its metrics.jsonl and the data's name from its run.yaml."""
 
     step: WeightsStep
-    metrics: Mapping[str, float]
-    """Metrics of that step by name; timings (`time/`) are left out."""
-    config: Mapping[str, Any]
-    """The options as plain values. A local path is shortened to its last part."""
-    reward_weights: Mapping[str, float] | None = None
-    """The weight of each reward source by name, in the order of the sources; None = not known."""
+    metrics: Mapping[str, float]  # of that step; the card leaves out timings (`time/`)
+    config: Mapping[str, Any]  # the options as plain values
+    reward_weights: Mapping[str, float] | None = None  # by name of the reward source; None = not known
 
 
 def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, own_code: bool = False) -> None:
-    """Writes the policy's README.md: front matter, what it was trained from, on and for, its key figures from start to
-    end with a curve (training_curve.svg), how to load it, the last metrics and the run's configuration.
+    """Writes the policy's README.md and training_curve.svg.
 
     Args:
-        folder: of the policy.
-        run: what is told.
-        base_model: hub id or folder that training started from. The front matter names it if it is no folder.
-        own_code: whether the model, or an adapter's base, runs code of its own.
+        base_model: hub id or folder that training started from; the front matter names only a hub id.
+        own_code: whether the model, or an adapter's base, needs `trust_remote_code`.
     """
     adapter, config, step = (folder / "adapter_config.json").exists(), run.config, run.step
     records, data = _read_run(config.get("output_dir"))
-    of_weights = [record for record in records if record["step"] <= step.step]
+    records_of_weights = [record for record in records if record["step"] <= step.step]
     before = None
     if step.metric is not None and step.value is not None:
         greater = config.get("greater_is_better", True)
@@ -83,8 +73,8 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         data=_model_name(data),
         with_critic="adv_estimator" in config and ADV_ESTIMATORS.trait(config["adv_estimator"], "needs_critic"),
         steps=max((record["step"] for record in records), default=0),
-        figures=_key_figures(of_weights),
-        means=means_in_words(of_weights),
+        figures=_key_figures(records_of_weights),
+        means=means_in_words(records_of_weights),
         curve=_CURVE if _write_curve(records, folder / _CURVE) else None,
         adapter=adapter,
         own_code=own_code,
@@ -96,37 +86,38 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
 
 
 def write_value_card(folder: Path, *, own_code: bool) -> None:
-    """Writes the critic's README.md; with `own_code` the model, or an adapter's base, runs code of its own."""
+    """Writes the critic's README.md; for `own_code` see `write_model_card`."""
     front = ModelCardData(library_name="transformers", tags=["alpaca_ppo", "ppo", "value-model"])
     card = ModelCard.from_template(front, str(_TEMPLATES / "value.md"), own_code=own_code)
     card.save(folder / "README.md")
 
 
 def _read_run(output_dir: str | None) -> tuple[list[dict[str, Any]], str | None]:
-    """The lines of metrics.jsonl, and the name of the data in run.yaml, of the run in `output_dir`."""
+    """The records in metrics.jsonl, and the name of the data in run.yaml, as far as these files are there."""
     metrics, options = (Path(output_dir or "") / name for name in ("metrics.jsonl", "run.yaml"))
     if not output_dir or not metrics.exists():
         return [], None
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return lines, yaml.safe_load(options.read_text()).get("dataset_name") if options.exists() else None
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    data = yaml.safe_load(options.read_text()).get("dataset_name") if options.exists() else None
+    return records, data
 
 
 def _key_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Ends]:
-    """The metrics that matter at both ends, as `start_and_end` has them; of one measured once, the first alone."""
+    """The measured ones of `_KEY_FIGURES`, each at the start and the end of the run."""
     found = {}
     for meaning, names in _KEY_FIGURES.items():
-        # Which of the two entropies is measured in every step depends on old_policy.
         measured = [ends for name in names if (ends := start_and_end(records, name))]
         if measured:
-            found[meaning] = max(measured, key=lambda each: each.measured)
+            # Which of the two entropies is measured in every step depends on old_policy.
+            found[meaning] = max(measured, key=lambda ends: ends.measured)
     return found
 
 
 def _write_curve(records: Sequence[Mapping[str, Any]], path: Path) -> bool:
     """Draws rewards and KL over the steps; returns whether there were enough of them."""
-    if len(records) < _LEAST_STEPS:
+    if len(records) < _MIN_CURVE_STEPS:
         return False
-    # Half a second, which a run without a curve need not wait for.
+    # The import takes half a second.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -143,14 +134,14 @@ def _write_curve(records: Sequence[Mapping[str, Any]], path: Path) -> bool:
         if points:
             axis.plot(*zip(*points, strict=True), label=label, color=color)
     figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize="small")
-    # Text as text, and no date or random ids.
+    # Text remains text, and the file has no date or random ids.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "alpaca_ppo"}):
         figure.savefig(path, metadata={"Date": None})
     return True
 
 
 def _model_name(name: str | None) -> str | None:
-    """A hub id as it is, and of a local path the last part."""
+    """A hub id as it is; of a local path the last part."""
     return name if not name or _is_hub_id(name) else os.path.basename(os.path.abspath(name))
 
 
@@ -159,13 +150,13 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _without_folders(option: str, value: Any) -> Any:
-    """`value` of `option` with each path of this machine in it shortened to its last part."""
+    """`value` of `option`, with local paths shortened to their last part."""
     if isinstance(value, Mapping):
         return {key: _without_folders(option, entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [_without_folders(option, entry) for entry in value]
-    # An option that a subclass of the configuration adds may be a path; a prompt template may begin with a slash too.
+    # An option of a user's subclass may be a path too. A prompt template may begin with a slash, but does not exist.
     if isinstance(value, str) and (option in _PATH_OPTIONS or (os.path.isabs(value) and os.path.exists(value))):
-        # "/" has no last part, and names nothing.
+        # "/" has no last part.
         return _model_name(value) or value
     return value

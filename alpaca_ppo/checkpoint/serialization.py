@@ -1,11 +1,11 @@
-"""`Checkpoint`: all that a run resumes from, as if it had never stopped, and its files.
+"""`Checkpoint`: what a checkpoint holds, and how it is written, verified and read.
 
-The model's weights are stored as safetensors, everything else in a file that `torch.load(weights_only=True)` reads,
-with a manifest of sizes and hashes. One process writes. Finding, verifying and deleting checkpoint folders is in
-`directory`, the models that `from_pretrained` loads in `export`.
+Which checkpoints a run has is in `directory`, the models that `from_pretrained` loads in `export`.
 """
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,40 +14,34 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from alpaca_ppo.atomic_io import write_folder_atomically
+from alpaca_ppo.atomic_io import committed_path, write_folder_atomically
 from alpaca_ppo.checkpoint.compatibility import differences
-from alpaca_ppo.checkpoint.directory import FILES, verify_files, write_manifest
+from alpaca_ppo.config.fields import shown
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import set_random_states
 from alpaca_ppo.models import ActorCritic
 
-_WEIGHTS, _STATE = FILES
+FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
+# `torch.load(weights_only=True)` reads the second, which holds everything but the weights.
+FILES = _WEIGHTS, _STATE = ("model.safetensors", "state.pt")
+# No older checkpoint is chosen automatically, because that would silently lose steps.
+_REMEDY = "set resume_from_checkpoint to another checkpoint, or start a new run"
 
 
 @dataclass
 class Checkpoint:
-    """What a checkpoint holds: tensors and plain values (None, bool, int, float, str, list, tuple, dict)."""
+    """Tensors and plain values (None, bool, int, float, str, list, tuple, dict)."""
 
-    weights: dict[str, Tensor]
-    """The tensors of the model, by name."""
-    optimizer: dict[str, Any]
+    weights: dict[str, Tensor]  # `Engine.weights`
+    optimizer: dict[str, Any]  # `Engine.optimizer_state`
     scheduler: dict[str, Any]
-    rng: list[dict[str, Any]]
-    """`random_states` of each rank."""
-    components: dict[str, Any]
-    """The state of each other part of the run, by name."""
-    best: dict[str, Any]
-    """The best checkpoint so far."""
-    identity: dict[str, Any]
-    """What a resumed run must share with the one that wrote this."""
+    rng: list[dict[str, Any]]  # `random_states` of each rank
+    components: dict[str, Any]  # the state of each `manager.Component`, by name
+    best: dict[str, Any]  # the state of `manager.BestCheckpoint`
+    identity: dict[str, Any]  # `compatibility.run_identity`, which a resumed run must share
 
     def write(self, folder: Path) -> None:
-        """Writes the checkpoint's `folder` atomically.
-
-        Raises:
-            ValueError: for a value that is neither plain nor a tensor.
-            OSError: when the disk is full.
-        """
+        """Writes `folder` atomically; to be called on one process. Raises an OSError when the disk is full."""
         state = {f.name: _stored(getattr(self, f.name), f.name) for f in fields(self) if f.name != "weights"}
         with write_folder_atomically(folder) as tmp_dir:
             with open(tmp_dir / _STATE, "wb") as file:
@@ -57,88 +51,109 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
-        """Reads a checkpoint that is whole.
-
-        Raises:
-            ValueError: for a folder that is missing, incomplete, damaged or not a checkpoint; names the file.
-        """
+        """Reads a checkpoint; raises as `verify_files`."""
         verify_files(folder)
         with open(folder / _STATE, "rb") as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
         return cls(load_file(folder / _WEIGHTS), **state)
 
-    def restore(self, trained: Engine, scheduler: Any, rank: int) -> None:
-        """Restores weights, optimizer and schedule in place, and the random states of `rank` if it was there."""
-        trained.load_weights(self.weights)
-        trained.load_optimizer_state(self.optimizer)
+    def restore(self, engine: Engine, scheduler: Any, rank: int) -> None:
+        """Restores weights, optimizer and schedule in place, and the random states of `rank` if the run had it."""
+        engine.load_weights(self.weights)
+        engine.load_optimizer_state(self.optimizer)
         scheduler.load_state_dict(self.scheduler)
         if rank < len(self.rng):
             set_random_states(self.rng[rank])
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint, without the rest.
+def write_manifest(folder: Path) -> None:
+    """Writes manifest.json with sizes and hashes of `FILES`, all of which must be in `folder`."""
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in FILES}
+    (folder / "manifest.json").write_text(json.dumps(FORMAT | {"files": files}, indent=2), encoding="utf-8")
 
-    Raises:
-        ValueError: as `Checkpoint.read`.
+
+def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
+    """Checks the sizes of all files of a checkpoint, and the hashes of those in `hashed`. Raises a ValueError that
+    names the file, for a folder that is missing, incomplete, damaged or not a checkpoint.
     """
+    there = committed_path(folder)
+    if not there.is_dir():
+        raise ValueError(
+            f"checkpoint {folder} does not exist or is not a folder; name an existing checkpoint-<step> folder"
+        )
+    try:
+        manifest = json.loads((there / "manifest.json").read_text(encoding="utf-8"))
+        found = {key: manifest[key] for key in FORMAT}
+        entries = {name: manifest["files"][name] for name in FILES}
+        files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{folder} has no readable manifest.json of a checkpoint; {_REMEDY}") from error
+    if found != FORMAT:
+        raise ValueError(
+            f"{folder}/manifest.json has {shown(found)} instead of {FORMAT}; install the version that wrote it"
+        )
+    for name, (size, digest) in files.items():
+        path = there / name
+        size_now = path.stat().st_size if path.is_file() else 0
+        digest_now = _hash(path) if size_now and name in hashed else digest
+        if (size_now, digest_now) != (size, digest):
+            raise ValueError(
+                f"checkpoint file {folder / name} is damaged: it was written with {size} bytes and hash "
+                f"{digest[:12]}, and has {size_now} and {digest_now[:12]}; {_REMEDY}"
+            )
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Reads only the weights of a checkpoint; raises as `verify_files`."""
     verify_files(folder, [_WEIGHTS])
     return load_file(folder / _WEIGHTS)
 
 
 def check_fits(folder: Path, saved: Checkpoint, engine: Engine) -> None:
-    """Checks that the checkpoint `saved`, read from `folder`, has weights of the names, shapes and types of the
-    engine's, and an optimizer state with the same number of parameters and names of settings in each group.
-
-    Raises:
-        ValueError: names the first difference.
+    """Raises a ValueError that names the first difference between the checkpoint `saved`, read from `folder`, and the
+    engine: in names, shapes and types of weights, or in the optimizer's groups.
     """
-
-    def kinds(weights: Mapping[str, Tensor]) -> dict[str, str]:
-        return {name: f"{t.dtype} {tuple(t.shape)}".removeprefix("torch.") for name, t in weights.items()}
-
-    def groups(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-        found = enumerate(optimizer["param_groups"])
-        return {str(i): {"parameters": len(group["params"]), "settings": sorted(group)} for i, group in found}
-
-    _check_same(folder, "tensor", kinds(saved.weights), kinds(engine.weights()))
-    _check_same(folder, "optimizer group", groups(saved.optimizer), groups(engine.optimizer_state()))
+    _check_same(folder, "tensor", _shapes_and_types(saved.weights), _shapes_and_types(engine.weights()))
+    _check_same(folder, "optimizer group", _groups(saved.optimizer), _groups(engine.optimizer_state()))
 
 
 @torch.no_grad()
 def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
-    """Copies the weights of the checkpoint `folder` into `actor_critic`, built as the run built it, without a trainer.
-
-    Raises:
-        ValueError: when the folder is not a complete checkpoint, or is one of other models.
+    """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it. Raises as
+    `verify_files`, and a ValueError for weights of other models.
     """
     saved, own = read_weights(folder), actor_critic.state_dict()
-    # The model has what was frozen in the run too, and may have been loaded in another type.
-    shapes = ({name: tuple(t.shape) for name, t in tensors.items() if name in saved} for tensors in (saved, own))
-    _check_same(folder, "tensor", *shapes)
+    # Frozen weights are not saved, and the model may have been loaded in another type.
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    own_shapes = {name: tuple(tensor.shape) for name, tensor in own.items() if name in saved}
+    _check_same(folder, "tensor", saved_shapes, own_shapes)
     for name, tensor in saved.items():
         own[name].copy_(tensor)
 
 
 def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:
-    """The least number of bytes that a checkpoint of the `trained` parameters has.
-
-    The run trains in float32 or wider. AdamW (`adamw`) adds two moments for each weight; of another optimizer only the
-    weights count, and the same number is what the final models need at least.
+    """The least number of bytes of a checkpoint: the `trained` parameters in float32 or wider and, with `adamw`, two
+    moments of each. Without, what the final models need at least.
     """
     weights = sum(tensor.numel() * max(4, tensor.element_size()) for tensor in trained)
     return weights * (3 if adamw else 1)
 
 
 def _stored(value: Any, name: str) -> Any:
-    """`value` as it is saved: plain values and tensors. Of the memory that a tensor is a part of, only that part."""
+    """`value` as plain values and tensors; `name` is for the error."""
     if value is None:
         return value
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
-            # Numbers of NumPy are floats too, but of a type that is not read again.
+            # NumPy's float64 is a float, but torch.load refuses it.
             return kind(value)
     if isinstance(value, Tensor):
+        # torch.save would write the whole storage of a view.
         return value.detach().clone() if value.untyped_storage().nbytes() > value.nbytes else value.detach()
     if isinstance(value, list | tuple):
         entries = [_stored(entry, f"{name}/{i}") for i, entry in enumerate(value)]
@@ -148,6 +163,15 @@ def _stored(value: Any, name: str) -> Any:
     raise ValueError(
         f"a checkpoint cannot hold {name} = {value!r}, a {type(value).__name__}; use plain values or tensors"
     )
+
+
+def _shapes_and_types(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: f"{t.dtype} {tuple(t.shape)}".removeprefix("torch.") for name, t in weights.items()}
+
+
+def _groups(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    groups = enumerate(optimizer["param_groups"])
+    return {str(i): {"parameters": len(group["params"]), "settings": sorted(group)} for i, group in groups}
 
 
 def _check_same(folder: Path, what: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:

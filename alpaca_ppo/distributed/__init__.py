@@ -1,1 +1,1 @@
-"""Running on one process, under DDP or with DeepSpeed ZeRO: engines, collectives and preemption signals."""
+"""The processes of a run: engines, collective operations, launchers and signals."""

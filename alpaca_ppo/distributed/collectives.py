@@ -1,8 +1,4 @@
-"""All collective operations of the package: gathering rollouts and statistics, synchronizing ranks, reporting
-their errors.
-
-Other modules see either one rank's rows or the global batch and do not depend on the number of processes.
-"""
+"""The collective operations of the package: rollouts and statistics are gathered, and errors reach every rank."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +12,21 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 T = TypeVar("T")
+# gloo's threads need a few milliseconds.
 _DRAIN_SECONDS = 0.5
-"""How long gloo's threads get to release their tensors; they need a few milliseconds."""
 
 
 def rank_share(items: Sequence[T], accelerator: Accelerator) -> list[T]:
-    """This rank's items: every `num_processes`-th one, so that a ragged batch is divided as evenly as possible."""
+    """This rank's items: every `num_processes`-th one, so that lengths of shares differ by one at most."""
     return list(items[accelerator.process_index :: accelerator.num_processes])
 
 
 def drain_collectives(accelerator: Accelerator) -> None:
-    """Waits until all ranks are here and gloo's threads have finished the last collective, so that a process may exit.
+    """Waits until all ranks are here and gloo's threads have released their tensors, so that a process may exit.
 
-    The threads drop references to tensors, for which they need the interpreter's lock. Neither interpreter shutdown
-    nor the destructor of DDP's reducer releases the lock, so a process that exits too early aborts or hangs:
-    https://github.com/pytorch/pytorch/issues/56297 and pull request 179291. Remove this once torch releases the lock
-    in both places.
+    Releasing takes the interpreter's lock, which interpreter shutdown and the destructor of DDP's reducer keep, so that
+    a process that exits too early aborts or hangs: https://github.com/pytorch/pytorch/issues/56297 and pull request
+    179291. Remove this once torch gives it up in both.
     """
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
@@ -40,12 +35,8 @@ def drain_collectives(accelerator: Accelerator) -> None:
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None]:
-    """Synchronizes the ranks at the end of the block; if any rank raised inside, all ranks raise, so none hangs.
-
-    The block itself must not contain collectives.
-
-    Raises:
-        RuntimeError: on the ranks that did not fail; names the rank that did, and its error.
+    """Synchronizes the ranks at the end of the block, which must contain no collectives. If one rank raised, the others
+    raise a RuntimeError that names it and its error, so that none hangs.
     """
     failure: Exception | None = None
     try:
@@ -62,14 +53,11 @@ def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None
 
 @contextmanager
 def record_error() -> Iterator[None]:
-    """Writes the traceback of an exception to where the launcher reads it, so that its final report shows the cause.
-
-    torchrun and `accelerate launch` end the other processes themselves. Without a launcher this does nothing.
-    """
+    """Writes the traceback of an exception to where a launcher, if there is one, reads it for its final report."""
     try:
         yield
     except Exception as error:
-        # A rank whose peer has died fails in a collective, which is a consequence and not the cause.
+        # A failed collective is the consequence of another rank's death, not the cause.
         if not is_lost_peer(error):
             ErrorHandler().record_exception(error)
         raise
@@ -87,7 +75,7 @@ def any_rank(flag: bool, accelerator: Accelerator) -> bool:
 
 
 def max_int_over_ranks(number: int, accelerator: Accelerator) -> int:
-    """The largest of the ranks' numbers: one all-reduce of one integer, cheap enough for every micro-batch."""
+    """The largest of the ranks' numbers, by one all-reduce, which is cheap enough for every micro-batch."""
     if accelerator.num_processes == 1:
         return number
     everywhere = torch.tensor(number, device=accelerator.device)
@@ -99,15 +87,12 @@ def gather_list(item: T, accelerator: Accelerator | PartialState) -> list[T]:
     """The item of each rank, in rank order, on every rank."""
     if accelerator.num_processes == 1:
         return [item]
-    gathered: list[T] = gather_object([item])
-    return gathered
+    return list(gather_object([item]))
 
 
 def on_main_process(compute: Callable[[], T], accelerator: Accelerator) -> T:
-    """What `compute` returns on the main process, on every rank; the others wait for it, at most `ddp_timeout`.
-
-    Raises:
-        Exception: what `compute` raised; on the other ranks a RuntimeError that names its error.
+    """What `compute` returns on the main process, on every rank; the others wait at most `ddp_timeout`. For errors see
+    `raise_on_all_ranks`.
     """
     with raise_on_all_ranks(accelerator):
         result: Any = compute() if accelerator.is_main_process else None
@@ -118,7 +103,7 @@ def on_main_process(compute: Callable[[], T], accelerator: Accelerator) -> T:
 def pad_to_longest_rank(
     batches: Sequence[T], count: int, make_dummies: Callable[[int], T], accelerator: Accelerator
 ) -> list[T]:
-    """`batches`, and `make_dummies(n)` if the rank with the most prompts has n more than this rank's `count`."""
+    """`batches` of `count` prompts, and `make_dummies(n)` if the rank with the most prompts has n more."""
     missing = max(gather_list(count, accelerator)) - count
     return [*batches, make_dummies(missing)] if missing else list(batches)
 
@@ -126,32 +111,26 @@ def pad_to_longest_rank(
 def gather_rows(
     rows: dict[str, Tensor] | None, accelerator: Accelerator, *, samples_per_prompt: int
 ) -> dict[str, Tensor] | None:
-    """The global batch, on every rank, on the CPU and in prompt order, whatever the number of ranks.
+    """The global batch on every rank, on the CPU and in prompt order; None if any rank passed None.
 
     Args:
-        rows: (B_rank, ...) tensors with the same keys on every rank. Each rank has the prompts that `rank_share` gave
-            it, each prompt with its `samples_per_prompt` rows next to each other. A rank without prompts passes an
-            empty dictionary; a rank that was interrupted passes None.
-        accelerator: of the run.
-        samples_per_prompt: rows per prompt.
-
-    Returns:
-        None if any rank passed None.
+        rows: (B_rank, ...) tensors with the same keys on every rank, of the prompts that `rank_share` gave it, each
+            prompt's rows next to each other; empty without prompts, None if the rank was interrupted.
 
     Raises:
         ValueError: when no rank has rows, or a tensor is (B,) on one rank and (B, R) on another.
     """
-    given = gather_list(None if rows is None else {key: value.cpu() for key, value in rows.items()}, accelerator)
-    if any(part is None for part in given):
+    gathered = gather_list(None if rows is None else {key: value.cpu() for key, value in rows.items()}, accelerator)
+    if any(part is None for part in gathered):
         return None
-    parts = {rank: part for rank, part in enumerate(given) if part}
+    parts = {rank: part for rank, part in enumerate(gathered) if part}
     if not parts:
         raise ValueError("prompt_batches is empty on every process; a rollout needs at least one prompt")
     places = []
     for rank, part in parts.items():
         local = torch.arange(len(next(iter(part.values()))))
         prompt, sample = local // samples_per_prompt, local % samples_per_prompt
-        places.append((prompt * len(given) + rank) * samples_per_prompt + sample)
+        places.append((prompt * len(gathered) + rank) * samples_per_prompt + sample)
     order, nonempty = torch.cat(places).argsort(), list(parts.values())
     for key, first in nonempty[0].items():
         if any(part[key].shape[1:] != first.shape[1:] for part in nonempty):
@@ -163,7 +142,7 @@ def gather_rows(
 
 
 def max_over_ranks(values: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
-    """The maximum of each value over the ranks: a phase takes as long as its slowest rank."""
+    """The maximum of each value over the ranks; a rank that lacks it counts as 0."""
     parts = gather_list(values, accelerator)
-    # A rank without prompts has not timed every phase.
-    return {key: max(part.get(key, 0.0) for part in parts) for key in {k: None for part in parts for k in part}}
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: max(part.get(key, 0.0) for part in parts) for key in keys}

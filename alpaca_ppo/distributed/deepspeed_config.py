@@ -15,12 +15,11 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 
 
 def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
-    """Accelerate's plugin for the configuration file `args.deepspeed`, or that of `accelerate launch`; None without
-    either.
+    """Accelerate's plugin for the file `args.deepspeed`, or for that of `accelerate launch`; None without either.
 
     Raises:
-        ValueError: when DeepSpeed is not installed, the file is not a JSON file, the program was not started by a
-            launcher, the ZeRO stage is not 1, 2 or 3, or `args` ask for what DeepSpeed cannot do.
+        ValueError: when DeepSpeed is not installed, the file is not valid, no launcher started the program, or `args`
+            ask for what DeepSpeed cannot do.
     """
     file = args.deepspeed
     if file is None and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
@@ -36,10 +35,10 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
         read_deepspeed_file(file)
     from deepspeed.ops import __compatible_ops__
 
-    # A collective of inference on CPUs, which would be compiled at the first start without a GPU; a start that is
-    # killed meanwhile leaves a lock file on which all later ones wait.
+    # A collective for inference, which DeepSpeed would compile at the first start without a GPU. A start that is killed
+    # meanwhile leaves a lock file on which all later ones wait.
     __compatible_ops__["deepspeed_shm_comm"] = False
-    # Models are built unsharded and sharded afterwards, because building them reads the weights.
+    # Models are sharded after they are built, because building them reads the weights.
     plugin = DeepSpeedPlugin(hf_ds_config=file, zero3_init_flag=False)
     check_stage(plugin.zero_stage, "the DeepSpeed configuration")
     check_four_bit(plugin.zero_stage, args)
@@ -52,7 +51,7 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
 
 
 def check_four_bit(stage: int, args: PPOConfig) -> None:
-    """Raises a ValueError where 4-bit weights are combined with ZeRO 3."""
+    """Raises a ValueError for 4-bit weights under ZeRO 3."""
     if args.load_in_4bit and stage == 3:
         raise ValueError(
             "load_in_4bit is True, but ZeRO 3 would shard the 4-bit weights without their scales; use ZeRO 1 or 2, or "
@@ -64,7 +63,7 @@ def read_deepspeed_file(file: str) -> dict[str, Any]:
     """The content of a DeepSpeed configuration file.
 
     Raises:
-        ValueError: when it is missing, not JSON, or not a JSON object, or one of its sections is none.
+        ValueError: when it is missing or not JSON, or the file or one of its sections is not a JSON object.
     """
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -82,11 +81,7 @@ def read_deepspeed_file(file: str) -> dict[str, Any]:
 
 
 def check_stage(stage: Any, source: str) -> None:
-    """Checks that ZeRO `stage` is one that shards something; `source` names the configuration in the error.
-
-    Raises:
-        ValueError: when it is not 1, 2 or 3.
-    """
+    """Raises a ValueError, in which `source` names the configuration, for a ZeRO stage that is not 1, 2 or 3."""
     if stage not in (1, 2, 3):
         raise ValueError(
             f"{source} has ZeRO stage {shown(stage)}; set zero_optimization.stage to 1, 2 or 3, or run without "
@@ -95,11 +90,11 @@ def check_stage(stage: Any, source: str) -> None:
 
 
 def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, hidden_size: int) -> dict[str, Any]:
-    """A DeepSpeed configuration with its "auto" and missing entries set from the run's own configuration.
+    """A DeepSpeed configuration with "auto" and missing entries set from the run's options.
 
     Raises:
-        ValueError: for an entry that contradicts the run's configuration, or that defines an optimizer or a scheduler,
-            and for float32 gradients under ZeRO 1 in bf16.
+        ValueError: for an entry that contradicts these, an optimizer or a scheduler, and for float32 gradients under
+            ZeRO 1 in bf16.
     """
     for name in ("optimizer", "scheduler"):
         if name in config:
@@ -108,7 +103,7 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
                 "fields of the run decide it"
             )
     rows = args.step_per_device_batch_size
-    # For DeepSpeed's configuration; the number of a step may differ.
+    # Only for DeepSpeed's check of the batch size; optimizer steps may have other numbers.
     micro_batches = math.ceil(args.step_batch_size / (rows * processes))
     ours = {
         "gradient_accumulation_steps": micro_batches,
@@ -120,7 +115,6 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
     half: dict[str, Any] = dict(config.get("bf16", {}))
     given = {name: config.get(name, "auto") for name in ours}
     given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
-    # A run computes in bf16 or float32; there is no field for fp16.
     for name, expected in {**ours, "bf16.enabled": args.bf16, "fp16.enabled": False}.items():
         if given[name] not in ("auto", expected):
             raise ValueError(
@@ -140,6 +134,6 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
     }
     zero |= {name: value for name, value in automatic.items() if zero.get(name) == "auto"}
     half |= {"enabled": args.bf16, "check_grad_overflow": args.bf16}
-    # The optimizer is torch's own, even if its state is offloaded to the host.
-    rest = {"zero_optimization": zero, "bf16": half, "zero_force_ds_cpu_optimizer": False}
-    return {**config, **ours, **rest, "zero_allow_untested_optimizer": True}
+    # torch's optimizer, even if its state is offloaded.
+    optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    return {**config, **ours, "zero_optimization": zero, "bf16": half, **optimizer}

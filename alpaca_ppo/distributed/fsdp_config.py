@@ -14,24 +14,24 @@ def asks_for_fsdp(args: PPOConfig) -> bool:
 
 
 def check_fsdp(args: PPOConfig, accelerator: Accelerator | None = None) -> None:
-    """Checks that a run which asks for FSDP2 asks for nothing that it cannot do here. `accelerator` is the user's own.
+    """Checks a run that asks for FSDP2; `accelerator` is the user's, if there is one.
 
     Raises:
-        ValueError: naming the option, or the entry of the launch configuration, with its value.
+        ValueError: for an option, or an entry of the launch configuration, that FSDP2 excludes.
     """
     if not asks_for_fsdp(args):
         return
     launched, by_deepspeed = parse_flag_from_env("ACCELERATE_USE_FSDP"), parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     offloads = launched and parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
     version = os.environ.get("FSDP_VERSION", "1") if launched else "2"
-    own = None if accelerator is None else accelerator.distributed_type
+    given = None if accelerator is None else accelerator.distributed_type
     refused = [
         ("deepspeed", args.deepspeed or by_deepspeed, bool(args.deepspeed or by_deepspeed), "use one of the two"),
         ("load_in_4bit", args.load_in_4bit, args.load_in_4bit, "use DDP or ZeRO 2, or dtype: bfloat16"),
         ("reference", args.reference, args.reference == "copy_offloaded", "set reference: copy, or use ZeRO 3"),
         ("fsdp_version", version, version != "2", "set it to 2"),
         ("fsdp_offload_params", offloads, offloads, "set it to false, or use --accelerate_config zero3_offload"),
-        ("the accelerator's distributed_type", own, own == DistributedType.FSDP, "pass one without FSDP, or none"),
+        ("the accelerator's distributed_type", given, given == DistributedType.FSDP, "pass one without FSDP, or none"),
     ]
     for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
         size = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"))

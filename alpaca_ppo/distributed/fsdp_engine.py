@@ -1,8 +1,8 @@
 """The engine for FSDP2: torch's `fully_shard` shards weights, gradients and optimizer state over the processes.
 
-Accelerate starts the processes and its FSDP plugin is left out: it prepares one model with its optimizer, and on a CPU
-does nothing. As in verl and prime-rl, every decoder layer and the critic's backbone is gathered by itself, and what
-is read directly (embeddings, norms, heads, tied pairs) by the root. A checkpoint holds whole tensors.
+Accelerate's FSDP plugin is not used: it prepares one model with its optimizer, and does nothing on a CPU. As in verl
+and prime-rl, every decoder layer and the critic's backbone is gathered by itself; everything else (embeddings, norms,
+heads, tied pairs) belongs to the root and is gathered with it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,30 +11,33 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.engine import Engine
+from alpaca_ppo.distributed.engine import Engine, clip_above
+from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp
 from alpaca_ppo.distributed.sampler import Sampler
 from alpaca_ppo.models import Policy
 
-# torch before 2.13 has the other name alone.
-_gather: Any = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+# torch before 2.13 has only the second name.
+all_gather: Any = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
 
 
 class FSDPEngine(Engine):
-    """Trains policy and critic with sharded parameters.
-
-    Raises:
-        ValueError: for trained parameters of several dtypes, and for a model that does not name its layers.
-    """
+    """Shards by FSDP2. Raises a ValueError for trained parameters of several dtypes and models without layer names."""
 
     synced_forwards = True
+
+    @staticmethod
+    def is_chosen(args: PPOConfig, accelerator: Accelerator) -> bool:
+        # One process has nothing to shard.
+        return asks_for_fsdp(args) and accelerator.num_processes > 1
 
     def _wrap(self, args: PPOConfig) -> Any:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self.actor_critic.parameters() if p.requires_grad}
@@ -45,32 +48,33 @@ class FSDPEngine(Engine):
             )
         policy, critic = self.actor_critic.policy, self.actor_critic.critic
         self._mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
-        before = dict(self.actor_critic.named_parameters())
-        # Autocast, and no more: `fully_shard` moves a group at a time to the device.
+        whole = dict(self.actor_critic.named_parameters())
+        # Only for autocast: `fully_shard` moves the parameters to the device, one group at a time.
         model = self.accelerator.prepare_model(self.actor_critic, device_placement=False, evaluation_mode=True)
         if critic is not None and critic.backbone is not None:
             self._shard(critic.backbone, critic.backbone)
         self._samplers[policy] = Sampler(policy.model, self.accelerator.device)
         self._shard(model, policy.model)
-        sharded = {id(before[name]): parameter for name, parameter in model.named_parameters()}
+        sharded = {id(whole[name]): parameter for name, parameter in model.named_parameters()}
         for group in self.optimizer.param_groups:
             group["params"] = [sharded[id(parameter)] for parameter in group["params"]]
-        self._stepping = self.accelerator.prepare_optimizer(self.optimizer)
-        model.borrowed = lambda forward, *given, **keywords: forward(*given, **keywords)
-        register_fsdp_forward_method(model, "borrowed")
-        self._borrowed = model.borrowed
-        # The root is what makes the first pass of all.
-        self._borrowed(lambda: None)
-        # As the reference, with another adapter.
-        self._lend_root(policy)
+        self._prepared_optimizer = self.accelerator.prepare_optimizer(self.optimizer)
+        # FSDP2 gathers a root's parameters in its forward pass, and in methods that are registered as one.
+        model.with_root_gathered = lambda forward, *args, **kwargs: forward(*args, **kwargs)
+        register_fsdp_forward_method(model, "with_root_gathered")
+        self._with_root_gathered = model.with_root_gathered
+        # The root is the module that makes the first forward pass.
+        self._with_root_gathered(lambda: None)
+        # A reference that is another adapter calls the policy from outside the root.
+        self._gather_root_for(policy)
         return model
 
-    def _lend_root(self, module: Any) -> None:
-        """Gathers what the root holds for the passes of `module`, which reads the policy's model from outside of it."""
-        module.forward = partial(self._borrowed, module.forward)
+    def _gather_root_for(self, module: Any) -> None:
+        """Gathers the root's parameters in the forward passes of `module`, which is called from outside the root."""
+        module.forward = partial(self._with_root_gathered, module.forward)
 
     def _shard(self, root: nn.Module, model: Any) -> None:
-        """Shards `root` in place: the layers of its language model or backbone, then the rest of it."""
+        """Shards `root` in place: the layers of its language model or backbone `model`, then the rest."""
         names = set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         if not layers:
@@ -82,28 +86,27 @@ class FSDPEngine(Engine):
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
 
     def begin(self) -> None:
-        # After an exception, what was on its way is dropped; torch before 2.13 cannot do that.
+        # Drops collectives that an exception has left pending; torch before 2.13 cannot.
         if hasattr(self.model, "reset_iter_state"):
             self.model.reset_iter_state()
         super().begin()
 
-    def passing(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
-        # A gradient is reduced in the pass that computes it.
+    def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
+        # FSDP2 reduces a gradient in the pass that computes it.
         return nullcontext()
 
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
         return 0.0
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        shards = [_local(parameter).detach() for parameter in parameters if parameter.grad is not None]
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        shards = [_local(parameter).detach() for parameter in parameters if parameter.grad is not None]
+        for shard, gradient in zip(shards, gradients, strict=True):
+            shard.grad = gradient
         square = get_total_norm(gradients).square().to(self.accelerator.device)
         torch.distributed.all_reduce(square)
         norm = square.sqrt()
-        if not float(max_norm / (norm + 1e-6)) >= 1:
-            for shard, gradient in zip(shards, gradients, strict=True):
-                shard.grad = gradient
-            clip_grads_with_norm_(shards, max_norm, norm)
+        clip_above(shards, max_norm, norm)
         return float(norm)
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
@@ -114,10 +117,10 @@ class FSDPEngine(Engine):
             self._shard(model, model)
         else:
             # A classifier that is an adapter on the policy.
-            self._lend_root(model)
+            self._gather_root_for(model)
 
     @contextmanager
-    def _whole(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
+    def _unsharded(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
         try:
             whole = [_full(tensor) for tensor in tensors]
         except torch.OutOfMemoryError as error:
@@ -131,6 +134,7 @@ class FSDPEngine(Engine):
     @contextmanager
     def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
         """In host memory."""
+        # Tied parameters have several places.
         places = [
             (part, name, parameter)
             for module in modules
@@ -147,25 +151,25 @@ class FSDPEngine(Engine):
             for part, name, parameter in places:
                 setattr(part, name, parameter)
 
-    def _saved(self, tensor: Tensor) -> Tensor:
-        return self._to_writer(_full(tensor))
+    def _to_save(self, tensor: Tensor) -> Tensor:
+        return self._on_writer(_full(tensor))
 
-    def _load(self, target: Tensor, tensor: Tensor) -> None:
-        super()._load(_local(target), _local(self._sharded(tensor, target)))
+    def _load_tensor(self, target: Tensor, tensor: Tensor) -> None:
+        super()._load_tensor(_local(target), _local(self._sharded(tensor, target)))
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        own = {
+        sharded = {
             number: {key: self._sharded(value, parameters[number]) for key, value in values.items()}
             for number, values in state["state"].items()
         }
-        super().load_optimizer_state({**state, "state": own})
+        super().load_optimizer_state({**state, "state": sharded})
 
     def _sharded(self, value: Any, parameter: Tensor) -> Any:
-        """A whole tensor sharded as the parameter is; another value as it is."""
+        """A whole tensor sharded like the parameter; any other value unchanged."""
         if not isinstance(parameter, DTensor) or not torch.is_tensor(value) or value.shape != parameter.shape:
             return value
-        # Every rank has read it, so nothing need be sent.
+        # Every rank has the whole tensor, so none is sent.
         whole = value.to(self.accelerator.device)
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
@@ -177,17 +181,17 @@ def _local(tensor: Tensor) -> Tensor:
 def _full(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank.
 
-    Not by `full_tensor`, which ends a process now and then on CPUs: both threads of gloo write the name of what they
-    did last into one string, without a lock. That is safe for names of up to 15 letters, which need no memory of their
-    own: ALLGATHER, and not the ALLGATHER_COALESCED of `full_tensor`.
+    Not by `full_tensor`, which crashes a process now and then on CPUs: the two threads of gloo write the name of their
+    last operation into one string without a lock. Only names of up to 15 letters, which are stored in place, are safe:
+    ALLGATHER is, ALLGATHER_COALESCED of `full_tensor` is not.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     mesh, shard = tensor.device_mesh, tensor.to_local().detach()
-    # The last ranks may have fewer rows, or none.
+    # The last ranks may have fewer rows, or none; all_gather needs as many on each.
     rows = -(-len(tensor) // mesh.size())
     padded = shard if len(shard) == rows else torch.cat((shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])))
     whole = shard.new_empty(rows * mesh.size(), *shard.shape[1:])
-    _gather(whole, padded, mesh.get_group())
-    # Detached last: as a view, it would keep what has been gathered when it is emptied.
+    all_gather(whole, padded, mesh.get_group())
+    # Detached after the slice: emptying a view would not free the gathered tensor.
     return whole[: len(tensor)].detach()

@@ -1,7 +1,6 @@
-"""What a device holds beside a run's passes, for `estimate_memory`: weights, gradients and optimizer, whole, replicated
-by DDP, or sharded by DeepSpeed ZeRO or FSDP2.
+"""Device memory that each engine holds, for `estimate_memory`: weights, gradients and optimizer state.
 
-The arithmetic follows DeepSpeed 0.19.8 as `deepspeed_engine` uses it, without the padding of its buffers.
+The arithmetic for ZeRO follows DeepSpeed 0.19.8 as `deepspeed_engine` uses it, without the padding of its buffers.
 """
 
 from dataclasses import dataclass, replace
@@ -11,34 +10,30 @@ from alpaca_ppo.distributed.deepspeed_config import check_stage, read_deepspeed_
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache")
 PHASES = ("prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
+# Parameters that ZeRO 3 keeps gathered at most (`stage3_max_live_parameters`).
 _MAX_LIVE = 10**9
-"""Parameters that ZeRO 3 keeps gathered at most (`stage3_max_live_parameters`)."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a run is distributed over `processes`: by ZeRO `stage` 1 to 3, by FSDP2, or else replicated by DDP."""
+    """How a run is distributed over `processes`: by ZeRO `stage` 1 to 3, by FSDP2, or else by DDP."""
 
     processes: int = 1
     stage: int = 0
     bucket: int = 0
     """Elements of the buffer in which ZeRO reduces gradients; 0 = "auto", which is small and left out."""
     offload_optimizer: bool = False
-    """Whether the optimizer state is in host memory."""
     offload_weights: bool = False
-    """Whether the shards of the weights are in host memory, under ZeRO 3."""
     fsdp: bool = False
 
 
 def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
-    """How the run is sharded: by the file `args.deepspeed`, or like examples/deepspeed_configs for `stage`.
-
-    Raises:
-        ValueError: for a file that the run would refuse, or whose stage is not `stage` (unless that is 0).
+    """How a run is sharded: by the file `args.deepspeed`, else like examples/deepspeed_configs for `stage`, or FSDP2.
+    Raises a ValueError for a file that the run would refuse, or whose stage is not `stage` (unless that is 0).
     """
     if args.deepspeed is None:
         return Sharding(processes, stage, fsdp=args.fsdp)
-    # Buckets of size 0, which means "auto" here.
+    # With a hidden size of 0, "auto" buckets have size 0.
     settings = resolve_auto(read_deepspeed_file(args.deepspeed), args, processes=processes, hidden_size=0)
     zero = settings["zero_optimization"]
     file_stage = zero.get("stage", 0)
@@ -53,23 +48,20 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
 
 @dataclass
 class Measured:
-    """Bytes of a run's models and passes on one device, whole; engines divide them."""
+    """Bytes of a run's models and passes on one device that shards nothing: passes without KV cache, and the backward
+    pass without gradients.
+    """
 
-    weights: dict[str, float]
-    """By model: policy, critic, reference and reward0, reward1 and so on."""
+    weights: dict[str, float]  # of policy, critic, reference, reward0, reward1 and so on
     gradients: float
-    elements: float
-    """The number of trained weights."""
-    layer: float
-    """Of one decoder layer and of what lies outside of the layers."""
+    elements: float  # the number of trained weights
+    layer: float  # weights of one decoder layer and of everything outside the layers
     prefill: float = 0.0
-    """Without the cache, as all passes."""
     sampling: float = 0.0
     kv_cache: float = 0.0
     score: float = 0.0
     logprobs: float = 0.0
     backward: float = 0.0
-    """Without the gradients."""
 
 
 @dataclass(frozen=True)
@@ -85,61 +77,89 @@ class PhaseMemory:
 
     @property
     def total(self) -> float:
-        """Sum over the causes, in bytes."""
+        """Sum over the causes."""
         return float(sum(getattr(self, cause) for cause in CAUSES))
 
 
+@dataclass
+class _Held:
+    """Bytes that an engine holds on one device."""
+
+    weights: float
+    optimizer: float
+    gradients: float  # outside of backward passes and optimizer steps
+    backward_gradients: float
+    step_gradients: float
+    gathered: float = 0.0  # weights that a pass without gradients gathers
+    backward_gathered: float = 0.0
+    sampling_gathered: float = 0.0
+    on_host: float = 0.0
+
+
 def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[list[PhaseMemory], float]:
-    """The peak of each phase on one device in the order of PHASES, from what `measure` returned and the engine holds
-    beside it; and the bytes in host memory instead.
-    """
-    stage, n = sharding.stage, sharding.processes
+    """The peak of each phase on one device, in the order of PHASES; and the bytes in host memory instead."""
     offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
     reference = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
-    weights, gradients, elements = sum(measured.weights.values()) - reference, measured.gradients, measured.elements
-    policy = measured.weights["policy"]
-    gathered = more = offloaded = 0.0
+    weights = sum(measured.weights.values()) - reference
     if sharding.fsdp:
-        # What a layer's gradients take until they are reduced, its activations have left.
-        held, backward, step, optimizer = 0.0, gradients / n, gradients / n, 8 * elements / n
-        weights, gathered = weights / n, measured.layer
-    elif stage == 0:
-        # DDP reduces gradients in buckets as large as all of them together.
-        held = gradients * (n > 1)
-        backward = step = gradients + held
-        optimizer = 8 * elements
+        held = _held_by_fsdp(measured, weights, sharding.processes)
+    elif sharding.stage:
+        held = _held_by_zero(measured, weights, sharding, args)
     else:
-        share = gradients / n
-        bucket = sharding.bucket * gradients / max(1.0, elements)
-        held = share + bucket if stage == 3 else 0.0
-        # As many buckets as with `overlap_comm`, in stage 2 also for the shares that are reduced.
-        backward = {1: gradients + share + 2 * bucket, 2: 2 * share + 4 * bucket, 3: held}[stage]
-        # Two moments and a master copy, all in float32; the step reads gradients in float32 too.
-        optimizer, step = 12 * elements / n, held + share * (stage < 3) + 4 * elements / n
-        if sharding.offload_optimizer and not args.use_cpu:
-            offloaded, optimizer = optimizer + share, 0.0
-            held, backward = max(0.0, held - share), backward - share
-            step = held
-    if stage == 3:
-        weights /= n
-        # Passes of one base with different adapters have no common order that DeepSpeed could record.
-        unordered = args.uses_critic and args.critic_layout == "adapter"
-        most = _MAX_LIVE * (2.0 if args.bf16 or args.dtype == "bfloat16" else 4.0)
-        whole = min(policy + measured.weights.get("critic", 0.0), most)
-        gathered = min(measured.layer, most) if unordered else whole
-        # Those of the critic alone have one.
-        more = (whole - gathered) * args.separate_critic_steps
-        if sharding.offload_weights and not args.use_cpu:
-            offloaded, weights = offloaded + weights, 0.0
-    still = PhaseMemory("", weights, held, optimizer)
-    sampling = replace(still, weights=weights + policy * (sharding.fsdp or stage == 3), kv_cache=measured.kv_cache)
-    passing, updating = (replace(still, weights=weights + live) for live in (gathered, gathered + more))
+        held = _held_by_ddp(measured, weights, sharding.processes)
+    between = PhaseMemory("", held.weights, held.gradients, held.optimizer)
+    sampling = replace(between, weights=held.weights + held.sampling_gathered, kv_cache=measured.kv_cache)
+    forward = replace(between, weights=held.weights + held.gathered)
+    backward = replace(between, weights=held.weights + held.backward_gathered, gradients=held.backward_gradients)
     return [
         replace(sampling, phase="prefill", activations=measured.prefill),
         replace(sampling, phase="sampling", activations=measured.sampling),
-        replace(passing, phase="score", activations=measured.score),
-        # A reference that is offloaded is on the device during its own pass alone.
-        replace(passing, phase="log-probs", weights=passing.weights + reference, activations=measured.logprobs),
-        replace(updating, phase="backward", gradients=backward, activations=measured.backward),
-        replace(still, phase="optimizer step", gradients=step),
-    ], offloaded
+        replace(forward, phase="score", activations=measured.score),
+        # An offloaded reference is on the device only during its own pass.
+        replace(forward, phase="log-probs", weights=forward.weights + reference, activations=measured.logprobs),
+        replace(backward, phase="backward", activations=measured.backward),
+        replace(between, phase="optimizer step", gradients=held.step_gradients),
+    ], held.on_host
+
+
+def _held_by_ddp(measured: Measured, weights: float, processes: int) -> _Held:
+    # Gradients are reduced in buckets as large as all of them together.
+    buckets = measured.gradients * (processes > 1)
+    gradients = measured.gradients + buckets
+    return _Held(weights, 8 * measured.elements, buckets, gradients, gradients)
+
+
+def _held_by_fsdp(measured: Measured, weights: float, processes: int) -> _Held:
+    # A layer's whole gradients take no more than its activations, which are freed before.
+    share, layer = measured.gradients / processes, measured.layer
+    optimizer = 8 * measured.elements / processes
+    return _Held(weights / processes, optimizer, 0.0, share, share, layer, layer, measured.weights["policy"])
+
+
+def _held_by_zero(measured: Measured, weights: float, sharding: Sharding, args: PPOConfig) -> _Held:
+    stage, elements = sharding.stage, measured.elements
+    share = measured.gradients / sharding.processes
+    bucket = sharding.bucket * measured.gradients / max(1.0, elements)
+    gradients = share + bucket if stage == 3 else 0.0
+    # As many buckets as with `overlap_comm`, in stage 2 also for the shares that are reduced.
+    backward = {1: measured.gradients + share + 2 * bucket, 2: 2 * share + 4 * bucket, 3: gradients}[stage]
+    # The step reads gradients in float32. The state is two moments and a master copy, all in float32.
+    step = gradients + share * (stage < 3) + 4 * elements / sharding.processes
+    held = _Held(weights, 12 * elements / sharding.processes, gradients, backward, step)
+    if sharding.offload_optimizer and not args.use_cpu:
+        held.on_host, held.optimizer = held.optimizer + share, 0.0
+        held.gradients, held.backward_gradients = max(0.0, gradients - share), backward - share
+        held.step_gradients = held.gradients
+    if stage == 3:
+        held.weights /= sharding.processes
+        policy = held.sampling_gathered = measured.weights["policy"]
+        most = _MAX_LIVE * (2.0 if args.bf16 or args.dtype == "bfloat16" else 4.0)
+        whole = min(policy + measured.weights.get("critic", 0.0), most)
+        # Passes of one base with different adapters have no common order that DeepSpeed could record.
+        unordered = args.uses_critic and args.critic_layout == "adapter"
+        held.gathered = min(measured.layer, most) if unordered else whole
+        # Passes of the critic alone have one.
+        held.backward_gathered = held.gathered + (whole - held.gathered) * args.separate_critic_steps
+        if sharding.offload_weights and not args.use_cpu:
+            held.on_host, held.weights = held.on_host + held.weights, 0.0
+    return held

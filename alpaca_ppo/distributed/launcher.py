@@ -1,10 +1,8 @@
-"""The launcher that started this process: the rank it gave, and the end of the process when the launcher dies.
+"""The launcher that started this process: the rank it assigned, and the end of the process when it dies.
 
-torchrun, `accelerate launch` and deepspeed end their ranks when a rank fails or when they are told to end. They cannot
-when they are killed themselves (SIGKILL, or the kernel when memory runs out): their ranks would then train on, unseen.
-So each rank watches its launcher, from the import of `alpaca_ppo.trainer` on; a launcher that has died before is not
-noticed, because a rank cannot tell then that it had one. The ranks of `notebook_launcher` are children of the notebook
-and end with it anyway.
+When torchrun, `accelerate launch` or deepspeed are killed (SIGKILL, or out of memory), their ranks would train on
+unnoticed. So each rank watches its launcher from the import of `alpaca_ppo.trainer` on. The ranks of
+`notebook_launcher` are children of the notebook and end with it.
 """
 
 import os
@@ -17,10 +15,10 @@ from pathlib import Path
 import psutil
 from accelerate.utils import get_int_from_env
 
+# Where Accelerate looks for the rank.
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-"""Where Accelerate looks for the rank."""
+# By torchrun (and `accelerate launch` of several processes), by `accelerate launch` of one process, and by deepspeed.
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "CROSS_SIZE")
-"""Set by torchrun (and `accelerate launch` of several processes), by `accelerate launch` of one, and by deepspeed."""
 _MODULES = (
     "torch.distributed.run",
     "torch.distributed.launch",
@@ -31,27 +29,26 @@ _MODULES = (
 )
 _SCRIPTS = ("torchrun", "accelerate", "accelerate-launch", "alpaca-ppo")
 _POLL_SECONDS = 1.0
+# Ctrl-C and Slurm signal the launcher and its ranks; a rank may get the signal after its launcher has ended.
 _SIGNAL_SECONDS = 2.0
-"""Ctrl-C and Slurm signal the launcher and its ranks together; a rank may get the signal after its launcher ended."""
+# For a rank to save its state; a run that is started meanwhile waits for it (`directory.WAIT_SECONDS`).
 _SAVE_SECONDS = 10.0
-"""How long a rank may save its state; a run that is started meanwhile waits for it (`directory.WAIT_SECONDS`)."""
 
 _watched: int | None = None
 _stopping = False
 
 
 def launched_rank() -> int:
-    """The rank that the launcher gave this process, before there is an Accelerator; 0 without a launcher."""
+    """The rank of this process before there is an Accelerator; 0 without a launcher."""
     return get_int_from_env(_RANK, 0)
 
 
 def watch_launcher() -> None:
-    """Ends this process soon after its launcher's death, if a launcher started it; may be called repeatedly.
+    """Ends this process soon after its launcher's death, if a launcher started it: first by SIGTERM, on which a trainer
+    saves a checkpoint. May be called repeatedly.
 
-    The process first gets SIGTERM, on which a trainer that is training saves a checkpoint.
-
-    The environment variables of a launcher are not enough, because a user may have exported them in a shell: the
-    parent must also run a launcher's command. A run that a shell started lives on when the shell ends.
+    The parent must run a launcher's command, because a user may have exported a launcher's variables in a shell, whose
+    runs live on when it ends.
     """
     global _watched
     if _watched is None and any(name in os.environ for name in _SET_BY_LAUNCHERS) and launcher_command() is not None:
@@ -64,7 +61,7 @@ def launcher_command() -> tuple[str, ...] | None:
     try:
         words = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
-        # It has just ended, or belongs to another user: no launcher of ours.
+        # The parent has just ended, or belongs to another user.
         return None
     files = tuple(f"{module.replace('.', '/')}.py" for module in _MODULES)
     started = any(word in _MODULES or word.endswith(files) or Path(word).name in _SCRIPTS for word in words)
@@ -72,10 +69,7 @@ def launcher_command() -> tuple[str, ...] | None:
 
 
 def end_without_launcher() -> None:
-    """Notes that this process was asked to stop: it saves its state and ends by itself, even without its launcher.
-
-    A signal handler may call it.
-    """
+    """Lets this process, which was asked to stop, end by itself even if its launcher dies first."""
     global _stopping
     _stopping = True
 
@@ -86,7 +80,7 @@ def _end_with(launcher: int) -> None:
     time.sleep(_SIGNAL_SECONDS)
     if _stopping:
         return
-    # The launcher may have read what this process writes.
+    # The launcher may have been the reader of stderr.
     with suppress(OSError):
         message = (
             f"\nprocess {os.getpid()}: the launcher (process {launcher}) has died, so this rank ends too; "
@@ -94,7 +88,7 @@ def _end_with(launcher: int) -> None:
             "resume_from_checkpoint: true in YAML\n"
         )
         os.write(2, message.encode())
-    # To the main thread, which it wakes from a call that waits. Without a handler it ends the process.
+    # Interrupts a blocking call of the main thread. Without a handler it ends the process.
     main = threading.main_thread().ident
     assert main is not None, "the main thread has started"
     signal.pthread_kill(main, signal.SIGTERM)

@@ -1,9 +1,7 @@
-"""SIGTERM and SIGINT ask a run to save its state and exit; the ranks agree on when. At a prompt or in a notebook,
-SIGINT leads back there instead.
+"""SIGTERM and SIGINT ask a run to save its state and exit, or SIGINT at a prompt or in a notebook to return there.
 
-A signal handler only records the request. The run asks for it between steps (`poll_all_ranks`), and each rank in its
-part of a rollout (`poll`), which then is discarded; an update is finished first. What is saved is decided in
-`trainer.base_trainer`.
+A signal handler only records the request. All ranks poll it between steps (`poll_all_ranks`), and each one during a
+rollout (`poll`), which is then discarded. `trainer.base_trainer` decides what is saved.
 """
 
 import os
@@ -22,17 +20,17 @@ from alpaca_ppo.distributed import launcher
 from alpaca_ppo.distributed.collectives import max_int_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Seconds in which signals count as one: Slurm signals every process, and torchrun passes the same signal on.
 _ONE_REQUEST = 1.0
-"""Seconds in which signals count as one: Slurm signals every process, and torchrun then passes the same signal on."""
 
 
 def at_prompt() -> bool:
-    """Whether somebody goes on typing in this process: an interactive interpreter, IPython or a notebook."""
+    """Whether this process is an interactive interpreter, IPython or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 class Interrupted(SystemExit):
-    """Ends the process, once the run has saved its state, with 128 + the signal's number as its exit code."""
+    """Ends the process with exit code 128 + the signal's number, once the run has saved its state."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
@@ -48,22 +46,17 @@ class Interrupted(SystemExit):
 
 
 class SamplingStopped(KeyboardInterrupt):
-    """Raised to leave this rank's part of a rollout.
-
-    It is a KeyboardInterrupt, so that neither `except Exception` in user code nor asyncio swallows it.
+    """Leaves this rank's part of a rollout. As a KeyboardInterrupt, neither `except Exception` in user code nor asyncio
+    swallows it.
     """
 
 
 class PreemptionHandler:
-    """Records whether a signal has asked the run to stop.
-
-    Args:
-        accelerator: of the run.
-    """
+    """Records whether a signal has asked the run to stop."""
 
     def __init__(self, accelerator: Accelerator) -> None:
+        # `Engine.synced_forwards`: whether ranks can only leave a rollout together.
         self.lockstep = False
-        """Whether ranks make the same forward passes, and so can only leave a rollout together."""
         self._accelerator = accelerator
         self._signum = 0
         self._stoppable = self._in_part = self._at_once = False
@@ -72,15 +65,10 @@ class PreemptionHandler:
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Installs the handlers for the duration of the block, if this is the main thread and they are not ignored.
+        """Handles the signals in the block, if this is the main thread.
 
-        The first signal requests a stop; another one at least a second later ends the process immediately, or, if it is
-        a SIGINT and there is a prompt, raises KeyboardInterrupt wherever the run is. The old handlers are restored at
-        the end.
-
-        Raises:
-            Interrupted: at the end, if a signal arrived after the last poll; KeyboardInterrupt for a SIGINT with a
-                prompt.
+        The first signal requests a stop; another one at least a second later ends the process immediately, or returns
+        to the prompt. A signal after the last poll raises Interrupted, or KeyboardInterrupt, at the end.
         """
         self._signum, self._pid = 0, os.getpid()
         before: dict[signal.Signals, Any] = {}
@@ -89,7 +77,7 @@ class PreemptionHandler:
                 for number in SIGNALS:
                     # nohup and a shell's background jobs ignore signals on purpose.
                     if signal.getsignal(number) is not signal.SIG_IGN:
-                        before[number] = signal.signal(number, self._note)
+                        before[number] = signal.signal(number, self._handle)
             yield
         finally:
             for number, handler in before.items():
@@ -102,9 +90,8 @@ class PreemptionHandler:
 
     @contextmanager
     def rollout(self, *, can_stop: bool) -> Iterator[None]:
-        """Wraps this rank's part of a rollout, which ends where the rank is asked to stop; in lockstep, all ranks end
-        theirs in a `part` of it. With `can_stop` False it is run to its end: what a checkpoint would hold now could
-        not be resumed exactly.
+        """Wraps this rank's part of a rollout, which it leaves when it is asked to stop, in lockstep only within a
+        `part`. With `can_stop` False it runs to its end, because a checkpoint could not be resumed exactly.
         """
         self._stoppable = can_stop
         try:
@@ -115,11 +102,9 @@ class PreemptionHandler:
 
     @contextmanager
     def part(self, *, at_once: bool = False) -> Iterator[None]:
-        """Wraps what a rank does by itself in a rollout: sampling, or a call of a reward function, which a signal
-        interrupts `at_once`, as Ctrl-C would. In lockstep all ranks agree at its end.
-
-        Raises:
-            Interrupted: in lockstep, on every rank, if any was asked to stop.
+        """Wraps what a rank does without the others in a rollout: sampling, or a call of a reward function. With
+        `at_once`, a signal interrupts it anywhere, not only in `poll`. In lockstep, `poll_all_ranks` follows at its
+        end.
         """
         self._in_part, self._at_once = True, at_once
         try:
@@ -132,18 +117,18 @@ class PreemptionHandler:
             self.poll_all_ranks()
 
     def poll(self) -> None:
-        """Raises SamplingStopped, which leaves the rank's part of a rollout, if this rank was asked to stop."""
+        """Raises SamplingStopped if this rank was asked to stop and may leave its part of a rollout here."""
         if self._signum and self._stoppable and (self._in_part or not self.lockstep):
             raise SamplingStopped
 
     def poll_all_ranks(self) -> None:
-        """Called by every rank at the same point; raises Interrupted on all of them if any was asked to stop."""
+        """Raises Interrupted on all ranks if any was asked to stop; all must call this at the same point."""
         if signum := max_int_over_ranks(self._signum, self._accelerator):
             raise Interrupted(signum)
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A forked child, such as a reward function's worker, inherits the handler but never polls.
+            # A forked child, such as a worker of a reward function, inherits the handler but never polls.
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         elif not self._signum:
@@ -153,7 +138,7 @@ class PreemptionHandler:
                 after = "exiting; a second signal exits immediately"
                 if signum == signal.SIGINT and at_prompt():
                     after = "returning to the prompt; a second SIGINT returns immediately, without a checkpoint"
-                # Not print: a handler may run in the middle of another print.
+                # Not print, which the signal may have interrupted.
                 os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint and {after}\n".encode())
             if self._at_once:
                 self.poll()

@@ -13,7 +13,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """The states of this process's random number generators."""
+    """The states, as a checkpoint can hold them."""
     legacy = np.random.get_state(legacy=False)
     key = legacy["state"]["key"].tolist()
     return {
@@ -25,11 +25,7 @@ def random_states() -> dict[str, Any]:
 
 
 def seed_random_states(seed: int, rank: int) -> None:
-    """Seeds the random number generators of this process by a function of `seed` and `rank`.
-
-    Ranks draw different numbers. Only the global generators of Python, NumPy and torch (every device) are seeded; the
-    package itself draws from none of them.
-    """
+    """Seeds the generators as a function of `seed` and `rank`, so that ranks draw different numbers."""
     python, legacy, of_torch = np.random.SeedSequence([seed, rank]).generate_state(3).tolist()
     random.seed(python)
     np.random.seed(legacy)
@@ -41,14 +37,14 @@ def set_random_states(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    # With fewer devices only the first states are used, so that a GPU run can be loaded on a machine without one.
+    # Not strict, so that a run can be resumed with fewer devices.
     for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda, device)
 
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """A block that may draw from the generators; afterwards, also after an exception, they are as they were before."""
+    """Restores the states at the end of the block, also after an exception."""
     states = random_states()
     try:
         yield

@@ -1,4 +1,4 @@
-"""`Sampler`: a language model without weights of its own, which samples with those that are gathered for a rollout."""
+"""`Sampler`: a copy of a sharded language model, which samples with weights that are gathered for a rollout."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+# Attributes of PEFT's layers.
 _ACTIVE_ADAPTER = ("_active_adapter", "_disable_adapters")
-"""What PEFT's layers remember of the active adapter."""
 
 
 class Sampler:
-    """A copy of `model` with empty parameters and without the hooks of an engine, so that its passes trigger none.
-
-    Args:
-        model: before an engine wraps or shards it.
-        device: of the copy.
+    """A copy of `model` with empty parameters, made before an engine wraps or shards it: without the engine's hooks, a
+    rank can make passes without the others.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -31,9 +28,9 @@ class Sampler:
 
     @contextmanager
     def holding(self, weights: Sequence[Tensor]) -> Iterator[PreTrainedModel]:
-        """Yields the copy with `weights`, those of the model's parameters, and with its active adapter."""
-        for own, of_model in zip(self._copy.modules(), self._model.modules(), strict=True):
-            vars(own).update({name: vars(of_model)[name] for name in _ACTIVE_ADAPTER if name in vars(of_model)})
+        """Yields the copy with `weights`, those of the model's parameters, and with the model's active adapter."""
+        for copied, module in zip(self._copy.modules(), self._model.modules(), strict=True):
+            vars(copied).update({name: vars(module)[name] for name in _ACTIVE_ADAPTER if name in vars(module)})
         for parameter, whole in zip(self._copy.parameters(), weights, strict=True):
             parameter.data = whole
         try:

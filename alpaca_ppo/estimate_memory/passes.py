@@ -184,7 +184,7 @@ class _Passes:
             model=self._autocast(self._actor_critic.forward),
             accelerator=SimpleNamespace(process_index=0, num_processes=1),
             learning_rates=None,
-            passing=lambda **last: nullcontext(),
+            gradient_sync=lambda **last: nullcontext(),
             unused_parameter_loss=lambda parameters: 0.0,
             backward=Tensor.backward,
         )

@@ -148,7 +148,7 @@ class Updater:
         # Gradient checkpointing recomputes activations of the critic with its adapter.
         adapter = nullcontext() if with_policy else engine.actor_critic.critic_active()
         # A reward function or a callback may have left gradients off.
-        with torch.enable_grad(), engine.passing(last_batch=batch.last, last_pass=last), adapter:
+        with torch.enable_grad(), engine.gradient_sync(last_batch=batch.last, last_pass=last), adapter:
             outputs: ActorCriticOutputs = engine.model(
                 *row_tensors(batch.rows).values(),
                 value_taus=batch.rows.get("value_taus"),

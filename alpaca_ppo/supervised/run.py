@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer, Traine
 
 from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.data import PromptDataset, PromptForm, introduction, load_prompt_dataset, prepare_prompts
-from alpaca_ppo.distributed.accelerator import limit_threads
 from alpaca_ppo.distributed.random_states import kept_random_states
+from alpaca_ppo.distributed.threads import limit_threads
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.tracking.console import number
 

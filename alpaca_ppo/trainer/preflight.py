@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.atomic_io import TEMPORARY_SUFFIX, list_committed
-from alpaca_ppo.checkpoint.directory import check_kinds, check_unlocked, resolve_checkpoint, verify_files
+from alpaca_ppo.checkpoint.directory import check_kinds, check_unlocked, resolve_checkpoint
 from alpaca_ppo.checkpoint.export import check_login
-from alpaca_ppo.checkpoint.serialization import checkpoint_bytes
+from alpaca_ppo.checkpoint.serialization import checkpoint_bytes, verify_files
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher

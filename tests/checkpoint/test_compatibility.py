@@ -9,8 +9,8 @@ import pytest
 from datasets import Dataset
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.checkpoint.compatibility import _FREE_TO_CHANGE, check_identity
-from alpaca_ppo.checkpoint.directory import FILES
+from alpaca_ppo.checkpoint.compatibility import FREE_TO_CHANGE, check_identity
+from alpaca_ppo.checkpoint.serialization import FILES
 from tests.docs.markdown import ROOT, table_rows
 from tests.leftovers import work_folder
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -160,4 +160,4 @@ def test_the_page_names_every_option_that_may_change():
     fields = {field.name for field in dataclasses.fields(PPOConfig)}
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row["options"])} & fields
     # The reference is compared by its weights.
-    assert named - {"reference"} == set(_FREE_TO_CHANGE)
+    assert named - {"reference"} == set(FREE_TO_CHANGE)

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from alpaca_ppo.checkpoint.directory import (
-    FILES,
     abandon_later_checkpoints,
     check_kinds,
     check_no_earlier_run,
@@ -11,9 +10,8 @@ from alpaca_ppo.checkpoint.directory import (
     remove_run,
     resolve_checkpoint,
     rotate_checkpoints,
-    verify_files,
-    write_manifest,
 )
+from alpaca_ppo.checkpoint.serialization import FILES, verify_files, write_manifest
 from tests.leftovers import work_folder
 
 

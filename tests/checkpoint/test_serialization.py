@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import get_scheduler
 
-from alpaca_ppo.checkpoint.directory import FILES
-from alpaca_ppo.checkpoint.serialization import Checkpoint, check_fits, checkpoint_bytes
+from alpaca_ppo.checkpoint.serialization import FILES, Checkpoint, check_fits, checkpoint_bytes
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states
 

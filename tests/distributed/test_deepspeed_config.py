@@ -179,5 +179,5 @@ def test_gradients_are_reduced_in_the_last_pass_and_under_stage_3_in_each_of_the
     engine = SimpleNamespace(stage=stage, model=SimpleNamespace(set_gradient_accumulation_boundary=told.append))
     for last_batch in (False, True):
         for last_pass in (False, True):
-            DeepSpeedEngine.passing(engine, last_batch=last_batch, last_pass=last_pass)
+            DeepSpeedEngine.gradient_sync(engine, last_batch=last_batch, last_pass=last_pass)
     assert told == [False, False, stage == 3, True]

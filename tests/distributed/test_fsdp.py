@@ -117,7 +117,7 @@ def test_weights_that_do_not_fit_while_sampling_are_named_with_the_remedy(as_tor
     def out_of_memory(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(fsdp_engine, "_gather", out_of_memory)
+    monkeypatch.setattr(fsdp_engine, "all_gather", out_of_memory)
     with pytest.raises(torch.OutOfMemoryError, match="process 0 cannot hold all .* GiB.* generation_backend: vllm"):
         with engine.sampling():
             pass

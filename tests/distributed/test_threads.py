@@ -14,8 +14,9 @@ from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-import alpaca_ppo.distributed.accelerator as module
-from alpaca_ppo.distributed.accelerator import cpu_quota, limit_threads, make_accelerator
+import alpaca_ppo.distributed.threads as module
+from alpaca_ppo.distributed.accelerator import make_accelerator
+from alpaca_ppo.distributed.threads import cpu_quota, limit_threads
 from tests.tiny_runs import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
-from alpaca_ppo.distributed import accelerator
+from alpaca_ppo.distributed import threads
 from alpaca_ppo.models import build_actor_critic
 from alpaca_ppo.rewards import RewardScorer, build_reward
 from alpaca_ppo.supervised import reward_model, sft
@@ -199,17 +199,17 @@ def test_it_leaves_cores_to_other_programs_that_keep_them_busy(model_folder, tmp
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)), raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 4)
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percpu: [0.0, 100.0, 100.0, 100.0])
-    monkeypatch.setattr(accelerator, "cpu_quota", lambda: 4.0)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: 4.0)
     before = torch.get_num_threads()
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
-    accelerator.busy_cores.cache_clear()
+    threads.busy_cores.cache_clear()
     try:
         torch.set_num_threads(4)
         sft.train_sft([*names, *QUICK, "--max_steps", "1"])
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
-        accelerator.busy_cores.cache_clear()
+        threads.busy_cores.cache_clear()
     assert "other programs keep 3 of 4 cores busy" in capsys.readouterr().out
 
 

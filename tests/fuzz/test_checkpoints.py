@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.checkpoint.directory import FILES
+from alpaca_ppo.checkpoint.serialization import FILES
 from tests.fuzz.mutations import mutated_bytes, mutated_tree
 from tests.fuzz.oracle import Refused, changed, files_unchanged, fuzz, outcome
 from tests.tiny_models import SMALLEST, tiny_causal_lm
