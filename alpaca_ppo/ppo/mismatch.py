@@ -39,27 +39,26 @@ class Bound:
     """An update on such rollouts is meaningless, whatever causes the difference."""
 
 
+# The bounds, in the units of the metrics.
+#
+# Rounding: sampler and trainer run the same weights on rows of other shapes, which in float32 moves a log-prob by 1e-7
+# to 1e-4 nats. bfloat16 has 8 significant bits, and rounds a logit of 10 by up to 1/32: 0.001 to 0.03 nats are usual, a
+# k3 of half their square, and for single unlikely tokens among many a ratio of 2 or 3.
+#
+# Meaningless: PPO's clip lets an update move a token's log-prob by about 0.2 nats (`cliprange`). At half of that for
+# the mean token, the ratio is as much noise as signal (`old_policy: rollout`), or the gradient is computed from the
+# responses of another policy (`recompute`), whose probability of ten tokens is wrong by a factor of up to e. A k3 of
+# 0.1 nats is reached by a few tokens that the trainer thinks all but impossible. The ratio of a single token stops
+# nothing: its gradient is clipped.
+#
+# The bounds are made for the thousands of tokens of a step. Among the few of the check before the first rollout, one
+# token that bfloat16 sent to another expert of a mixture would exceed them, so that check ends a run only if the mean
+# absolute difference exceeds `stop` with each token's difference clipped to `OUTLIER`: many tokens disagree then.
 BOUNDS: Mapping[str, Bound] = {
     "mismatch/logprob_abs_mean": Bound(warn=1e-3, warn_half=0.05, stop=0.1),
     "mismatch/k3": Bound(warn=1e-4, warn_half=0.01, stop=0.1),
     "mismatch/ratio_max": Bound(warn=1.1, warn_half=10.0, stop=math.inf),
 }
-"""The bounds, in the units of the metrics.
-
-Rounding: sampler and trainer run the same weights on rows of other shapes, which in float32 moves a log-prob by 1e-7 to
-1e-4 nats. bfloat16 has 8 significant bits, and rounds a logit of 10 by up to 1/32: 0.001 to 0.03 nats are usual, a k3
-of half their square, and for single unlikely tokens among many a ratio of 2 or 3.
-
-Meaningless: PPO's clip lets an update move a token's log-prob by about 0.2 nats (`cliprange`). At half of that for the
-mean token, the ratio is as much noise as signal (`old_policy: rollout`), or the gradient is computed from the responses
-of another policy (`recompute`), whose probability of ten tokens is wrong by a factor of up to e. A k3 of 0.1 nats is
-reached by a few tokens that the trainer thinks all but impossible. The ratio of a single token stops nothing: its
-gradient is clipped.
-
-The bounds are made for the thousands of tokens of a step. Among the few of the check before the first rollout, one
-token that bfloat16 sent to another expert of a mixture would exceed them, so that check ends a run only if the mean
-absolute difference exceeds `stop` with each token's difference clipped to `OUTLIER`: many tokens disagree then.
-"""
 
 
 class SamplerMismatch(ValueError):

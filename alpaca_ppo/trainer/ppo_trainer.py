@@ -132,25 +132,10 @@ class PPOTrainer(BaseTrainer):
         tool_call_parser: ToolCallParser | None = None,
     ) -> None:
         given = setup.TrainerArguments(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            value_model=value_model,
-            ref_model=ref_model,
-            peft_config=peft_config,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            accelerator=accelerator,
-            metric_funcs=metric_funcs,
-            metric_processing_classes=metric_processing_classes,
-            tools=tools,
-            environment_factory=environment_factory,
-            tool_call_parser=tool_call_parser,
-        )
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, value_model, ref_model,
+            peft_config, reward_processing_classes, callbacks, optimizers, accelerator, metric_funcs,
+            metric_processing_classes, tools, environment_factory, tool_call_parser,
+        )  # fmt: skip
         parts = setup.make_parts(
             given,
             type(self),

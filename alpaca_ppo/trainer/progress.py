@@ -22,23 +22,25 @@ class TrainProgress:
     Args:
         state: of the run; `global_step` counts completed steps.
         updater: counts the optimizer steps of this process.
+
+    Attributes:
+        step: completed steps.
+        stats: the metrics of the last of them.
+        step_ended: whether it has been evaluated and logged.
+        skipped_updates: optimizer steps that were skipped in the whole run.
+        saved: whether this point has been saved in a checkpoint of the output folder.
+        drawn: how many prompts a step (from 0) has drawn beyond those that the schedule gives it, since the run began
+            or was resumed.
     """
 
     def __init__(self, state: TrainerState, updater: Updater) -> None:
         self._state, self._updater = state, updater
         self.step = 0
-        """Completed steps."""
         self.stats: dict[str, float] = {}
-        """Metrics of the last completed step."""
         self.step_ended = True
-        """Whether that step has been evaluated and logged."""
         self.skipped_updates = 0
-        """Optimizer steps that were skipped in the whole run."""
         self.saved = False
-        """Whether this point has been saved in a checkpoint of the output folder."""
         self.drawn: dict[int, int] = {}
-        """How many prompts a step (from 0) has drawn beyond those that the schedule gives it, since the run began or
-        was resumed."""
         self._drawn_before = 0
         self._num_updates = 0
         self._random = random_states()

@@ -95,20 +95,23 @@ class TrainerArguments:
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run started from, for its records, and for the checkpoint that a resumed run is compared with."""
+    """What a run started from, for its records, and for the checkpoint that a resumed run is compared with.
+
+    Attributes:
+        record: what run.yaml holds beyond the configuration.
+        identity: the models and rewards (`compatibility.start_identity`).
+        checkpoint_size: the least number of bytes of a checkpoint, or of the final models without one.
+        padding: which models' rows have padding, and why; empty if none has.
+        sampler_fallback: why `auto` samples by `model.generate`; empty if it does not.
+        has_own_schedule: whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide.
+    """
 
     record: RunRecord
-    """What run.yaml holds beyond the configuration."""
     identity: Mapping[str, Any]
-    """The models and rewards (`compatibility.start_identity`)."""
     checkpoint_size: int
-    """The least number of bytes of a checkpoint, or of the final models without one."""
     padding: str
-    """Which models' rows have padding, and why; empty if none has."""
     sampler_fallback: str
-    """Why `auto` samples by `model.generate`; empty if it does not."""
     has_own_schedule: bool
-    """Whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide it."""
 
 
 @dataclass(frozen=True)
