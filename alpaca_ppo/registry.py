@@ -186,9 +186,12 @@ CRITIC_HEADS: Registry[Any] = Registry(
 probabilities to returns between two ends, `PPOConfig.value_support`."""
 
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
-    "generation_backend", {"auto": {}, "slots": {}, "generate": {}, "vllm": {}}
+    "generation_backend",
+    {"auto": {}, "slots": {}, "generate": {"in_slots": False}, "vllm": {"in_process": False}},
+    {"in_process": True, "in_slots": True},
 )
-"""Each makes a `generation.Backend` of the run's configuration."""
+"""Each makes a `generation.Backend` of the run's configuration. For the estimate of memory: whether it runs the policy
+in the process that trains, and whether it does so in slots."""
 
 
 DoctorRule = Literal[

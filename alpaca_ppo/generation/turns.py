@@ -102,7 +102,7 @@ class Turns:
             ends.append(position + self.max_policy_tokens - chosen)
         return min(ends)
 
-    def answers(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
+    def replies(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
         """Yields what `handler.ready` returns; the caller removes each row from `pending`.
 
         Raises:
