@@ -6,7 +6,7 @@ The backends of this package are in `generation.built_in_backends`; `register_ge
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -22,6 +22,19 @@ from alpaca_ppo.types import PromptBatch
 PolicyWeights = Callable[..., Iterator[tuple[str, Tensor]]]
 """`Engine.policy_weights`: yields name and whole tensor of each weight of the policy; with adapters, those of the
 policy's adapter, or with `base=True` all but adapters."""
+
+
+class GenerateOptions(TypedDict):
+    """The further arguments of `Backend.generate`, all by keyword."""
+
+    rows_at_once: int | None
+    """The most responses to sample at a time; None sets no limit."""
+    turns: Turns | None
+    """Who is asked at the end of a turn, and limits; None ends every response with its first turn, and is the only
+    value where the backend does not take turns."""
+    hooks: SamplingHooks
+    """What is called meanwhile. A slow backend should call `before_token` regularly, so that a signal ends the
+    sampling."""
 
 
 class Backend(ABC):
@@ -49,27 +62,18 @@ class Backend(ABC):
 
     @abstractmethod
     def generate(
-        self,
-        model: PreTrainedModel,
-        prompts: PromptBatch,
-        params: SamplingParams,
-        *,
-        rows_at_once: int | None,
-        turns: Turns | None,
-        hooks: SamplingHooks,
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
         """Returns `params.num_return_sequences` responses to each prompt, on any device.
 
-        A backend that draws its random numbers from `params.random_keys(prompts["prompt_ids"])` can sample the same
-        tokens as the built-in ones.
+        With random numbers of `params.random_keys(prompts["prompt_ids"])` a backend can sample the same tokens as the
+        built-in ones.
 
         Args:
             model: the policy's language model in eval mode, with all parameters unless the backend `has_own_weights`.
             prompts: on the device of `model`, without columns that are padding in every row.
             params: how tokens are chosen and what ends a response.
-            rows_at_once: the most responses to sample at a time; None sets no limit.
-            turns: who is asked at the end of a turn; None unless the backend takes turns.
-            hooks: a slow backend should call `before_token` regularly, so that a signal ends the sampling.
+            options: `rows_at_once`, `turns` and `hooks`.
         """
 
     def problem(self, model: PreTrainedModel) -> str | None:
@@ -89,20 +93,17 @@ class Backend(ABC):
         )
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:  # noqa: B027
-        """Copies the weights of `policy`; called on every process, before the first responses and whenever the weights
-        have changed since. The parameters of `policy` may be sharded.
+        """Copies the weights of `policy`, whose parameters may be sharded; called on every process, before the first
+        responses and whenever the weights have changed since.
 
-        Args:
-            policy: the policy.
-            weights: called, it yields the name and the whole tensor of each weight (`Engine.policy_weights`). Every
-                process must take all of them, and copy a tensor before it takes the next.
+        Every process must take all tensors of `weights()`, and copy each before it takes the next.
         """
 
     def wake(self) -> None:  # noqa: B027
         """Called before responses are sampled."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Called after that: memory that only sampling needs can be freed."""
+        """Called after that, to free memory that only sampling needs."""
 
 
 _B = TypeVar("_B", bound=Callable[..., Backend])
@@ -148,17 +149,17 @@ def generate(
     The random number behind a token is a function of (seed, step, round, prompt id, sample index, position) only. A
     response therefore does not depend on padding, on the other rows or on their order, except through rounding inside
     the model. The model's own generation config is ignored. The model runs in eval mode without gradients, also within
-    `torch.inference_mode`; its modes are restored afterwards, also after an exception.
+    `torch.inference_mode`; its modes are restored afterwards.
 
     Args:
         model: a causal language model of transformers, without a wrapper (for a PEFT model: `get_base_model()`).
         prompts: `queries` (B, Q), left-padded, `query_attn_masks` and `prompt_ids`; `rows` are not read.
         params: how tokens are chosen and what ends a response.
-        backend: what samples, or its name: "slots" is this package's own loop, in which waiting prompts take the places
-            of ended rows; "generate" runs `model.generate`; "auto" is slots where the model allows it.
-        rows_at_once: the most responses that are sampled at a time; None sets no limit.
-        turns: who is asked how a response goes on after its stop token, and limits of a turn. None ends it there.
-        hooks: what is called meanwhile.
+        backend: or its name: "slots" is this package's own loop, in which waiting prompts take the places of ended
+            rows; "generate" runs `model.generate`; "auto" is slots where the model allows it.
+        rows_at_once: see `GenerateOptions`, as for `turns` and `hooks`.
+        turns: None ends every response with its first turn.
+        hooks: None calls nothing.
 
     Raises:
         ValueError: if a parameter is out of range, a prompt is empty or not left-padded, the model's logits are not

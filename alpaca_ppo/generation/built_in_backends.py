@@ -4,13 +4,14 @@ All but vLLM sample from the model that training holds, and choose each token by
 same tokens.
 """
 
+from typing import Unpack
+
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.backends import Backend
+from alpaca_ppo.generation.backends import Backend, GenerateOptions
 from alpaca_ppo.generation.hf_generate import sample_with_generate
-from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
+from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.slots import sample_in_slots, slot_problem
-from alpaca_ppo.generation.turns import Turns
 from alpaca_ppo.generation.vllm.backend import VLLMBackend
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch
@@ -25,16 +26,9 @@ class GenerateBackend(Backend):
     takes_stop_strings = True
 
     def generate(
-        self,
-        model: PreTrainedModel,
-        prompts: PromptBatch,
-        params: SamplingParams,
-        *,
-        rows_at_once: int | None,
-        turns: Turns | None,
-        hooks: SamplingHooks,
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        return sample_with_generate(model, prompts, params, rows_at_once=rows_at_once, hooks=hooks)
+        return sample_with_generate(model, prompts, params, **options)
 
 
 @GENERATION_BACKENDS.implement("slots")
@@ -47,22 +41,15 @@ class SlotsBackend(Backend):
         return slot_problem(model)
 
     def generate(
-        self,
-        model: PreTrainedModel,
-        prompts: PromptBatch,
-        params: SamplingParams,
-        *,
-        rows_at_once: int | None,
-        turns: Turns | None,
-        hooks: SamplingHooks,
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
         if problem := slot_problem(model):
-            remedy = "set generation_backend: auto" if turns is None else "several turns need slots"
+            remedy = "set generation_backend: auto" if options["turns"] is None else "several turns need slots"
             raise ValueError(
                 f"generation_backend is {self.name}, but {type(model).__name__} cannot be sampled in slots: {problem}; "
                 f"{remedy}"
             )
-        return sample_in_slots(model, prompts, params, rows_at_once=rows_at_once, turns=turns, hooks=hooks)
+        return sample_in_slots(model, prompts, params, **options)
 
 
 @GENERATION_BACKENDS.implement("auto")
@@ -75,15 +62,8 @@ class AutoBackend(SlotsBackend):
         self.fallback_reason = problem
 
     def generate(
-        self,
-        model: PreTrainedModel,
-        prompts: PromptBatch,
-        params: SamplingParams,
-        *,
-        rows_at_once: int | None,
-        turns: Turns | None,
-        hooks: SamplingHooks,
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        if turns is None and (self.fallback_reason or slot_problem(model)):
-            return sample_with_generate(model, prompts, params, rows_at_once=rows_at_once, hooks=hooks)
-        return super().generate(model, prompts, params, rows_at_once=rows_at_once, turns=turns, hooks=hooks)
+        if options["turns"] is None and (self.fallback_reason or slot_problem(model)):
+            return sample_with_generate(model, prompts, params, **options)
+        return super().generate(model, prompts, params, **options)

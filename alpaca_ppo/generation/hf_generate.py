@@ -4,25 +4,21 @@
 no option of the model's generation config acts.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from alpaca_ppo.generation.backends import GenerateOptions
 from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks, SamplingParams
 from alpaca_ppo.types import PromptBatch
 
 
 def sample_with_generate(
-    model: PreTrainedModel,
-    prompts: PromptBatch,
-    params: SamplingParams,
-    *,
-    rows_at_once: int | None,
-    hooks: SamplingHooks,
+    model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
 ) -> Generation:
-    """Returns responses to `prompts`, as `sample_in_slots` does, from float32 logits, which `model.generate` makes.
+    """Returns responses of one turn to `prompts`, from float32 logits, which `model.generate` makes.
 
     Prompts of similar length are sampled together, with all of their responses if `rows_at_once` has room for these.
     """
@@ -35,14 +31,14 @@ def sample_with_generate(
     rows.running[:] = True
     lengths = prompts["query_attn_masks"].sum(dim=1).repeat_interleave(n)
     order = lengths.argsort(descending=True, stable=True)
-    most = rows_at_once or len(keys)
+    most = options["rows_at_once"] or len(keys)
     for chunk in order.split(most // n * n or most):
         # The longest comes first.
         width = int(lengths[chunk[0]])
         queries = prompts["queries"][chunk // n, -width:]
         mask = prompts["query_attn_masks"][chunk // n, -width:]
-        _generate(model, queries, mask, rows, chunk, hooks)
-        hooks.on_finished(chunk.tolist(), rows.generation(chunk))
+        _generate(model, queries, mask, rows, chunk, options["hooks"])
+        options["hooks"].on_finished(chunk.tolist(), rows.generation(chunk))
     return rows.generation(index)
 
 

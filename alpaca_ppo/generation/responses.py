@@ -30,20 +30,18 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a response at any position."""
     truncate_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response once at least `truncate_after` of its tokens precede them."""
+    """Tokens that end a response after at least `truncate_after` others."""
     truncate_after: int = 0
     stop_strings: StopStrings | None = None
     """Texts of which the first to be completed ends a response."""
     num_return_sequences: int = 1
     """n: responses per prompt."""
     do_sample: bool = True
-    """True samples from the softmax; False takes the most likely token (greedy decoding)."""
+    """False takes the most likely token (greedy decoding)."""
     top_k: int | None = None
-    """Sample only from the k most likely tokens; None keeps all. For evaluation: log-probs stay those of the full
-    softmax."""
+    """Sample only from the k most likely tokens. For evaluation: log-probs stay those of the full softmax."""
     top_p: float | None = None
-    """Sample only from the most likely tokens that together reach this probability, in (0, 1]; None keeps all. For
-    evaluation, like `top_k`."""
+    """Sample only from the most likely tokens that together reach this probability, in (0, 1]. For evaluation."""
     seed: int = 0
     """With `step`, `sampling_round`, prompt id, sample index and position, it determines a token's random number."""
     step: int = 0
@@ -114,11 +112,11 @@ class SamplingHooks:
     """What is called while responses are sampled."""
 
     before_token: Callable[[], Any] = lambda: None
-    """Called before tokens are chosen, and several times a second while all rows wait for answers; an exception in it
-    ends the sampling."""
+    """Called before tokens are chosen, and several times a second while all rows wait for replies; an exception ends
+    the sampling."""
     on_finished: Callable[[list[int], Generation], Any] = lambda rows, finished: None
-    """Called with rows whose responses are complete, in any order, and these responses in the same order. Each row
-    comes once; what a backend does not report is reported at its end."""
+    """Called with rows whose responses are complete, and these responses; each row comes once, in any order. At the end
+    `generate` reports the rows that a backend has not."""
 
 
 def unpadded(prompts: PromptBatch) -> list[list[int]]:
@@ -128,8 +126,8 @@ def unpadded(prompts: PromptBatch) -> list[list[int]]:
 
 
 class StopRule:
-    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. A turn that
-    none of them ends is cut off by a limit: `max_new_tokens`, and those of `Turns.limit`.
+    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. Limits, which
+    also end turns, are those of `Turns.limit`.
     """
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
@@ -150,7 +148,7 @@ class StopRule:
         Args:
             tokens: (N,) int64, one per row.
             positions: (N,) int64, of these tokens in their turns.
-            matched: (N,) int64, the states of `StopStrings.advance`; returned as they are without stop strings.
+            matched: (N,) int64, the states of `StopStrings.advance`.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
         if len(self._truncate_ids):
@@ -163,15 +161,8 @@ class StopRule:
 
 
 class ResponseRows:
-    """N responses that grow token by token in preallocated tensors, and the state of the S of them that are being
-    sampled, each in a slot. The host reads none of these tensors while it changes them.
-
-    Args:
-        params: how tokens are chosen and what ends a row.
-        rows: N.
-        slots: S.
-        dtype: of the model.
-        device: of the model.
+    """N responses (`rows`) that grow token by token in preallocated tensors, and the state of those that are being
+    sampled, in S `slots`. `choose` does not synchronize with the host. `dtype` and `device` are those of the model.
     """
 
     def __init__(
@@ -213,7 +204,7 @@ class ResponseRows:
 
     @property
     def of_slots(self) -> tuple[Tensor, ...]:
-        """The tensors with an entry per slot."""
+        """The tensors with an entry for each slot."""
         counts = (self.lengths, self.positions, self.turn_starts, self.limits)
         return self.tokens, *counts, self.rows, self.keys, self.matched, self.running
 

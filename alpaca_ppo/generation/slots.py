@@ -1,25 +1,26 @@
 """The slot loop: a fixed number of rows is decoded together, and when rows end, waiting ones take their places.
 
-So the few long responses of a rollout do not run alone while other prompts wait, and memory is that of the slots,
-however many prompts there are. A row whose turn has ended may go on after appended tokens (`generation.turns`); until
-these are known it keeps its slot, and the others go on without it.
+So the few long responses of a rollout do not run alone while other prompts wait, and memory is that of the slots. A
+row whose turn has ended may go on after appended tokens (`generation.turns`); until these are known it keeps its slot,
+and the others go on without it.
 
-The loop alternates between two passes, `_admit` and `_decode`, and after each collects the rows that have ended. This
-module decides which rows take part. What passes compute is in `generation.slot_passes`, how tokens are chosen in
-`generation.responses`, how prompts are read in `generation.slot_prompts`.
+The loop alternates between two passes, `_admit` and `_decode`, and after each collects the rows that have ended. It
+decides which rows take part; `slot_passes` computes, `responses` chooses tokens, `slot_prompts` reads prompts.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Unpack
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks, SamplingParams, unpadded
+from alpaca_ppo.generation.backends import GenerateOptions
+from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingParams, unpadded
 from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend, read_next
 from alpaca_ppo.generation.slot_prompts import SlotPrompts, group_prompts
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
@@ -36,15 +37,15 @@ class StepShapes:
     """Which numbers of slots and columns a step may have, and how often the host reads which rows have ended."""
 
     slot_unit: Callable[[int], int]
-    """The number of slots of a step in which this many rows are busy; the result is at least as large."""
+    """From the number of busy rows to the number of slots of a step."""
     column_unit: int
     """Columns are rounded up to a multiple of it."""
     check_every: int
-    """Steps after which the host reads which rows have ended, which synchronizes it with an accelerator."""
+    """Steps after which the host reads which rows have ended."""
     growth: int
     """Columns beyond the longest prompt that are allocated at once."""
     admission_cost: float
-    """What a pass over waiting prompts costs beyond the work on its own tokens, in decode steps."""
+    """Fixed cost of a pass over waiting prompts, in decode steps."""
 
     def columns(self, count: int) -> int:
         """Returns `count` rounded up."""
@@ -69,24 +70,17 @@ def sample_in_slots(
     prompts: PromptBatch,
     params: SamplingParams,
     *,
-    rows_at_once: int | None,
-    turns: Turns | None,
-    hooks: SamplingHooks,
     shapes: StepShapes | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> Generation:
-    """Returns responses to `prompts`, whose rows are reported as soon as they have ended.
+    """Returns responses to `prompts`, as `Backend.generate` does; rows are reported as soon as they have ended.
 
-    Args:
-        model: a model that `slot_problem` finds no problem with.
-        prompts: on the model's device, left-padded.
-        params: how tokens are chosen, and n responses per prompt; row b * n + j is sample j of prompt b.
-        rows_at_once: the number of slots; None takes as many as there are rows.
-        turns: who is asked at the end of a turn, and limits; None ends every response with its first turn.
-        hooks: what is called meanwhile.
-        shapes: of the steps; None chooses by the device.
+    `slot_problem` must have found no problem with the model. `rows_at_once` is the number of slots. `shapes` are those
+    of the steps; None chooses by the device.
     """
-    loop = _SlotLoop(model, prompts, params, rows_at_once, turns, hooks, shapes)
-    return loop.run()
+    if shapes is None:
+        shapes = EXACT if model.device.type == "cpu" else BUCKETED
+    return _SlotLoop(model, prompts, params, shapes, options).run()
 
 
 @dataclass
@@ -112,26 +106,22 @@ class _Row:
 
 
 class _SlotLoop:
-    """The rows that wait, the rows in slots, and the tensors of the steps. For the arguments see `sample_in_slots`."""
+    """The rows that wait, the rows in slots, and the tensors of the steps. Arguments are those of `sample_in_slots`."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         prompts: PromptBatch,
         params: SamplingParams,
-        rows_at_once: int | None,
-        turns: Turns | None,
-        hooks: SamplingHooks,
-        shapes: StepShapes | None,
+        shapes: StepShapes,
+        options: GenerateOptions,
     ) -> None:
-        self._model, self._params, self._turns, self._hooks = model, params, turns, hooks
+        self._model, self._params, self._shapes = model, params, shapes
+        self._turns, self._hooks = options["turns"], options["hooks"]
         self._keys = params.random_keys(prompts["prompt_ids"])
-        device, rows, n = self._keys.device, len(self._keys), params.num_return_sequences
-        if shapes is None:
-            shapes = EXACT if device.type == "cpu" else BUCKETED
-        self._shapes = shapes
-        self._slots = min(rows_at_once or rows, rows)
-        self._out = ResponseRows(params, rows=rows, slots=self._slots, dtype=model.dtype, device=device)
+        rows, n = len(self._keys), params.num_return_sequences
+        self._slots = min(options["rows_at_once"] or rows, rows)
+        self._out = ResponseRows(params, rows=rows, slots=self._slots, dtype=model.dtype, device=self._keys.device)
 
         tokens = unpadded(prompts)
         groups = group_prompts(tokens)
@@ -173,13 +163,13 @@ class _SlotLoop:
         return [slot for slot, row in self._between_turns.items() if row.unread is not None]
 
     def _should_admit(self) -> bool:
-        """Whether enough rows could begin a turn that a pass over their tokens costs less than their slots waste.
+        """Whether a pass over the rows that could begin a turn costs less than leaving their slots idle.
 
         A pass costs c steps (`StepShapes.admission_cost`). With turns of L tokens, S / L slots become free per step, so
-        that k of them take k * L / S steps and are idle for half of these on average, k**2 * L / (2 * S) slot-steps of
-        1 / S steps each. The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L). At that point
-        the slots have been idle for as long as the pass takes. This last rule needs no L; it decides for rows between
-        two turns, because these also wait for replies.
+        k of them become free in k * L / S steps and are idle for half of these on average: k**2 * L / (2 * S**2) steps.
+        The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L). At that point the slots have
+        been idle for as long as the pass takes. This last condition needs no L, so it is used for rows between two
+        turns, which also wait for replies.
         """
         free, resumable = self._slots - len(self._busy) - len(self._between_turns), len(self._resumable())
         if not self._busy:
@@ -216,9 +206,7 @@ class _SlotLoop:
         self._choose(self._prompts.read(placed, appended, self._waiting[0] // n if self._waiting else None))
 
     def _choose(self, logits: dict[int, Tensor]) -> None:
-        """Writes the rows that the host has put into slots to the device, and chooses their next tokens from the logits
-        (V,) after each.
-        """
+        """Begins a turn of the rows in the slots `logits`, and chooses its first tokens from these logits (V,)."""
         rows, out = [self._busy[slot] for slot in logits], self._out
         for row in rows:
             row.turn_start, row.limit = row.position, self._params.max_new_tokens
@@ -263,8 +251,8 @@ class _SlotLoop:
         return min(self._shapes.slot_unit(slots), self._slots)
 
     def _decode(self) -> None:
-        """Makes the steps until `_collect_ended`: each reads the next token of the first slots, and chooses one for the
-        rows that run. Rows that have ended are computed too, but record nothing and do not advance.
+        """Makes the steps until `_collect_ended`: each reads the next token of the first slots and chooses one. Rows
+        that have ended are computed too, but record nothing and do not advance.
         """
         steps = min(self._shapes.check_every, max(row.limit - row.position for row in self._busy.values()))
         slots = self._step_slots(max(self._busy) + 1)
@@ -373,8 +361,8 @@ class _SlotLoop:
 
 
 def slot_problem(model: PreTrainedModel) -> str | None:
-    """Why `model`, a causal language model, cannot be sampled in slots, or None if it can; then the attention for it is
-    installed (`models.packed_attention`).
+    """Why `model` cannot be sampled in slots, or None if it can, with the attention of `models.packed_attention`
+    installed.
     """
     if model in _models_without_problem:
         return None
@@ -392,16 +380,12 @@ def _compare_slots(model: PreTrainedModel) -> str | None:
     """Compares two prompts of unequal length, a step and appended tokens in slots with plain passes over the rows."""
     vocabulary, device = model.config.get_text_config().vocab_size, model.device
     rows = [[(7 * i + 3 * j + 1) % vocabulary for j in range(length)] for i, length in enumerate((8, 5))]
-    prompt_lengths, cache = (5, 2), SlotCache(slots=2, columns=8)
-    prompts = [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(prompt_lengths)]
-    next_tokens = torch.tensor([row[n] for row, n in zip(rows, prompt_lengths, strict=True)], device=device)
-    appended = [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(prompt_lengths)]
-    in_slots = [
-        extend(model, cache, prompts),
-        read_next(model, cache, next_tokens, torch.tensor(prompt_lengths, device=device), columns=6),
-        extend(model, cache, appended),
-    ]
-    for i, (row, n) in enumerate(zip(rows, prompt_lengths, strict=True)):
+    lengths, cache = (5, 2), SlotCache(slots=2, columns=8)
+    in_slots = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(lengths)])]
+    tokens = torch.tensor([row[n] for row, n in zip(rows, lengths, strict=True)], device=device)
+    in_slots.append(read_next(model, cache, tokens, torch.tensor(lengths, device=device), columns=6))
+    in_slots.append(extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(lengths)]))
+    for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         whole: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
         if problem := difference(torch.stack([logits[i] for logits in in_slots]), whole[[n - 1, n, -1]], "logits"):
             return f"{problem} from those of a pass over the row"

@@ -8,6 +8,7 @@ import platform
 import shutil
 from collections import deque
 from pathlib import Path
+from typing import Unpack
 from urllib.parse import urlsplit
 
 import torch
@@ -18,9 +19,8 @@ from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.config.names import check_url
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import gather_list, raise_on_all_ranks
-from alpaca_ppo.generation.backends import Backend, PolicyWeights
-from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
-from alpaca_ppo.generation.turns import Turns
+from alpaca_ppo.generation.backends import Backend, GenerateOptions, PolicyWeights
+from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.vllm import weights as files
 from alpaca_ppo.generation.vllm.local_server import LocalServer
 from alpaca_ppo.generation.vllm.process import ServerProcess, check_options
@@ -37,8 +37,7 @@ class VLLMBackend(Backend):
     likeliest token.
 
     Raises:
-        ValueError: without the options of a run; if they name no server and no way to start one, or one that cannot be
-            used.
+        ValueError: without the options of a run, or for options that name no usable server.
     """
 
     takes_turns = takes_stop_strings = has_own_weights = True
@@ -68,7 +67,7 @@ class VLLMBackend(Backend):
         """Gives the servers the policy's weights, each time as another version.
 
         Raises:
-            ValueError: if this process has no room for them, or a server does not take them.
+            ValueError: if this process has no room for them, or a server does not load them.
             RuntimeError: if that happened on another process.
         """
         number, adapted = self._publications, policy.adapters is not None
@@ -148,14 +147,7 @@ class VLLMBackend(Backend):
             together([self._local.sleep()])
 
     def generate(
-        self,
-        model: PreTrainedModel,
-        prompts: PromptBatch,
-        params: SamplingParams,
-        *,
-        rows_at_once: int | None,
-        turns: Turns | None,
-        hooks: SamplingHooks,
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
         longest = int(prompts["query_attn_masks"].sum(dim=1).max()) + params.max_new_tokens
         most = min(server.longest_row for server in self.servers)
@@ -164,5 +156,4 @@ class VLLMBackend(Backend):
                 f"prompt and response have up to {longest} tokens, but the vLLM server takes {most}; start it with a "
                 "longer --max-model-len (vllm_args)"
             )
-        sampling = Sampling(self.servers, self.args.ddp_timeout, model, prompts, params, turns, hooks)
-        return sampling.run()
+        return Sampling(self.servers, self.args.ddp_timeout, model, prompts, params, options).run()

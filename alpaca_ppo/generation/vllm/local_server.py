@@ -15,14 +15,8 @@ from alpaca_ppo.generation.vllm.server import Publication, Server, together
 
 
 class LocalServer(Server):
-    """A server on this process's device, which listens on a socket in `folder`.
-
-    Args:
-        args: of the run.
-        folder: of the weights.
-        dtype: in which it computes.
-        lora_rank: the highest rank of an adapter; 0 without adapters.
-        device: of the policy.
+    """A server on this process's `device`, which listens on a socket in `folder`, takes adapters up to `lora_rank` (0:
+    no adapters) and computes in `dtype`.
     """
 
     def __init__(self, args: PPOConfig, folder: Path, dtype: torch.dtype, lora_rank: int, device: torch.device) -> None:
@@ -37,7 +31,7 @@ class LocalServer(Server):
         """Starts the server on the weights `new`; calls `poll` meanwhile.
 
         Raises:
-            ValueError: if it cannot be started.
+            ValueError: see `ServerProcess.wait`.
         """
         if self._process is not None:
             self._process.stop()
@@ -53,7 +47,7 @@ class LocalServer(Server):
         together([self.load(new)])
 
     def restart(self, poll: Callable[[], Any]) -> None:
-        """Starts the server again, after it has ended, on the weights that it had loaded; calls `poll` meanwhile."""
+        """Starts a server that has ended again, on the weights that it had loaded; calls `poll` meanwhile."""
         assert self.loaded is not None
         warnings.warn(f"the vLLM server has ended ({self.reason()}), and is started again", stacklevel=2)
         self.start(self.loaded, poll)

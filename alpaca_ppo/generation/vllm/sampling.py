@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, RowCalls
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams, StopRule, unpadded
-from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
+from alpaca_ppo.generation.backends import GenerateOptions
+from alpaca_ppo.generation.responses import Generation, SamplingParams, StopRule, unpadded
+from alpaca_ppo.generation.turns import Pending, Reply, Turn, check_reply
 from alpaca_ppo.generation.vllm.local_server import LocalServer
 from alpaca_ppo.generation.vllm.server import Server, request_params
 from alpaca_ppo.http_json import RequestFailed
@@ -53,16 +54,8 @@ class _Row:
 
 
 class Sampling:
-    """Samples the responses of one call.
-
-    Args:
-        servers: with the policy's weights.
-        timeout: of a request, in seconds.
-        model: the policy's, of which the configuration is read.
-        prompts: see `Backend.generate`, as for the others.
-        params: how tokens are chosen, and what ends a response.
-        turns: who is asked at the end of a turn; None ends every response with its first.
-        hooks: what is called meanwhile.
+    """Samples the responses of one call of `Backend.generate`, on `servers` that have the policy's weights; `timeout`,
+    of a request, is in seconds. The servers decide how many rows they decode at once.
     """
 
     def __init__(
@@ -72,11 +65,10 @@ class Sampling:
         model: PreTrainedModel,
         prompts: PromptBatch,
         params: SamplingParams,
-        turns: Turns | None,
-        hooks: SamplingHooks,
+        options: GenerateOptions,
     ) -> None:
         self._servers, self._timeout, self._model = servers, timeout, model
-        self._params, self._turns, self._hooks = params, turns, hooks
+        self._params, self._turns, self._hooks = params, options["turns"], options["hooks"]
         self._rule = StopRule(params, torch.device("cpu"))
         self._request = request_params(params, self._rule)
         self._keys = params.random_keys(prompts["prompt_ids"]).cpu()

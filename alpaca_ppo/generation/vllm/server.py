@@ -39,25 +39,15 @@ def request_params(params: SamplingParams, rule: StopRule) -> dict[str, Any]:
     """The settings of `params` under vLLM's names, without a limit and a seed. An answer includes the stop token that
     ends it.
     """
-    return {
-        "stop_token_ids": rule.stop_ids,
-        # The model's own stop tokens are among those.
-        "ignore_eos": True,
-        "logprobs": 0,
-        "detokenize": False,
-        # 0 takes the likeliest token, whatever top_k and top_p are.
-        "temperature": params.temperature if params.do_sample else 0.0,
-        "top_k": params.top_k or -1,
-        "top_p": params.top_p or 1.0,
-    }
+    # 0 takes the likeliest token, whatever top_k and top_p are.
+    temperature = params.temperature if params.do_sample else 0.0
+    choice = {"temperature": temperature, "top_k": params.top_k or -1, "top_p": params.top_p or 1.0}
+    # The model's own stop tokens are among those of the rule.
+    return {"stop_token_ids": rule.stop_ids, "ignore_eos": True, "logprobs": 0, "detokenize": False, **choice}
 
 
 def together(calls: Iterable[Awaitable[Any]]) -> None:
-    """Awaits all requests at once.
-
-    Raises:
-        ValueError: for the first that failed.
-    """
+    """Awaits all requests at once; raises ValueError for the first that failed."""
     for value in await_all(list(calls)):
         if isinstance(value, RequestFailed):
             raise ValueError(f"the vLLM server at {value}") from value
@@ -66,12 +56,7 @@ def together(calls: Iterable[Awaitable[Any]]) -> None:
 
 
 class Server:
-    """A vLLM server, by its address.
-
-    Args:
-        url: the address.
-        socket: path of the Unix socket on which it listens instead.
-    """
+    """A vLLM server at `url`, or on the Unix socket with the path `socket`."""
 
     def __init__(self, url: str, socket: str | None = None) -> None:
         self._url, self._socket = url.rstrip("/"), socket
@@ -100,11 +85,11 @@ class Server:
         """Checks how the server was started.
 
         Args:
-            folder: of the weights, with an empty file of them, which a server that was not started here must see.
+            folder: of the weights, which must be visible to a server that was not started here.
             lora: whether adapters will be loaded.
 
         Raises:
-            ValueError: for another version, without a flag that is needed, or if it does not see `folder`.
+            ValueError: for an untested version or a missing flag, or if it does not see `folder`.
             RequestFailed: see there.
         """
         check_version((await self.ask("/version"))["version"], f"the vLLM server at {self.name}")
@@ -137,7 +122,7 @@ class Server:
 
         Raises:
             RequestFailed: see there.
-            ValueError: if its cache cannot be emptied.
+            ValueError: if requests of others keep the cache filled.
         """
         old = self.loaded
         if old is None or old.model != new.model:
@@ -166,7 +151,8 @@ class Server:
     async def sleep(self) -> None:
         """Frees memory of its GPU: weights go to the host, the cache is dropped.
 
-        Level 1, because weights that level 2 has dropped came back wrong (https://github.com/vllm-project/vllm/issues/29341).
+        Level 1, because weights that level 2 has dropped came back wrong
+        (https://github.com/vllm-project/vllm/issues/29341).
         """
         await self.ask("/sleep?level=1", {}, seconds=_LOAD_SECONDS)
         self.asleep = True
@@ -174,15 +160,16 @@ class Server:
     async def sample(
         self, tokens: list[int], params: dict[str, Any], *, delay: float = 0.0
     ) -> tuple[list[int], list[float]]:
-        """The tokens that the loaded weights sample after `tokens`, and the log-prob of each in nats.
+        """The tokens that the loaded weights sample after `tokens`, of prompt and response, and their log-probs in
+        nats.
 
         Args:
-            tokens: of the prompt, and of the response so far.
-            params: `request_params`, and `max_tokens` and `seed`.
+            tokens: at least one.
+            params: `request_params`, `max_tokens` and `seed`, which determine the result.
             delay: seconds until the request is made.
 
         Raises:
-            RequestFailed: see there; repeated, the request samples the same tokens.
+            RequestFailed: see there.
             ValueError: for an answer that does not fit the request.
         """
         await asyncio.sleep(delay)
@@ -202,8 +189,7 @@ def _parsed(found: Any, params: dict[str, Any], version: str) -> tuple[list[int]
     """The tokens and log-probs of an answer.
 
     Raises:
-        ValueError: for one that does not fit a request with `params` to weights of `version`; other errors if it has
-            another form.
+        ValueError: if it does not fit a request with `params` to weights of `version`; other errors for another form.
     """
     most, stops = params["max_tokens"], params["stop_token_ids"]
     (choice,) = found["choices"]
@@ -225,10 +211,6 @@ def _parsed(found: Any, params: dict[str, Any], version: str) -> tuple[list[int]
 
 
 def check_version(version: str, where: str) -> None:
-    """Checks the version of vLLM of `where`.
-
-    Raises:
-        ValueError: for one that has not been tried.
-    """
+    """Raises ValueError for a version of vLLM, found at `where`, that was not tried."""
     if ".".join(version.split(".")[:2]) != VERSIONS:
         raise ValueError(f"{where} is vLLM {version}; {VERSIONS}.x is needed (alpaca-ppo vllm-env makes it)")
