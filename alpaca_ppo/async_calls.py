@@ -24,7 +24,7 @@ import torch
 
 MOST_CALLS = 64
 """Calls that run at a time; others wait in order."""
-_RESPONSE_SECONDS = 1.0
+RESPONSE_SECONDS = 1.0
 """In which the event loop must respond after a call timed out, or it counts as blocked."""
 
 
@@ -74,7 +74,7 @@ class _Loop:
     def blocking_function(self) -> str:
         """The function that blocks the loop, with its place, if the loop has not responded to `probe`; else empty."""
         response, self._response = self._response, None
-        if response is None or response.wait(_RESPONSE_SECONDS):
+        if response is None or response.wait(RESPONSE_SECONDS):
             return ""
         assert self._thread.ident is not None
         frames = traceback.extract_stack(sys._current_frames()[self._thread.ident])
