@@ -1,8 +1,8 @@
-"""Functions of users that are async, slow or broken: one event loop in a daemon thread awaits what is async, and a call
-that may block has a daemon thread of its own.
+"""Calls functions of users, which may be async, slow or broken: one event loop in a daemon thread awaits what is async,
+and each other call has a daemon thread of its own.
 
-Reward functions await in it (`await_all`). Calls of environments and tools belong to rows and have a time limit
-(`RowCalls`); one that is not done in time is left to itself, and what it returns later is dropped.
+`await_all` serves reward functions. `RowCalls` serves environments and tools, whose calls belong to rows and have a
+time limit; a call that is too late is abandoned, and its result dropped.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ import torch
 
 MOST_CALLS = 64
 """Calls that run at a time; others wait in order."""
-_SIGN_OF_LIFE = 1.0
-"""Seconds in which the event loop must answer after a call in it was not done in time."""
+RESPONSE_SECONDS = 1.0
+"""In which the event loop must respond after a call timed out, or it counts as blocked."""
 
 
 def error_text(error: BaseException) -> str:
-    """The type and the message of an exception; the type alone if it cannot say more."""
+    """The type and the message of an exception; the type alone if its `__str__` fails."""
     try:
         return f"{type(error).__name__}: {error}"
-    # Also what would end the program: it comes from code of the user, or of the policy.
+    # Also SystemExit: this is code of the user, or of the policy.
     except BaseException:
         return type(error).__name__
 
 
 class Parameters(NamedTuple):
-    """What a function of the user can be given by name."""
+    """The arguments that a function takes by name."""
 
     names: list[str]
     required: list[str]
@@ -48,7 +48,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
-    """Its parameters; nothing but others of a class that is not written in Python, which has no signature."""
+    """Its parameters; only `any_others` for a class that is not written in Python, which has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -64,23 +64,23 @@ class _Loop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = _daemon(self.loop.run_forever)
-        self._heard: threading.Event | None = None
+        self._response: threading.Event | None = None
 
     def probe(self) -> None:
-        """Asks for a sign of life, which `holder` waits for."""
-        self._heard = threading.Event()
-        self.loop.call_soon_threadsafe(self._heard.set)
+        """Asks for a response, which `blocking_function` waits for."""
+        self._response = threading.Event()
+        self.loop.call_soon_threadsafe(self._response.set)
 
-    def holder(self) -> str:
-        """What the loop is held by if it has given no sign of life since `probe`; otherwise empty."""
-        heard, self._heard = self._heard, None
-        if heard is None or heard.wait(_SIGN_OF_LIFE):
+    def blocking_function(self) -> str:
+        """The function that blocks the loop, with its place, if the loop has not responded to `probe`; else empty."""
+        response, self._response = self._response, None
+        if response is None or response.wait(RESPONSE_SECONDS):
             return ""
         assert self._thread.ident is not None
         frames = traceback.extract_stack(sys._current_frames()[self._thread.ident])
-        inside = [i for i, frame in enumerate(frames) if frame.filename == __file__]
-        # The first one of the user's, or the loop's own where it has called none.
-        frame = frames[min(inside[-1] + 1, len(frames) - 1)]
+        of_this_module = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+        # The user's first function, or the last frame of all where the loop runs none.
+        frame = frames[min(of_this_module[-1] + 1, len(frames) - 1)]
         return f"{frame.name} ({frame.filename}, line {frame.lineno})"
 
 
@@ -89,7 +89,7 @@ _loops: list[_Loop] = []
 
 
 async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """What it gives, and what it raises: in the loop's thread, a SystemExit would end the loop without a word."""
+    """The result and the exception of `awaitable`. In the loop's thread a SystemExit would end the loop silently."""
     try:
         return await awaitable, None
     except BaseException as error:
@@ -97,11 +97,11 @@ async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None
 
 
 def _event_loop() -> _Loop:
-    """The process's event loop; a new one if a function holds it."""
-    if _loops and (holder := _loops[0].holder()):
+    """The process's event loop; a new one if a function blocks it."""
+    if _loops and (blocker := _loops[0].blocking_function()):
         warnings.warn(
-            f"{holder} is async, but works without await, so that no other async function can go on; later ones run in "
-            "a new event loop. Await what takes long there, or make it a sync function",
+            f"{blocker} is async, but works without await, so that no other async function can go on; later ones run "
+            "in a new event loop. Await what takes long there, or make it a sync function",
             stacklevel=2,
         )
         _loops.clear()
@@ -111,8 +111,8 @@ def _event_loop() -> _Loop:
 
 
 def _daemon(target: Callable[[], Any]) -> threading.Thread:
-    """A running thread with the CUDA device of this one; a new thread's is cuda:0."""
-    # Where CUDA is not in use, to ask for the device would start it.
+    """Starts a thread with the CUDA device of this one; otherwise it would be cuda:0."""
+    # Asking for the device initializes CUDA.
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def work() -> None:
@@ -126,10 +126,10 @@ def _daemon(target: Callable[[], Any]) -> threading.Thread:
 
 
 def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The result of each, or the exception that it raised, awaited together.
+    """Awaits all at once; returns the result of each, or the exception that it raised.
 
     Raises:
-        BaseException: what would end the program, such as SystemExit; what a signal raises while this waits.
+        BaseException: SystemExit or KeyboardInterrupt of an awaitable; what a signal raises while this waits.
     """
 
     async def gathered() -> list[tuple[Any, BaseException | None]]:
@@ -162,9 +162,9 @@ class Call:
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
-    """Seconds; None waits without end."""
+    """Seconds; None sets no limit."""
     finish: Callable[[Any], Any] = lambda value: value
-    """Part of the call: makes of what the function returns what the call returns."""
+    """Part of the call: from the function's result to the call's."""
 
 
 class CallTimeout(Exception):
@@ -173,20 +173,20 @@ class CallTimeout(Exception):
 
 @dataclass(eq=False)
 class RowCall:
-    """A call that has begun. `RowCalls.finished` gives it back once it has ended, or is too late."""
+    """A call that has begun. `RowCalls.finished` returns it once it has ended or timed out."""
 
     row: int
     deadline: float
     began: float = field(default_factory=time.monotonic)
     outcome: Future[Any] = field(default_factory=Future)
-    """What the function returns or raises, however late."""
+    """What the function returns or raises, also after a timeout."""
     task: Future[None] | None = None
     """Of an async function."""
     value: Any = None
     error: Exception | None = None
     """What it raised; `CallTimeout` if it was not done in time."""
     seconds: float = 0.0
-    """That it took, without the time that it waited to begin."""
+    """Its duration, without the time that it waited to begin."""
 
 
 class RowCalls:
@@ -204,10 +204,10 @@ class RowCalls:
         self._begin()
 
     def finished(self, timeout: float) -> list[RowCall]:
-        """The calls that have ended since the last time. Waits up to `timeout` seconds where none has.
+        """The calls that have ended since the last time. Waits up to `timeout` seconds for one.
 
-        An exception that would end the program, such as SystemExit of code that the policy wrote, is the call's error:
-        what users run here must not end the run in silence.
+        An exception that would end the program, such as SystemExit in code that the policy wrote, becomes the call's
+        error, so that it does not end the run silently.
         """
         until = time.monotonic() + timeout
         ended: list[RowCall] = []
@@ -225,7 +225,7 @@ class RowCalls:
         return ended
 
     def abandon(self) -> set[int]:
-        """Forgets all calls; returns the rows whose calls were running."""
+        """Drops all calls; returns the rows whose calls were running."""
         rows = set(self._running)
         for call in self._running.values():
             if call.task is not None:
@@ -275,6 +275,8 @@ def _make_call(call: Call, loop: asyncio.AbstractEventLoop, outcome: Future[Any]
 async def _await_call(call: Call, outcome: Future[Any]) -> None:
     try:
         outcome.set_result(call.finish(await call.function(**call.arguments)))
-    # In the loop's thread, a SystemExit would end the loop without a word.
+    # As in `_outcome`.
     except BaseException as raised:
         outcome.set_exception(raised)
+        # Breaks a reference cycle: the exception's traceback holds this frame.
+        del outcome

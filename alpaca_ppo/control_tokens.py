@@ -1,9 +1,9 @@
-"""Control tokens, such as <|im_end|>, in text of which only a part may write them.
+"""Keeps texts of tools and environments from writing control tokens, such as <|im_end|>.
 
-`ControlTokens.protect` prepares text that may not: what tools and environments say. It then goes through a chat
-template, or stands behind a prompt, and `encode` makes token ids of the whole. A control token that the template has
-written is one id; the same characters in protected text are the tokens of ordinary text, whatever the template does
-with them (it may strip, shorten or join texts) and the tokenizer (it may normalise look-alikes).
+`ControlTokens.protect` prepares such a text, which then goes through a chat template or follows a prompt; `encode`
+makes token ids of the whole. A control token that the template writes is one id; the same characters in protected text
+become tokens of ordinary text, even if the template strips, shortens or joins texts, or the tokenizer normalises
+look-alikes.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _GUARD = "\ufdd0"
-"""A code point that Unicode keeps free for use within a program."""
+"""A code point that Unicode reserves for use within a program."""
 _RARE = "\U0001242b"
 """A cuneiform sign, which no vocabulary has."""
 _NO_WORD = re.compile(r"[<>\[\]{}|#]")
@@ -31,12 +31,12 @@ def _stand_in(letter: str) -> str:
 class ControlTokens:
     """The control tokens of one tokenizer: its special tokens, and added ones that are no words, such as <tool_call>.
 
-    White space is none, nor is an unknown token that stands for other text. Where there is none, as of bytes, some
-    tokenizers name the pad token as the unknown one.
+    White space does not count, nor does the unknown token if it stands for other text. (A tokenizer of bytes has no
+    unknown token; some name the pad token as theirs.)
 
     Args:
         tokenizer: of the policy or of a reward model.
-        trusting: whether protected text may write them all the same, as every tokenizer allows.
+        trusting: whether protected text may write them nevertheless; this works with every tokenizer.
 
     Raises:
         ValueError: for a tokenizer that cannot write its control tokens as ordinary text.
@@ -54,7 +54,7 @@ class ControlTokens:
         self._ids = {token.content: number for number, token in tokens.items()}
         self._parts = re.compile(f"{_GUARD}([0-9]+){_GUARD}|({_any_of(self._ids)})")
         self._special = re.compile(_any_of(token.content for token in tokens.values() if token.special))
-        # Without its first character no text is a control token, and what precedes a text may be the beginning of one.
+        # A control token is broken up without its first character; a text may also complete one that begins before it.
         self._starts = frozenset(text.strip()[0] for text in self._ids)
         self._rests = tuple({text[i:] for text in self._ids for i in range(1, len(text))})
         self._insides = "\0".join(text[1:] for text in self._ids)
@@ -63,7 +63,7 @@ class ControlTokens:
         try:
             self._renamed = self._rename() if self._ids else None
             faults = [text for text in self._ids if not self._is_text(text)]
-        # The library raises what it likes, and a tokenizer that is written in Python lacks what is looked for.
+        # The library may raise anything, and a tokenizer that is written in Python lacks `backend_tokenizer`.
         except Exception as error:
             faults = [f"{type(error).__name__}: {error}"]
         if faults:
@@ -73,22 +73,23 @@ class ControlTokens:
                 "environments could; use a fast tokenizer, or let them: control_tokens_from: everything"
             )
 
-    def protect(self, said: Any) -> Any:
-        """`said`, a text, a message or several, with stand-ins for what would make control tokens of it."""
-        if isinstance(said, list):
-            return [self.protect(message) for message in said]
-        if isinstance(said, dict):
-            plain = str(said.get("role")).isidentifier()
-            return {key: value if key == "role" and plain else self.protect(value) for key, value in said.items()}
-        if not isinstance(said, str):
-            return said
-        said = said.replace(_GUARD, "")
-        text = said.strip()
-        at = said.find(text) if text.startswith(self._rests) or text in self._insides else -1
-        return "".join(_stand_in(c) if i == at or c in self._starts else c for i, c in enumerate(said))
+    def protect(self, content: Any) -> Any:
+        """A text, a message or several messages, with stand-ins for the characters that control tokens need."""
+        if isinstance(content, list):
+            return [self.protect(message) for message in content]
+        if isinstance(content, dict):
+            plain_role = str(content.get("role")).isidentifier()
+            return {k: value if k == "role" and plain_role else self.protect(value) for k, value in content.items()}
+        if not isinstance(content, str):
+            return content
+        text = content.replace(_GUARD, "")
+        stripped = text.strip()
+        completes_token = stripped.startswith(self._rests) or stripped in self._insides
+        first = text.find(stripped) if completes_token else -1
+        return "".join(_stand_in(c) if i == first or c in self._starts else c for i, c in enumerate(text))
 
     def protect_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A tool call of the policy, as a message has it, with its name and arguments protected."""
+        """A tool call of the policy, in the form of a message, with its name and arguments protected."""
         function = {name: self._protect_data(value) for name, value in call["function"].items()}
         return {**call, "function": function}
 
@@ -101,19 +102,19 @@ class ControlTokens:
         return self.protect(value)
 
     def protect_turn(self, text: str) -> str:
-        """A turn of the policy in which nothing but special tokens is protected: those that it chose are no part of the
-        text, so these it has spelled out; a tag such as <think> may be one token.
+        """A turn of the policy with only special tokens protected: its text leaves out those that it chose, so any that
+        it contains are spelled out. Other control tokens, such as <think>, may have been chosen.
         """
         return self._special.sub(lambda found: _stand_in(found[0][0]) + found[0][1:], text.replace(_GUARD, ""))
 
     def restored(self, text: str, names: dict[str, str] | None = None) -> str:
-        """`text` as it was before `protect`; with `names` for the control tokens that it may write."""
+        """`text` as it was before `protect`, with `names` in place of the control tokens that it may write."""
         names = names or {}
         return self._parts.sub(lambda part: chr(int(part[1])) if part[1] else names.get(part[2], part[2]), text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of text with protected parts: the tokenizer's own where it finds the control tokens that the
-        text may write, and no others.
+        """The token ids of text with protected parts: those of the tokenizer if they contain just the control tokens
+        that the text may write, otherwise those of `_rename`.
         """
         plain = self.restored(text)
         ids = list(self._tokenizer(plain, add_special_tokens=False)["input_ids"])
@@ -127,15 +128,15 @@ class ControlTokens:
         return [token for token in ids if token in self._control]
 
     def _is_text(self, text: str) -> bool:
-        """Whether a control token is one where it may be written, and something else where it is protected."""
+        """Whether the control token `text` is one id where it may be written, and other ids where it is protected."""
         ids = self.encode(text + self.protect(text), add_special_tokens=False)
         return self._control_of(ids) == [self._ids[text]] != ids
 
     def _rename(self) -> Tokenizer:
-        """The tokenizer, with names for its control tokens that no text has.
+        """The tokenizer with names of its control tokens that occur in no text.
 
-        `split_special_tokens` would leave added tokens that are not special, and those that the vocabulary itself
-        contains, as that of a unigram model does.
+        `split_special_tokens` would still find added tokens that are not special, and those in the vocabulary itself,
+        as that of a unigram model.
         """
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         state |= {"truncation": None, "padding": None}

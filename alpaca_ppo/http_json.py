@@ -1,7 +1,7 @@
 """JSON from HTTP servers that may be slow, broken or hostile.
 
-An answer has a limit in time, its last byte included, and in size; it is read as it is sent, because a small compressed
-one may be huge, and redirects are not followed, because they would take the data and the key elsewhere.
+An answer is limited in time, to its last byte, and in size. Compressed answers are not decoded, because a small one may
+be huge; redirects are not followed, because they would send the data and the key elsewhere.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.names import shown_url
 
 _CONNECT_SECONDS = 10.0
-"""To a host that does not answer at all, so that another server can be asked soon."""
+"""For a host that does not answer at all, so that another server can be asked soon."""
 
 
 class RequestFailed(Exception):
-    """A server gave no usable answer: no connection, none in time, an HTTP status other than success, or something that
-    is too large, no JSON or of another form. The message names the server and shows no credential.
+    """A server gave no usable answer: no connection, a timeout, an HTTP status other than success, or an answer that is
+    too large, no JSON or of another form. The message names the server and shows no credential.
     """
 
     def __init__(self, url: str, problem: str) -> None:
@@ -36,7 +36,7 @@ def key_from(variable: str) -> str:
     """The key in an environment variable, empty if it is not set.
 
     Raises:
-        ValueError: for a key that no HTTP header can carry; the message does not show it.
+        ValueError: for a key that no HTTP header can hold; the message does not show it.
     """
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -57,13 +57,13 @@ async def ask_json(
     """Sends `body` and returns the JSON value of the answer.
 
     Args:
-        url: where to. A user and a password in it are sent as basic authentication, in place of the key.
+        url: a user and a password in it are sent as basic authentication, instead of the key.
         body: JSON, which is posted; None asks with GET.
         key_variable: the environment variable whose key, if it is set, is sent as a bearer token.
-        seconds: that the request may take, from its beginning to the last byte of the answer.
-        max_bytes: that the answer may have.
+        seconds: limit of the request, to the last byte of the answer.
+        max_bytes: limit of the answer.
         socket: path of the Unix socket on which the server listens, instead of the host and port of `url`.
-        parse: makes of the answer's text what is returned.
+        parse: from the answer's text to what is returned.
 
     Raises:
         RequestFailed: see there.
@@ -85,10 +85,10 @@ async def ask_json(
                 answer += part
                 if len(answer) > max_bytes:
                     break
-        said = shown(answer.decode(errors="replace"))
+        text = shown(answer.decode(errors="replace"))
         if not response.is_success:
             status = response.status_code
-            problem = f"answered with HTTP status {status}: {said}; check its log, address and {key_variable}"
+            problem = f"answered with HTTP status {status}: {text}; check its log, address and {key_variable}"
         elif len(answer) > max_bytes:
             problem = f"sent an answer of more than {max_bytes} bytes; check its address"
         else:
@@ -96,10 +96,10 @@ async def ask_json(
                 return parse(answer.decode())
             # Deep nesting is a RecursionError.
             except (ValueError, RecursionError) as error:
-                problem = f"sent an answer that is no JSON ({type(error).__name__}): {said}; check its address"
+                problem = f"sent an answer that is no JSON ({type(error).__name__}): {text}; check its address"
     except TimeoutError:
         problem = f"did not answer within {seconds:g} s; allow it more time, or send less"
-    # Their texts may hold the address, so that they are neither chained nor shown as they are.
+    # Their texts may hold the address, so they are neither chained nor shown unchanged.
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         problem = f"could not be asked ({type(error).__name__}: {shown(str(error))}); check that it runs"
     for secret in filter(None, (key, parts.password, unquote(parts.password or ""))):
@@ -109,5 +109,5 @@ async def ask_json(
 
 @cache
 def _ssl() -> ssl.SSLContext:
-    """Made once: it reads the certificates of all authorities."""
+    """Made once, because it reads the certificates of all authorities."""
     return httpx.create_ssl_context()

@@ -163,9 +163,12 @@ CRITIC_HEADS: Registry[Any] = Registry(
 probabilities of fixed returns within `value_support`."""
 
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
-    "generation_backend", {"auto": {}, "slots": {}, "generate": {}, "vllm": {}}
+    "generation_backend",
+    {"auto": {}, "slots": {}, "generate": {"in_slots": False}, "vllm": {"in_process": False}},
+    {"in_process": True, "in_slots": True},
 )
-"""Functions that make a `generation.Backend` from the run's configuration."""
+"""Functions that make a `generation.Backend` from the run's configuration. For the estimate of memory: whether it runs the
+policy in the process that trains, and whether it does so in slots."""
 
 
 DoctorRule = Literal[

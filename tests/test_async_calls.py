@@ -124,7 +124,7 @@ async def blocks(release):
 
 
 def test_an_async_function_that_blocks_is_named_and_later_ones_go_on(calls, monkeypatch):
-    monkeypatch.setattr("alpaca_ppo.async_calls._SIGN_OF_LIFE", 0.1)
+    monkeypatch.setattr("alpaca_ppo.async_calls.RESPONSE_SECONDS", 0.1)
     release = threading.Event()
     calls.start(0, Call(blocks, {"release": release}, timeout=0.05))
     assert type(made(calls, 0)[0].error) is CallTimeout

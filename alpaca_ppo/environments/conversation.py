@@ -1,8 +1,7 @@
-"""How a conversation is written in tokens: prompts with tools, and what is appended between two turns of the policy.
+"""Conversations as tokens: prompts with tools, and what is appended between two turns of the policy.
 
-The tokens that the policy sampled stay as they were sampled. What follows them is rendered by the chat template around
-placeholders, so a template must write earlier messages the same whatever comes after them, and each message the same
-wherever it stands; `check` finds out with a conversation that grows.
+The tokens that the policy sampled stay as they are. The chat template renders what follows them around placeholders.
+So it must write a message the same whatever its position and whatever follows; `check` tries a conversation that grows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,14 @@ from alpaca_ppo.data.prompts import tokenize_prompts
 
 Message = dict[str, Any]
 
-# No environment says the second, which is looked for in what the template writes.
+# The second is searched for in what the template writes, so no environment may write it.
 _QUESTION, _ANSWER = "First question", "Earlier answer 8D1f6c03"
 _USER: Message = {"role": "user", "content": _QUESTION}
 _THOUGHT = "earlier thought"
 _TURNS, _MOST_TURNS, _LONGEST = 32, 100, 4000
-"""Of the conversation that `check` writes: turns of the policy, and about the most characters of a message."""
+"""Of the conversation in `check`: fewest and most turns of the policy, and about the most characters of a message."""
 _MARGIN = 32
-"""Tokens that are kept of a text in addition to those needed, because the last ones depend on where it is cut."""
+"""Tokens that are kept of a text beyond those needed, because the last ones depend on where it is cut."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,9 @@ class Conversation:
 
     Args:
         tokenizer: of the policy.
-        messages: whether prompts are messages, which the chat template writes; otherwise replies are plain text.
+        messages: whether prompts are messages, which the chat template writes; otherwise all is plain text.
         chat_template_kwargs: further arguments of the chat template.
-        stop_token_ids: what ends a turn.
+        stop_token_ids: end a turn.
         control_tokens_from: the option.
 
     Raises:
@@ -64,18 +63,20 @@ class Conversation:
         control_tokens_from: str = "prompts",
     ) -> None:
         self.tokenizer, self.messages = tokenizer, messages
-        self._prompts_may, self.trusting = control_tokens_from != "template", control_tokens_from == "everything"
+        self.trusting = control_tokens_from == "everything"
+        """Whether replies may write control tokens."""
+        self._prompts_trusted = control_tokens_from != "template"
         self._control_tokens = ControlTokens(tokenizer, trusting=self.trusting)
         self._keywords = dict(chat_template_kwargs or {})
         self._stop = frozenset(stop_token_ids)
         self._special = frozenset(tokenizer.all_special_ids)
 
     def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]], observation: str = "") -> list[int]:
-        """The token ids of the dataset's text or messages with `observation` at their end; the tools of `schemas` are
-        shown to the policy.
-        """
+        """The token ids of the row's text or messages, with `observation` at their end and the tools of `schemas`."""
         tokens = self._control_tokens
-        prompt = with_observation(prompt if self._prompts_may else tokens.protect(prompt), tokens.protect(observation))
+        if not self._prompts_trusted:
+            prompt = tokens.protect(prompt)
+        prompt = with_observation(prompt, tokens.protect(observation))
         return tokenize_prompts([prompt], self.tokenizer, self._keywords, tools=[schemas], control_tokens=tokens)[0]
 
     @cached_property
@@ -85,7 +86,6 @@ class Conversation:
         return self._render([_USER], (), add_generation_prompt=True).removeprefix(question)
 
     def ends_turn(self, token: int) -> bool:
-        """Whether `token` ends a turn."""
         return token in self._stop
 
     def turn_text(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
@@ -106,14 +106,12 @@ class Conversation:
         """The token ids between a turn of the policy and its next one.
 
         Args:
-            replies: messages; of plain text, one whose content is appended as it is.
-            stopped_by_token: whether the turn's last token is one that ends a turn; otherwise the template's own end of
-                a turn is written first.
-            tool_calls: those of the turn, as a message has them. The template gets them without arguments: it may
-                refuse what the policy has written, and nothing of it is appended.
+            replies: messages; for plain text, one whose content is appended as it is.
+            stopped_by_token: whether a stop token ended the turn; otherwise the template's end of a turn comes first.
+            tool_calls: those of the turn, in the form of a message. The template gets them without their arguments,
+                which it might refuse.
             schemas: of the tools.
-            columns: how many of the ids are used: of what a message says, little more than these is tokenized. None
-                tokenizes all.
+            columns: how many of the ids are used: little more of a long message is tokenized. None tokenizes all.
         """
         if columns is not None:
             replies = [{**message, "content": self._beginning(message["content"], columns)} for message in replies]
@@ -123,7 +121,7 @@ class Conversation:
         written = self._written(self._thought(0) + _ANSWER, replies, tool_calls, schemas)
         if not stopped_by_token:
             return self._ids(written.closing + written.suffix)
-        # The sampled token stands for the template's.
+        # The sampled token replaces the template's.
         ends = self._stop | self._special
         if ends.intersection(self._ids(written.closing)):
             ids = self._ids(written.closing + written.suffix)
@@ -133,31 +131,30 @@ class Conversation:
         return ids[1:] if not written.closing and ids and ids[0] in self._stop else ids
 
     def _beginning(self, text: str, columns: int) -> str:
-        """As much of `text` as the first `columns` tokens of a message with it come from."""
-        said = text.lstrip()
-        kept = self._filling(said, columns + _MARGIN)
-        space = self._filling(text[: len(text) - len(said)], columns + _MARGIN)
-        # A template may strip white space, which must change nothing at either end of what is kept.
-        return space + kept + ("." if len(kept) < len(said) else "")
+        """The beginning of `text` that determines the first `columns` tokens of a message with it."""
+        stripped = text.lstrip()
+        kept = self._shortened(stripped, columns + _MARGIN)
+        space = self._shortened(text[: len(text) - len(stripped)], columns + _MARGIN)
+        # A template may strip white space; this must not change either end of the result.
+        return space + kept + ("." if len(kept) < len(stripped) else "")
 
-    def _filling(self, text: str, tokens: int) -> str:
-        """The beginning of `text` that has at least so many tokens, if `text` has."""
+    def _shortened(self, text: str, tokens: int) -> str:
+        """A beginning of `text` that has at least so many tokens; all of it if it has fewer."""
         size = 8 * tokens
         while size < len(text) and len(self._ids(text[:size])) < tokens:
             size *= 2
         return text[:size]
 
     def check(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool, max_turns: int | None = None) -> None:
-        """Checks that the chat template writes a conversation as it grows, at the start of a run.
+        """Checks at the start of a run that the chat template only appends as a conversation grows.
 
         Args:
             schemas: of the tools; without any, `replies` is True.
             replies: whether a conversation partner answers, as the user.
-            max_turns: of the policy. Of longer conversations than some tens of turns the beginning is tried.
+            max_turns: of the policy. Of long conversations only the beginning is tried.
 
         Raises:
-            ValueError: when there is no chat template, it cannot write the messages, or what `reply_ids` appends is
-                not what the template writes: later messages change earlier ones, or are written in another way.
+            ValueError: when the template cannot write the messages, or `reply_ids` would append something else.
         """
         if not self.messages:
             if schemas:
@@ -167,26 +164,26 @@ class Conversation:
                 )
             return
         if schemas and self._render([_USER], schemas) == self._render([_USER], ()):
-            raise self._refused("writes nothing about tools")
-        # A conversation message by message: what each turn appends is what `reply_ids` appends.
+            raise self._error("writes nothing about tools")
+        # Each turn appends what `reply_ids` appends for it; the template must write the same for the whole.
         messages, written = [_USER], self._render([_USER], schemas, add_generation_prompt=True)
         for turn in range(min(max(_TURNS, max_turns or 0), _MOST_TURNS)):
             thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
             first = self._written(thought + _ANSWER, self._control_tokens.protect(answers), calls, schemas)
             if thought and _ANSWER in first.text and _THOUGHT not in first.text:
-                raise self._refused("leaves out what the policy thinks between <think> and </think>")
+                raise self._error("leaves out what the policy thinks between <think> and </think>")
             if len(self._ids(first.closing)) > 1 and not first.text.endswith(first.closing + first.suffix):
-                raise self._refused(f"does not end a turn with tool calls as one without, with {first.closing!r}")
+                raise self._error(f"does not end a turn with tool calls as one without, with {first.closing!r}")
             answer = _words("answer", turn)
-            messages += [_assistant(thought + answer, self._named(calls)), *answers]
+            messages += [_assistant(thought + answer, self._without_arguments(calls)), *answers]
             written += self._control_tokens.restored(first.text).replace(_ANSWER, answer)
             found = self._render(messages, schemas, add_generation_prompt=True)
             if found != written:
-                raise self._refused(f"writes a message in another way later: {_difference(written, found)}")
+                raise self._error(f"writes a message in another way later: {_difference(written, found)}")
 
     def _thought(self, turn: int) -> str:
-        """What precedes the text of a turn in `check`: every other one has a thought. Where the template's
-        prompt itself ends with a thought, the policy writes none; where it begins one, the policy ends it.
+        """What precedes the text of a turn in `check`: every other turn has a thought. The policy writes none where
+        the template's prompt ends with one, and only the end of one that the prompt begins.
         """
         if "</think>" in self.prompt_end:
             return ""
@@ -201,26 +198,26 @@ class Conversation:
         tool_calls: Sequence[Mapping[str, Any]],
         schemas: Sequence[Mapping[str, Any]],
     ) -> _Written:
-        """How the template writes a first turn, which says `answer`, and the replies to it."""
-        plain, called = _assistant(answer), _assistant(answer, self._named(tool_calls))
+        """How the template writes a first turn with the text `answer`, and the replies to it."""
+        plain, called = _assistant(answer), _assistant(answer, self._without_arguments(tool_calls))
         start = self._render([_USER], schemas, add_generation_prompt=True)
         after = self._render([_USER, called, *replies], schemas, add_generation_prompt=True)
         if not after.startswith(start):
-            raise self._refused(f"writes a message in another way later: {_difference(start, after)}")
+            raise self._error(f"writes a message in another way later: {_difference(start, after)}")
         before, earlier = (self._render([_USER, message], schemas) for message in (plain, called))
         # Some templates write an EOS at the end of the text.
         for end in ("", self.tokenizer.eos_token or ""):
             closed, rest = before.removesuffix(end), earlier.removesuffix(end)
             if not after.startswith(rest):
-                # Or more than they write later before the text of the last message.
+                # Some write more before the text of the last message than they do once others follow.
                 rest = after.rpartition(_ANSWER)[0] + rest[rest.rfind(_ANSWER) :] if _ANSWER in rest else rest
             closing = closed.rpartition(_ANSWER)[2]
             if _ANSWER in closed and after.startswith(rest):
                 return _Written(after.removeprefix(start), closing, after[len(rest) :])
-        raise self._refused("does not write earlier answers, or writes their end in another way when messages follow")
+        raise self._error("does not write earlier answers, or writes their end in another way when messages follow")
 
-    def _named(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The calls as the template gets them: their names, in the form that it takes."""
+    def _without_arguments(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The calls with their names alone, in the form that the template takes."""
         number, arguments = self._call_form
         return [
             {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls[:number]
@@ -228,7 +225,7 @@ class Conversation:
 
     @cached_property
     def _call_form(self) -> tuple[int | None, Any]:
-        """How many calls at most the template takes in a message (None: any number), and what as empty arguments."""
+        """The most calls that the template takes in a message (None: any number), and its form of empty arguments."""
         forms: list[tuple[int | None, Any]] = [(None, {}), (None, "{}"), (1, {}), (1, "{}")]
         for number, arguments in forms:
             call = {**tool_call_entry("name", {}, 0), "function": {"name": "name", "arguments": arguments}}
@@ -237,7 +234,7 @@ class Conversation:
                 return number, arguments
         return forms[0]
 
-    def _refused(self, problem: str) -> ValueError:
+    def _error(self, problem: str) -> ValueError:
         return ValueError(
             f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} {problem}; set "
             "tokenizer.chat_template to one that only appends (docs/environments.md)"
@@ -251,10 +248,10 @@ class Conversation:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self._keywords, **tools
             )
-        # A template refuses what it does not know with an error of its own choice.
+        # A template may raise anything.
         except Exception as error:
             roles = [message["role"] for message in messages]
-            raise self._refused(f"cannot write a conversation with the roles {roles}: {error_text(error)}") from error
+            raise self._error(f"cannot write a conversation with the roles {roles}: {error_text(error)}") from error
         return text
 
     def _ids(self, text: str) -> list[int]:
@@ -269,7 +266,7 @@ def _assistant(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message
 def _replies(
     turn: int, schemas: Sequence[Mapping[str, Any]], *, replies: bool
 ) -> tuple[list[dict[str, Any]], list[Message]]:
-    """The calls of a turn in `check`, and what follows it: up to three results, or the words of a user."""
+    """The calls of a turn in `check`, and the messages that follow it: up to three results, or one of the user."""
     if not schemas or (replies and turn % 3 == 1):
         return [], [{"role": "user", "content": _words("reply", turn)}]
     calls, results = [], []
@@ -281,27 +278,27 @@ def _replies(
 
 
 def _words(name: str, number: int, of_turn: int | None = None) -> str:
-    """Text that ends like no other; the longer, the later the turn."""
+    """A text with an end of its own, which is longer in later turns."""
     size = min(_LONGEST, 16 * 2 ** (number if of_turn is None else of_turn))
     return "More & 2 " * (size // 9) + f"of {name} {number:02d} [<b>]"
 
 
 def with_observation(prompt: Any, observation: str) -> Any:
-    """The prompt with what `reset` returned at the end of its text, or of its last message."""
+    """The prompt with the text of `reset` at its end, or at the end of its last message."""
     if isinstance(prompt, str):
         return prompt + observation
     return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
 
 
 def _difference(expected: str, found: str) -> str:
-    """Says where two renderings of a conversation begin to differ."""
+    """Where two renderings of a conversation begin to differ, in words."""
     at = len(commonprefix([expected, found]))
     here = slice(max(0, at - 20), at + 40)
     return f"{found[here]!r}, not {expected[here]!r}"
 
 
 def tool_call_entry(name: str, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A call as an assistant message has it; `number` is that of the call in the conversation."""
+    """Call `number` of the conversation, in the form of an assistant message."""
     return {"id": f"{number:09d}", "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 

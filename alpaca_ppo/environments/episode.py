@@ -1,7 +1,7 @@
-"""One episode: an environment, and the conversation that it has with the policy about a dataset row.
+"""One episode: an environment, and its conversation with the policy about a dataset row.
 
-Its parts are generators that yield the calls of the user's functions and are sent what became of them; `episodes` makes
-these calls.
+`begin`, `reply_to` and `end` are generators: they yield calls of the user's functions, and are sent these calls once
+they have ended. `episodes` makes the calls.
 """
 
 import json
@@ -31,12 +31,12 @@ from alpaca_ppo.rewards.batch import copied
 
 T = TypeVar("T")
 Steps = Generator[Call, RowCall, T]
-"""Yields calls, and is sent how each has ended."""
+"""Yields calls, and is sent each once it has ended."""
 
 
 class EnvironmentFailure(RuntimeError):
-    """A method of an environment or the tool_call_parser raised an exception, was not done in time or returned what it
-    must not."""
+    """A method of an environment or the tool_call_parser raised an exception, took too long or returned a wrong
+    value."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,7 @@ class EpisodeSettings:
 
 @dataclass
 class Episode:
-    """An episode of one response.
-
-    Args:
-        kind: of its environment.
-        row: the dataset's row.
-        number: of the row, in error messages.
-        settings: of the run.
-    """
+    """An episode of one response, for a `row` of the dataset, which error messages name by `number`."""
 
     kind: EnvironmentKind
     row: dict[str, Any]
@@ -73,7 +66,7 @@ class Episode:
     """What came after the prompt, both sides; with a chat template."""
     num_turns: int = 0
     num_read: int = 0
-    """Columns of the response that the environment has been given."""
+    """Columns of the response that the environment has seen."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     """By the column of the turn's last token."""
     reward: float | None = None
@@ -83,17 +76,17 @@ class Episode:
     tool_spans: list[slice] = field(default_factory=list)
     """Columns of the response that the results of tools were written to."""
     seconds: float = 0.0
-    """That calls of the environment and of tools took."""
-    over: bool = False
-    """Whether the environment ended it (`reply` returned None)."""
-    cut: bool = False
-    """Whether it ended by `max_turns` though it would have gone on."""
+    """Spent in calls of the environment and of tools."""
+    ended_by_environment: bool = False
+    """`reply` returned None."""
+    cut_by_max_turns: bool = False
+    """It ended by `max_turns`, though the environment would have gone on."""
     chosen: list[int] = field(default_factory=list)
     """Once it has ended: the columns of the tokens that the policy chose."""
     reusable: bool = True
-    """Whether nothing may still run in the environment."""
+    """Whether no call can still be running in the environment."""
     late: tuple[str, Future[Any]] | None = None
-    """The tool of the environment that was not done in time, and whether it has ended since."""
+    """The last tool of the environment that timed out, and its call, which may still run."""
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -106,8 +99,8 @@ class Episode:
         return self.messages if isinstance(self.prompt, list) else None
 
     def rewards_of(self, class_name: str) -> list[float] | float | None:
-        """What the environment gives, if it is of this class: one number, or, where turns have rewards, one for each
-        token that the policy chose. A turn's reward is on its last token, that of the episode on the last one of all.
+        """The reward of the environment, if it is of this class: one number, or, where turns have rewards, one for each
+        token that the policy chose. A turn's reward is on its last token, that of the episode on the last of all.
         """
         if self.kind.class_name != class_name or not self.kind.rewards:
             return None
@@ -125,7 +118,7 @@ class Episode:
         """
         self.environment = self.kind.acquire()
         if self.environment is None:
-            made = yield from self._own(self.kind.factory, {}, "environment_factory")
+            made = yield from self._call_environment(self.kind.factory, {}, "environment_factory")
             if problem := self.kind.add(made):
                 raise self._failure(problem)
             self.environment = made
@@ -134,7 +127,7 @@ class Episode:
         if self.kind.routed:
             del columns["environment"]
         arguments = self.kind.reset_arguments(columns, seed)
-        observation = yield from self._own(self.environment.reset, arguments, "reset")
+        observation = yield from self._call_environment(self.environment.reset, arguments, "reset")
         if observation is not None and not isinstance(observation, str):
             raise self._failure(f"reset returned {shown(observation)}; it must return text or None")
         self.observation = encodable(observation or "")
@@ -146,46 +139,47 @@ class Episode:
 
     @property
     def trusted(self) -> bool:
-        """Whether what the environment and tools say may write control tokens."""
+        """Whether the texts of environment and tools may write control tokens."""
         return self.settings.conversation.trusting
 
     def protected(self, completion: Any, control_tokens: ControlTokens) -> tuple[Any, Any]:
-        """The prompt, and the completion as `rewards.batch` has it, with what the environment and tools said protected
-        for a reward model's tokenizer.
+        """The prompt, and the completion as `rewards.batch` has it, with the texts of environment and tools protected
+        (`ControlTokens.protect`) for a reward model's tokenizer.
         """
         prompt = with_observation(self.row["prompt"], control_tokens.protect(self.observation))
         if isinstance(completion, str):
             return prompt, completion
-        said = []
+        messages = []
         for message in completion:
             if message["role"] != "assistant":
-                said.append(control_tokens.protect(message))
+                messages.append(control_tokens.protect(message))
                 continue
-            said.append({**message, "content": control_tokens.protect_turn(message["content"])})
+            messages.append({**message, "content": control_tokens.protect_turn(message["content"])})
             if calls := message.get("tool_calls"):
-                said[-1]["tool_calls"] = [control_tokens.protect_call(call) for call in calls]
-        return prompt, said
+                messages[-1]["tool_calls"] = [control_tokens.protect_call(call) for call in calls]
+        return prompt, messages
 
     def prompt_ids(self) -> list[int]:
         """The token ids of the prompt."""
         return self.settings.conversation.prompt_ids(self.row["prompt"], self.schemas, self.observation)
 
-    def take(self, turn: Turn) -> Steps[Reply]:
-        """What follows a turn of the policy: None if the episode has ended.
+    def reply_to(self, turn: Turn) -> Steps[Reply]:
+        """The token ids that follow a turn of the policy; None if the episode has ended.
 
         Raises:
             EnvironmentFailure: see there.
         """
         answers = yield from self._answers(turn)
-        args = self.settings.args
-        last = args.max_turns is not None and self.num_turns >= args.max_turns
-        if answers is None or last:
-            self.cut = answers is not None
+        args, conversation = self.settings.args, self.settings.conversation
+        if answers is None:
+            return None
+        if args.max_turns is not None and self.num_turns >= args.max_turns:
+            self.cut_by_max_turns = True
             return None
         replies, calls = answers
-        ids = self.settings.conversation.reply_ids(
+        ids = conversation.reply_ids(
             replies,
-            stopped_by_token=turn.stopped and self.settings.conversation.ends_turn(turn.response[-1]),
+            stopped_by_token=turn.stopped and conversation.ends_turn(turn.response[-1]),
             tool_calls=calls,
             schemas=self.schemas,
             # What does not fit need not be written.
@@ -197,13 +191,13 @@ class Episode:
         return ids
 
     def end(self, response: list[int], response_mask: list[bool], *, complete: bool) -> Steps[None]:
-        """Gives the environment a last turn that it has not seen, if there is one, and takes its reward.
+        """Gives the environment the last turn, if it has not seen it, and takes its reward.
 
         Args:
             response: token ids up to the last one that the policy chose.
             response_mask: as long; True = a token the policy chose.
-            complete: whether the last turn ended by itself or by the limit of a turn. One that was cut off by the
-                limits of the response is not shown.
+            complete: False if the limits of the response cut off the last turn, which the environment then does not
+            get.
 
         Raises:
             EnvironmentFailure: see there.
@@ -212,17 +206,17 @@ class Episode:
         if len(response) > self.num_read:
             if complete:
                 turn = Turn(self.number, response, response_mask, self.num_read, stopped=True)
-                self.cut = (yield from self._answers(turn)) is not None
+                self.cut_by_max_turns = (yield from self._answers(turn)) is not None
             else:
                 self.num_turns += 1
                 text = self.settings.conversation.turn_text(response[self.num_read :])
                 self.messages.append({"role": "assistant", "content": text})
         if self.kind.has_reward:
-            reward = yield from self._own(self.environment.get_reward, {}, "get_reward")
+            reward = yield from self._call_environment(self.environment.get_reward, {}, "get_reward")
             self.reward = None if reward is None else self._number(reward, "get_reward")
 
     def _answers(self, turn: Turn) -> Steps[tuple[list[Message], list[dict[str, Any]]] | None]:
-        """The messages that answer a turn, and the calls that it made; None if nothing answers."""
+        """The messages that answer a turn, and the tool calls in it; None if nothing answers."""
         self.num_turns += 1
         self.num_read = len(turn.response)
         ids, conversation = turn.response[turn.start :], self.settings.conversation
@@ -240,14 +234,14 @@ class Episode:
             return results, entries
         if not self.kind.has_reply:
             return None
-        answer = yield from self._own(self.environment.reply, {"completion": message["content"]}, "reply")
+        answer = yield from self._call_environment(self.environment.reply, {"completion": message["content"]}, "reply")
         text, reward = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if text is not None and not isinstance(text, str):
             raise self._failure(f"reply returned {shown(answer)}; it must return text, None, or a pair with a number")
         if reward is not None:
             self.turn_rewards[len(turn.response) - 1] = self._number(reward, "reply")
         if text is None:
-            self.over = True
+            self.ended_by_environment = True
             return None
         self.messages.append({"role": "user", "content": encodable(text)})
         return self.messages[-1:], []
@@ -278,34 +272,37 @@ class Episode:
         return find_json_calls(text)
 
     def _call_tool(self, call: ToolCall) -> Steps[str]:
-        """The result of a call as text, or what was wrong with it."""
+        """The result of a call as text, or what was wrong with it as JSON."""
         self.tool_calls += 1
-        problem, own = call.problem, False
-        if not problem:
-            tool = next((tool for tool in self.kind.tools if tool.name == call.name), None)
-            own = tool is not None and tool.function is None
-            if tool is None:
-                problem = f"there is no tool {call.name!r}; the tools are {[tool.name for tool in self.kind.tools]}"
-            elif own and self.late and not self.late[1].done():
-                problem = f"{self.late[0]} is still at work, and nothing else can be called until it is done"
-            else:
-                function = tool.function or getattr(self.environment, tool.name)
-                problem = call_problem(call, function, tool.schema)
-        if not problem:
-            timeout = self.settings.args.tool_timeout
-            # A tool may keep and change what it is given.
-            ended = yield Call(function, deepcopy(dict(call.arguments)), timeout, finish=lambda v: encodable(str(v)))
-            if ended.error is None:
-                return str(ended.value)
-            problem = error_text(ended.error)
-            if isinstance(ended.error, CallTimeout):
-                problem = f"{call.name} was not done after {timeout:g} seconds"
-                if own:
-                    self.reusable, self.late = False, (call.name, ended.outcome)
+        tool = next((tool for tool in self.kind.tools if tool.name == call.name), None)
+        if call.problem:
+            return self._tool_failure(call.problem)
+        if tool is None:
+            names = [tool.name for tool in self.kind.tools]
+            return self._tool_failure(f"there is no tool {call.name!r}; the tools are {names}")
+        of_environment = tool.function is None
+        if of_environment and self.late and not self.late[1].done():
+            problem = f"{self.late[0]} is still at work, and nothing else can be called until it is done"
+            return self._tool_failure(problem)
+        function = tool.function or getattr(self.environment, tool.name)
+        if problem := call_problem(call, function, tool.schema):
+            return self._tool_failure(problem)
+        timeout = self.settings.args.tool_timeout
+        # A tool may keep and change what it is given.
+        ended = yield Call(function, deepcopy(dict(call.arguments)), timeout, finish=lambda v: encodable(str(v)))
+        if ended.error is None:
+            return str(ended.value)
+        if not isinstance(ended.error, CallTimeout):
+            return self._tool_failure(error_text(ended.error))
+        if of_environment:
+            self.reusable, self.late = False, (call.name, ended.outcome)
+        return self._tool_failure(f"{call.name} was not done after {timeout:g} seconds")
+
+    def _tool_failure(self, problem: str) -> str:
         self.tool_failures += 1
         return encodable(json.dumps({"error": problem}, ensure_ascii=False))
 
-    def _own(self, method: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Steps[Any]:
+    def _call_environment(self, method: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> Steps[Any]:
         timeout = self.settings.args.tool_timeout
         ended = yield Call(method, arguments, timeout)
         if ended.error is None:

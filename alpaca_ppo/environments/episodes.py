@@ -22,8 +22,8 @@ from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
 from alpaca_ppo.types import EPISODE, PromptBatch
 
-_WAIT = 0.1
-"""How long to wait for calls before a signal is looked for again, in seconds."""
+_POLL_SECONDS = 0.1
+"""Seconds to wait for calls between two calls of `poll`."""
 
 
 class Environments:
@@ -44,11 +44,11 @@ class Environments:
 
     @property
     def reward_per_token(self) -> bool:
-        """Whether rewards of turns make every reward one of tokens, on all ranks alike."""
+        """Whether rewards are given per token, because some environments reward turns; the same on all ranks."""
         return any(kind.has_reply for kind in self.kinds.values())
 
     def reward_functions(self) -> list[tuple[str, Callable[..., list[Any]]]]:
-        """The reward source of each class of environments that has rewards of its own, with its name."""
+        """A reward source for each class of environments that gives rewards, with its name."""
         return [(name, partial(_rewards_of, name)) for name in rewarding_classes(self.kinds)]
 
     @contextmanager
@@ -60,7 +60,7 @@ class Environments:
         Args:
             prompts: of this rank.
             sampling_params: of the rollout.
-            poll: called several times a second while nothing else happens; an exception in it ends the block.
+            poll: called several times a second while calls are awaited; an exception in it ends the block.
         """
         n = sampling_params.num_return_sequences
         made = [
@@ -89,7 +89,7 @@ def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any])
     """The kind of environment of a dataset row: the only one, or the one that its column `environment` names.
 
     Raises:
-        ValueError: for a name that there is not.
+        ValueError: for an unknown name.
     """
     if None in kinds:
         return kinds[None]
@@ -103,24 +103,20 @@ def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any])
 
 
 class Episodes:
-    """The episodes of a rollout's rows; also the sampler's `TurnHandler`.
-
-    Args:
-        episodes: one for each row.
-        environments: of the run.
-        poll: see `Environments.episodes`.
+    """The episodes of a rollout, one for each row; also the sampler's `TurnHandler`. For `poll` see
+    `Environments.episodes`.
     """
 
     prompts: PromptBatch
-    """With what `reset` returned; one prompt for each row if the samples of a prompt differ in it."""
+    """With the observations of `reset`; one prompt for each row if these differ between samples of a prompt."""
     sampling_params: SamplingParams
-    """Those of the rollout, or, with one prompt for each row, of one response each with the same random numbers."""
+    """Of the rollout; with one prompt for each row, one response to each, with the same random numbers."""
 
     def __init__(self, episodes: Sequence[Episode], environments: Environments, poll: Callable[[], Any]) -> None:
-        self.of_rows, self._calls, self._poll = list(episodes), environments.calls, poll
+        self.episodes, self._calls, self._poll = list(episodes), environments.calls, poll
         self._max_turn_tokens = environments.settings.args.max_turn_tokens
         self.turns = Turns(self, max_turn_tokens=self._max_turn_tokens) if environments.answer else None
-        """For the sampler; None if no response goes on after its first turn, which every sampler can do."""
+        """For the sampler; None if every response ends with its first turn."""
         self._steps: dict[int, Steps[Any]] = {}
         self._answers: list[tuple[int, Reply]] = []
         self._ending: set[int] = set()
@@ -128,12 +124,12 @@ class Episodes:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The dataset's rows with the episodes' prompts, and the episodes themselves for the reward sources."""
-        return [{**episode.row, "prompt": episode.prompt, EPISODE: episode} for episode in self.of_rows]
+        return [{**episode.row, "prompt": episode.prompt, EPISODE: episode} for episode in self.episodes]
 
     def begin(self, seeds: Sequence[int]) -> None:
         """Resets all environments."""
         for together in (True, False):
-            for row, (episode, seed) in enumerate(zip(self.of_rows, seeds, strict=True)):
+            for row, (episode, seed) in enumerate(zip(self.episodes, seeds, strict=True)):
                 if episode.kind.resets_together is together:
                     self._advance(row, episode.begin(seed))
                     if not together:
@@ -144,30 +140,30 @@ class Episodes:
     def _wait(self, unfinished: Collection[int]) -> None:
         while unfinished:
             self._poll()
-            self._hear(_WAIT)
+            self._process_calls(_POLL_SECONDS)
 
     def on_stop(self, turn: Turn) -> Reply | Pending:
         """Begins the work on a turn."""
-        done, value = self._advance(turn.row, self.of_rows[turn.row].take(turn))
+        done, value = self._advance(turn.row, self.episodes[turn.row].reply_to(turn))
         reply: Reply = value
         return reply if done else PENDING
 
     def ready(self, timeout: float) -> Sequence[tuple[int, Reply]]:
-        """The answers that have come."""
-        self._hear(0.0 if self._answers else timeout)
+        """See `TurnHandler.ready`."""
+        self._process_calls(0.0 if self._answers else timeout)
         answers, self._answers = self._answers, []
         return answers
 
     def listen(self) -> None:
-        """Goes on with what has come, without waiting."""
-        self._hear(0.0)
+        """Goes on with the rows whose calls have ended, without waiting."""
+        self._process_calls(0.0)
 
     def finish(self, rows: Sequence[int], finished: Generation) -> None:
         """Begins the end of the episodes `rows`, whose responses `finished` are complete."""
         lengths = response_lengths(finished.response_mask).tolist()
         parts = (finished.responses.tolist(), finished.response_mask.tolist(), finished.stopped.tolist())
         for row, length, tokens, mask, stopped in zip(rows, lengths, *parts, strict=True):
-            response, episode = tokens[:length], self.of_rows[row]
+            response, episode = tokens[:length], self.episodes[row]
             complete = stopped or length - episode.num_read == self._max_turn_tokens
             self._ending.add(row)
             if self._advance(row, episode.end(response, mask[:length], complete=complete))[0]:
@@ -178,29 +174,29 @@ class Episodes:
         self._wait(self._ending)
 
     def statistics(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the samples get in addition, (rows,) each: `num_turns`, `environment_tokens`, `tool_calls`,
-        `tool_failures` and `environment_seconds`; `tool_tokens` (rows, R); and `stopped`, which is True for an episode
-        that its environment ended, and False for one that `max_turns` did.
+        """Further tensors of the samples, (rows,) each: `num_turns`, `environment_tokens`, `tool_calls`,
+        `tool_failures` and `environment_seconds`; `tool_tokens` (rows, R); and `stopped`, here also True for an episode
+        that its environment ended, and False for one that `max_turns` cut off.
         """
         mask = samples["response_mask"]
         tool_tokens = torch.zeros_like(mask)
-        for row, episode in enumerate(self.of_rows):
+        for row, episode in enumerate(self.episodes):
             for span in episode.tool_spans:
                 tool_tokens[row, span] = True
 
-        def of_rows(name: str) -> Tensor:
-            return torch.tensor([getattr(episode, name) for episode in self.of_rows])
+        def column(name: str) -> Tensor:
+            return torch.tensor([getattr(episode, name) for episode in self.episodes])
 
         return {
-            **{name: of_rows(name) for name in ("num_turns", "tool_calls", "tool_failures")},
+            **{name: column(name) for name in ("num_turns", "tool_calls", "tool_failures")},
             "environment_tokens": response_lengths(mask) - mask.sum(dim=1),
             "tool_tokens": tool_tokens,
-            "environment_seconds": of_rows("seconds"),
-            "stopped": (samples["stopped"] | of_rows("over")) & ~of_rows("cut"),
+            "environment_seconds": column("seconds"),
+            "stopped": (samples["stopped"] | column("ended_by_environment")) & ~column("cut_by_max_turns"),
         }
 
     def _advance(self, row: int, steps: Steps[Any], ended: RowCall | None = None) -> tuple[bool, Any]:
-        """Goes on with the work on a row up to its next call: whether it is done, and its result."""
+        """Runs a row's generator up to its next call, which is started; returns whether it is done, and its result."""
         try:
             # A generator that has not begun takes None.
             call = next(steps) if ended is None else steps.send(ended)
@@ -210,10 +206,11 @@ class Episodes:
         self._calls.start(row, call)
         return False, None
 
-    def _hear(self, timeout: float) -> None:
+    def _process_calls(self, timeout: float) -> None:
+        """Goes on with the rows whose calls have ended, or end within `timeout` seconds."""
         for ended in self._calls.finished(timeout):
             row = ended.row
-            self.of_rows[row].seconds += ended.seconds
+            self.episodes[row].seconds += ended.seconds
             done, value = self._advance(row, self._steps.pop(row), ended)
             if done and row in self._ending:
                 self._ending.remove(row)
@@ -229,24 +226,25 @@ def _with_prompts(
     episodes: Sequence[Episode], prompts: PromptBatch, params: SamplingParams, query_len: int
 ) -> tuple[PromptBatch, SamplingParams]:
     """The prompts that the episodes begin with, and how to sample them."""
-    n, written = params.num_return_sequences, []
+    n = params.num_return_sequences
+    ids: list[list[int]] = []
     for number, episode in enumerate(episodes):
         tokens, mask = prompts["queries"][number // n], prompts["query_attn_masks"][number // n]
         # Unless `reset` has added to it, the prompt is the one that was tokenized before the run.
-        written.append(episode.prompt_ids() if episode.observation else tokens[mask.bool()].tolist())
-        if len(written[-1]) > query_len:
+        ids.append(episode.prompt_ids() if episode.observation else tokens[mask.bool()].tolist())
+        if len(ids[-1]) > query_len:
             raise ValueError(
-                f"the prompt of environment {episode.kind.name!r} has {len(written[-1])} tokens after reset, more than "
+                f"the prompt of environment {episode.kind.name!r} has {len(ids[-1])} tokens after reset, more than "
                 f"query_len ({query_len}); raise query_len, or let reset return less\n  row: {shown(episode.row)}"
             )
-    alike = all(written[i] == written[i - i % n] for i in range(len(written)))
-    step = n if alike else 1
-    queries, masks = left_padded(written[::step], query_len, params.pad_token_id)
-    every = torch.arange(len(written))[::step] // n
-    batch: Any = {key: value[every] for key, value in prompts.items() if isinstance(value, Tensor)}
+    samples_share_prompt = all(ids[i] == ids[i - i % n] for i in range(len(ids)))
+    kept = range(0, len(ids), n if samples_share_prompt else 1)
+    queries, masks = left_padded([ids[i] for i in kept], query_len, params.pad_token_id)
+    source = torch.tensor([i // n for i in kept], dtype=torch.long)
+    batch: Any = {key: value[source] for key, value in prompts.items() if isinstance(value, Tensor)}
     batch |= {"queries": queries, "query_attn_masks": masks}
-    batch["rows"] = [{**episode.row, "prompt": episode.prompt} for episode in episodes[::step]]
-    if alike:
+    batch["rows"] = [{**episodes[i].row, "prompt": episodes[i].prompt} for i in kept]
+    if samples_share_prompt:
         return batch, params
-    samples = tuple(range(n)) * len(prompts["rows"])
-    return batch, replace(params, num_return_sequences=1, sample_ids=samples)
+    sample_ids = tuple(range(n)) * len(prompts["rows"])
+    return batch, replace(params, num_return_sequences=1, sample_ids=sample_ids)

@@ -1,9 +1,9 @@
-"""What users bring: tools, and the environments that a factory makes, looked through before a run begins.
+"""Tools and environments of users, checked before a run begins.
 
 An environment is an object with `reset(**row) -> str | None`. Optional are `get_reward() -> float`, the reward of the
 episode that has ended, and `reply(completion) -> str | None | (str | None, float)`, a conversation partner's answer to
-a turn of the policy. Its other public methods are tools. All of them may be async. These are the names that TRL's
-GRPOTrainer uses, except for `reply`, which it does not have.
+a turn of the policy. Its other public methods are tools. All may be async. The names are those of TRL's GRPOTrainer,
+which has no `reply`.
 """
 
 import inspect
@@ -29,20 +29,20 @@ class Tool:
 
     name: str
     schema: Mapping[str, Any]
-    """As chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """For chat templates: {"type": "function", "function": {"name", "description", "parameters"}}."""
     function: Callable[..., Any] | None = None
-    """Sync or async; None for a method of the environment, which is looked up in the episode's own."""
+    """Sync or async; None for a method of the episode's environment."""
 
 
 @dataclass
 class EnvironmentKind:
-    """The environments that one factory makes. Instances that no episode has are kept for later ones.
+    """The environments that one factory makes. Instances are reused in later episodes.
 
     Args:
-        name: the factory's key; empty takes the class of what it makes.
+        name: the factory's key; if empty, the name of the class that it makes.
         factory: makes an environment.
-        tools: those that the policy can call besides the environment's own.
-        routed: whether the rows' column `environment` names it; `reset` then does not get that column.
+        tools: that the policy can call besides the environment's methods.
+        routed: whether the column `environment`, which `reset` then does not get, names it in each row.
     """
 
     name: str
@@ -50,12 +50,11 @@ class EnvironmentKind:
     tools: Sequence[Tool] = ()
     routed: bool = False
     environment_class: type = field(init=False)
-    """Of what the factory makes."""
     has_reply: bool = field(init=False)
     """Whether it answers as a conversation partner."""
     resets_together: bool = field(init=False)
-    """Whether several may be reset at the same time: if `reset` is async, or takes a seed. Others may draw from global
-    random generators, so they are reset one after another, in the rows' order."""
+    """Whether `reset` is async or takes a seed. Others may draw from global random generators, so they are reset one
+    after another, in the rows' order."""
     has_reward: bool = field(init=False)
     """Whether it gives a reward for the whole episode."""
 
@@ -73,7 +72,7 @@ class EnvironmentKind:
             raise ValueError(
                 f"the environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one"
             )
-        # Properties are left alone: before `reset` they may not have a value.
+        # Properties are skipped: before `reset` they may not have a value.
         static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
         public = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
         methods = {name: each for name, each in public.items() if inspect.ismethod(each) and name not in _RESERVED}
@@ -94,12 +93,12 @@ class EnvironmentKind:
 
     @property
     def class_name(self) -> str:
-        """The name of its reward source."""
+        """Also the name of its reward source."""
         return self.environment_class.__name__
 
     @property
     def rewards(self) -> bool:
-        """Whether its episodes have rewards of their own."""
+        """Whether it gives rewards."""
         return self.has_reward or self.has_reply
 
     @property
@@ -108,13 +107,11 @@ class EnvironmentKind:
         return self.has_reply or bool(self.tools)
 
     def acquire(self) -> Any:
-        """Returns an instance that no other episode has, or None where one must be made (`add`)."""
+        """Returns an instance that no other episode uses, or None where one must be made (`add`)."""
         return self._free.pop() if self._free else None
 
     def add(self, instance: Any) -> str | None:
-        """Takes what the factory has made, for the episode that it was made for; returns what is wrong with it: the
-        factory had returned it before, or it is of another class.
-        """
+        """Adds an instance that the factory has made for an episode; returns what is wrong with it, or None."""
         if any(instance is other for other in self._made):
             return "environment_factory returned the same object twice; let it make a new one each time"
         self._made.append(instance)
@@ -126,15 +123,15 @@ class EnvironmentKind:
         )
 
     def release(self, instance: Any, *, reusable: bool) -> None:
-        """Ends an episode's use of `instance`, which later ones get if it is `reusable`."""
+        """Ends an episode's use of `instance`, which is kept for later ones if it is `reusable`."""
         if reusable:
             self._free.append(instance)
         else:
             self._made = [other for other in self._made if other is not instance]
 
     def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """The arguments of `reset`: the row's columns, or those that its signature names; and `seed`, if it names that
-        and no column has the name.
+        """The arguments of `reset`: the row's columns and `seed`, as far as its signature takes them; a column
+        `seed` takes precedence.
 
         Raises:
             ValueError: when it requires a column that the row does not have.
@@ -150,7 +147,7 @@ class EnvironmentKind:
 
 
 class NoEnvironment:
-    """The environment of episodes with tools only: it has no state."""
+    """The environment of episodes with tools only."""
 
     def reset(self, **row: Any) -> None:
         """Nothing to reset."""
@@ -160,12 +157,11 @@ def make_kinds(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
 ) -> dict[str | None, EnvironmentKind]:
-    """The kinds of environments by the value of a row's `environment` column; under None, the one of every row. Empty
-    without tools and without environments.
+    """The kinds of environments by the value of a row's `environment` column; under None, the one of all rows. Empty
+    without tools and environments.
 
     Raises:
-        ValueError: for a tool without a name, type hints or a docstring, names that are taken twice, and what is no
-            factory.
+        ValueError: for a tool without type hints or a docstring, for duplicate names, and for what is no factory.
     """
     own = [Tool(_name(tool), tool_schema(tool, f"the tool {_name(tool)}"), tool) for tool in tools or ()]
     if environment_factory is None:
@@ -180,7 +176,7 @@ def make_kinds(
 
 
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
-    """The names of the classes whose episodes have rewards of their own; each is a reward source."""
+    """The names of the classes that give rewards; each is a reward source."""
     return list(dict.fromkeys(kind.class_name for kind in kinds.values() if kind.rewards))
 
 
@@ -192,7 +188,7 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     """The JSON schema of a tool, from its type hints and Google-style docstring.
 
     Raises:
-        ValueError: when they do not say what it takes; names `owner`.
+        ValueError: when they do not describe its arguments; names `owner`.
     """
     try:
         schema: dict[str, Any] = get_json_schema(function)

@@ -1,4 +1,4 @@
-"""Tool calls in what the policy wrote: finding them, and checking their arguments."""
+"""Finds tool calls in the policy's text, and checks their arguments."""
 
 import inspect
 import json
@@ -30,16 +30,16 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
-    """What is wrong with a call that cannot be made; the policy is told."""
+    """What is wrong with a call that cannot be made; shown to the policy."""
 
 
 ToolCallParser = Callable[[str], Sequence[Mapping[str, Any]]]
-"""Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. Special tokens
-are part of the text, except for the one that ended the turn."""
+"""Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. The text
+includes special tokens, except for the one that ended the turn."""
 
 
 def encodable(text: str) -> str:
-    """`text` with a question mark for each half of a surrogate pair, which neither tokenizers nor files take."""
+    """`text` with a question mark for each half of a surrogate pair, which neither tokenizers nor files accept."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -75,7 +75,7 @@ def _checked(found: Any) -> ToolCall:
 
 
 def _value_problem(value: Any, depth: int = 0) -> str:
-    """Why `value` is no JSON value, as far as reward functions, servers and tables can take it; empty if it is one."""
+    """Why `value` is no JSON value that reward functions, servers and tables can take; empty if it is one."""
     if depth > _DEEPEST:
         return f"they are nested more than {_DEEPEST} deep"
     if isinstance(value, float) and not math.isfinite(value):
@@ -94,7 +94,7 @@ def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
     """The calls that a parser of the user finds in `text`.
 
     Raises:
-        TypeError: for what is no list of mappings; whatever else the parser raises.
+        TypeError: if it is no list of mappings; also whatever else the parser raises.
     """
     try:
         found = list(parser(text))
@@ -112,7 +112,7 @@ def find_template_calls(tokenizer: Any, text: str, prefix: str, schemas: Sequenc
     Args:
         tokenizer: has a `response_template`.
         text: of the turn.
-        prefix: the end of what was before it.
+        prefix: the end of the text before it.
         schemas: of the tools.
     """
     try:

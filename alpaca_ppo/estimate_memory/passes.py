@@ -28,6 +28,7 @@ from alpaca_ppo.ppo.device_rows import ROW_KEYS, row_tensors
 from alpaca_ppo.ppo.rollouts import ForwardRows, forward_responses
 from alpaca_ppo.ppo.update_plan import UpdateStep
 from alpaca_ppo.ppo.updates import MicroBatch, Updater
+from alpaca_ppo.registry import GENERATION_BACKENDS
 
 _FOUR_BIT = 0.5 + 4 / 64
 """Bytes per weight: half a byte, and a float32 scale for each 64 weights (bitsandbytes' NF4)."""
@@ -109,7 +110,7 @@ class _Passes:
         layer = outside + (weights["policy"] - outside) / policy.model.config.get_text_config().num_hidden_layers
         elements = float(sum(parameter.numel() for parameter in trained))
         measured = Measured(weights, size_of(trained), elements, layer)
-        if args.generation_backend != "vllm":
+        if GENERATION_BACKENDS.trait(args.generation_backend, "in_process"):
             self._rollout(measured, replies=replies)
         rewards = [module for name, module in modules.items() if name.startswith("reward")]
         base = [] if args.reward_adapter is None else [policy.model.base_model]
@@ -133,7 +134,7 @@ class _Passes:
     @torch.no_grad()
     def _rollout(self, measured: Measured, *, replies: bool) -> None:
         args = self._args
-        slots = args.generation_backend != "generate"
+        slots = GENERATION_BACKENDS.trait(args.generation_backend, "in_slots")
         model: Any = self._actor_critic.policy.model
         rows, columns = self._rows, args.query_len
         if slots:

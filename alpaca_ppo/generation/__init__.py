@@ -1,9 +1,11 @@
 """The sampler: from prompts to responses, with the log-prob of every chosen token.
 
 `generate` is its entry point. The package has its own decode loop (slots) and its own choice of tokens; it does not
-depend on rewards, other processes or the configuration object.
+depend on rewards or environments.
 """
 
+# Registers them.
+import alpaca_ppo.generation.built_in_backends  # noqa: F401
 from alpaca_ppo.generation.backends import Backend, generate, make_backend, register_generation_backend
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
 from alpaca_ppo.generation.stopping import StopStrings, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end

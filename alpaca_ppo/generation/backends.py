@@ -1,30 +1,40 @@
-"""`generate`, the entry point of the sampler, and the backends that it runs; `register_generation_backend` adds one.
+"""`generate`, the entry point of the sampler, and `Backend`, the interface of what samples for it.
 
-The built-in ones but vLLM sample from the model that training holds, and choose each token by the same numbers, so they
-sample the same tokens.
+The backends of this package are in `generation.built_in_backends`; `register_generation_backend` adds one.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.generation.hf_generate import sample_with_generate
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
-from alpaca_ppo.generation.slots import sample_in_slots, slot_problem
 from alpaca_ppo.generation.turns import Turns
 from alpaca_ppo.models.policy import Policy, eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch
 
 PolicyWeights = Callable[..., Iterator[tuple[str, Tensor]]]
-"""`Engine.policy_weights`: yields the name and the whole tensor of each of the policy's weights; with adapters, of its
-own adapter, or with `base=True` of all but adapters."""
+"""`Engine.policy_weights`: yields name and whole tensor of each weight of the policy; with adapters, those of the
+policy's adapter, or with `base=True` all but adapters."""
+
+
+class GenerateOptions(TypedDict):
+    """The further arguments of `Backend.generate`, all by keyword."""
+
+    rows_at_once: int | None
+    """The most responses to sample at a time; None sets no limit."""
+    turns: Turns | None
+    """Who is asked at the end of a turn, and limits; None ends every response with its first turn, and is the only
+    value where the backend does not take turns."""
+    hooks: SamplingHooks
+    """What is called meanwhile. A slow backend should call `before_token` regularly, so that a signal ends the
+    sampling."""
 
 
 class Backend(ABC):
@@ -39,9 +49,9 @@ class Backend(ABC):
     takes_stop_strings = False
     """Whether the token that completes one of `params.stop_strings.strings` ends a response."""
     has_own_weights = False
-    """Whether it samples from weights of its own, which `sync` brings up to date, instead of from `model`."""
+    """Whether it samples from a copy of the weights, which `sync` updates, instead of from `model`."""
     half_precision = False
-    """Whether weights of its own compute in less than 32 bits, from the last `sync` on."""
+    """Whether that copy computes in less than 32 bits; known after the first `sync`."""
     name = ""
     """The value of `generation_backend` that selects it."""
     version: int | None = None
@@ -52,45 +62,48 @@ class Backend(ABC):
 
     @abstractmethod
     def generate(
-        self,
-        model: PreTrainedModel,
-        prompts: PromptBatch,
-        params: SamplingParams,
-        *,
-        rows_at_once: int | None,
-        turns: Turns | None,
-        hooks: SamplingHooks,
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
         """Returns `params.num_return_sequences` responses to each prompt, on any device.
 
-        To sample the tokens of the built-in backends, draw the random numbers from
-        `params.random_keys(prompts["prompt_ids"])`.
+        With random numbers of `params.random_keys(prompts["prompt_ids"])` a backend can sample the same tokens as the
+        built-in ones.
 
         Args:
-            model: the policy's language model, in eval mode, with all of its parameters unless the backend has weights
-                of its own.
+            model: the policy's language model in eval mode, with all parameters unless the backend `has_own_weights`.
             prompts: on the device of `model`, without columns that are padding in every row.
             params: how tokens are chosen and what ends a response.
-            rows_at_once: the most responses to sample at a time; None sets no limit.
-            turns: who is asked at the end of a turn; None unless the backend takes turns.
-            hooks: a slow backend should call `before_token` regularly, so that a signal ends the sampling.
+            options: `rows_at_once`, `turns` and `hooks`.
         """
 
-    def sync(self, policy: Policy, weights: PolicyWeights) -> None:  # noqa: B027
-        """Takes over the weights of `policy`; called on every process, before the first responses and whenever the
-        weights have changed since. The parameters of `policy` may be sharded.
+    def problem(self, model: PreTrainedModel) -> str | None:
+        """Why it cannot sample from `model`, or None if it can; asked once, before the first responses. A backend that
+        `has_own_weights` is not asked.
+        """
+        return None
 
-        Args:
-            policy: the policy.
-            weights: called, it yields the name and the whole tensor of each weight (`Engine.policy_weights`). Every
-                process must take all of them, and copy a tensor before it takes the next.
+    def use_fallback(self, problem: str) -> None:
+        """Called on every process if `problem` found one on any; from here on all sample in another way.
+
+        Raises:
+            ValueError: for a backend that has no other way.
+        """
+        raise ValueError(
+            f"generation_backend is {self.name}, but the policy cannot be sampled so: {problem}; set it to auto"
+        )
+
+    def sync(self, policy: Policy, weights: PolicyWeights) -> None:  # noqa: B027
+        """Copies the weights of `policy`, whose parameters may be sharded; called on every process, before the first
+        responses and whenever the weights have changed since.
+
+        Every process must take all tensors of `weights()`, and copy each before it takes the next.
         """
 
     def wake(self) -> None:  # noqa: B027
         """Called before responses are sampled."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Called after that: memory that only sampling needs can be freed."""
+        """Called after that, to free memory that only sampling needs."""
 
 
 _B = TypeVar("_B", bound=Callable[..., Backend])
@@ -107,7 +120,7 @@ def register_generation_backend(name: str) -> Callable[[_B], _B]:
 
 
 def make_backend(name: str, args: PPOConfig | None = None) -> Backend:
-    """Returns a new backend; `auto` takes slots where the model allows it, else `model.generate`.
+    """Returns a new backend.
 
     Raises:
         ValueError: for an unknown name.
@@ -135,18 +148,18 @@ def generate(
 
     The random number behind a token is a function of (seed, step, round, prompt id, sample index, position) only. A
     response therefore does not depend on padding, on the other rows or on their order, except through rounding inside
-    the model. The model's own generation config is ignored. The model runs in eval mode without gradients; its modes
-    are restored afterwards, also after an exception. A surrounding `torch.inference_mode` does not apply to it.
+    the model. The model's own generation config is ignored. The model runs in eval mode without gradients, also within
+    `torch.inference_mode`; its modes are restored afterwards.
 
     Args:
         model: a causal language model of transformers, without a wrapper (for a PEFT model: `get_base_model()`).
         prompts: `queries` (B, Q), left-padded, `query_attn_masks` and `prompt_ids`; `rows` are not read.
         params: how tokens are chosen and what ends a response.
-        backend: what samples, or its name: "slots" is this package's own loop, in which waiting prompts take the places
-            of ended rows; "generate" runs `model.generate`; "auto" is slots where the model allows it.
-        rows_at_once: the most responses that are sampled at a time; None sets no limit.
-        turns: who is asked how a response goes on after its stop token, and limits of a turn. None ends it there.
-        hooks: what is called meanwhile.
+        backend: or its name: "slots" is this package's own loop, in which waiting prompts take the places of ended
+            rows; "generate" runs `model.generate`; "auto" is slots where the model allows it.
+        rows_at_once: see `GenerateOptions`, as for `turns` and `hooks`.
+        turns: None ends every response with its first turn.
+        hooks: None calls nothing.
 
     Raises:
         ValueError: if a parameter is out of range, a prompt is empty or not left-padded, the model's logits are not
@@ -166,18 +179,18 @@ def generate(
     ):
         if given is not None and not taken:
             raise ValueError(f"generation_backend is {backend.name!r}, which does not take {option}; set it to auto")
-    shape = (len(prompts["queries"]) * params.num_return_sequences, params.max_new_tokens)
-    missing = set(range(shape[0]))
+    rows = len(prompts["queries"]) * params.num_return_sequences
+    unreported = set(range(rows))
 
-    def report(rows: list[int], finished: Generation) -> None:
-        missing.difference_update(rows)
+    def report(finished_rows: list[int], finished: Generation) -> None:
+        unreported.difference_update(finished_rows)
         if len(bad := (~finished.logprobs.isfinite()).nonzero()):
             row, position = bad[0].tolist()
             raise ValueError(
-                f"logits of row {rows[row]} are not finite at response position {position}: the weights have diverged, "
-                "or half precision overflows"
+                f"logits of row {finished_rows[row]} are not finite at response position {position}: the weights have "
+                "diverged, or half precision overflows"
             )
-        hooks.on_finished(rows, finished)
+        hooks.on_finished(finished_rows, finished)
 
     with eval_mode(model):
         generation = backend.generate(
@@ -189,13 +202,14 @@ def generate(
             hooks=replace(hooks, on_finished=report),
         )
     # A user's backend may have returned anything.
-    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": shape[:1]}
+    shape = (rows, params.max_new_tokens)
+    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": (rows,)}
     found = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
     if found != wanted:
         raise ValueError(f"generation_backend {backend.name!r} returned {found}; it must be a Generation of {wanted}")
-    if missing:
-        rows = sorted(missing)
-        report(rows, generation[rows])
+    if unreported:
+        remaining = sorted(unreported)
+        report(remaining, generation[remaining])
     return generation
 
 
@@ -218,51 +232,3 @@ def _trimmed(prompts: PromptBatch, device: torch.device) -> PromptBatch:
         prompt_ids=prompts["prompt_ids"].to(device),
         rows=prompts["rows"],
     )
-
-
-@GENERATION_BACKENDS.implement("generate")
-class GenerateBackend(Backend):
-    """`model.generate`, one batch of prompts of similar length after the other."""
-
-    takes_stop_strings = True
-
-    def generate(self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **how: Any) -> Generation:
-        return sample_with_generate(model, prompts, params, rows_at_once=how["rows_at_once"], hooks=how["hooks"])
-
-
-@GENERATION_BACKENDS.implement("slots")
-class SlotsBackend(Backend):
-    """The slot loop, in which waiting prompts take the places of ended rows."""
-
-    takes_turns = takes_stop_strings = True
-
-    def generate(self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **how: Any) -> Generation:
-        if problem := slot_problem(model):
-            remedy = "set generation_backend: auto" if how["turns"] is None else "several turns need slots"
-            raise ValueError(
-                f"generation_backend is {self.name}, but {type(model).__name__} cannot be sampled in slots: {problem}; "
-                f"{remedy}"
-            )
-        return sample_in_slots(model, prompts, params, **how)
-
-
-@GENERATION_BACKENDS.implement("auto")
-class AutoBackend(SlotsBackend):
-    """Slots for models that allow them, `model.generate` for the others."""
-
-    fallback: str | None = None
-    """Why nothing is sampled in slots, where a process has found that the policy cannot be."""
-
-    def generate(self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **how: Any) -> Generation:
-        if how["turns"] is None and (self.fallback or slot_problem(model)):
-            return sample_with_generate(model, prompts, params, rows_at_once=how["rows_at_once"], hooks=how["hooks"])
-        return super().generate(model, prompts, params, **how)
-
-
-@GENERATION_BACKENDS.implement("vllm")
-def make_vllm_backend(args: PPOConfig | None) -> Backend:
-    """vLLM servers in processes of their own."""
-    # Nothing else needs an HTTP client.
-    from alpaca_ppo.generation.vllm.backend import VLLMBackend
-
-    return VLLMBackend(args)

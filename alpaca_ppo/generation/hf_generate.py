@@ -1,67 +1,69 @@
 """Sampling with transformers' `model.generate`, for models that cannot be sampled in slots.
 
-`model.generate` only runs the model: a logits processor lets `ResponseRows` choose each token and masks all others.
-Every option of the model's generation config that changes logits is switched off.
+`model.generate` only runs the model: a logits processor lets `ResponseRows` choose each token and masks all others, and
+no option of the model's generation config acts.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from alpaca_ppo.generation.backends import GenerateOptions
 from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks, SamplingParams
 from alpaca_ppo.types import PromptBatch
 
 
 def sample_with_generate(
-    model: PreTrainedModel,
-    prompts: PromptBatch,
-    params: SamplingParams,
-    *,
-    rows_at_once: int | None,
-    hooks: SamplingHooks,
+    model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
 ) -> Generation:
-    """Returns responses to `prompts`, as `sample_in_slots` does, from float32 logits, which `model.generate` makes.
+    """Returns responses of one turn to `prompts`, from float32 logits, which `model.generate` makes.
 
     Prompts of similar length are sampled together, with all of their responses if `rows_at_once` has room for these.
     """
     keys, n = params.random_keys(prompts["prompt_ids"]), params.num_return_sequences
     rows = ResponseRows(params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
     index = torch.arange(len(keys), device=keys.device)
-    rows.rows[:], rows.keys[:], rows.limits[:], rows.running[:] = index, keys, params.max_new_tokens, True
+    rows.rows[:] = index
+    rows.keys[:] = keys
+    rows.limits[:] = params.max_new_tokens
+    rows.running[:] = True
     lengths = prompts["query_attn_masks"].sum(dim=1).repeat_interleave(n)
     order = lengths.argsort(descending=True, stable=True)
-    most = rows_at_once or len(keys)
+    most = options["rows_at_once"] or len(keys)
     for chunk in order.split(most // n * n or most):
+        # The longest comes first.
         width = int(lengths[chunk[0]])
-        queries, mask = (prompts[key][chunk // n, -width:] for key in ("queries", "query_attn_masks"))  # type: ignore[literal-required]
-        _generate(model, queries, mask, rows, chunk, hooks)
-        hooks.on_finished(chunk.tolist(), rows.generation(chunk))
+        queries = prompts["queries"][chunk // n, -width:]
+        mask = prompts["query_attn_masks"][chunk // n, -width:]
+        _generate(model, queries, mask, rows, chunk, options["hooks"])
+        options["hooks"].on_finished(chunk.tolist(), rows.generation(chunk))
     return rows.generation(index)
 
 
 def _generate(
     model: PreTrainedModel, queries: Tensor, mask: Tensor, rows: ResponseRows, chunk: Tensor, hooks: SamplingHooks
 ) -> None:
-    """Samples the responses `chunk` (N,) of `rows`, to `queries` (N, Q) with the attention `mask`."""
+    """Samples the responses `chunk` (N,) of `rows`, to `queries` (N, Q) with the attention mask `mask`."""
 
     def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
         hooks.before_token()
         rows.choose(scores, chunk)
-        # The chosen tokens alone are left possible.
+        # Only the chosen tokens remain possible.
         return scores.fill_(float("-inf")).scatter_(1, rows.tokens[chunk].unsqueeze(1), 0.0)
 
     def ended(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         return ~rows.running[chunk]
 
     plain = GenerationConfig(max_new_tokens=rows.responses.size(1), do_sample=False, num_beams=1, use_cache=True)
-    # PreTrainedModel itself has no `generate`; models inherit it from GenerationMixin. It fills fields that are None
-    # from the model's own config, so that one must be replaced too.
-    runner: Any = model
-    own, runner.generation_config = model.generation_config, plain
+    # `generate` fills fields that are None from the model's own config, so that one must be replaced too. For the type
+    # checker PreTrainedModel has no `generate`; models inherit it from GenerationMixin.
+    generating_model: Any = model
+    own_config = model.generation_config
+    generating_model.generation_config = plain
     try:
-        runner.generate(
+        generating_model.generate(
             queries,
             attention_mask=mask,
             generation_config=plain,
@@ -69,4 +71,4 @@ def _generate(
             stopping_criteria=StoppingCriteriaList([ended]),
         )
     finally:
-        runner.generation_config = own
+        generating_model.generation_config = own_config

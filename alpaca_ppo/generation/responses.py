@@ -1,8 +1,7 @@
-"""What the sampler is given and what it returns: `SamplingParams`, and the responses, preallocated rows that grow token
-by token.
+"""What the sampler takes and returns, which token ends a turn, and the responses in the making.
 
-Both built-in backends only run the model, and pass its logits to a `ResponseRows`, so tokens do not depend on the
-backend.
+The backends that sample from the model in training only run it, and pass its logits to a `ResponseRows`, so tokens do
+not depend on the backend.
 """
 
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor
 from alpaca_ppo.functional.rng import stream_keys, uniforms
 from alpaca_ppo.generation.stopping import StopStrings
 from alpaca_ppo.generation.token_sampling import choose_tokens
+from alpaca_ppo.types import PromptBatch
 
 
 @dataclass(frozen=True)
@@ -30,55 +30,50 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     """Tokens that end a response at any position."""
     truncate_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response once at least `truncate_after` of its tokens precede them."""
+    """Tokens that end a response after at least `truncate_after` others."""
     truncate_after: int = 0
-    """Tokens before `truncate_token_ids` take effect."""
     stop_strings: StopStrings | None = None
-    """Texts of which the first to be completed ends a response; `stop_strings.strings` has them. None = none."""
+    """Texts of which the first to be completed ends a response."""
     num_return_sequences: int = 1
     """n: responses per prompt."""
     do_sample: bool = True
-    """True samples from the softmax; False takes the most likely token (greedy decoding)."""
+    """False takes the most likely token (greedy decoding)."""
     top_k: int | None = None
-    """Sample only from the k most likely tokens; None keeps all. For evaluation: log-probs stay those of the full
-    softmax."""
+    """Sample only from the k most likely tokens. For evaluation: log-probs stay those of the full softmax."""
     top_p: float | None = None
-    """Sample only from the most likely tokens that together reach this probability, in (0, 1]; None keeps all. For
-    evaluation, like `top_k`."""
+    """Sample only from the most likely tokens that together reach this probability, in (0, 1]. For evaluation."""
     seed: int = 0
+    """With `step`, `sampling_round`, prompt id, sample index and position, it determines a token's random number."""
     step: int = 0
-    """Step of the rollout; with `seed`, `sampling_round`, prompt id, sample index and position, it determines a token's
-    random number."""
+    """Of the rollout."""
     sampling_round: int = 0
-    """Round of the step in which the prompts were drawn: 0, or from 1 for those that `dynamic_sampling` draws after it.
-    A prompt that is drawn in two rounds gets other responses."""
-
+    """0, or the round of `dynamic_sampling` that drew the prompts. A prompt that is drawn in two rounds gets different
+    responses."""
     sample_ids: tuple[int, ...] | None = None
-    """With `num_return_sequences` 1: which of its prompt's samples each row is, where samples are prompts of their own;
-    None = the first. It determines random numbers."""
+    """Sample index of each row, where the samples of a prompt are rows of `prompts` (`num_return_sequences` is 1);
+    None = 0 for all."""
 
     def random_keys(self, prompt_ids: Tensor) -> Tensor:
         """Returns the key of each response's stream of random numbers, (P * num_return_sequences,) int64, prompt-major.
-
-        `functional.rng.uniforms(keys, t)` returns the numbers that choose the tokens at position t, so that another
-        sampler can draw the same tokens.
+        `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
 
         Args:
             prompt_ids: (P,) int64, index of each prompt in its dataset.
         """
+        sample_ids = None
+        if self.sample_ids is not None:
+            sample_ids = torch.tensor(self.sample_ids, dtype=torch.int64, device=prompt_ids.device)
         return stream_keys(
             seed=self.seed,
             step=self.step,
             sampling_round=self.sampling_round,
             prompt_ids=prompt_ids,
             num_return_sequences=self.num_return_sequences,
-            sample_ids=None
-            if self.sample_ids is None
-            else torch.tensor(self.sample_ids, dtype=torch.int64, device=prompt_ids.device),
+            sample_ids=sample_ids,
         )
 
     def check(self) -> None:
-        """Raises ValueError for a value outside its range."""
+        """Raises ValueError for a value that is out of range."""
         for name in ("max_new_tokens", "num_return_sequences", "top_k"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -106,8 +101,8 @@ class Generation:
     responses: Tensor
     """(B * n, R) int64, the pad token after a row's last token."""
     response_mask: Tensor
-    """(B * n, R) bool, True = a token the policy chose, including the stop token; False after a row's last token, and
-    where something else appended tokens between two turns (`generation.turns`)."""
+    """(B * n, R) bool, True = a token the policy chose, including the stop token; False after a row's last token and
+    for tokens that were appended between two turns (`generation.turns`)."""
     logprobs: Tensor
     """(B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature; zero outside
     the mask."""
@@ -116,7 +111,7 @@ class Generation:
     tokens."""
 
     def __getitem__(self, rows: Any) -> "Generation":
-        """The responses `rows`: an index of tensors."""
+        """The responses `rows`, any index of a tensor."""
         return Generation(self.responses[rows], self.response_mask[rows], self.logprobs[rows], self.stopped[rows])
 
 
@@ -125,33 +120,48 @@ class SamplingHooks:
     """What is called while responses are sampled."""
 
     before_token: Callable[[], Any] = lambda: None
-    """Called before tokens are chosen, and several times a second while all rows wait for answers; an exception in it
-    ends the sampling."""
+    """Called before tokens are chosen, and several times a second while all rows wait for replies; an exception ends
+    the sampling."""
     on_finished: Callable[[list[int], Generation], Any] = lambda rows, finished: None
-    """Called with rows whose responses are complete, in any order, and these responses in the same order. Each row
-    comes once; what a backend does not report is reported at its end."""
+    """Called with rows whose responses are complete, and these responses; each row comes once, in any order. At the end
+    `generate` reports the rows that a backend has not."""
+
+
+def unpadded(prompts: PromptBatch) -> list[list[int]]:
+    """The token ids of each prompt, without padding."""
+    rows = zip(prompts["queries"].tolist(), prompts["query_attn_masks"].tolist(), strict=True)
+    return [[token for token, is_token in zip(tokens, mask, strict=True) if is_token] for tokens, mask in rows]
 
 
 class StopRule:
-    """Decides whether a token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`."""
+    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. Limits, which
+    also end turns, are those of `Turns.limit`.
+    """
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
-        self._stop_ids = torch.tensor(sorted(set(params.stop_token_ids)), dtype=torch.long, device=device)
-        self._truncate_ids = torch.tensor(sorted(set(params.truncate_token_ids)), dtype=torch.long, device=device)
+        stop_ids, truncate_ids = set(params.stop_token_ids), set(params.truncate_token_ids)
+        if not params.truncate_after:
+            stop_ids, truncate_ids = stop_ids | truncate_ids, set()
+        self.stop_ids = sorted(stop_ids)
+        """Tokens that end a turn at any position."""
+        self.only_stop_ids = not truncate_ids and params.stop_strings is None
+        """Whether nothing but these ends a turn."""
+        self._stop_ids = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
+        self._truncate_ids = torch.tensor(sorted(truncate_ids), dtype=torch.long, device=device)
         self._truncate_after, self._strings = params.truncate_after, params.stop_strings
 
     def __call__(self, tokens: Tensor, positions: Tensor, matched: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (N,) bool, True for a token that ends its row, and the next `matched`.
+        """Returns (N,) bool, True for a token that ends its row's turn, and the next `matched`.
 
         Args:
             tokens: (N,) int64, one per row.
             positions: (N,) int64, of these tokens in their turns.
-            matched: (N,) int64, the states of `StopStrings.advance`; returned as they are without stop strings.
+            matched: (N,) int64, the states of `StopStrings.advance`.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
         if len(self._truncate_ids):
-            cut = (tokens.unsqueeze(1) == self._truncate_ids).any(dim=1)
-            ends = ends | (cut & (positions >= self._truncate_after))
+            truncates = (tokens.unsqueeze(1) == self._truncate_ids).any(dim=1)
+            ends = ends | (truncates & (positions >= self._truncate_after))
         if self._strings is not None:
             matched = self._strings.advance(matched, tokens)
             ends = ends | (matched == self._strings.completed)
@@ -159,16 +169,8 @@ class StopRule:
 
 
 class ResponseRows:
-    """N responses, and the state of the S of them that are being sampled, each in a slot.
-
-    The tensors are changed in place, and nothing of them is read by the host.
-
-    Args:
-        params: how tokens are chosen and what ends a row.
-        rows: N.
-        slots: S.
-        dtype: of the model.
-        device: of the model.
+    """N responses (`rows`) that grow token by token in preallocated tensors, and the state of those that are being
+    sampled, in S `slots`. `choose` does not synchronize with the host. `dtype` and `device` are those of the model.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class ResponseRows:
     ) -> None:
         self._params = params
         self._stop_rule = StopRule(params, device)
-        # One row more takes what idle slots write.
+        # An additional row takes what idle slots write.
         self._scratch_row, shape = rows, (rows + 1, params.max_new_tokens)
         self.responses = torch.full(shape, params.pad_token_id, dtype=torch.long, device=device)
         self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -188,40 +190,39 @@ class ResponseRows:
         def of_slots() -> Tensor:
             return torch.zeros(slots, dtype=torch.long, device=device)
 
+        # (S,) int64 each.
         self.tokens = of_slots()
-        """(S,) int64: the token that each slot reads next."""
+        """The token that each slot reads next."""
         self.lengths = of_slots()
-        """(S,) int64: tokens in the cache. This is also the column that is written next and, where a row runs, the
-        position id of `tokens`."""
+        """Tokens in the cache: the column that is written next and, where a row runs, the position id of `tokens`."""
         self.positions = of_slots()
-        """(S,) int64: the response position that is chosen next."""
+        """The response position that is chosen next."""
         self.turn_starts = of_slots()
-        """(S,) int64: the response position at which the turn began; 0 in a response of one turn."""
+        """The response position at which the turn began; 0 in a response of one turn."""
         self.limits = of_slots()
-        """(S,) int64: the response position before which the row must end."""
+        """The response position before which the turn must end."""
         self.rows = of_slots() + self._scratch_row
-        """(S,) int64: the response in each slot; the scratch row for an idle slot."""
+        """The response in each slot; the scratch row for an idle slot."""
         self.keys = of_slots()
-        """(S,) int64: the key of the row's random numbers."""
+        """The key of the row's random numbers."""
         self.matched = of_slots()
-        """(S,) int64: the state of `StopStrings.advance`, from the start of the turn on; 0 without stop strings."""
+        """The state of `StopStrings.advance` since the start of the turn; 0 without stop strings."""
         self.running = torch.zeros(slots, dtype=torch.bool, device=device)
-        """(S,) bool: False for a row that has ended and for an idle slot."""
+        """(S,) bool: False for a row whose turn has ended and for an idle slot."""
 
     @property
     def of_slots(self) -> tuple[Tensor, ...]:
-        """The tensors with an entry per slot."""
+        """The tensors with an entry for each slot."""
         counts = (self.lengths, self.positions, self.turn_starts, self.limits)
         return self.tokens, *counts, self.rows, self.keys, self.matched, self.running
 
     def choose(self, logits: Tensor, slots: Tensor | slice) -> None:
-        """Chooses the next token of the rows in `slots` that run, records it, and advances these rows by one position.
-
-        `lengths` are left to the caller, since the chosen tokens are not yet in the cache.
+        """Chooses and records the next token of the rows in `slots` that run, and advances them by one position.
+        `lengths` do not change: the chosen tokens are not yet in the cache.
 
         Args:
             logits: (N', V), of the next token in each of `slots`.
-            slots: which slots: their indices (N',) int64, each at most once, or a slice.
+            slots: their indices (N',) int64, each at most once, or a slice.
         """
         params, running, positions = self._params, self.running[slots], self.positions[slots]
         numbers = uniforms(self.keys[slots], positions) if params.do_sample else None

@@ -1,12 +1,11 @@
 """The forward passes of the slot sampler, and the cache of keys and values that they fill.
 
-`extend` reads new tokens of some slots: those of a prompt, of a prompt after a common beginning, or appended to a
-response. They are packed into one sequence without padding. `read_next` reads the next token of each slot, and nothing
-back to the host.
+`extend` reads new tokens of some slots, a prompt or tokens appended to a row, packed into one sequence without padding.
+`read_next` reads the next token of each slot, without a synchronization with the host.
 
-`SlotCache` has a fixed number of rows (slots), each filled from column 0 up to its own length. Rows of all lengths
-share one block of memory, so that a step has the same shapes however often rows come and go. Layers with a sliding
-window keep all columns; attention masks the old ones. Which slot holds which row is decided in `generation.slots`.
+`SlotCache` has a fixed number of rows (slots), each filled from column 0 up to its own length, in one block of memory,
+so that steps have the same shapes however often rows come and go. Layers with a sliding window keep all columns;
+attention masks the old ones. `generation.slots` decides which slot holds which row.
 """
 
 import inspect
@@ -39,9 +38,9 @@ class _Pass(NamedTuple):
 class SlotCache(Cache):
     """Keys and values of `slots` rows of up to `columns` tokens, for every layer of a model.
 
-    It is passed to the model as `past_key_values`. `start_step` or `start_extend` says where the states of the next
-    forward pass go. Storage is allocated by the first pass, in the dtype of its states, and zero at first, because a
-    masked column must be finite.
+    It is passed to the model as `past_key_values`. `start_step` or `start_extend` sets where the states of the next
+    forward pass go. The first pass allocates the storage, in the dtype of its states, with zeros, because masked
+    columns must be finite.
 
     Args:
         slots: S, rows.
@@ -56,34 +55,23 @@ class SlotCache(Cache):
         self._indices: dict[int, Tensor] = {}
 
     def start_step(self, lengths: Tensor, columns: int) -> None:
-        """Makes the next pass write one token to each of the first k slots and attend over the first `columns`.
-
-        Args:
-            lengths: (k,) int64, the column of each slot's token; < C, beyond `columns` only in idle slots.
-            columns: more than the greatest length of a running slot.
+        """Makes the next pass write one token to each of the first k slots, at the columns `lengths` (k,) int64 < C,
+        and attend over the first `columns`; only idle slots have tokens beyond these.
         """
         slots = torch.arange(len(lengths), device=lengths.device)
         self._pass, self._indices = _Pass(slots, lengths, len(lengths), columns), {}
 
     def start_extend(self, slots: Tensor, columns: Tensor, *, read_slots: Tensor | None, read_columns: int) -> None:
-        """Makes the next pass write N tokens of several rows, packed as (1, N).
-
-        Args:
-            slots: (N,) int64, the slot of each token.
-            columns: (N,) int64, its column.
-            read_slots: (k,) int64, the slots whose first `read_columns` columns `update` returns; None returns the new
-                states alone, for rows that had no tokens before.
-            read_columns: see `read_slots`.
+        """Makes the next pass write N tokens, packed as (1, N); the arguments are those of `_Pass`, with `read_slots`
+        None if all rows are new.
         """
         self._pass, self._indices = _Pass(slots, columns, read_slots, read_columns), {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the states of the new tokens and returns those that attention reads.
-
-        After `start_step` the states are (k, kv_heads, 1, d) and the result (k, kv_heads, columns, d), a view; after
-        `start_extend` they are (1, kv_heads, N, d) and the result is a copy.
+        """Stores the states of the new tokens and returns those that attention reads: for (k, kv_heads, 1, d) after
+        `start_step` a view (k, kv_heads, columns, d), for (1, kv_heads, N, d) after `start_extend` a copy.
         """
         assert self._pass is not None, "start_step or start_extend comes before a forward pass"
         if layer_idx not in self._storage:
@@ -101,7 +89,7 @@ class SlotCache(Cache):
         return keys[:, :, :columns].index_select(0, read), values[:, :, :columns].index_select(0, read)
 
     def _index(self, heads: int) -> Tensor:
-        """(N * heads,) int64: the place of each new state among all columns of all heads of all slots."""
+        """(N * heads,) int64: where each new state goes in the storage, flattened to (slots * heads * columns, d)."""
         assert self._pass is not None
         if heads not in self._indices:
             each = torch.arange(heads, device=self._pass.slots.device)
@@ -125,7 +113,7 @@ class SlotCache(Cache):
             kept[other, :, :columns].copy_(states)
 
     def reserve(self, columns: int) -> None:
-        """Enlarges the cache to `columns` columns, which are more than it has; the states are copied."""
+        """Enlarges the cache to `columns` columns, and copies the states."""
         filled, self.columns = self.columns, columns
         for layer, storage in self._storage.items():
             keys, values = (_zeros(kept, self) for kept in storage)
@@ -140,8 +128,8 @@ def _zeros(states: Tensor, cache: SlotCache) -> Tensor:
 def visible_columns(at: Tensor, columns: int, *, sliding_window: int | None) -> Tensor:
     """Returns (..., columns) bool, True = the token in column `at` (...) of its slot sees this column.
 
-    A token beyond `columns`, of an idle slot or of padding, sees what the last of them sees: no row of the mask is
-    empty, since the softmax over nothing may be NaN.
+    A token beyond `columns`, of an idle slot or of padding, sees what the last column's sees: with an empty row of the
+    mask the softmax may be NaN.
     """
     each, at = torch.arange(columns, device=at.device), at.unsqueeze(-1)
     visible = each <= at
@@ -155,7 +143,6 @@ class NewTokens:
     """Tokens that a slot reads in one pass."""
 
     slot: int
-    """Where they go."""
     past: int
     """Tokens that the slot holds before them."""
     tokens: Sequence[int]
@@ -165,14 +152,15 @@ class NewTokens:
 def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -> Tensor:
     """Returns the logits (k, V) after the last of each row's new tokens, whose states are then in `cache`."""
     device = model.device
-    # Rows of equal length are neighbours, so that attention can take them together.
+    # Sorted, because attention can compute neighbours of equal length together.
     order = sorted(range(len(new)), key=lambda i: len(new[i].tokens))
     packed = [new[i] for i in order]
     flat = [(token, entry.slot, entry.past + i) for entry in packed for i, token in enumerate(entry.tokens)]
     tokens, slots, columns = torch.tensor(flat, device=device).T.contiguous()
     counts = [len(entry.tokens) for entry in packed]
     ends = list(itertools.accumulate(counts))
-    last = torch.tensor([end - 1 for _, end in sorted(zip(order, ends, strict=True))], device=device)
+    end_of = dict(zip(order, ends, strict=True))
+    last = torch.tensor([end_of[i] - 1 for i in range(len(new))], device=device)
     attention: PackedSequences | ExtendAttention
     if any(entry.past for entry in new):
         attention = ExtendAttention([entry.past for entry in packed], counts, device)
@@ -181,7 +169,7 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
     else:
         attention = PackedSequences([Span(end - count, count) for count, end in zip(counts, ends, strict=True)])
         cache.start_extend(slots, columns, read_slots=None, read_columns=0)
-    # The signature of the class, because the forward of the instance may be wrapped.
+    # The class's signature, because the instance's forward may be wrapped.
     selects = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     output = model(
         input_ids=tokens.unsqueeze(0),
@@ -199,12 +187,11 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
 class ExtendAttention:
     """The attention of `extend`: a new token sees its slot's earlier tokens, and the new ones up to itself.
 
-    Queries are padded to the row with the most new tokens. Given to the model as `packing` (see
-    `models.packed_attention`).
+    Queries are padded to the row with the most new tokens. The model gets it as `packing` (`models.packed_attention`).
 
     Args:
-        past: for each of k rows, the tokens that its slot held before.
-        counts: for each row, its new tokens.
+        past: tokens that the slot of each of k rows held before.
+        counts: new tokens of each row.
         device: of the model.
     """
 
@@ -251,10 +238,10 @@ def read_next(
 
     Args:
         model: the language model, with the attention of `models.packed_attention`.
-        cache: keys and values of the tokens that were read before.
+        cache: of the slots.
         tokens: (k,) int64.
         lengths: (k,) int64, tokens that each slot holds before.
-        columns: how many columns of the cache are read; more than `lengths` of every row that counts.
+        columns: columns of the cache that are read; more than `lengths` of every running row.
         position_ids: (k,) int64; None takes `lengths`.
     """
     cache.start_step(lengths, columns)
@@ -272,13 +259,8 @@ def read_next(
 
 
 class StepAttention:
-    """The attention of `read_next`: the new token of each slot sees the tokens of its own slot.
-
-    Given to the model as `packing` (see `models.packed_attention`). Masks are made once per step and kind of layer.
-
-    Args:
-        lengths: (slots,) int64, the column of each slot's new token.
-        columns: how many columns of the cache are read.
+    """The attention of `read_next`: the new token of each slot sees the tokens of its slot. The model gets it as
+    `packing` (`models.packed_attention`). The arguments are those of `read_next`.
     """
 
     def __init__(self, lengths: Tensor, columns: int) -> None:
@@ -296,8 +278,8 @@ class StepAttention:
         return dense_attention(query, key, value, mask, settings).transpose(1, 2)
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
-        """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column; in another dtype, the numbers
-        that are then added to the scores, which torch makes of a boolean mask in every layer.
+        """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column; in another dtype, 0 or -inf,
+        to be added to the scores: torch would convert a boolean mask in every layer.
         """
         kind = (sliding_window, dtype)
         if kind not in self._masks:

@@ -1,13 +1,13 @@
-"""Prompts go into slots: each is computed once for all its samples, and what several begin with once for all of these:
-a system prompt, the first lines of a chat template, examples.
+"""Reads prompts into slots: each is computed once for all its samples, and a beginning that several prompts share, such
+as a system prompt or examples, once for all of them.
 
-Where samples of a prompt, or prompts of one beginning, go into slots at different times, the states that they share
-wait in a slot of the cache that takes no part in steps.
+Samples of a prompt, or prompts with a common beginning, may go into slots at different times. Until then the states
+that they share are kept in a slot of the cache that takes no part in steps.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import pairwise
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend
 
 MIN_COMMON = 16
-"""A common beginning that is shorter than this is not worth a pass of its own, in tokens."""
+"""Tokens; a pass over a shorter common beginning costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -34,96 +34,88 @@ class PromptGroup:
 
 
 def group_prompts(prompts: Sequence[Sequence[int]]) -> list[PromptGroup]:
-    """Returns groups that save many tokens, ordered by their first prompts; each prompt is in one.
-
-    Each prompt goes on after the common tokens, whose last one is therefore never the prompt's last.
+    """Returns groups that save many tokens, ordered by their first prompts; each prompt is in one, and has at least one
+    token after the common ones.
     """
     order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
     # Prompts with a common beginning are neighbours in this order.
     shared = [_common(prompts[a], prompts[b]) for a, b in pairwise(order)]
-    # A tree of beginnings, of which this is the path to the last prompt: for each beginning its length, and the groups
-    # of the prompts with it, those with longer ones included.
+    # Beginnings form a tree. This is the path to the latest prompt: for each beginning its length, and the groups of
+    # the prompts that have it, whether or not they have a longer one in common.
     path: list[tuple[int, list[PromptGroup]]] = [(0, [])]
     for i, common in zip(order, [*shared, 0], strict=True):
         groups = [PromptGroup([i], 0)]
-        while True:
-            if common > path[-1][0]:
-                path.append((common, groups))
-            else:
-                path[-1][1].extend(groups)
-            if path[-1][0] == common:
-                break
-            # The next prompt does not begin with this.
-            groups = _joined(prompts, *path.pop())
+        # The next prompt lacks the beginnings that are longer than `common`, so their groups are complete.
+        while common < path[-1][0]:
+            length, longer_groups = path.pop()
+            groups = _joined(prompts, length, longer_groups + groups)
+        if common > path[-1][0]:
+            path.append((common, groups))
+        else:
+            path[-1][1].extend(groups)
     return sorted(path[0][1], key=lambda group: group.prompts[0])
 
 
 def _joined(prompts: Sequence[Sequence[int]], common: int, groups: list[PromptGroup]) -> list[PromptGroup]:
-    """The groups of prompts with `common` tokens in common, and those joined whose own save fewer tokens a prompt."""
-    joins = [group.saved < common * len(group.prompts) for group in groups]
-    members = sorted(i for group in compress(groups, joins) for i in group.prompts)
-    joined = PromptGroup(members, common)
-    mean = sum(len(prompts[i]) for i in members) / max(1, len(members))
-    # A short beginning, or one that is a small share of the prompts, does not pay for a pass.
-    worth = common >= max(MIN_COMMON, mean / 8) and joined.saved > sum(group.saved for group in compress(groups, joins))
-    return [group for group, join in zip(groups, joins, strict=True) if not join] + [joined] if worth else groups
+    """`groups`, whose prompts have `common` tokens in common, with those joined that save fewer tokens per prompt, if
+    that saves more.
+    """
+    kept = [group for group in groups if group.saved >= common * len(group.prompts)]
+    replaced = [group for group in groups if group.saved < common * len(group.prompts)]
+    joined = PromptGroup(sorted(i for group in replaced for i in group.prompts), common)
+    mean_length = sum(len(prompts[i]) for i in joined.prompts) / max(1, len(joined.prompts))
+    # A pass over a short beginning, or one that is a small share of the prompts, costs more than it saves.
+    long_enough = common >= max(MIN_COMMON, mean_length / 8)
+    if long_enough and joined.saved > sum(group.saved for group in replaced):
+        return [*kept, joined]
+    return groups
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with, and go on after."""
+    """How many tokens both begin with, at least one token before the end of each."""
     most = min(len(one), len(other)) - 1
     return next((i for i in range(most) if one[i] != other[i]), most)
 
 
 class SlotPrompts:
-    """Reads prompts into slots.
+    """Reads prompts, each for n rows, into the slots of `cache`, which has `extra_slots` beyond those of the
+    steps.
 
-    They come in the order of their groups, all samples of a prompt one after the other, so that one slot is enough for
-    the beginning of a group, and one for a prompt.
-
-    Args:
-        model: the language model.
-        cache: with `extra_slots` slots beyond those of the steps.
-        prompts: token ids of each prompt.
-        groups: which of them begin alike.
-        samples: n, rows of each prompt.
+    They come in the order of their groups, all samples of a prompt one after the other, so one slot is enough for the
+    beginning of a group, and one for a prompt.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: SlotCache,
-        prompts: list[list[int]],
-        groups: Sequence[PromptGroup],
-        samples: int,
+        self, model: PreTrainedModel, cache: SlotCache, prompts: list[list[int]], groups: list[PromptGroup], n: int
     ) -> None:
         self._model, self._cache, self._prompts = model, cache, prompts
         self._group = {prompt: group for group in groups for prompt in group.prompts}
-        self._beginning_slot, self._split_slot = cache.slots - 1, cache.slots - self.extra_slots(groups, samples)
+        self._beginning_slot, self._split_slot = cache.slots - 1, cache.slots - self.extra_slots(groups, n)
         self._split: tuple[int, Tensor] | None = None
-        """A prompt whose other samples wait, and the logits (V,) after it."""
+        """A prompt with samples that wait, and the logits (V,) after it."""
 
     @staticmethod
-    def extra_slots(groups: Sequence[PromptGroup], samples: int) -> int:
-        """How many slots beyond those of the steps are needed: one for a beginning, one for a prompt whose other
-        samples wait.
+    def extra_slots(groups: Sequence[PromptGroup], n: int) -> int:
+        """How many slots beyond those of the steps are needed: one for a beginning, one for a prompt with samples that
+        wait.
         """
-        return int(any(group.common for group in groups)) + int(samples > 1)
+        return int(any(group.common for group in groups)) + int(n > 1)
 
     def read(
         self, placed: dict[int, list[int]], appended: Sequence[NewTokens], next_prompt: int | None
     ) -> dict[int, Tensor]:
-        """Reads prompts into slots, and what was appended to other rows; returns the logits (V,) after each slot.
+        """Reads prompts into slots, and tokens that were appended to other rows; returns the logits (V,) after each
+        slot.
 
         Args:
-            placed: the slots of each prompt that is read now.
+            placed: the slots of each prompt.
             appended: the new tokens of rows that go on.
-            next_prompt: the prompt of the first row that waits after those; None if none does.
+            next_prompt: the prompt of the first row that still waits; None if none does.
         """
         logits: dict[int, Tensor] = {}
         new = list(placed)
         if new and self._split is not None:
-            # Its other samples are the first that waited.
+            # Its samples were the first that waited.
             prompt, known = self._split
             assert new.pop(0) == prompt, "rows wait in the order of their prompts"
             self._cache.copy(self._split_slot, placed[prompt], len(self._prompts[prompt]))
@@ -137,7 +129,7 @@ class SlotPrompts:
                 rests.append(NewTokens(slot, group.common, tokens[group.common :]))
             if not group.common or prompt == group.prompts[0]:
                 whole.append(NewTokens(slot, 0, tokens[: group.common or len(tokens)]))
-        # Tokens without earlier ones are a pass of their own: their attention needs no padding.
+        # In a separate pass, because attention without earlier tokens needs no padding.
         logits |= self._extend(whole)
         self._share_beginnings(slots, next_prompt)
         logits |= self._extend(rests)
@@ -152,9 +144,8 @@ class SlotPrompts:
         return logits
 
     def _share_beginnings(self, slots: dict[int, int], next_prompt: int | None) -> None:
-        """Copies the beginnings of groups to the slots of their prompts, and keeps that of the prompt that waits next.
-
-        It was computed in the slot of the group's first prompt, now or earlier.
+        """Copies the beginning of each group, which was computed in the slot of its first prompt, to the slots of its
+        other prompts, and keeps that of the prompt that waits next.
         """
         for prompt, slot in slots.items():
             group = self._group[prompt]

@@ -1,10 +1,10 @@
-"""What ends a response: stop tokens, truncate tokens, and stop strings as an automaton over token ids.
+"""Finds the stop and truncate tokens of a tokenizer, and compiles stop strings to an automaton over token ids.
+`generation.responses.StopRule` applies all three.
 
-A response ends with the token that completes a stop string, wherever in its tokens the string begins and ends. The
-comparison is one of bytes, which is exact for tokens that hold parts of a character. The automaton of Aho and Corasick
-(Communications of the ACM 18, 1975), which reads bytes, is applied to every token of the vocabulary once, before the
-run: each row then keeps one number, and a step of the sampler looks up the next one on the device. No text is decoded
-while responses are sampled. `generation.responses.StopRule` applies all three to the chosen tokens.
+A response ends with the token that completes a stop string, wherever in its tokens the string begins and ends. Bytes
+are compared, because tokens may hold parts of a character. The automaton of Aho and Corasick (Communications of the ACM
+18, 1975), which reads bytes, is applied to every token of the vocabulary before the run. So each row keeps one number,
+and a step of the sampler looks up the next one on the device, without decoding text.
 """
 
 import re
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no complete character."""
+"""Written by decoders for bytes that are no complete character."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _BYTES_OF_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _NO_TEXT = b"\xff"
@@ -56,13 +56,12 @@ def resolve_turn_end(
     """Returns the token with which the tokenizer's chat template ends a turn of the assistant, or None.
 
     That is the first special or added token after a rendered answer: Phi-3's `<|end|>`, before the eos that follows
-    it. If the conversation ends with such tokens, the eos among them, it is the first of these, so that a section
-    between the answer and the end of the turn does not count. The pad token counts only if no other follows. If the
-    template writes none there, it is the token that starts the next turn, unless that is the bos. None for a template
-    that cannot render an answer, changes its text, or ends turns with plain text.
+    it. If the conversation ends with several such tokens, the eos among them, it is the first of these, so that tokens
+    of a section between answer and end of turn do not count (without an eos, they do). The pad token counts only if no
+    other follows. If the template writes none there, it is the token that starts the next turn, unless that is the bos.
+    None for a template that cannot render an answer, changes its text, or ends turns with plain text.
 
-    `chat_template_kwargs` are further arguments of the template. A section that a template without an eos writes after
-    every answer cannot be told from the end of the turn.
+    `chat_template_kwargs` are further arguments of the template.
     """
     # Templates of multimodal models take a list of parts, and some render nothing for a string.
     for content in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
@@ -89,8 +88,7 @@ def _text_after_answer(
     try:
         text = str(processing_class.apply_chat_template(messages, tokenize=False, **(chat_template_kwargs or {})))
     except Exception:
-        # A template runs methods and operators of Python on the messages, and raises what these raise. Prompts, which
-        # may have no answer, are rendered elsewhere, and their errors reported.
+        # A template may raise anything. Errors about prompts are reported where these are rendered.
         return None
     # A template may change the case of a message.
     rendered = list(re.finditer(_ANSWER, text, re.IGNORECASE))
@@ -98,22 +96,26 @@ def _text_after_answer(
 
 
 def _end_of_turn(processing_class: PreTrainedTokenizerBase, text: str) -> int | None:
-    """The special or added token of `text`, which follows an answer, that ends the turn; None if there is none.
-
-    Not every end of a turn is marked as special: some fine-tunes add `<|im_end|>` as an ordinary token.
+    """The token of `text`, which follows an answer, that ends the turn; None if there is none. It may be special or
+    added: some fine-tunes add `<|im_end|>` as an ordinary token.
     """
     names = dict(zip(processing_class.all_special_ids, processing_class.all_special_tokens, strict=True))
     names |= {i: token.content for i, token in processing_class.added_tokens_decoder.items()}
     ids: list[int] = processing_class(text, add_special_tokens=False)["input_ids"]
-    # Gemma's tokenizer has runs of blanks as added tokens. The unknown token is no part of the text that it stands for.
-    added = [names.get(i, "").strip() != "" and names[i] in text for i in ids]
-    words = [n for n, i in enumerate(ids) if not added[n] and str(processing_class.decode([i])).strip()]
-    found = [i for i, is_added in zip(ids, added, strict=True) if is_added]
-    last = [i for n, i in enumerate(ids) if added[n] and n > max(words, default=-1)]
-    # Words after the last token may be the start of the next answer, which Llama 3's first template always writes.
-    candidates = last if processing_class.eos_token_id in last else found
+    candidates: list[int] = []
+    since_words: list[int] = []
+    for i in ids:
+        # Gemma's tokenizer has runs of blanks as added tokens. The unknown token does not occur in the text.
+        if names.get(i, "").strip() and names[i] in text:
+            candidates.append(i)
+            since_words.append(i)
+        elif str(processing_class.decode([i])).strip():
+            since_words.clear()
+    # Words at the end may start the next answer, as in Llama 3's first template, so without an eos all count.
+    if processing_class.eos_token_id in since_words:
+        candidates = since_words
     padding = {processing_class.pad_token_id} - {processing_class.eos_token_id}
-    return next((i for i in candidates if i not in padding), next(iter(candidates), None))
+    return next((i for i in candidates if i not in padding), candidates[0] if candidates else None)
 
 
 def resolve_truncate_tokens(
@@ -150,16 +152,11 @@ def _truncate_token(processing_class: PreTrainedTokenizerBase, token: str | int)
 class StopStrings:
     """The stop strings of a run for one tokenizer.
 
-    The text of a response is that which its tokens write after the prompt, special tokens included. Where bytes are no
-    valid UTF-8, of which decoders make different things, a complete character still counts as what it is.
-
-    Args:
-        strings: the texts, at least one, none empty.
-        processing_class: the policy's tokenizer.
-        vocab_size: of the model, which may be larger than the tokenizer's.
+    They are searched for in the bytes that the response's tokens write after the prompt, special tokens included, also
+    where these are no valid UTF-8. `vocab_size`, of the model, may be larger than the tokenizer's.
 
     Raises:
-        ValueError: for a tokenizer that writes a token in another way after some tokens than after others.
+        ValueError: for a tokenizer that writes a token differently after different tokens.
     """
 
     def __init__(self, strings: Sequence[str], processing_class: PreTrainedTokenizerBase, *, vocab_size: int) -> None:
@@ -168,7 +165,7 @@ class StopStrings:
         steps = _token_steps(_byte_steps([text.encode() for text in self.strings]), texts)
         self.completed = len(steps) - 1
         """The state of a row that contains a string."""
-        # Nearly all tokens lead from every state back to the start; equal columns are stored once.
+        # Nearly all tokens lead from every state back to the start, so equal columns are stored once.
         moving = steps[:-1].any(axis=0)
         columns, kinds = np.unique(steps[:, moving], axis=1, return_inverse=True)
         start = np.zeros((len(steps), 1), dtype=np.int64)
@@ -190,13 +187,11 @@ class StopStrings:
 
 
 def token_bytes(processing_class: PreTrainedTokenizerBase, vocab_size: int) -> list[bytes]:
-    """Returns the UTF-8 bytes that each token id below `vocab_size` writes after other tokens.
-
-    Ids without a token write nothing, as in `decode`. A token whose part of a character cannot be read from its name
-    writes a byte that no text contains.
+    """Returns the UTF-8 bytes that each token id below `vocab_size` writes after other tokens: none for an id without a
+    token, `_NO_TEXT` for a part of a character whose name does not give its bytes.
 
     Raises:
-        ValueError: if tokens write something else together than one after the other.
+        ValueError: see `StopStrings`.
     """
     before: list[int] = processing_class("a", add_special_tokens=False)["input_ids"]
     texts = _decoded(processing_class, [before, *([*before, token] for token in range(vocab_size))])
@@ -218,7 +213,7 @@ def _decoded(processing_class: PreTrainedTokenizerBase, rows: list[list[int]]) -
 def _check_concatenation(
     processing_class: PreTrainedTokenizerBase, before: list[int], start: str, texts: Sequence[str]
 ) -> None:
-    # Parts of characters are whole characters together.
+    # Without parts of characters, which form characters together.
     whole = [token for token, text in enumerate(texts) if _UNKNOWN not in text]
     some = whole[:: max(1, len(whole) // _CHECKED_TOKENS)]
     some += reversed(some)
@@ -242,8 +237,8 @@ def _part_of_character(name: str) -> bytes:
 
 
 def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
-    """Returns (S, 256) int64, the automaton's next state for each state and byte; state 0 is the start, the last one is
-    that of a completed text, which is never left.
+    """Returns (S, 256) int64, the automaton's next state for each state and byte. State 0 is the start; the last one is
+    that of a completed text, which the automaton never leaves.
     """
     children: list[dict[int, int]] = [{}]
     complete = set[int]()
@@ -259,7 +254,7 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
     steps[-1] = len(children)
     for byte, child in children[0].items():
         steps[0, byte] = child
-    # The longest proper suffix of each state's text that is a state, too; shorter texts come first.
+    # The longest proper suffix of each state's text that is also a state; shorter texts come first.
     suffix, waiting = {child: 0 for child in children[0].values()}, deque(children[0].values())
     while waiting:
         state = waiting.popleft()

@@ -35,9 +35,9 @@ def choose_tokens(
     Args:
         logits: (N, V), unchanged; computed in float32, or in float64 for float64 logits.
         uniforms: (N,) float64 in (0, 1); None takes the most likely token.
-        temperature: divides the logits; > 0.
-        top_k: keep only the k most likely tokens.
-        top_p: keep only the most likely tokens that together reach this probability, in (0, 1].
+        temperature: > 0.
+        top_k: see `SamplingParams`.
+        top_p: see `SamplingParams`.
     """
     weights = _weights(logits, temperature)
     blocks = _Blocks(weights)
@@ -54,7 +54,7 @@ def choose_tokens(
 def _weights(logits: Tensor, temperature: float) -> Tensor:
     """Returns exp((logits - their maximum) / temperature), in float32 or float64; reads and writes as little as it can.
 
-    A vocabulary has up to 256k tokens, and on a CPU the choice of a token costs as much as the bytes that it moves.
+    A vocabulary has up to 256k tokens, and on a CPU the time to choose one is that to move the bytes.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:
@@ -64,11 +64,11 @@ def _weights(logits: Tensor, temperature: float) -> Tensor:
 
 
 class _Blocks:
-    """Rows of non-negative weights (N, V) in blocks of _BLOCK_SIZE, and the float64 sum of each block.
+    """Rows of non-negative weights (N, V) in blocks of _BLOCK_SIZE, the last padded with zeros, and the float64 sum of
+    each block.
 
     With a single cumulative sum over 128k tokens, float32 leaves a quarter of the tokens without any mass, and float64
-    writes four times the bytes that it reads. Two levels, over the blocks and then within one block, read the weights
-    once. The last block ends with zeros where V is no multiple of the block size.
+    writes four times the bytes that it reads. Two levels, over the blocks and then within one, read the weights once.
     """
 
     def __init__(self, weights: Tensor) -> None:
@@ -77,7 +77,7 @@ class _Blocks:
         rest = size % _BLOCK_SIZE
         sums = [_block_sums(weights[:, : size - rest].unflatten(1, (-1, _BLOCK_SIZE)))] if size > rest else []
         if rest:
-            # Padding the last block alone; padding the rows would copy them.
+            # Only the last block is padded; padding whole rows would copy them.
             last = F.pad(weights[:, size - rest :], (0, _BLOCK_SIZE - rest))
             sums.append(last.sum(dim=-1, keepdim=True, dtype=torch.float64))
         self._sums = torch.cat(sums, dim=1)
@@ -104,8 +104,8 @@ class _Blocks:
 
 def _block_sums(blocks: Tensor) -> Tensor:
     """Returns the float64 sums (N, blocks) of `blocks` (N, blocks, _BLOCK_SIZE)."""
-    # torch's sum copies its whole input to float64 first. On a CPU that is slow beyond the cache, and slower still
-    # beyond the 32 MiB that malloc keeps for the next call; on CUDA more kernels would cost more.
+    # torch's sum first copies its whole input to float64. On a CPU that is slow if the copy exceeds the cache, and more
+    # so the 32 MiB that malloc reuses; on CUDA more kernels would cost more.
     if blocks.device.type != "cpu":
         return blocks.sum(dim=-1, dtype=torch.float64)
     chunk = max(1, _CPU_CHUNK // (len(blocks) * _BLOCK_SIZE))
@@ -115,8 +115,8 @@ def _block_sums(blocks: Tensor) -> Tensor:
 
 def _first_exceeding(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the first index (N,) at which cumulative sums (N, M) exceed `target` (N,), and the target used."""
-    # Rounding may raise the target to the total, which no sum exceeds. Just below the total, the last index with mass
-    # is found: the product is the largest float64 below it.
+    # Rounding may raise the target to the total, which no sum exceeds. The product is the largest float64 below the
+    # total, for which the last index with mass is found.
     target = torch.minimum(target, sums[:, -1] * (1 - 2**-53))
     return (sums > target.unsqueeze(1)).int().argmax(dim=-1), target
 

@@ -1,8 +1,7 @@
-"""Responses of several turns: what a sampler asks at the end of each turn, and what it does with the answer.
+"""Responses of several turns: what a sampler asks at the end of each turn, and what it does with the reply.
 
-A turn is what the policy chooses up to a stop token, a truncate token or a limit. Then something else may append tokens
-to the row, and the policy goes on after these. What appends them, an environment say, is no part of this package: it is
-a `TurnHandler`.
+A turn is what the policy chooses up to the end that `StopRule` finds, or up to a limit. Then a `TurnHandler`, such as
+an environment, may append tokens to the row, after which the policy goes on.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -18,12 +17,12 @@ class Pending(Enum):
 
 
 PENDING = Pending.PENDING
-"""What a `TurnHandler` returns for a turn whose answer it does not know yet."""
+"""What a `TurnHandler` returns for a turn whose reply it does not know yet."""
 
 Reply = Sequence[int] | None
-"""None ends the response. Otherwise token ids that are appended; the policy did not choose them, so they are holes of
-`response_mask`. An empty sequence lets the policy go on after its own last token, with no hole between the turns.
-Tokens beyond the width of the responses are left out, and the response ends there."""
+"""None ends the response. Otherwise token ids that are appended; `response_mask` is False for them, because the policy
+did not choose them. An empty sequence lets the policy go on after its own last token. Tokens beyond the width of the
+responses are left out, and the response ends there."""
 
 
 @dataclass(frozen=True)
@@ -33,46 +32,40 @@ class Turn:
     row: int
     """Of the call: row b * n + j is sample j of prompt b."""
     response: list[int]
-    """Token ids of the response so far, what was appended to earlier turns included."""
+    """Token ids of the response so far, with what was appended to earlier turns."""
     response_mask: list[bool]
     """As long as `response`; True = a token the policy chose."""
     start: int
     """Position of the turn's first token in `response`; the turn lasts to the end."""
     stopped: bool
-    """True = ended by a stop or truncate token or a stop string, False = cut off after `Turns.max_turn_tokens`
-    tokens."""
+    """True = `StopRule` ended it, False = cut off after `Turns.max_turn_tokens` tokens."""
 
 
 class TurnHandler(Protocol):
-    """Decides how a response goes on after a turn.
+    """Decides how a response goes on after a turn. An exception in it ends the sampling.
 
-    A response must not depend on when answers come, so answers may depend on `Turn.row` and on what was said, but
-    neither on the order of calls nor on time. An exception ends the sampling.
+    Responses must not depend on time: a reply may depend on `Turn.row` and the conversation, but not on the order of
+    calls.
     """
 
     def on_stop(self, turn: Turn) -> Reply | Pending:
-        """Returns the answer to a turn, or `PENDING`; the answer then comes from `ready`.
-
-        All rows wait for this call. It is not made for a response that has no token of the policy left, by its width or
-        by `Turns.max_policy_tokens`: that one ends.
+        """Returns the reply to a turn, or `PENDING`; the reply then comes from `ready`. All rows wait for this call. It
+        is not made for a response that ends here, by its width or by `Turns.max_policy_tokens`.
         """
         ...
 
     def ready(self, timeout: float) -> Sequence[tuple[int, Reply]]:
-        """Returns the answers to pending turns that have come since the last call, each with its row.
+        """Returns the replies to pending turns that have come since the last call, each with its row.
 
         Args:
-            timeout: where there is no answer, how long to wait for one, in seconds; 0 while other rows are sampled.
+            timeout: seconds to wait if there is no reply; 0 while other rows are sampled.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How responses of several turns are sampled.
-
-    A truncate token counts from `truncate_after` tokens of the turn on.
-    """
+    """How responses of several turns are sampled. `truncate_after` counts tokens of the turn."""
 
     handler: TurnHandler
     max_turn_tokens: int | None = None
@@ -88,7 +81,7 @@ class Turns:
                 raise ValueError(f"{name} ({limit}) must be at least 1; None sets no limit")
 
     def limit(self, *, position: int, chosen: int, width: int) -> int:
-        """The response position before which a turn must end that begins at `position`.
+        """The response position before which a turn that begins at `position` must end.
 
         Args:
             position: of the turn's first token.
@@ -102,11 +95,11 @@ class Turns:
             ends.append(position + self.max_policy_tokens - chosen)
         return min(ends)
 
-    def answers(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
+    def replies(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
         """Yields what `handler.ready` returns; the caller removes each row from `pending`.
 
         Raises:
-            ValueError: for an answer to a row that is not pending.
+            ValueError: for a reply to a row that is not pending.
         """
         for row, reply in self.handler.ready(timeout):
             if row not in pending:

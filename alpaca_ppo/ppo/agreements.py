@@ -1,16 +1,15 @@
-"""What all processes do alike, though each has tried for itself what its models can do: rows without padding, and
-sampling in slots.
+"""What all processes must do in the same way, though each tries for itself what its models can do: rows without
+padding, and sampling in slots.
 
-The trials may end differently where machines, devices or versions of libraries differ. Processes with other plans of
-micro-batches would train on other rows and wait for each other forever.
+These trials may end differently where machines, devices or versions of libraries differ. Processes that plan
+micro-batches differently would train on different rows and wait for each other forever.
 """
 
 from accelerate import Accelerator
 
 from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.generation.backends import AutoBackend, Backend, SlotsBackend
-from alpaca_ppo.generation.slots import slot_problem
+from alpaca_ppo.generation import Backend
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.models.actor_critic import Critic
 
@@ -37,22 +36,20 @@ def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, acc
 
 
 def agree_on_backend(backend: Backend, engine: Engine, *, answered: bool) -> str:
-    """Lets `auto` use `model.generate` on every process if the policy cannot be sampled in slots on any; returns why,
-    in words: empty if it can. All ranks must call this.
+    """Lets `backend` use its fallback on every process if it cannot sample from the policy on any (`Backend.problem`);
+    returns why, in words: empty if it can. All ranks must call this.
 
     Raises:
-        ValueError: on every rank, where `slots` were asked for or something answers the policy (`answered`), which
+        ValueError: on every rank, if the backend has no fallback, or something answers the policy (`answered`), which
             takes a backend of several turns.
     """
     problem = f"generation_backend {backend.name!r} samples one turn" if answered and not backend.takes_turns else ""
-    if isinstance(backend, SlotsBackend):
+    if not backend.has_own_weights:
         with engine.sampling() as model:
-            own = slot_problem(model)
-        problem = next((found for found in gather_list(own, engine.accelerator) if found), "")
+            own = backend.problem(model)
+        problem = next((found for found in gather_list(own, engine.accelerator) if found), problem)
     if problem and answered:
         raise ValueError(f"environments answer the policy, which cannot be sampled over several turns: {problem}")
-    if isinstance(backend, AutoBackend):
-        backend.fallback = problem
-    elif problem:
-        raise ValueError(f"generation_backend is slots, but the policy cannot be sampled so: {problem}; set it to auto")
+    if problem:
+        backend.use_fallback(problem)
     return problem

@@ -39,7 +39,7 @@ class Played:
         params = SamplingParams(max_new_tokens=4000, temperature=1.0, pad_token_id=0, stop_token_ids=stop)
         self._block = self.environments.episodes(batch, params, poll)
         self.episodes = self._block.__enter__()
-        self.episode = self.episodes.of_rows[0]
+        self.episode = self.episodes.episodes[0]
         self.response, self.mask = [], []
 
     def say(self, text):

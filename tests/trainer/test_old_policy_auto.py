@@ -6,7 +6,7 @@ from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.generation import register_generation_backend
-from alpaca_ppo.generation.backends import GenerateBackend
+from alpaca_ppo.generation.built_in_backends import GenerateBackend
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from tests.registered import temporary_choices
 from tests.tiny_models import tiny_causal_lm

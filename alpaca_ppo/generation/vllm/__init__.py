@@ -1,4 +1,4 @@
-"""vLLM as the sampler: servers in processes of their own, which get the policy's weights as files after each update.
+"""vLLM as the sampler: servers in other processes, which read the policy's weights from files after each update.
 
-Nothing here imports vLLM, whose versions of libraries are not those of this package.
+Nothing here imports vLLM, which needs other versions of libraries than this package.
 """

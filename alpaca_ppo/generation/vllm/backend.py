@@ -6,12 +6,9 @@ files of the weights: the first of them writes these, and all go on once every s
 
 import platform
 import shutil
-import warnings
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 from urllib.parse import urlsplit
 
 import torch
@@ -22,14 +19,17 @@ from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.config.names import check_url
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import gather_list, raise_on_all_ranks
-from alpaca_ppo.generation.backends import Backend, PolicyWeights
+from alpaca_ppo.generation.backends import Backend, GenerateOptions, PolicyWeights
 from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.vllm import weights as files
-from alpaca_ppo.generation.vllm.process import ServerProcess, check_options, server_command, server_variables
+from alpaca_ppo.generation.vllm.local_server import LocalServer
+from alpaca_ppo.generation.vllm.process import ServerProcess, check_options
 from alpaca_ppo.generation.vllm.sampling import Sampling
 from alpaca_ppo.generation.vllm.server import Publication, Server, together
 from alpaca_ppo.models.policy import Policy
 from alpaca_ppo.types import PromptBatch
+
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class VLLMBackend(Backend):
@@ -37,8 +37,7 @@ class VLLMBackend(Backend):
     likeliest token.
 
     Raises:
-        ValueError: without the options of a run; if they name no server and no way to start one, or one that cannot be
-            used.
+        ValueError: without the options of a run, or for options that name no usable server.
     """
 
     takes_turns = takes_stop_strings = has_own_weights = True
@@ -57,29 +56,27 @@ class VLLMBackend(Backend):
             check_options(args)
         self.servers: list[Server] = []
         """From which this process samples."""
-        self._writes, self._folder = True, Path()
+        self._local: LocalServer | None = None
+        """The server that this process starts; None with `vllm_urls`."""
+        self._publications = 0
+        # What `_prepare` finds out; `_writes`: whether this process writes the files.
+        self._writes, self._folder, self._dtype, self._lora_rank = True, Path(), torch.float32, 0
         self._guard: ServerProcess | None = None
-        self._process: ServerProcess | None = None
-        self._current: Publication | None = None
-        self._published = 0
-        self._dtype, self._lora_rank, self._device = torch.float32, 0, torch.device("cpu")
-        self._restarts = 0
-        """How often a server that had ended was started again in this rollout."""
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:
         """Gives the servers the policy's weights, each time as another version.
 
         Raises:
-            ValueError: if this process has no room for them, or a server does not take them.
+            ValueError: if this process has no room for them, or a server does not load them.
             RuntimeError: if that happened on another process.
         """
-        first, adapted, number = self._current is None, policy.adapters is not None, self._published
-        if first:
-            self._meet(policy)
+        number, adapted = self._publications, policy.adapters is not None
+        if number == 0:
+            self._prepare(policy)
         folder, version = self._folder / str(number), f"{self._folder.name}-{number}"
         new = Publication(version, self._folder / "base", folder) if adapted else Publication(version, folder)
-        self._current, self._published = new, number + 1
-        base = files.copied(weights(base=True), self._dtype, keep=self._writes) if first or not adapted else {}
+        self._publications += 1
+        base = files.copied(weights(base=True), self._dtype, keep=self._writes) if number == 0 or not adapted else {}
         adapter = files.copied(weights(), None, keep=self._writes) if adapted else {}
         with raise_on_all_ranks(PartialState()):
             if base:
@@ -88,19 +85,22 @@ class VLLMBackend(Backend):
                 files.write_adapter(folder, policy, adapter)
         with raise_on_all_ranks(PartialState()):
             self._load(new)
-        if self._writes and not first:
+        if self._writes and number > 0:
             shutil.rmtree(self._folder / str(number - 1))
         self.half_precision = any(server.half_precision for server in self.servers)
 
-    def _meet(self, policy: Policy) -> None:
-        """Finds out what the policy needs, who else is on this machine, and where the files go."""
+    def _prepare(self, policy: Policy) -> None:
+        """Finds out what the policy needs and which processes are on this machine, and makes the folder of the weights
+        and the servers. All ranks must call this.
+        """
         files.check_policy(policy)
-        args, state, self._device = self.args, PartialState(), policy.model.device
+        args, state, device = self.args, PartialState(), policy.model.device
         self._dtype = getattr(torch, args.vllm_dtype or ("bfloat16" if args.bf16 else str(policy.model.dtype)[6:]))
         if policy.adapters is not None:
             config = policy.adapters.config_of(POLICY)
             self._lora_rank = max([config.r, *(config.rank_pattern or {}).values()])
-        remote = any(urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1") for url in self._urls)
+        # Servers on other machines read the files from output_dir, which one process writes.
+        remote = any(urlsplit(url).hostname not in _THIS_MACHINE for url in self._urls)
         machines = gather_list("" if remote else platform.node(), state)
         peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
         place = peers.index(state.process_index)
@@ -113,61 +113,28 @@ class VLLMBackend(Backend):
                 self._folder = files.make_folder(output_dir if remote else None, size)
                 self._guard = ServerProcess([], {}, Path("/dev/null"), [self._folder])
         self._folder = gather_list(self._folder, state)[peers[0]]
-        # Each process sends its first prompt to another server.
-        servers = deque(map(Server, self._urls))
-        servers.rotate(-place)
-        self.servers = list(servers)
+        if self._urls:
+            # Each process sends its first prompt to another server.
+            servers = deque(map(Server, self._urls))
+            servers.rotate(-place)
+            self.servers = list(servers)
+        else:
+            self._local = LocalServer(args, self._folder, self._dtype, self._lora_rank, device)
+            self.servers = [self._local]
         with raise_on_all_ranks(state):
-            together(server.check(self._folder, lora=self._lora_rank > 0) for server in self.servers)
+            if self._urls:
+                together(server.check(self._folder, lora=self._lora_rank > 0) for server in self.servers)
 
     def _load(self, new: Publication) -> None:
         """Loads weights into the server of this process, or the first process of a machine into those of all."""
-        if not self._urls and (self._process is None or self._has_ended()):
-            self._start(lambda: None)
+        if self._local is not None and self._local.has_ended():
+            self._local.start(new, poll=lambda: None)
             return
         self.wake()
-        if self._writes or not self._urls:
+        if self._writes or self._local is not None:
             together(server.load(new) for server in self.servers)
         for server in self.servers:
             server.loaded = new
-
-    def revive(self, poll: Callable[[], Any]) -> None:
-        """Starts the server of this process again if it has ended; calls `poll` meanwhile.
-
-        Raises:
-            ValueError: if it has been started again before in this rollout, or cannot be.
-        """
-        if self._process is not None and self._has_ended():
-            if self._restarts:
-                raise ValueError(f"the vLLM server has ended twice: {self._process.reason()}")
-            self._restarts += 1
-            warnings.warn(f"the vLLM server has ended ({self._process.reason()}), and is started again", stacklevel=2)
-            self._start(poll)
-
-    def _has_ended(self) -> bool:
-        """Whether the server that was started here no longer runs; one that does not answer is given time to end."""
-        return self._process is not None and not self.servers[0].answers() and self._process.ends()
-
-    def _start(self, poll: Callable[[], Any]) -> None:
-        """Starts a server on the current weights."""
-        assert self._current is not None
-        if self._process is not None:
-            self._process.stop()
-        torch.cuda.empty_cache()
-        rank = PartialState().process_index
-        socket = self._folder / f"{rank}.sock"
-        socket.unlink(missing_ok=True)
-        log = Path(self.args.output_dir).absolute() / f"vllm_{rank}.log"
-        command = server_command(self.args, self._current.model, socket, self._dtype, self._lora_rank, self._device)
-        PartialState().print(f"vLLM starts; its log is {log}", flush=True)
-        self._process = ServerProcess(command, server_variables(self._device, self._folder), log, [])
-        server = Server("http://vllm", str(socket))
-        self._process.wait(server.answers, poll)
-        # It has read the model.
-        server.loaded = replace(self._current, adapter=None)
-        together([server.check(None, lora=self._lora_rank > 0)])
-        together([server.load(self._current)])
-        self.servers = [server]
 
     def wake(self) -> None:
         if any(server.asleep for server in self.servers):
@@ -176,16 +143,17 @@ class VLLMBackend(Backend):
 
     def sleep(self) -> None:
         """Only a server that was started here shares this process's GPU."""
-        if self._process is not None and self._device.type == "cuda":
-            together(server.sleep() for server in self.servers)
+        if self._local is not None and self._local.device.type == "cuda":
+            together([self._local.sleep()])
 
-    def generate(self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **how: Any) -> Generation:
-        rows = zip(prompts["queries"].tolist(), prompts["query_attn_masks"].tolist(), strict=True)
-        tokens = [[token for token, real in zip(*row, strict=True) if real] for row in rows]
-        longest, most = max(map(len, tokens)) + params.max_new_tokens, min(s.longest_row for s in self.servers)
+    def generate(
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        longest = int(prompts["query_attn_masks"].sum(dim=1).max()) + params.max_new_tokens
+        most = min(server.longest_row for server in self.servers)
         if longest > most:
-            said = f"prompt and response have up to {longest} tokens, but the vLLM server takes {most}"
-            raise ValueError(f"{said}; start it with a longer --max-model-len (vllm_args)")
-        self._restarts = 0
-        keys = params.random_keys(prompts["prompt_ids"]).cpu()
-        return Sampling(self, model, tokens, keys, params, how["turns"], how["hooks"]).run()
+            raise ValueError(
+                f"prompt and response have up to {longest} tokens, but the vLLM server takes {most}; start it with a "
+                "longer --max-model-len (vllm_args)"
+            )
+        return Sampling(self.servers, self.args.ddp_timeout, model, prompts, params, options).run()

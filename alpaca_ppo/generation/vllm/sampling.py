@@ -1,12 +1,11 @@
 """The rows of one call of the sampler, each of which sends one request after the other until its response has ended.
 
-A turn is a new request on all tokens so far, whose beginning the server has in its cache. A token depends on the row's
-key and the position at which its request begins, never on other rows, their order or the server.
+A turn is a new request with all tokens so far, whose beginning the server has in its cache. A token depends on the
+row's key and the position at which its request begins, never on other rows, their order or the server.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,22 +13,22 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, RowCalls
 from alpaca_ppo.functional.rng import uniforms
-from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams, StopRule
-from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
-from alpaca_ppo.generation.vllm.server import request_params
+from alpaca_ppo.generation.backends import GenerateOptions
+from alpaca_ppo.generation.responses import Generation, SamplingParams, StopRule, unpadded
+from alpaca_ppo.generation.turns import Pending, Reply, Turn, check_reply
+from alpaca_ppo.generation.vllm.local_server import LocalServer
+from alpaca_ppo.generation.vllm.server import Server, request_params
 from alpaca_ppo.http_json import RequestFailed
-
-if TYPE_CHECKING:
-    from alpaca_ppo.generation.vllm.backend import VLLMBackend
+from alpaca_ppo.types import PromptBatch
 
 _MOST_REQUESTS = 256
-"""At a time; the server lets more than it can decode at once wait."""
+"""At a time; a server queues those that it cannot decode at once."""
 _WAIT = 0.05
 """Seconds after which `before_token` is called again."""
 RETRY_DELAYS = (0.5, 2.0, 8.0)
 """Seconds until a request that has failed is made again."""
 _PIECE = 64
-"""Tokens of a request where what ends a response is found here, not by the server, which samples on meanwhile."""
+"""Tokens of a request where the server, which knows stop tokens alone, would sample beyond the end of a turn."""
 
 
 @dataclass
@@ -55,59 +54,55 @@ class _Row:
 
 
 class Sampling:
-    """Samples responses.
-
-    Args:
-        backend: whose servers have the policy's weights.
-        model: the policy's, of which the configuration is read.
-        prompts: token ids of each prompt.
-        keys: (N,) int64 on the CPU, the key of each row's random numbers, n rows a prompt.
-        params: how tokens are chosen, and what ends a response.
-        turns: who is asked at the end of a turn; None ends every response with its first.
-        hooks: what is called meanwhile.
+    """Samples the responses of one call of `Backend.generate`, on `servers` that have the policy's weights; `timeout`,
+    of a request, is in seconds. The servers decide how many rows they decode at once.
     """
 
     def __init__(
         self,
-        backend: "VLLMBackend",
+        servers: Sequence[Server],
+        timeout: float,
         model: PreTrainedModel,
-        prompts: list[list[int]],
-        keys: Tensor,
+        prompts: PromptBatch,
         params: SamplingParams,
-        turns: Turns | None,
-        hooks: SamplingHooks,
+        options: GenerateOptions,
     ) -> None:
-        self._backend, self._model, self._keys = backend, model, keys
-        self._params, self._turns, self._hooks = params, turns, hooks
-        n, shape = params.num_return_sequences, (len(keys), params.max_new_tokens)
-        self._rows = [_Row(i, prompts[i // n]) for i in range(len(keys))]
-        self._calls, self._rule = RowCalls(most=_MOST_REQUESTS), StopRule(params, torch.device("cpu"))
-        cut_here = params.stop_strings is not None or (params.truncate_token_ids and params.truncate_after)
-        self._piece = _PIECE if cut_here else params.max_new_tokens
-        self._request = request_params(params)
-        self._open, self._pending = set(range(len(keys))), set[int]()
+        self._servers, self._timeout, self._model = servers, timeout, model
+        self._params, self._turns, self._hooks = params, options["turns"], options["hooks"]
+        self._rule = StopRule(params, torch.device("cpu"))
+        self._request = request_params(params, self._rule)
+        self._keys = params.random_keys(prompts["prompt_ids"]).cpu()
+        rows, width, n = len(self._keys), params.max_new_tokens, params.num_return_sequences
+        tokens = unpadded(prompts)
+        self._rows = [_Row(i, tokens[i // n]) for i in range(rows)]
+        self._calls = RowCalls(most=_MOST_REQUESTS)
+        self._unfinished = set(range(rows))
+        """Rows whose responses are not complete."""
+        self._pending: set[int] = set()
+        """Those of them that wait for the reply to a turn; the others wait for a server."""
+        self._restarted = False
         self._out = Generation(
-            torch.full(shape, params.pad_token_id),
-            torch.zeros(shape, dtype=torch.bool),
-            torch.zeros(shape),
-            torch.zeros(len(keys), dtype=torch.bool),
+            responses=torch.full((rows, width), params.pad_token_id),
+            response_mask=torch.zeros(rows, width, dtype=torch.bool),
+            logprobs=torch.zeros(rows, width),
+            stopped=torch.zeros(rows, dtype=torch.bool),
         )
 
     def run(self) -> Generation:
-        """Samples every row to its end. What still runs when an exception ends it is given up, by the server too."""
+        """Samples every row to its end. An exception abandons all requests; the servers then give them up, too."""
         try:
             for row in self._rows:
                 self._send(row)
-            while self._open:
+            while self._unfinished:
                 self._hooks.before_token()
-                waits = len(self._pending) == len(self._open)
-                for call in self._calls.finished(0.0 if waits else _WAIT):
+                all_pending = len(self._pending) == len(self._unfinished)
+                for call in self._calls.finished(0.0 if all_pending else _WAIT):
                     self._receive(call)
                 if self._pending:
                     assert self._turns is not None
-                    for index, reply in self._turns.answers(self._pending, _WAIT if waits else 0.0):
+                    for index, reply in self._turns.replies(self._pending, _WAIT if all_pending else 0.0):
                         self._pending.remove(index)
-                        self._take(self._rows[index], reply)
+                        self._append_reply(self._rows[index], reply)
         finally:
             self._calls.abandon()
         return self._out
@@ -119,22 +114,25 @@ class Sampling:
 
     def _send(self, row: _Row, delay: float = 0.0) -> None:
         """Asks for the next tokens of `row`."""
-        position, servers = len(row.tokens), self._backend.servers
-        most = min(self._limit(row, row.turn_start) - position, self._piece)
+        position = len(row.tokens)
+        most = self._limit(row, row.turn_start) - position
+        if not self._rule.only_stop_ids:
+            most = min(most, _PIECE)
         seed = int(uniforms(self._keys[row.index : row.index + 1], position) * 2**52)
         # Rows of one prompt go to the server that has its beginning in the cache, after a failure to another.
-        server = servers[(row.index // self._params.num_return_sequences + row.failures) % len(servers)]
-        how = {"params": self._request | {"max_tokens": most, "seed": seed}, "delay": delay}
-        call = Call(server.sample, {"tokens": row.prompt + row.tokens, **how}, self._backend.args.ddp_timeout)
-        self._calls.start(row.index, call)
+        prompt = row.index // self._params.num_return_sequences
+        server = self._servers[(prompt + row.failures) % len(self._servers)]
+        request = self._request | {"max_tokens": most, "seed": seed}
+        arguments = {"tokens": row.prompt + row.tokens, "params": request, "delay": delay}
+        self._calls.start(row.index, Call(server.sample, arguments, self._timeout))
 
     def _receive(self, call: RowCall) -> None:
-        """Takes the answer to a request, or makes the request again."""
+        """Appends what a server answers, or makes the request again."""
         row, error = self._rows[call.row], call.error
         if isinstance(error, RequestFailed | CallTimeout):
-            self._backend.revive(self._hooks.before_token)
+            self._restart_ended()
             if row.failures == len(RETRY_DELAYS):
-                why = str(error) or f"did not answer within {self._backend.args.ddp_timeout:g} s"
+                why = str(error) or f"did not answer within {self._timeout:g} s"
                 raise ValueError(f"the vLLM server at {why}; docs/vllm.md lists the causes") from error
             row.failures += 1
             self._send(row, RETRY_DELAYS[row.failures - 1])
@@ -142,9 +140,22 @@ class Sampling:
             raise error
         else:
             row.failures = 0
-            self._extend(row, *call.value)
+            self._append_sampled(row, *call.value)
 
-    def _extend(self, row: _Row, tokens: list[int], logprobs: list[float]) -> None:
+    def _restart_ended(self) -> None:
+        """Starts the server of this process again if it has ended.
+
+        Raises:
+            ValueError: if it has been started again before in this call, or cannot be.
+        """
+        for server in self._servers:
+            if isinstance(server, LocalServer) and server.has_ended():
+                if self._restarted:
+                    raise ValueError(f"the vLLM server has ended twice: {server.reason()}")
+                self._restarted = True
+                server.restart(self._hooks.before_token)
+
+    def _append_sampled(self, row: _Row, tokens: list[int], logprobs: list[float]) -> None:
         """Appends what was sampled, up to what ends the turn, and goes on from there."""
         start, count = len(row.tokens), len(tokens)
         # A stop string is looked for from one token to the next.
@@ -174,15 +185,16 @@ class Sampling:
         if isinstance(reply, Pending):
             self._pending.add(row.index)
         else:
-            self._take(row, reply)
+            self._append_reply(row, reply)
 
-    def _take(self, row: _Row, reply: Reply) -> None:
-        """Appends the answer to a turn, and begins the next."""
+    def _append_reply(self, row: _Row, reply: Reply) -> None:
+        """Appends the reply to a turn, and begins the next."""
+        width = self._params.max_new_tokens
         appended = check_reply(reply, row.index, self._model.config.get_text_config().vocab_size)
         if appended is not None:
-            kept = appended[: self._params.max_new_tokens - len(row.tokens)]
+            kept = appended[: width - len(row.tokens)]
             row.append(kept, [0.0] * len(kept), chosen=False)
-            if len(row.tokens) < self._params.max_new_tokens:
+            if len(row.tokens) < width:
                 row.turn_start, row.matched = len(row.tokens), torch.zeros(1, dtype=torch.long)
                 self._send(row)
                 return
@@ -191,7 +203,7 @@ class Sampling:
 
     def _finish(self, row: _Row) -> None:
         """Reports a row whose response is complete."""
-        self._open.remove(row.index)
+        self._unfinished.remove(row.index)
         length, out = len(row.tokens), self._out
         out.responses[row.index, :length] = torch.tensor(row.tokens)
         out.response_mask[row.index, :length] = torch.tensor(row.mask)

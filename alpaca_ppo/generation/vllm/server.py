@@ -1,4 +1,4 @@
-"""What is said to a vLLM server: weights to load, tokens to sample; and what of its answers is believed."""
+"""Requests to a vLLM server, to load weights and to sample tokens, and checks of its answers."""
 
 import asyncio
 import json
@@ -10,19 +10,18 @@ from typing import Any
 
 from alpaca_ppo.async_calls import await_all, error_text
 from alpaca_ppo.config.names import shown_url
-from alpaca_ppo.generation.responses import SamplingParams
+from alpaca_ppo.generation.responses import SamplingParams, StopRule
 from alpaca_ppo.http_json import RequestFailed, ask_json
 
 VERSIONS = "0.32"
-"""What has been tried: other versions name routes and fields otherwise, or reset less after new weights."""
+"""The versions that were tried: others have different routes and fields, or reset less after new weights."""
 MODEL = "policy"
 """The name under which servers that this package starts serve the model."""
 _ASK_SECONDS, _LOAD_SECONDS = 60.0, 1800.0
 _RESETS = 50
-"""Times that an emptied prefix cache is asked for, a tenth of a second apart, while requests that were given up still
-hold blocks of it."""
+"""Attempts to empty the prefix cache, a tenth of a second apart: abandoned requests may still hold blocks of it."""
 _NOT_FINITE = -9999.0
-"""What vLLM sends for a log-prob that is no number."""
+"""What vLLM sends for a log-prob that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +35,19 @@ class Publication:
     """Folder of the policy's adapter."""
 
 
-def request_params(params: SamplingParams) -> dict[str, Any]:
-    """The settings of `params` as vLLM calls them, without a limit and a seed. The stop token that ends an answer is
-    part of it.
+def request_params(params: SamplingParams, rule: StopRule) -> dict[str, Any]:
+    """The settings of `params` under vLLM's names, without a limit and a seed. An answer includes the stop token that
+    ends it.
     """
-    stops = params.stop_token_ids if params.truncate_after else params.stop_token_ids + params.truncate_token_ids
-    # At temperature 0 it takes the likeliest token, whatever top_k and top_p are.
-    chosen = {"temperature": params.temperature if params.do_sample else 0.0}
-    chosen |= {"top_k": params.top_k or -1, "top_p": params.top_p or 1.0}
-    # The model's own stop tokens are among `stops`.
-    return {"stop_token_ids": sorted(set(stops)), "ignore_eos": True, "logprobs": 0, "detokenize": False, **chosen}
+    # 0 takes the likeliest token, whatever top_k and top_p are.
+    temperature = params.temperature if params.do_sample else 0.0
+    choice = {"temperature": temperature, "top_k": params.top_k or -1, "top_p": params.top_p or 1.0}
+    # The model's own stop tokens are among those of the rule.
+    return {"stop_token_ids": rule.stop_ids, "ignore_eos": True, "logprobs": 0, "detokenize": False, **choice}
 
 
 def together(calls: Iterable[Awaitable[Any]]) -> None:
-    """Awaits all of them at once.
-
-    Raises:
-        ValueError: for the first that failed.
-    """
+    """Awaits all requests at once; raises ValueError for the first that failed."""
     for value in await_all(list(calls)):
         if isinstance(value, RequestFailed):
             raise ValueError(f"the vLLM server at {value}") from value
@@ -62,45 +56,40 @@ def together(calls: Iterable[Awaitable[Any]]) -> None:
 
 
 class Server:
-    """A vLLM server that runs already.
-
-    Args:
-        url: its address.
-        socket: the Unix socket on which it listens instead.
-    """
+    """A vLLM server at `url`, or on the Unix socket with the path `socket`."""
 
     def __init__(self, url: str, socket: str | None = None) -> None:
         self._url, self._socket = url.rstrip("/"), socket
         self.name = shown_url(url) if socket is None else socket
         # What `check` finds: whether it computes in less than 32 bits; the most tokens of a prompt and its response.
         self.half_precision, self.longest_row = False, 0
-        self.loaded: Publication | None = None
         self._model = MODEL
+        self.loaded: Publication | None = None
         self.asleep = False
 
-    async def ask(self, path: str, body: Any = None, **how: Any) -> Any:
-        """What the server answers; a body, even an empty one, is posted. `how` are keywords of `ask_json`.
+    async def ask(self, path: str, body: Any = None, **options: Any) -> Any:
+        """What the server answers; a body, even an empty one, is posted. `options` are keywords of `ask_json`.
 
         Raises:
             RequestFailed: see there.
         """
         content = None if body is None else json.dumps(body).encode()
-        given = {"seconds": _ASK_SECONDS, "max_bytes": 2**24, "socket": self._socket, **how}
-        return await ask_json(self._url + path, content, key_variable="VLLM_API_KEY", **given)
+        options = {"seconds": _ASK_SECONDS, "max_bytes": 2**24, **options}
+        return await ask_json(self._url + path, content, key_variable="VLLM_API_KEY", socket=self._socket, **options)
 
     def answers(self) -> bool:
         """Whether it answers at all."""
         return not isinstance(await_all([self.ask("/version")])[0], RequestFailed)
 
     async def check(self, folder: Path | None, *, lora: bool) -> None:
-        """Reads how the server was started.
+        """Checks how the server was started.
 
         Args:
-            folder: that a server which was not started here must see, with an empty file of weights.
+            folder: of the weights, which must be visible to a server that was not started here.
             lora: whether adapters will be loaded.
 
         Raises:
-            ValueError: for another version, without a flag that is needed, or if `folder` is not seen.
+            ValueError: for an untested version or a missing flag, or if it does not see `folder`.
             RequestFailed: see there.
         """
         check_version((await self.ask("/version"))["version"], f"the vLLM server at {self.name}")
@@ -118,7 +107,7 @@ class Server:
             raise ValueError(f"the vLLM server at {self.name} was started without {missing[0]}; docs/vllm.md has all")
         if folder is not None:
             self._model = (await self.ask("/v1/models"))["data"][0]["id"]
-            # In this form no weights change nothing; a folder that is missing would otherwise end the server.
+            # Reads the empty file, which changes no weight. In checkpoint format a missing folder would end the server.
             empty = {"weights_path": str(folder), "is_checkpoint_format": False}
             try:
                 await self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": empty})
@@ -129,11 +118,11 @@ class Server:
                 ) from error
 
     async def load(self, new: Publication) -> None:
-        """Takes over weights; what was computed from older ones is forgotten.
+        """Loads weights, and empties the cache of what older ones computed.
 
         Raises:
             RequestFailed: see there.
-            ValueError: if its cache cannot be emptied.
+            ValueError: if requests of others keep the cache filled.
         """
         old = self.loaded
         if old is None or old.model != new.model:
@@ -154,15 +143,16 @@ class Server:
             await self.ask("/v1/unload_lora_adapter", {"lora_name": old.version}, parse=str)
 
     async def wake(self) -> None:
-        """Brings back the memory that `sleep` has freed. Memory that is mapped already must not be mapped again."""
+        """Restores the memory that `sleep` has freed. Memory that is mapped already must not be mapped again."""
         if self.asleep:
             await self.ask("/wake_up", {}, seconds=_LOAD_SECONDS)
             self.asleep = False
 
     async def sleep(self) -> None:
-        """Frees the memory of its GPU: weights go to the host, its cache is dropped.
+        """Frees memory of its GPU: weights go to the host, the cache is dropped.
 
-        Level 1, because weights that level 2 has dropped came back wrong (https://github.com/vllm-project/vllm/issues/29341).
+        Level 1, because weights that level 2 has dropped came back wrong
+        (https://github.com/vllm-project/vllm/issues/29341).
         """
         await self.ask("/sleep?level=1", {}, seconds=_LOAD_SECONDS)
         self.asleep = True
@@ -170,16 +160,17 @@ class Server:
     async def sample(
         self, tokens: list[int], params: dict[str, Any], *, delay: float = 0.0
     ) -> tuple[list[int], list[float]]:
-        """The tokens that the published weights sample after `tokens`, and the log-prob of each in nats.
+        """The tokens that the loaded weights sample after `tokens`, of prompt and response, and their log-probs in
+        nats.
 
         Args:
-            tokens: of the prompt, and of the response so far.
-            params: `request_params`, and `max_tokens` and `seed`.
-            delay: seconds until the server is asked.
+            tokens: at least one.
+            params: `request_params`, `max_tokens` and `seed`, which determine the result.
+            delay: seconds until the request is made.
 
         Raises:
-            RequestFailed: see there; the request may be made again, for the same tokens.
-            ValueError: for an answer that cannot be to this request.
+            RequestFailed: see there.
+            ValueError: for an answer that does not fit the request.
         """
         await asyncio.sleep(delay)
         assert self.loaded is not None, "weights are published before responses are sampled"
@@ -188,18 +179,17 @@ class Server:
         max_bytes = 2**20 + 2048 * params["max_tokens"]
         found = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
         try:
-            return _read(found, params, self.loaded.version)
+            return _parsed(found, params, self.loaded.version)
         # Whatever is missing, or of another type.
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(f"the vLLM server at {self.name} gave a wrong answer: {error_text(error)}") from error
 
 
-def _read(found: Any, params: dict[str, Any], version: str) -> tuple[list[int], list[float]]:
+def _parsed(found: Any, params: dict[str, Any], version: str) -> tuple[list[int], list[float]]:
     """The tokens and log-probs of an answer.
 
     Raises:
-        ValueError: for one that cannot be to a request with `params`, on weights of `version`; other errors if it has
-            another form.
+        ValueError: if it does not fit a request with `params` to weights of `version`; other errors for another form.
     """
     most, stops = params["max_tokens"], params["stop_token_ids"]
     (choice,) = found["choices"]
@@ -221,10 +211,6 @@ def _read(found: Any, params: dict[str, Any], version: str) -> tuple[list[int], 
 
 
 def check_version(version: str, where: str) -> None:
-    """Checks the version of vLLM of `where`.
-
-    Raises:
-        ValueError: for one that has not been tried.
-    """
+    """Raises ValueError for a version of vLLM, found at `where`, that was not tried."""
     if ".".join(version.split(".")[:2]) != VERSIONS:
         raise ValueError(f"{where} is vLLM {version}; {VERSIONS}.x is needed (alpaca-ppo vllm-env makes it)")

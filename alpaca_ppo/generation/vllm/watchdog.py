@@ -1,10 +1,10 @@
-"""A program of the standard library alone: runs a server, and ends it once the process that has started this one ends,
-however that was; then it removes the folders that belong to it.
+"""A program that runs a server, and ends it once the process that started this program has ended in any way; then it
+removes that process's folders. It uses the standard library alone.
 
     python watchdog.py PARENT FOLDERS COMMAND
 
-`FOLDERS` and `COMMAND` are JSON lists; without a command only the folders are watched over. It leads a session, to
-which all processes of the server belong.
+`FOLDERS` and `COMMAND` are JSON lists; an empty command starts no server. The program leads a session, to which all
+processes of the server belong.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 
 _POLL_SECONDS = 0.2
 _END_SECONDS = 10.0
-"""That a server may take to end by itself."""
+"""That a server may take to end after SIGTERM."""
 
 
 def watch(parent: int, folders: list[str], command: list[str]) -> int:
@@ -39,7 +39,7 @@ def watch(parent: int, folders: list[str], command: list[str]) -> int:
 
 
 def end_session(leader: int) -> None:
-    """Ends the other processes of a session, by SIGTERM first: they free their shared memory."""
+    """Ends the other processes of a session, by SIGTERM first, so that they free their shared memory."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in _others(leader):
             with suppress(OSError):
@@ -50,8 +50,8 @@ def end_session(leader: int) -> None:
 
 
 def _others(leader: int) -> list[int]:
-    """The live processes of the session, without Python's tracker of shared memory, which removes what the others have
-    left and ends after them.
+    """The other live processes of the session, without Python's tracker of shared memory, which cleans up after the
+    others and then ends.
     """
     found = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -1,7 +1,7 @@
 """The policy's weights as files that vLLM reads: a whole model, or the policy's adapter.
 
-Files and not tensors, because they serve a server on any device and of any number of processes, and a server that is
-started again. They lie in memory where there is room, and each version has a folder of its own, complete or absent.
+Files serve servers on any device, with any number of processes, and started again. They are in memory if there is room.
+Each version has its own folder, which is complete or absent.
 """
 
 import shutil
@@ -25,7 +25,7 @@ MEMORY = Path("/dev/shm")
 
 
 def check_policy(policy: Policy) -> None:
-    """Checks that vLLM can compute what the policy does.
+    """Checks that vLLM can compute the policy.
 
     Raises:
         ValueError: names what it cannot.
@@ -41,15 +41,11 @@ def check_policy(policy: Policy) -> None:
 
 
 def make_folder(shared: Path | None, size: int) -> Path:
-    """Returns a new folder with room for two versions of weights: in memory, on disk if that is full, or in `shared`.
-    An empty file of weights in it shows servers whether they see it.
-
-    Args:
-        shared: where servers on other machines see it; None on this machine.
-        size: bytes of one version.
+    """Returns a new folder with room for two versions of `size` bytes: in memory, on disk if that is full, or in
+    `shared`, which servers on other machines see. An empty file of weights in it lets a server show that it sees it.
 
     Raises:
-        ValueError: where there is no room; names what is needed and what there is.
+        ValueError: if there is no room.
     """
     places = [MEMORY, Path(tempfile.gettempdir())] if shared is None else [shared]
     room = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
@@ -67,18 +63,18 @@ def make_folder(shared: Path | None, size: int) -> Path:
 
 def bytes_of(policy: Policy, dtype: torch.dtype) -> int:
     """The bytes of the policy's model in `dtype`."""
-    # Of a parameter that is sharded, `numel` is that of the shard. A tied head is counted, because it may be written.
+    # The policy's own parameters may be shards. A tied head is counted, because it may be written.
     with torch.device("meta"):
         whole = type(policy.model)(policy.model.config)
     return sum(tensor.numel() for _, tensor in whole.named_parameters(remove_duplicate=False)) * dtype.itemsize
 
 
 def write_model(folder: Path, policy: Policy, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Writes `tensors`, all that the policy's model has without adapters, as a folder for `from_pretrained`."""
+    """Writes `tensors`, those of the policy's model without adapters, as a folder for `from_pretrained`."""
     plain = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
     config = type(policy.model.config).from_dict(policy.model.config.to_dict())
-    # On a CPU vLLM packs the head when it is loaded, and not again with new weights if it is tied to the embedding; of
-    # these architectures it has no other head.
+    # On a CPU vLLM packs a head that is tied to the embedding only once, not with new weights. For the excluded
+    # architectures it supports no untied head.
     tied = config.tie_word_embeddings and config.model_type not in ("gemma2", "cohere", "cohere2")
     if tied and policy.model.device.type == "cpu":
         config.tie_word_embeddings = False
@@ -99,12 +95,10 @@ def write_adapter(folder: Path, policy: Policy, tensors: dict[str, Tensor]) -> N
 
 
 def copied(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
-    """Takes all of `weights`; returns copies of them on the CPU, floating-point ones as `dtype`, or nothing unless
-    they are to be kept.
-    """
-    found: dict[str, Tensor] = {}
+    """Iterates over all of `weights`; returns copies on the CPU if `keep`, floating-point ones as `dtype`."""
+    copies: dict[str, Tensor] = {}
     for name, tensor in weights:
         if keep:
             to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            found[name] = tensor.detach().to("cpu", to, copy=True).contiguous()
-    return found
+            copies[name] = tensor.detach().to("cpu", to, copy=True).contiguous()
+    return copies

@@ -1,0 +1,69 @@
+"""The backends of this package, by their names.
+
+All but vLLM sample from the model that training holds, and choose each token by the same numbers, so they sample the
+same tokens.
+"""
+
+from typing import Unpack
+
+from transformers import PreTrainedModel
+
+from alpaca_ppo.generation.backends import Backend, GenerateOptions
+from alpaca_ppo.generation.hf_generate import sample_with_generate
+from alpaca_ppo.generation.responses import Generation, SamplingParams
+from alpaca_ppo.generation.slots import sample_in_slots, slot_problem
+from alpaca_ppo.generation.vllm.backend import VLLMBackend
+from alpaca_ppo.registry import GENERATION_BACKENDS
+from alpaca_ppo.types import PromptBatch
+
+GENERATION_BACKENDS.implement("vllm")(VLLMBackend)
+
+
+@GENERATION_BACKENDS.implement("generate")
+class GenerateBackend(Backend):
+    """`model.generate`, one batch of prompts of similar length after the other."""
+
+    takes_stop_strings = True
+
+    def generate(
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        return sample_with_generate(model, prompts, params, **options)
+
+
+@GENERATION_BACKENDS.implement("slots")
+class SlotsBackend(Backend):
+    """The slot loop, in which waiting prompts take the places of ended rows."""
+
+    takes_turns = takes_stop_strings = True
+
+    def problem(self, model: PreTrainedModel) -> str | None:
+        return slot_problem(model)
+
+    def generate(
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        if problem := slot_problem(model):
+            remedy = "set generation_backend: auto" if options["turns"] is None else "several turns need slots"
+            raise ValueError(
+                f"generation_backend is {self.name}, but {type(model).__name__} cannot be sampled in slots: {problem}; "
+                f"{remedy}"
+            )
+        return sample_in_slots(model, prompts, params, **options)
+
+
+@GENERATION_BACKENDS.implement("auto")
+class AutoBackend(SlotsBackend):
+    """Slots for models that allow them, `model.generate` for the others."""
+
+    fallback_reason: str | None = None
+
+    def use_fallback(self, problem: str) -> None:
+        self.fallback_reason = problem
+
+    def generate(
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        if options["turns"] is None and (self.fallback_reason or slot_problem(model)):
+            return sample_with_generate(model, prompts, params, **options)
+        return super().generate(model, prompts, params, **options)
