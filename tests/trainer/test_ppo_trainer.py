@@ -1,6 +1,7 @@
 """The trainer's arithmetic: what a step trains on, and that how it is cut does not matter."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ def test_one_step_moves_every_policy_and_critic_and_starts_at_ratio_one(arch, la
     assert "critic.head.weight" in moved
     assert any(name.startswith("policy.") for name in moved)
     assert any(name.startswith("critic.backbone.") for name in moved) == (layout == "separate")
+
+
+def test_the_class_describes_every_attribute_of_a_trainer(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    trainer.step(trainer.prompt_batches(0))
+    section = str(PPOTrainer.__doc__).split("Attributes:\n")[1].split("Raises:")[0]
+    described = re.findall(r"^ {8}(\w+): ", section, flags=re.MULTILINE)
+    assert sorted(described) == sorted(vars(trainer))
 
 
 def test_a_ragged_last_batch_is_trained_on_and_optimizer_steps_add_up(tmp_path):
