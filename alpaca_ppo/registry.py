@@ -167,8 +167,8 @@ GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
     {"auto": {}, "slots": {}, "generate": {"in_slots": False}, "vllm": {"in_process": False}},
     {"in_process": True, "in_slots": True},
 )
-"""Functions that make a `generation.Backend` from the run's configuration. For the estimate of memory: whether it runs the
-policy in the process that trains, and whether it does so in slots."""
+"""Functions that make a `generation.Backend` from the run's configuration. For the estimate of memory: whether it runs
+the policy in the process that trains, and whether it does so in slots."""
 
 
 DoctorRule = Literal[

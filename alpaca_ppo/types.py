@@ -29,8 +29,10 @@ class PromptBatch(Queries):
 
     rows: list[dict[str, Any]]
     """B rows with all columns; `prompt` is the text or messages that reward functions get."""
+    num_dummies: NotRequired[int]
+    """The number of rows at the end that only keep this rank in step with others, and are left out of the rollouts."""
     sampling_round: NotRequired[int]
-    """The round in which `dynamic_sampling` drew them, from 1; absent for the step's own prompts."""
+    """The round in which `dynamic_sampling` drew them; 0, as without this key, for the step's own prompts."""
     episodes: NotRequired[Any]
     """What answers the responses (`environments.episodes.Episodes`), where there are environments."""
 

@@ -100,14 +100,6 @@ def on_main_process(compute: Callable[[], T], accelerator: Accelerator) -> T:
     return found
 
 
-def pad_to_longest_rank(
-    batches: Sequence[T], count: int, make_dummies: Callable[[int], T], accelerator: Accelerator
-) -> list[T]:
-    """`batches` of `count` prompts, and `make_dummies(n)` if the rank with the most prompts has n more."""
-    missing = max(gather_list(count, accelerator)) - count
-    return [*batches, make_dummies(missing)] if missing else list(batches)
-
-
 def gather_rows(
     rows: dict[str, Tensor] | None, accelerator: Accelerator, *, samples_per_prompt: int
 ) -> dict[str, Tensor] | None:

@@ -70,11 +70,11 @@ def shape_rewards(
             f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)}, one score for each response, "
             f"or {tuple(response_mask.shape)}, one for each token"
         )
+    token_scores = per_token(at_least_float32(scores), response_mask)
     kl = kl_penalty(zero_outside(logprobs, response_mask), zero_outside(ref_logprobs, response_mask), kl_estimator)
     # A registered estimator need not be 0 for equal log-probabilities.
     kl = zero_outside(kl, response_mask)
     non_score_rewards = -kl_coef * kl
-    token_scores = per_token(at_least_float32(scores), response_mask)
     return ShapedRewards(non_score_rewards + zero_outside(token_scores, response_mask), non_score_rewards, kl)
 
 

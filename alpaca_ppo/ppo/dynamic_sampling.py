@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alpaca_ppo import hook_checks
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.functional import informative_rows
@@ -54,7 +53,6 @@ def replace_uninformative(
         rollout: returns the global rollouts of dataset indices; also called with the number of the round, from 1.
         args: of the run.
     """
-    hook_checks.check_rollouts(rollouts)
     counts = dict.fromkeys(("objective/sampling_rounds", "objective/redrawn_prompts", "tokens/discarded"), 0.0)
     for sampling_round in range(1, args.dynamic_sampling + 1):
         differ = informative(rollouts, args)
@@ -66,7 +64,6 @@ def replace_uninformative(
         counts["objective/sampling_rounds"] += 1
         counts["objective/redrawn_prompts"] += len(fresh)
         new = rollout(fresh, sampling_round)
-        hook_checks.check_rollouts(new)
         if "trained_rows" in new:
             scored = torch.isin(new["prompt_ids"], new["prompt_ids"][new["trained_rows"]])
             new = {key: value[scored] for key, value in new.items()}  # type: ignore

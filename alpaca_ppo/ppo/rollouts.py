@@ -16,13 +16,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
-from alpaca_ppo.distributed.collectives import (
-    any_rank,
-    gather_rows,
-    max_int_over_ranks,
-    pad_to_longest_rank,
-    rank_share,
-)
+from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_over_ranks, rank_share
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.episodes import Episodes
@@ -97,20 +91,6 @@ def sample_responses(
         "stopped": generation.stopped.cpu(),
         "rollout_logprobs": generation.logprobs.cpu(),
     }
-
-
-def add_baseline(rows: dict[str, Tensor], greedy: Mapping[str, Tensor], baseline_scores: Tensor) -> None:
-    """Adds `baseline_scores` to `rows` in place; rows whose prompt's greedy response has no reward are not trained on.
-
-    Args:
-        rows: the samples; each prompt has the same number of rows, next to one another.
-        greedy: the greedy responses, one for each prompt.
-        baseline_scores: (prompts,), their scores.
-    """
-    n = rows["responses"].size(0) // len(baseline_scores)
-    rows["baseline_scores"] = baseline_scores.repeat_interleave(n)
-    if "trained_rows" in rows:
-        rows["trained_rows"] = rows["trained_rows"] & greedy["trained_rows"].repeat_interleave(n)
 
 
 class ForwardRows:
@@ -225,7 +205,6 @@ class RolloutCollector:
         metric_scorer: what only measures the responses of an evaluation.
         backend: samples the responses.
         preemption: ends the sampling after a signal.
-        dummy_prompt: an item of a `PromptDataset`, for a rank that has fewer prompts than another.
         pad_token_id: fills prompts.
     """
 
@@ -236,7 +215,6 @@ class RolloutCollector:
     metric_scorer: RewardScorer
     backend: Backend
     preemption: PreemptionHandler
-    dummy_prompt: dict[str, Any]
     pad_token_id: int
 
     @property
@@ -258,34 +236,21 @@ class RolloutCollector:
                 engine.prepare_frozen_model(source.model)
 
     def collate(self, prompts: PromptDataset, indices: Sequence[int], *, sampling_round: int = 0) -> list[PromptBatch]:
-        """This rank's share of `prompts[indices]`, as one batch, which has no rows if there is nothing to share."""
-        share = rank_share(indices, self.accelerator)
-        batch = self.prompt_batch([prompts[i] for i in share], share)
-        return [{**batch, "sampling_round": sampling_round} if sampling_round else batch]
-
-    def prompt_batch(self, items: Sequence[Any], prompt_ids: Sequence[int]) -> PromptBatch:
-        """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
-        return collate_prompts(items, prompt_ids, pad_token_id=self.pad_token_id, query_len=self.args.query_len)
-
-    def local_prompts(self, batches: Sequence[PromptBatch]) -> PromptBatch | None:
-        """This rank's prompts as one batch; None if it has none.
+        """This rank's share of `prompts[indices]`, as one batch, which has no rows if there is nothing to share.
 
         If forward passes need every rank (`engine.synced_forwards`), a rank with fewer prompts than others gets dummies
         after its own, so that all ranks make the same passes.
         """
-        count = sum(len(batch["rows"]) for batch in batches)
+        share, num_dummies = rank_share(indices, self.accelerator), 0
         if self.engine.synced_forwards:
-            batches = pad_to_longest_rank(
-                batches, count, lambda n: self.prompt_batch([self.dummy_prompt] * n, [0] * n), self.accelerator
-            )
-        if not any(batch["rows"] for batch in batches):
-            return None
-        return PromptBatch(
-            queries=torch.cat([batch["queries"] for batch in batches]),
-            query_attn_masks=torch.cat([batch["query_attn_masks"] for batch in batches]),
-            prompt_ids=torch.cat([batch["prompt_ids"] for batch in batches]),
-            rows=[row for batch in batches for row in batch["rows"]],
-        )
+            num_dummies = -(-len(indices) // self.accelerator.num_processes) - len(share)
+        items = [prompts[i] for i in share] + [prompts[0]] * num_dummies
+        batch = self.prompt_batch(items, [*share, *[0] * num_dummies])
+        return [{**batch, "num_dummies": num_dummies, "sampling_round": sampling_round}]
+
+    def prompt_batch(self, items: Sequence[Any], prompt_ids: Sequence[int]) -> PromptBatch:
+        """`items` of a `PromptDataset` as one batch, left-padded to `query_len`."""
+        return collate_prompts(items, prompt_ids, pad_token_id=self.pad_token_id, query_len=self.args.query_len)
 
     def gather(self, rows: dict[str, Tensor] | None, *, samples_per_prompt: int) -> Rollouts:
         """The rows of all ranks, on the CPU, in the prompts' order.

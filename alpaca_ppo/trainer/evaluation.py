@@ -160,7 +160,7 @@ class Evaluator:
         name, opponent = self.settings.judged_by, str(self._collector.args.eval_opponent)
         rows, accelerator = [prompts[i]["row"] for i in range(len(prompts))], self._collector.accelerator
         if opponent == REFERENCE:
-            answers = self._in_order(self._reference_answers(self._collector.local_prompts(batches), params), len(rows))
+            answers = self._in_order(self._reference_answers(batches, params), len(rows))
         else:
             texts = stored_answers(opponent, rows)
             # The tokens that the policy's tokenizer makes of them.
@@ -185,12 +185,12 @@ class Evaluator:
         scores = [math.nan if i in failed else value for i, value in enumerate(found.tolist())]
         return [(text, score) for (_, text), score in zip(answers, self._in_order(scores, len(rows)), strict=True)]
 
-    def _reference_answers(self, own_prompts: PromptBatch | None, params: SamplingParams) -> list[tuple[Any, str]]:
+    def _reference_answers(self, batches: Sequence[PromptBatch], params: SamplingParams) -> list[tuple[Any, str]]:
         """One response of the reference to each of this rank's prompts, as tokens and text, with the random numbers of
         the policy's first.
         """
-        collector = self._collector
-        if own_prompts is None:
+        collector, (own_prompts,) = self._collector, batches
+        if not own_prompts["rows"]:
             return []
         assert collector.reference is not None
         with (

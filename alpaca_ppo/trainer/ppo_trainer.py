@@ -35,10 +35,11 @@ from alpaca_ppo.ppo.failed_rewards import leave_out_failures
 from alpaca_ppo.ppo.losses import checked_loss, correction_weights, policy_terms
 from alpaca_ppo.ppo.metrics import StepRecord, StepStats
 from alpaca_ppo.ppo.mismatch import spread_by_length
-from alpaca_ppo.ppo.rollouts import RolloutOptions, add_baseline
+from alpaca_ppo.ppo.rollouts import RolloutOptions
 from alpaca_ppo.ppo.row_masks import compared_mask
 from alpaca_ppo.ppo.update_plan import plan_updates
 from alpaca_ppo.registry import ADV_ESTIMATORS
+from alpaca_ppo.rewards.batch import RowFailure
 from alpaca_ppo.rewards.build import RewardFunc
 from alpaca_ppo.rewards.reward_function import merged
 from alpaca_ppo.rewards.scorer import Penalties, score_responses
@@ -177,15 +178,17 @@ class PPOTrainer(BaseTrainer):
         spread (`dynamic_sampling`).
         """
         rollouts, step = self.rollout(prompt_batches), self.state.global_step
+        hook_checks.check_rollouts(rollouts)
         if self.args.dynamic_sampling:
             prompts = self.step_prompts(step)
-
-            def redraw(prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
-                batches = self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round)
-                return self.rollout(batches)
-
-            rollouts, self.step_record.drawn = replace_uninformative(rollouts, prompts, redraw, args=self.args)
+            rollouts, self.step_record.drawn = replace_uninformative(rollouts, prompts, self._redraw, args=self.args)
             self.progress.drawn[step] = prompts.extra_prompts
+        return rollouts
+
+    def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
+        """The global rollouts of dataset indices that `dynamic_sampling` has drawn in a round (from 1)."""
+        batches = self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round)
+        rollouts = self.rollout(batches)
         hook_checks.check_rollouts(rollouts)
         return rollouts
 
@@ -229,27 +232,32 @@ class PPOTrainer(BaseTrainer):
             record: gets the timings, and what reward functions log.
             measure: adds tensors to this rank's scored samples.
         """
-        n = sampling_params.num_return_sequences
-        count = sum(len(batch["rows"]) for batch in prompt_batches)
+        n, ways = sampling_params.num_return_sequences, [sampling_params]
+        if options.greedy_baseline:
+            ways.append(replace(sampling_params, do_sample=False, num_return_sequences=1))
+        counts = [len(batch["rows"]) - batch.get("num_dummies", 0) for batch in prompt_batches]
         self.collector.sync()
-        prompts = self.collector.local_prompts(prompt_batches)
-        local = None
-        shown = self.run_log.bar.phase("sampling", count * (n + options.greedy_baseline))
+        local, failures = None, list[RowFailure]()
+        shown = self.run_log.bar.phase("sampling", sum(counts) * (n + options.greedy_baseline))
         # A signal leaves the block with `local` None; then `gather` raises on every rank.
         with shown, self.collector.preemption.rollout(can_stop=self.progress.is_current):
-            rows: dict[str, Tensor] = {}
-            if prompts is not None:
-                ways = [sampling_params]
-                if options.greedy_baseline:
-                    ways.append(replace(sampling_params, do_sample=False, num_return_sequences=1))
+            parts: list[dict[str, Tensor]] = []
+            for prompts, count in zip(prompt_batches, counts, strict=True):
+                if not prompts["rows"]:
+                    continue
                 rows, *greedy = [self._sample_and_score(prompts, way, record, measure) for way in ways]
-                if greedy:
-                    add_baseline(rows, greedy[0], sequence_scores(greedy[0]["rewards"]))
+                for baseline in greedy:
+                    rows["baseline_scores"] = sequence_scores(baseline["rewards"]).repeat_interleave(n)
+                    if "trained_rows" in rows:
+                        rows["trained_rows"] = rows["trained_rows"] & baseline["trained_rows"].repeat_interleave(n)
                 with record.timers.measure("logprobs"):
                     rows |= self.collector.forward(rows, options, temperature=sampling_params.temperature)
-            local = {key: value[: count * n] for key, value in rows.items() if count}
+                failed = self.collector.scorer.pop_failures()
+                failures += [failure for failure in failed if (failure.row or 0) < count * n]
+                if count:
+                    parts.append({key: value[: count * n] for key, value in rows.items()})
+            local = {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
         rollouts = self.collector.gather(local, samples_per_prompt=n)
-        failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count * n]
         if "trained_rows" in rollouts:
             compares, may_fail = options.compares_group, options.may_fail
             report = leave_out_failures(
@@ -286,8 +294,6 @@ class PPOTrainer(BaseTrainer):
             with timers.measure("score"):
                 scores = self._score(samples, rows)
                 scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
-                if self.environments is not None and self.environments.reward_per_token:
-                    scored["rewards"] = per_token(scored["rewards"], samples["response_mask"])
                 return samples | scored | ({} if measure is None else measure(samples | scored, rows))
 
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
@@ -323,7 +329,10 @@ class PPOTrainer(BaseTrainer):
             of the token; `scores_by_source` (C, sources).
         """
         penalties = Penalties(self.args.penalty_reward_value, self.args.overlong_buffer_len)
-        return score_responses(self.collector.scorer, self.processing_class, samples, rows, penalties=penalties)
+        scored = score_responses(self.collector.scorer, self.processing_class, samples, rows, penalties=penalties)
+        if self.environments is not None and self.environments.reward_per_token:
+            scored["rewards"] = per_token(scored["rewards"], samples["response_mask"])
+        return scored
 
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor

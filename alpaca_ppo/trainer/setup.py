@@ -209,7 +209,6 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         metric_scorer,
         backend,
         preemption,
-        dummy_prompt=train_prompts[0],
         pad_token_id=sampling_params.pad_token_id,
     )
     answered = environments is not None and environments.answer
