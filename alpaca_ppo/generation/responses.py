@@ -19,39 +19,46 @@ from alpaca_ppo.types import PromptBatch
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The settings of one call of the sampler; `generate` checks them."""
+    """The settings of one call of the sampler; `generate` checks them.
+
+    The seed, step, round, prompt id, sample index and position determine a token's random number. Log-probs stay those
+    of the full softmax with `top_k` and `top_p`, which are meant for evaluation.
+
+    Attributes:
+        max_new_tokens: R, the most tokens of a response, and the width of the result.
+        temperature: divides the logits, for the choice of a token and for its log-prob; > 0.
+        pad_token_id: fills the columns after a response's end; may equal a stop token.
+        stop_token_ids: end a response at any position.
+        truncate_token_ids: end a response after at least `truncate_after` other tokens.
+        truncate_after: see `truncate_token_ids`.
+        stop_strings: texts of which the first to be completed ends a response.
+        num_return_sequences: n, responses per prompt.
+        do_sample: False takes the most likely token (greedy decoding).
+        top_k: samples only from the k most likely tokens.
+        top_p: samples only from the most likely tokens that together reach this probability, in (0, 1].
+        seed: of the run.
+        step: of the rollout.
+        sampling_round: 0, or the round of `dynamic_sampling` that drew the prompts, so that a prompt drawn in two
+            rounds gets different responses.
+        sample_ids: sample index of each row, where the samples of a prompt are rows of `prompts` and
+            `num_return_sequences` is 1; None = 0 for all.
+    """
 
     max_new_tokens: int
-    """R: the most tokens of a response, and the width of the result."""
     temperature: float
-    """Divides the logits, for the choice of a token and for its log-prob; > 0."""
     pad_token_id: int
-    """Fills the columns after a response's end; may equal a stop token."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response at any position."""
     truncate_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response after at least `truncate_after` others."""
     truncate_after: int = 0
     stop_strings: StopStrings | None = None
-    """Texts of which the first to be completed ends a response."""
     num_return_sequences: int = 1
-    """n: responses per prompt."""
     do_sample: bool = True
-    """False takes the most likely token (greedy decoding)."""
     top_k: int | None = None
-    """Sample only from the k most likely tokens. For evaluation: log-probs stay those of the full softmax."""
     top_p: float | None = None
-    """Sample only from the most likely tokens that together reach this probability, in (0, 1]. For evaluation."""
     seed: int = 0
-    """With `step`, `sampling_round`, prompt id, sample index and position, it determines a token's random number."""
     step: int = 0
-    """Of the rollout."""
     sampling_round: int = 0
-    """0, or the round of `dynamic_sampling` that drew the prompts. A prompt that is drawn in two rounds gets different
-    responses."""
     sample_ids: tuple[int, ...] | None = None
-    """Sample index of each row, where the samples of a prompt are rows of `prompts` (`num_return_sequences` is 1);
-    None = 0 for all."""
 
     def random_keys(self, prompt_ids: Tensor) -> Tensor:
         """Returns the key of each response's stream of random numbers, (P * num_return_sequences,) int64, prompt-major.
@@ -96,19 +103,22 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Generation:
-    """Responses to B prompts, n per prompt: row b * n + j is sample j of prompt b. R is `max_new_tokens`."""
+    """Responses to B prompts, n per prompt: row b * n + j is sample j of prompt b. R is `max_new_tokens`.
+
+    Attributes:
+        responses: (B * n, R) int64, the pad token after a row's last token.
+        response_mask: (B * n, R) bool, True = a token the policy chose, including the stop token; False after a row's
+            last token and for tokens that were appended between two turns (`generation.turns`).
+        logprobs: (B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature;
+            zero outside the mask.
+        stopped: (B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit,
+            such as R tokens.
+    """
 
     responses: Tensor
-    """(B * n, R) int64, the pad token after a row's last token."""
     response_mask: Tensor
-    """(B * n, R) bool, True = a token the policy chose, including the stop token; False after a row's last token and
-    for tokens that were appended between two turns (`generation.turns`)."""
     logprobs: Tensor
-    """(B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature; zero outside
-    the mask."""
     stopped: Tensor
-    """(B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit, such as R
-    tokens."""
 
     def __getitem__(self, rows: Any) -> "Generation":
         """The responses `rows`, any index of a tensor."""
@@ -117,14 +127,17 @@ class Generation:
 
 @dataclass(frozen=True)
 class SamplingHooks:
-    """What is called while responses are sampled."""
+    """What is called while responses are sampled.
+
+    Attributes:
+        before_token: called before tokens are chosen, and several times a second while all rows wait for replies; an
+            exception ends the sampling.
+        on_finished: called with rows whose responses are complete, and these responses; each row comes once, in any
+            order. At the end `generate` reports the rows that a backend has not.
+    """
 
     before_token: Callable[[], Any] = lambda: None
-    """Called before tokens are chosen, and several times a second while all rows wait for replies; an exception ends
-    the sampling."""
     on_finished: Callable[[list[int], Generation], Any] = lambda rows, finished: None
-    """Called with rows whose responses are complete, and these responses; each row comes once, in any order. At the end
-    `generate` reports the rows that a backend has not."""
 
 
 def unpadded(prompts: PromptBatch) -> list[list[int]]:
@@ -136,6 +149,10 @@ def unpadded(prompts: PromptBatch) -> list[list[int]]:
 class StopRule:
     """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. Limits, which
     also end turns, are those of `Turns.limit`.
+
+    Attributes:
+        stop_ids: tokens that end a turn at any position.
+        only_stop_ids: whether nothing but these ends a turn.
     """
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
@@ -143,9 +160,7 @@ class StopRule:
         if not params.truncate_after:
             stop_ids, truncate_ids = stop_ids | truncate_ids, set()
         self.stop_ids = sorted(stop_ids)
-        """Tokens that end a turn at any position."""
         self.only_stop_ids = not truncate_ids and params.stop_strings is None
-        """Whether nothing but these ends a turn."""
         self._stop_ids = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         self._truncate_ids = torch.tensor(sorted(truncate_ids), dtype=torch.long, device=device)
         self._truncate_after, self._strings = params.truncate_after, params.stop_strings
@@ -171,6 +186,19 @@ class StopRule:
 class ResponseRows:
     """N responses (`rows`) that grow token by token in preallocated tensors, and the state of those that are being
     sampled, in S `slots`. `choose` does not synchronize with the host. `dtype` and `device` are those of the model.
+
+    Attributes:
+        responses: (N + 1, R), like `mask`, `logprobs` and `stopped` as in a `Generation`; the additional row takes
+            what idle slots write.
+        tokens: (S,) int64, as the next seven: the token that each slot reads next.
+        lengths: tokens in the cache: the column that is written next and, where a row runs, the position id of `tokens`.
+        positions: the response position that is chosen next.
+        turn_starts: the response position at which the turn began; 0 in a response of one turn.
+        limits: the response position before which the turn must end.
+        rows: the response in each slot; N for an idle slot.
+        keys: of the row's random numbers.
+        matched: the state of `StopStrings.advance` since the start of the turn; 0 without stop strings.
+        running: (S,) bool, False for a row whose turn has ended and for an idle slot.
     """
 
     def __init__(
@@ -178,43 +206,23 @@ class ResponseRows:
     ) -> None:
         self._params = params
         self._stop_rule = StopRule(params, device)
-        # An additional row takes what idle slots write.
-        self._scratch_row, shape = rows, (rows + 1, params.max_new_tokens)
+        self._scratch_row = rows
+        shape = (rows + 1, params.max_new_tokens)
         self.responses = torch.full(shape, params.pad_token_id, dtype=torch.long, device=device)
         self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
         logprob_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.logprobs = torch.zeros(shape, dtype=logprob_dtype, device=device)
         self.stopped = torch.zeros(rows + 1, dtype=torch.bool, device=device)
-        """(N + 1,) bool, True = a stop or truncate token or a stop string ended its last turn."""
-
-        def of_slots() -> Tensor:
-            return torch.zeros(slots, dtype=torch.long, device=device)
-
-        # (S,) int64 each.
-        self.tokens = of_slots()
-        """The token that each slot reads next."""
-        self.lengths = of_slots()
-        """Tokens in the cache: the column that is written next and, where a row runs, the position id of `tokens`."""
-        self.positions = of_slots()
-        """The response position that is chosen next."""
-        self.turn_starts = of_slots()
-        """The response position at which the turn began; 0 in a response of one turn."""
-        self.limits = of_slots()
-        """The response position before which the turn must end."""
-        self.rows = of_slots() + self._scratch_row
-        """The response in each slot; the scratch row for an idle slot."""
-        self.keys = of_slots()
-        """The key of the row's random numbers."""
-        self.matched = of_slots()
-        """The state of `StopStrings.advance` since the start of the turn; 0 without stop strings."""
+        self._of_slots = torch.zeros(8, slots, dtype=torch.long, device=device)
+        self.tokens, self.lengths, self.positions, self.turn_starts, *others = self._of_slots.unbind()
+        self.limits, self.rows, self.keys, self.matched = others
+        self.rows.fill_(rows)
         self.running = torch.zeros(slots, dtype=torch.bool, device=device)
-        """(S,) bool: False for a row whose turn has ended and for an idle slot."""
 
-    @property
-    def of_slots(self) -> tuple[Tensor, ...]:
-        """The tensors with an entry for each slot."""
-        counts = (self.lengths, self.positions, self.turn_starts, self.limits)
-        return self.tokens, *counts, self.rows, self.keys, self.matched, self.running
+    def move(self, of: Tensor, to: Tensor) -> None:
+        """Moves the state of the slots `of` (k,) int64 to the slots `to`, which may overlap."""
+        self._of_slots[:, to] = self._of_slots[:, of]
+        self.running[to] = self.running[of]
 
     def choose(self, logits: Tensor, slots: Tensor | slice) -> None:
         """Chooses and records the next token of the rows in `slots` that run, and advances them by one position.

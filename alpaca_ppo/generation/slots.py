@@ -28,33 +28,37 @@ from alpaca_ppo.models.packed_attention import is_installed, underlying_attentio
 from alpaca_ppo.models.trial import Trial, difference, packing_problem
 from alpaca_ppo.types import PromptBatch
 
+# How long to wait for a reply before `before_token` is called again.
 _REPLY_SECONDS = 0.1
-"""How long to wait for a reply before `before_token` is called again."""
 
 
 @dataclass(frozen=True)
 class StepShapes:
-    """Which numbers of slots and columns a step may have, and how often the host reads which rows have ended."""
+    """Which numbers of slots and columns a step may have, and how often the host reads which rows have ended.
+
+    Attributes:
+        slot_unit: from the number of busy rows to the number of slots of a step.
+        column_unit: columns are rounded up to a multiple of it.
+        check_every: steps after which the host reads which rows have ended.
+        growth: columns beyond the longest prompt that are allocated at once.
+        admission_cost: fixed cost of a pass over waiting prompts, in decode steps.
+    """
 
     slot_unit: Callable[[int], int]
-    """From the number of busy rows to the number of slots of a step."""
     column_unit: int
-    """Columns are rounded up to a multiple of it."""
     check_every: int
-    """Steps after which the host reads which rows have ended."""
     growth: int
-    """Columns beyond the longest prompt that are allocated at once."""
     admission_cost: float
-    """Fixed cost of a pass over waiting prompts, in decode steps."""
 
     def columns(self, count: int) -> int:
         """Returns `count` rounded up."""
         return -(-count // self.column_unit) * self.column_unit
 
 
+# For a CPU, where new shapes cost nothing, but unused slots and columns do.
 EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64, admission_cost=0.5)
-"""For a CPU, where new shapes cost nothing, but unused slots and columns do."""
 
+# For an accelerator, where synchronization and allocation should be rare.
 BUCKETED = StepShapes(
     slot_unit=lambda rows: 1 << (rows - 1).bit_length(),
     column_unit=256,
@@ -62,7 +66,6 @@ BUCKETED = StepShapes(
     growth=1 << 30,
     admission_cost=4.0,
 )
-"""For an accelerator, where synchronization and allocation should be rare."""
 
 
 def sample_in_slots(
@@ -85,28 +88,31 @@ def sample_in_slots(
 
 @dataclass
 class _Row:
-    """What the host knows of the row in a slot; exact once its turn has ended (`_SlotLoop._end_turns`)."""
+    """What the host knows of the row in a slot; exact once its turn has ended (`_SlotLoop._end_turns`). `length`,
+    `position`, `turn_start` and `limit` are as in `ResponseRows`.
+
+    Attributes:
+        index: of the response.
+        chosen: tokens that the policy chose in earlier turns.
+        last: the last token of its last turn.
+        unread: tokens that it reads before its next turn; None while the reply is pending.
+    """
 
     index: int
-    """Of the outputs."""
     length: int
-    """Tokens in the cache."""
     position: int = 0
-    """Response position of the next choice."""
     turn_start: int = 0
-    """Response position at which its turn began."""
     limit: int = 0
-    """Response position before which its turn must end."""
     chosen: int = 0
-    """Tokens that the policy chose in earlier turns."""
     last: int = 0
-    """The last token of its last turn."""
     unread: list[int] | None = None
-    """Tokens that it reads before its next turn; None while the reply is pending."""
 
 
 class _SlotLoop:
-    """The rows that wait, the rows in slots, and the tensors of the steps. Arguments are those of `sample_in_slots`."""
+    """The rows that wait, the rows in slots, and the tensors of the steps. Arguments are those of `sample_in_slots`.
+
+    `_busy` has the rows that steps advance, by their slots, and `_between_turns` the others in slots.
+    """
 
     def __init__(
         self,
@@ -134,13 +140,11 @@ class _SlotLoop:
 
         self._waiting = deque(prompt * n + i for group in groups for prompt in group.prompts for i in range(n))
         self._busy: dict[int, _Row] = {}
-        """The rows that steps advance, by their slots."""
         self._between_turns: dict[int, _Row] = {}
-        """By their slots."""
+        # Over all rows; their quotient is the mean length of a turn.
         self._ended_turns = self._decoded_tokens = 0
-        """Over all rows; their quotient is the mean length of a turn."""
+        # Steps since the last `_admit` that rows with a reply could have taken part in, summed over these rows.
         self._idle_steps = 0
-        """Steps since the last `_admit` that rows with a reply could have taken part in, summed over these rows."""
 
     def run(self) -> Generation:
         """Samples every row to its end."""
@@ -243,9 +247,8 @@ class _SlotLoop:
                 self._cache.swap(mover, hole, max(row.length, other.length))
             else:
                 self._cache.copy(mover, [hole], row.length)
-        to, of = torch.tensor([movers + holes, holes + movers], device=self._keys.device)
-        for values in self._out.of_slots:
-            values[to] = values[of]
+        of, to = torch.tensor([holes + movers, movers + holes], device=self._keys.device)
+        self._out.move(of, to)
 
     def _step_slots(self, slots: int) -> int:
         return min(self._shapes.slot_unit(slots), self._slots)
