@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+# Calls that run at a time; others wait in order.
 MOST_CALLS = 64
-"""Calls that run at a time; others wait in order."""
+# In which the event loop must respond after a call timed out, or it counts as blocked.
 RESPONSE_SECONDS = 1.0
-"""In which the event loop must respond after a call timed out, or it counts as blocked."""
 
 
 def error_text(error: BaseException) -> str:
@@ -84,8 +84,8 @@ class _Loop:
         return f"{frame.name} ({frame.filename}, line {frame.lineno})"
 
 
+# The process's event loop, once there is one.
 _loops: list[_Loop] = []
-"""The process's event loop, once there is one."""
 
 
 async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:

@@ -21,10 +21,10 @@ Message = dict[str, Any]
 _QUESTION, _ANSWER = "First question", "Earlier answer 8D1f6c03"
 _USER: Message = {"role": "user", "content": _QUESTION}
 _THOUGHT = "earlier thought"
+# Of the conversation in `check`: fewest and most turns of the policy, and about the most characters of a message.
 _TURNS, _MOST_TURNS, _LONGEST = 32, 100, 4000
-"""Of the conversation in `check`: fewest and most turns of the policy, and about the most characters of a message."""
+# Tokens that are kept of a text beyond those needed, because the last ones depend on where it is cut.
 _MARGIN = 32
-"""Tokens that are kept of a text beyond those needed, because the last ones depend on where it is cut."""
 
 
 @dataclass(frozen=True)

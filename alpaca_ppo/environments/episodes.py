@@ -22,8 +22,8 @@ from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
 from alpaca_ppo.types import EPISODE, PromptBatch
 
+# Seconds to wait for calls between two calls of `poll`.
 _POLL_SECONDS = 0.1
-"""Seconds to wait for calls between two calls of `poll`."""
 
 
 class Environments:

@@ -25,16 +25,19 @@ policy's adapter, or with `base=True` all but adapters."""
 
 
 class GenerateOptions(TypedDict):
-    """The further arguments of `Backend.generate`, all by keyword."""
+    """The further arguments of `Backend.generate`, all by keyword.
+
+    Attributes:
+        rows_at_once: the most responses to sample at a time; None sets no limit.
+        turns: who is asked at the end of a turn, and limits; None ends every response with its first turn, and is the
+            only value where the backend does not take turns.
+        hooks: what is called meanwhile. A slow backend should call `before_token` regularly, so that a signal ends the
+            sampling.
+    """
 
     rows_at_once: int | None
-    """The most responses to sample at a time; None sets no limit."""
     turns: Turns | None
-    """Who is asked at the end of a turn, and limits; None ends every response with its first turn, and is the only
-    value where the backend does not take turns."""
     hooks: SamplingHooks
-    """What is called meanwhile. A slow backend should call `before_token` regularly, so that a signal ends the
-    sampling."""
 
 
 class Backend(ABC):
@@ -42,20 +45,22 @@ class Backend(ABC):
 
     Args:
         args: of the run; None outside of one.
+
+    Attributes:
+        takes_turns: whether responses can go on after a turn (`generation.turns`).
+        takes_stop_strings: whether the token that completes one of `params.stop_strings.strings` ends a response.
+        has_own_weights: whether it samples from a copy of the weights, which `sync` updates, instead of from `model`.
+        half_precision: whether that copy computes in less than 32 bits; known after the first `sync`.
+        name: the value of `generation_backend` that selects it.
+        version: of the weights at the last `sync`.
     """
 
     takes_turns = False
-    """Whether responses can go on after a turn (`generation.turns`)."""
     takes_stop_strings = False
-    """Whether the token that completes one of `params.stop_strings.strings` ends a response."""
     has_own_weights = False
-    """Whether it samples from a copy of the weights, which `sync` updates, instead of from `model`."""
     half_precision = False
-    """Whether that copy computes in less than 32 bits; known after the first `sync`."""
     name = ""
-    """The value of `generation_backend` that selects it."""
     version: int | None = None
-    """Of the weights at the last `sync`."""
 
     def __init__(self, args: PPOConfig | None = None) -> None:
         self.args = args

@@ -14,18 +14,21 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend
 
+# Tokens; a pass over a shorter common beginning costs more than it saves.
 MIN_COMMON = 16
-"""Tokens; a pass over a shorter common beginning costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Prompts that begin with the same tokens."""
+    """Prompts that begin with the same tokens.
+
+    Attributes:
+        prompts: their indices, in ascending order.
+        common: how many tokens are computed once for all of them; 0 for a group of one.
+    """
 
     prompts: list[int]
-    """Their indices, in ascending order."""
     common: int
-    """How many tokens are computed once for all of them; 0 for a group of one."""
 
     @property
     def saved(self) -> int:
@@ -64,7 +67,7 @@ def _joined(prompts: Sequence[Sequence[int]], common: int, groups: list[PromptGr
     replaced = [group for group in groups if group.saved < common * len(group.prompts)]
     joined = PromptGroup(sorted(i for group in replaced for i in group.prompts), common)
     mean_length = sum(len(prompts[i]) for i in joined.prompts) / max(1, len(joined.prompts))
-    # A pass over a short beginning, or one that is a small share of the prompts, costs more than it saves.
+    # A pass over a beginning that is a small share of the prompts costs more than it saves.
     long_enough = common >= max(MIN_COMMON, mean_length / 8)
     if long_enough and joined.saved > sum(group.saved for group in replaced):
         return [*kept, joined]
@@ -91,8 +94,8 @@ class SlotPrompts:
         self._model, self._cache, self._prompts = model, cache, prompts
         self._group = {prompt: group for group in groups for prompt in group.prompts}
         self._beginning_slot, self._split_slot = cache.slots - 1, cache.slots - self.extra_slots(groups, n)
+        # A prompt with samples that wait, and the logits (V,) after it.
         self._split: tuple[int, Tensor] | None = None
-        """A prompt with samples that wait, and the logits (V,) after it."""
 
     @staticmethod
     def extra_slots(groups: Sequence[PromptGroup], n: int) -> int:

@@ -270,7 +270,7 @@ class _SlotLoop:
             columns = min(self._shapes.columns(1 + longest), self._max_columns)
             # A row that has ended stays at its last position: the next one may be more than the model has.
             positions = (lengths + running - 1).clamp(min=0)
-            logits = read_next(self._model, self._cache, tokens, lengths, columns=columns, position_ids=positions)
+            logits = read_next(self._model, self._cache, tokens, lengths, positions, columns=columns)
             lengths.add_(running)
             self._out.choose(logits, slice(0, slots))
             for row in self._busy.values():
@@ -386,7 +386,8 @@ def _compare_slots(model: PreTrainedModel) -> str | None:
     lengths, cache = (5, 2), SlotCache(slots=2, columns=8)
     in_slots = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(lengths)])]
     tokens = torch.tensor([row[n] for row, n in zip(rows, lengths, strict=True)], device=device)
-    in_slots.append(read_next(model, cache, tokens, torch.tensor(lengths, device=device), columns=6))
+    filled = torch.tensor(lengths, device=device)
+    in_slots.append(read_next(model, cache, tokens, filled, filled, columns=6))
     in_slots.append(extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(lengths)]))
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         whole: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]

@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+# Written by decoders for bytes that are no complete character.
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Written by decoders for bytes that are no complete character."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _BYTES_OF_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+# A byte that no text contains.
 _NO_TEXT = b"\xff"
-"""A byte that no text contains."""
 _CHECKED_TOKENS = 64
 _ANSWER = "SentinelAnswer"
 
@@ -153,7 +153,8 @@ class StopStrings:
     """The stop strings of a run for one tokenizer.
 
     They are searched for in the bytes that the response's tokens write after the prompt, special tokens included, also
-    where these are no valid UTF-8. `vocab_size`, of the model, may be larger than the tokenizer's.
+    where these are no valid UTF-8. `vocab_size`, of the model, may be larger than the tokenizer's. `completed` is the
+    state of a row that contains a string.
 
     Raises:
         ValueError: for a tokenizer that writes a token differently after different tokens.
@@ -164,7 +165,6 @@ class StopStrings:
         texts = token_bytes(processing_class, vocab_size)
         steps = _token_steps(_byte_steps([text.encode() for text in self.strings]), texts)
         self.completed = len(steps) - 1
-        """The state of a row that contains a string."""
         # Nearly all tokens lead from every state back to the start, so equal columns are stored once.
         moving = steps[:-1].any(axis=0)
         columns, kinds = np.unique(steps[:, moving], axis=1, return_inverse=True)

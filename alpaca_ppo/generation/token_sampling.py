@@ -15,12 +15,15 @@ _CPU_CHUNK = 2**16
 
 
 class Choice(NamedTuple):
-    """The chosen token of each row."""
+    """The chosen token of each row.
+
+    Attributes:
+        tokens: (N,) int64.
+        logprobs: (N,) float32 (float64 for float64 logits), in nats.
+    """
 
     tokens: Tensor
-    """(N,) int64."""
     logprobs: Tensor
-    """(N,) float32 (float64 for float64 logits), in nats."""
 
 
 def choose_tokens(
@@ -64,8 +67,8 @@ def _weights(logits: Tensor, temperature: float) -> Tensor:
 
 
 class _Blocks:
-    """Rows of non-negative weights (N, V) in blocks of _BLOCK_SIZE, the last padded with zeros, and the float64 sum of
-    each block.
+    """Rows of non-negative weights (N, V) in blocks of _BLOCK_SIZE, the last padded with zeros, and the float64 sums of
+    each block and of each row (`total`, (N,)).
 
     With a single cumulative sum over 128k tokens, float32 leaves a quarter of the tokens without any mass, and float64
     writes four times the bytes that it reads. Two levels, over the blocks and then within one, read the weights once.
@@ -82,7 +85,6 @@ class _Blocks:
             sums.append(last.sum(dim=-1, keepdim=True, dtype=torch.float64))
         self._sums = torch.cat(sums, dim=1)
         self.total = self._sums.sum(dim=-1)
-        """(N,) float64: the sum of each row."""
 
     def inverse_cdf(self, uniforms: Tensor) -> Tensor:
         """Returns (N,) int64: the first index at which a row's cumulative sum exceeds `uniforms` (N,) of its total."""
@@ -95,9 +97,6 @@ class _Blocks:
     def _block(self, block: Tensor) -> Tensor:
         """Returns the weights (N, _BLOCK_SIZE) of one block of each row, `block` (N,)."""
         size = self._weights.size(1)
-        if size % _BLOCK_SIZE == 0:
-            index = block[:, None, None].expand(-1, 1, _BLOCK_SIZE)
-            return self._weights.unflatten(1, (-1, _BLOCK_SIZE)).gather(1, index).squeeze(1)
         columns = (block * _BLOCK_SIZE).unsqueeze(1) + torch.arange(_BLOCK_SIZE, device=block.device)
         return self._weights.gather(1, columns.clamp_max(size - 1)).where(columns < size, 0.0)
 

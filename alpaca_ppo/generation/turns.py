@@ -27,18 +27,21 @@ responses are left out, and the response ends there."""
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the policy that has ended."""
+    """A turn of the policy that has ended.
+
+    Attributes:
+        row: b * n + j for sample j of prompt b.
+        response: token ids of the response so far, with what was appended to earlier turns.
+        response_mask: as long as `response`; True = a token the policy chose.
+        start: position of the turn's first token in `response`; the turn lasts to the end.
+        stopped: True = `StopRule` ended it, False = cut off after `Turns.max_turn_tokens` tokens.
+    """
 
     row: int
-    """Of the call: row b * n + j is sample j of prompt b."""
     response: list[int]
-    """Token ids of the response so far, with what was appended to earlier turns."""
     response_mask: list[bool]
-    """As long as `response`; True = a token the policy chose."""
     start: int
-    """Position of the turn's first token in `response`; the turn lasts to the end."""
     stopped: bool
-    """True = `StopRule` ended it, False = cut off after `Turns.max_turn_tokens` tokens."""
 
 
 class TurnHandler(Protocol):
@@ -65,13 +68,17 @@ class TurnHandler(Protocol):
 
 @dataclass(frozen=True)
 class Turns:
-    """How responses of several turns are sampled. `truncate_after` counts tokens of the turn."""
+    """How responses of several turns are sampled. `truncate_after` counts tokens of the turn.
+
+    Attributes:
+        handler: decides how a response goes on.
+        max_turn_tokens: the most tokens of a turn; None sets no limit.
+        max_policy_tokens: the most tokens of a response that the policy chooses, in all turns; None sets no limit.
+    """
 
     handler: TurnHandler
     max_turn_tokens: int | None = None
-    """The most tokens of a turn; None sets no limit."""
     max_policy_tokens: int | None = None
-    """The most tokens of a response that the policy chooses, in all turns together; None sets no limit."""
 
     def check(self) -> None:
         """Raises ValueError if a limit is less than 1."""

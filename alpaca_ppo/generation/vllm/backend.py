@@ -54,10 +54,9 @@ class VLLMBackend(Backend):
             check_url("vllm_urls", url)
         if not self._urls:
             check_options(args)
+        # From which this process samples: those of `vllm_urls`, or `_local`, which it starts.
         self.servers: list[Server] = []
-        """From which this process samples."""
         self._local: LocalServer | None = None
-        """The server that this process starts; None with `vllm_urls`."""
         self._publications = 0
         # What `_prepare` finds out; `_writes`: whether this process writes the files.
         self._writes, self._folder, self._dtype, self._lora_rank = True, Path(), torch.float32, 0
@@ -118,12 +117,11 @@ class VLLMBackend(Backend):
             servers = deque(map(Server, self._urls))
             servers.rotate(-place)
             self.servers = list(servers)
+            with raise_on_all_ranks(state):
+                together(server.check(self._folder, lora=self._lora_rank > 0) for server in servers)
         else:
             self._local = LocalServer(args, self._folder, self._dtype, self._lora_rank, device)
             self.servers = [self._local]
-        with raise_on_all_ranks(state):
-            if self._urls:
-                together(server.check(self._folder, lora=self._lora_rank > 0) for server in self.servers)
 
     def _load(self, new: Publication) -> None:
         """Loads weights into the server of this process, or the first process of a machine into those of all."""

@@ -20,11 +20,11 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.vllm import watchdog
 from alpaca_ppo.generation.vllm.server import MODEL, check_version
 
+# Long enough to read a large model from a slow disk.
 START_SECONDS = 1800.0
-"""Long enough to read a large model from a slow disk."""
 _POLL_SECONDS = 0.2
+# Not for `vllm_args`.
 _RESERVED_FLAGS = "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization".split()
-"""Not for `vllm_args`."""
 _LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|PMI|OMPI|MV2|CROSS)_.*"
     r"|GROUP_WORLD_SIZE|ROLE_NAME|PYTHON(PATH|HOME)|VIRTUAL_ENV"

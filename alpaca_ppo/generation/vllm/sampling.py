@@ -21,18 +21,22 @@ from alpaca_ppo.generation.vllm.server import Server, request_params
 from alpaca_ppo.http_json import RequestFailed
 from alpaca_ppo.types import PromptBatch
 
+# At a time; a server queues those that it cannot decode at once.
 _MOST_REQUESTS = 256
-"""At a time; a server queues those that it cannot decode at once."""
+# Seconds after which `before_token` is called again.
 _WAIT = 0.05
-"""Seconds after which `before_token` is called again."""
+# Seconds until a request that has failed is made again.
 RETRY_DELAYS = (0.5, 2.0, 8.0)
-"""Seconds until a request that has failed is made again."""
+# Tokens of a request where the server, which knows stop tokens alone, would sample beyond the end of a turn.
 _PIECE = 64
-"""Tokens of a request where the server, which knows stop tokens alone, would sample beyond the end of a turn."""
 
 
 @dataclass
 class _Row:
+    """A response so far; `chosen` counts the policy's tokens in earlier turns, `failures` those of its request, and
+    `matched` is the state of `StopStrings.advance`.
+    """
+
     index: int
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -40,12 +44,9 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     turn_start: int = 0
     chosen: int = 0
-    """Tokens that the policy chose in earlier turns."""
     stopped: bool = False
     failures: int = 0
-    """Of its request."""
     matched: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
-    """The state of `StopStrings.advance`."""
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float], *, chosen: bool) -> None:
         self.tokens += tokens
@@ -76,10 +77,9 @@ class Sampling:
         tokens = unpadded(prompts)
         self._rows = [_Row(i, tokens[i // n]) for i in range(rows)]
         self._calls = RowCalls(most=_MOST_REQUESTS)
+        # Rows whose responses are not complete, and those of them that wait for a reply instead of for a server.
         self._unfinished = set(range(rows))
-        """Rows whose responses are not complete."""
         self._pending: set[int] = set()
-        """Those of them that wait for the reply to a turn; the others wait for a server."""
         self._restarted = False
         self._out = Generation(
             responses=torch.full((rows, width), params.pad_token_id),

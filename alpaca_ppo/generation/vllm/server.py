@@ -13,26 +13,26 @@ from alpaca_ppo.config.names import shown_url
 from alpaca_ppo.generation.responses import SamplingParams, StopRule
 from alpaca_ppo.http_json import RequestFailed, ask_json
 
+# The versions that were tried: others have different routes and fields, or reset less after new weights.
 VERSIONS = "0.32"
-"""The versions that were tried: others have different routes and fields, or reset less after new weights."""
+# The name under which servers that this package starts serve the model.
 MODEL = "policy"
-"""The name under which servers that this package starts serve the model."""
 _ASK_SECONDS, _LOAD_SECONDS = 60.0, 1800.0
+# Attempts to empty the prefix cache, a tenth of a second apart: abandoned requests may still hold blocks of it.
 _RESETS = 50
-"""Attempts to empty the prefix cache, a tenth of a second apart: abandoned requests may still hold blocks of it."""
+# What vLLM sends for a log-prob that is not finite.
 _NOT_FINITE = -9999.0
-"""What vLLM sends for a log-prob that is not finite."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights as files."""
+    """Weights as files: the folder of a whole model, which is the policy or the base of its `adapter`, and that of the
+    adapter.
+    """
 
     version: str
     model: Path
-    """Folder of a whole model: the policy, or the base of its adapter."""
     adapter: Path | None = None
-    """Folder of the policy's adapter."""
 
 
 def request_params(params: SamplingParams, rule: StopRule) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _POLL_SECONDS = 0.2
+# That a server may take to end after SIGTERM.
 _END_SECONDS = 10.0
-"""That a server may take to end after SIGTERM."""
 
 
 def watch(parent: int, folders: list[str], command: list[str]) -> int:
