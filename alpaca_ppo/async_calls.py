@@ -38,13 +38,13 @@ def error_text(error: BaseException) -> str:
 
 
 class Parameters(NamedTuple):
-    """The arguments that a function takes by name."""
+    """The arguments that a function takes by name; `required` are those without a default, and `any_others` says
+    whether it has `**kwargs`.
+    """
 
     names: list[str]
     required: list[str]
-    """Those without a default."""
     any_others: bool
-    """Whether it has `**kwargs`."""
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
@@ -157,14 +157,14 @@ def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """A function of the user to be called, sync or async."""
+    """A function of the user to be called, sync or async, within `timeout` seconds (None sets no limit). `finish` is
+    part of the call: from the function's result to the call's.
+    """
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
-    """Seconds; None sets no limit."""
     finish: Callable[[Any], Any] = lambda value: value
-    """Part of the call: from the function's result to the call's."""
 
 
 class CallTimeout(Exception):
@@ -173,20 +173,23 @@ class CallTimeout(Exception):
 
 @dataclass(eq=False)
 class RowCall:
-    """A call that has begun. `RowCalls.finished` returns it once it has ended or timed out."""
+    """A call that has begun. `RowCalls.finished` returns it once it has ended or timed out.
+
+    Attributes:
+        outcome: what the function returns or raises, also after a timeout.
+        task: of an async function.
+        error: what it raised; `CallTimeout` if it was not done in time.
+        seconds: its duration, without the time that it waited to begin.
+    """
 
     row: int
     deadline: float
     began: float = field(default_factory=time.monotonic)
     outcome: Future[Any] = field(default_factory=Future)
-    """What the function returns or raises, also after a timeout."""
     task: Future[None] | None = None
-    """Of an async function."""
     value: Any = None
     error: Exception | None = None
-    """What it raised; `CallTimeout` if it was not done in time."""
     seconds: float = 0.0
-    """Its duration, without the time that it waited to begin."""
 
 
 class RowCalls:

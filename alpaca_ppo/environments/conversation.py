@@ -29,14 +29,13 @@ _MARGIN = 32
 
 @dataclass(frozen=True)
 class _Written:
-    """How the template writes a turn of the policy with the text `_ANSWER`, and what follows it."""
+    """How the template writes a turn of the policy with the text `_ANSWER`, and what follows it: `text` is all from the
+    end of the prompt to the policy's next turn, `closing` the end of a turn, and `suffix` what is between both turns.
+    """
 
     text: str
-    """From the end of the prompt to the policy's next turn."""
     closing: str
-    """The end of a turn."""
     suffix: str
-    """From there to the policy's next turn."""
 
 
 class Conversation:
@@ -63,8 +62,8 @@ class Conversation:
         control_tokens_from: str = "prompts",
     ) -> None:
         self.tokenizer, self.messages = tokenizer, messages
+        # Whether replies may write control tokens.
         self.trusting = control_tokens_from == "everything"
-        """Whether replies may write control tokens."""
         self._prompts_trusted = control_tokens_from != "template"
         self._control_tokens = ControlTokens(tokenizer, trusting=self.trusting)
         self._keywords = dict(chat_template_kwargs or {})

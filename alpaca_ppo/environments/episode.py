@@ -30,8 +30,8 @@ from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
 
 T = TypeVar("T")
+# Yields calls, and is sent each once it has ended.
 Steps = Generator[Call, RowCall, T]
-"""Yields calls, and is sent each once it has ended."""
 
 
 class EnvironmentFailure(RuntimeError):
@@ -41,17 +41,34 @@ class EnvironmentFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What all episodes of a run have in common."""
+    """What all episodes of a run have in common. Without a `tool_call_parser`, calls are found by the tokenizer's
+    `response_template` if it has one, and otherwise as JSON between <tool_call> tags.
+    """
 
     conversation: Conversation
     args: PPOConfig
     tool_call_parser: ToolCallParser | None = None
-    """None takes the tokenizer's `response_template` if it has one, and otherwise JSON between <tool_call> tags."""
 
 
 @dataclass
 class Episode:
-    """An episode of one response, for a `row` of the dataset, which error messages name by `number`."""
+    """An episode of one response, for a `row` of the dataset, which error messages name by `number`.
+
+    Attributes:
+        observation: what `reset` returned.
+        prompt: text or messages, with the observation.
+        messages: what came after the prompt, both sides; with a chat template.
+        num_read: columns of the response that the environment has seen.
+        turn_rewards: by the column of the turn's last token.
+        reward: of the whole episode.
+        tool_spans: columns of the response that the results of tools were written to.
+        seconds: spent in calls of the environment and of tools.
+        ended_by_environment: whether `reply` returned None.
+        cut_by_max_turns: whether it ended by `max_turns`, though the environment would have gone on.
+        chosen: once it has ended, the columns of the tokens that the policy chose.
+        reusable: whether no call can still be running in the environment.
+        late: the last tool of the environment that timed out, and its call, which may still run.
+    """
 
     kind: EnvironmentKind
     row: dict[str, Any]
@@ -59,34 +76,21 @@ class Episode:
     settings: EpisodeSettings
     environment: Any = None
     observation: str = ""
-    """What `reset` returned."""
     prompt: Any = None
-    """Text or messages, with the observation."""
     messages: list[Message] = field(default_factory=list)
-    """What came after the prompt, both sides; with a chat template."""
     num_turns: int = 0
     num_read: int = 0
-    """Columns of the response that the environment has seen."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """By the column of the turn's last token."""
     reward: float | None = None
-    """Of the whole episode."""
     tool_calls: int = 0
     tool_failures: int = 0
     tool_spans: list[slice] = field(default_factory=list)
-    """Columns of the response that the results of tools were written to."""
     seconds: float = 0.0
-    """Spent in calls of the environment and of tools."""
     ended_by_environment: bool = False
-    """`reply` returned None."""
     cut_by_max_turns: bool = False
-    """It ended by `max_turns`, though the environment would have gone on."""
     chosen: list[int] = field(default_factory=list)
-    """Once it has ended: the columns of the tokens that the policy chose."""
     reusable: bool = True
-    """Whether no call can still be running in the environment."""
     late: tuple[str, Future[Any]] | None = None
-    """The last tool of the environment that timed out, and its call, which may still run."""
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:

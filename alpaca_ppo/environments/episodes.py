@@ -105,18 +105,21 @@ def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any])
 class Episodes:
     """The episodes of a rollout, one for each row; also the sampler's `TurnHandler`. For `poll` see
     `Environments.episodes`.
+
+    Attributes:
+        prompts: with the observations of `reset`; one prompt for each row if these differ between samples of a prompt.
+        sampling_params: of the rollout; with one prompt for each row, one response to each, with the same random
+            numbers.
+        turns: for the sampler; None if every response ends with its first turn.
     """
 
     prompts: PromptBatch
-    """With the observations of `reset`; one prompt for each row if these differ between samples of a prompt."""
     sampling_params: SamplingParams
-    """Of the rollout; with one prompt for each row, one response to each, with the same random numbers."""
 
     def __init__(self, episodes: Sequence[Episode], environments: Environments, poll: Callable[[], Any]) -> None:
         self.episodes, self._calls, self._poll = list(episodes), environments.calls, poll
         self._max_turn_tokens = environments.settings.args.max_turn_tokens
         self.turns = Turns(self, max_turn_tokens=self._max_turn_tokens) if environments.answer else None
-        """For the sampler; None if every response ends with its first turn."""
         self._steps: dict[int, Steps[Any]] = {}
         self._answers: list[tuple[int, Reply]] = []
         self._ending: set[int] = set()

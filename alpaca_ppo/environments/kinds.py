@@ -8,7 +8,7 @@ which has no `reply`.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +16,8 @@ from transformers.utils import get_json_schema
 
 from alpaca_ppo.async_calls import error_text, parameters_of
 
+# Makes an environment; usually its class.
 EnvironmentFactory = Callable[[], Any]
-"""Makes an environment; usually its class."""
 
 _RESERVED = ("reset", "get_reward")
 _SEED = "seed"
@@ -25,16 +25,19 @@ _SEED = "seed"
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy can call."""
+    """A function that the policy can call.
+
+    Attributes:
+        name: by which the policy calls it.
+        schema: for chat templates: {"type": "function", "function": {"name", "description", "parameters"}}.
+        function: sync or async; None for a method of the episode's environment.
+    """
 
     name: str
     schema: Mapping[str, Any]
-    """For chat templates: {"type": "function", "function": {"name", "description", "parameters"}}."""
     function: Callable[..., Any] | None = None
-    """Sync or async; None for a method of the episode's environment."""
 
 
-@dataclass
 class EnvironmentKind:
     """The environments that one factory makes. Instances are reused in later episodes.
 
@@ -43,31 +46,27 @@ class EnvironmentKind:
         factory: makes an environment.
         tools: that the policy can call besides the environment's methods.
         routed: whether the column `environment`, which `reset` then does not get, names it in each row.
+
+    Attributes:
+        has_reply: whether it answers as a conversation partner.
+        has_reward: whether it gives a reward for the whole episode.
+        resets_together: whether `reset` is async or takes a seed. Others may draw from global random generators, so
+            they are reset one after another, in the rows' order.
     """
 
-    name: str
-    factory: EnvironmentFactory
-    tools: Sequence[Tool] = ()
-    routed: bool = False
-    environment_class: type = field(init=False)
-    has_reply: bool = field(init=False)
-    """Whether it answers as a conversation partner."""
-    resets_together: bool = field(init=False)
-    """Whether `reset` is async or takes a seed. Others may draw from global random generators, so they are reset one
-    after another, in the rows' order."""
-    has_reward: bool = field(init=False)
-    """Whether it gives a reward for the whole episode."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, name: str, factory: EnvironmentFactory, tools: Sequence[Tool] = (), *, routed: bool = False
+    ) -> None:
+        self.factory, self.routed = factory, routed
         try:
-            instance = self.factory()
+            instance = factory()
         except Exception as error:
             raise ValueError(
-                f"environment_factory {self.name or _name(self.factory)!r} raised {error_text(error)}; give a class or "
+                f"environment_factory {name or _name(factory)!r} raised {error_text(error)}; give a class or "
                 "function without required arguments"
             ) from error
         self.environment_class = type(instance)
-        self.name = self.name or self.class_name
+        self.name = name or self.class_name
         if not callable(getattr(instance, "reset", None)):
             raise ValueError(
                 f"the environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one"
@@ -83,7 +82,7 @@ class EnvironmentKind:
             del methods["reply"]
         owner = f"the method {{}} of environment {self.name!r}"
         own = [Tool(name, tool_schema(method, owner.format(name))) for name, method in methods.items()]
-        self.tools = [*self.tools, *own]
+        self.tools = [*tools, *own]
         names = [tool.name for tool in self.tools]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"environment {self.name!r} has several tools named {twice[0]!r}; rename all but one")

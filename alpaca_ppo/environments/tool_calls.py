@@ -25,12 +25,11 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy wrote."""
+    """A call that the policy wrote; if it cannot be made, `problem` says why, and is shown to the policy."""
 
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
-    """What is wrong with a call that cannot be made; shown to the policy."""
 
 
 ToolCallParser = Callable[[str], Sequence[Mapping[str, Any]]]

@@ -19,9 +19,9 @@ from alpaca_ppo.models.policy import Policy, eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch
 
+# `Engine.policy_weights`: yields name and whole tensor of each weight of the policy; with adapters, those of the
+# policy's adapter, or with `base=True` all but adapters.
 PolicyWeights = Callable[..., Iterator[tuple[str, Tensor]]]
-"""`Engine.policy_weights`: yields name and whole tensor of each weight of the policy; with adapters, those of the
-policy's adapter, or with `base=True` all but adapters."""
 
 
 class GenerateOptions(TypedDict):
@@ -29,10 +29,8 @@ class GenerateOptions(TypedDict):
 
     Attributes:
         rows_at_once: the most responses to sample at a time; None sets no limit.
-        turns: who is asked at the end of a turn, and limits; None ends every response with its first turn, and is the
-            only value where the backend does not take turns.
-        hooks: what is called meanwhile. A slow backend should call `before_token` regularly, so that a signal ends the
-            sampling.
+        turns: how responses go on; None ends each with its first turn, as it must where the backend takes no turns.
+        hooks: a slow backend should call `before_token` regularly, so that a signal ends the sampling.
     """
 
     rows_at_once: int | None
@@ -77,29 +75,27 @@ class Backend(ABC):
         Args:
             model: the policy's language model in eval mode, with all parameters unless the backend `has_own_weights`.
             prompts: on the device of `model`, without columns that are padding in every row.
-            params: how tokens are chosen and what ends a response.
-            options: `rows_at_once`, `turns` and `hooks`.
+            params: already checked.
+            options: `GenerateOptions`.
         """
 
     def problem(self, model: PreTrainedModel) -> str | None:
-        """Why it cannot sample from `model`, or None if it can; asked once, before the first responses. A backend that
-        `has_own_weights` is not asked.
-        """
+        """Why it cannot sample from `model`, or None; asked once, unless it `has_own_weights`."""
         return None
 
     def use_fallback(self, problem: str) -> None:
-        """Called on every process if `problem` found one on any; from here on all sample in another way.
+        """Called on every process if `problem` found one on any; from then on all sample in another way.
 
         Raises:
-            ValueError: for a backend that has no other way.
+            ValueError: if there is no other way.
         """
         raise ValueError(
             f"generation_backend is {self.name}, but the policy cannot be sampled so: {problem}; set it to auto"
         )
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:  # noqa: B027
-        """Copies the weights of `policy`, whose parameters may be sharded; called on every process, before the first
-        responses and whenever the weights have changed since.
+        """Copies the weights of `policy`, whose parameters may be sharded; called on every process before responses
+        are sampled from new weights.
 
         Every process must take all tensors of `weights()`, and copy each before it takes the next.
         """
@@ -158,13 +154,13 @@ def generate(
 
     Args:
         model: a causal language model of transformers, without a wrapper (for a PEFT model: `get_base_model()`).
-        prompts: `queries` (B, Q), left-padded, `query_attn_masks` and `prompt_ids`; `rows` are not read.
+        prompts: left-padded; `rows` are not read.
         params: how tokens are chosen and what ends a response.
         backend: or its name: "slots" is this package's own loop, in which waiting prompts take the places of ended
             rows; "generate" runs `model.generate`; "auto" is slots where the model allows it.
-        rows_at_once: see `GenerateOptions`, as for `turns` and `hooks`.
-        turns: None ends every response with its first turn.
-        hooks: None calls nothing.
+        rows_at_once: the most responses to sample at a time; None sets no limit.
+        turns: how responses go on; None ends each with its first turn.
+        hooks: what is called meanwhile.
 
     Raises:
         ValueError: if a parameter is out of range, a prompt is empty or not left-padded, the model's logits are not

@@ -1,7 +1,7 @@
 """What the sampler takes and returns, which token ends a turn, and the responses in the making.
 
-The backends that sample from the model in training only run it, and pass its logits to a `ResponseRows`, so tokens do
-not depend on the backend.
+Backends that sample from the model in training pass its logits to a `ResponseRows`, so tokens do not depend on the
+backend.
 """
 
 from collections.abc import Callable
@@ -26,20 +26,19 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: R, the most tokens of a response, and the width of the result.
-        temperature: divides the logits, for the choice of a token and for its log-prob; > 0.
-        pad_token_id: fills the columns after a response's end; may equal a stop token.
+        temperature: > 0; divides the logits, also for log-probs.
+        pad_token_id: fills the columns after a response; may equal a stop token.
         stop_token_ids: end a response at any position.
         truncate_token_ids: end a response after at least `truncate_after` other tokens.
         truncate_after: see `truncate_token_ids`.
-        stop_strings: texts of which the first to be completed ends a response.
+        stop_strings: end a response where one is completed.
         num_return_sequences: n, responses per prompt.
         do_sample: False takes the most likely token (greedy decoding).
         top_k: samples only from the k most likely tokens.
         top_p: samples only from the most likely tokens that together reach this probability, in (0, 1].
         seed: of the run.
         step: of the rollout.
-        sampling_round: 0, or the round of `dynamic_sampling` that drew the prompts, so that a prompt drawn in two
-            rounds gets different responses.
+        sampling_round: 0, or the round of `dynamic_sampling` that drew the prompts.
         sample_ids: sample index of each row, where the samples of a prompt are rows of `prompts` and
             `num_return_sequences` is 1; None = 0 for all.
     """
@@ -61,11 +60,8 @@ class SamplingParams:
     sample_ids: tuple[int, ...] | None = None
 
     def random_keys(self, prompt_ids: Tensor) -> Tensor:
-        """Returns the key of each response's stream of random numbers, (P * num_return_sequences,) int64, prompt-major.
-        `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
-
-        Args:
-            prompt_ids: (P,) int64, index of each prompt in its dataset.
+        """Returns the key of each response's stream of random numbers, (P * n,) int64, prompt-major, for `prompt_ids`
+        (P,) int64. `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
         """
         sample_ids = None
         if self.sample_ids is not None:
@@ -93,7 +89,7 @@ class SamplingParams:
             raise ValueError(f"top_p ({self.top_p}) must be in (0, 1]")
 
     def check_full_softmax(self) -> None:
-        """Raises ValueError for `top_k` or `top_p`: training samples from all tokens, which every log-prob is of."""
+        """Raises ValueError for `top_k` or `top_p`, which training must not use."""
         if self.top_k is not None or self.top_p is not None:
             raise ValueError(
                 f"training would sample with top_k {self.top_k} and top_p {self.top_p}, but all log-probs are those of "
@@ -107,12 +103,11 @@ class Generation:
 
     Attributes:
         responses: (B * n, R) int64, the pad token after a row's last token.
-        response_mask: (B * n, R) bool, True = a token the policy chose, including the stop token; False after a row's
-            last token and for tokens that were appended between two turns (`generation.turns`).
+        response_mask: (B * n, R) bool, True = a token the policy chose, including the stop token; False for padding and
+            for tokens that were appended between two turns (`generation.turns`).
         logprobs: (B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature;
             zero outside the mask.
-        stopped: (B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit,
-            such as R tokens.
+        stopped: (B * n,) bool, True = ended by a `StopRule`, False = cut off by a limit, such as R tokens.
     """
 
     responses: Tensor
@@ -132,8 +127,8 @@ class SamplingHooks:
     Attributes:
         before_token: called before tokens are chosen, and several times a second while all rows wait for replies; an
             exception ends the sampling.
-        on_finished: called with rows whose responses are complete, and these responses; each row comes once, in any
-            order. At the end `generate` reports the rows that a backend has not.
+        on_finished: called with rows whose responses are complete, and these; each row comes once, in any order. At the
+            end `generate` reports the rows that a backend has not.
     """
 
     before_token: Callable[[], Any] = lambda: None
@@ -147,8 +142,8 @@ def unpadded(prompts: PromptBatch) -> list[list[int]]:
 
 
 class StopRule:
-    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. Limits, which
-    also end turns, are those of `Turns.limit`.
+    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. (Limits also
+    end turns; see `Turns.limit`.)
 
     Attributes:
         stop_ids: tokens that end a turn at any position.
@@ -166,12 +161,8 @@ class StopRule:
         self._truncate_after, self._strings = params.truncate_after, params.stop_strings
 
     def __call__(self, tokens: Tensor, positions: Tensor, matched: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (N,) bool, True for a token that ends its row's turn, and the next `matched`.
-
-        Args:
-            tokens: (N,) int64, one per row.
-            positions: (N,) int64, of these tokens in their turns.
-            matched: (N,) int64, the states of `StopStrings.advance`.
+        """Returns (N,) bool, True for a token that ends its row's turn, and the next `matched`: for N rows, each one's
+        token, its position in the turn, and the state of `StopStrings.advance`.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
         if len(self._truncate_ids):
@@ -191,7 +182,8 @@ class ResponseRows:
         responses: (N + 1, R), like `mask`, `logprobs` and `stopped` as in a `Generation`; the additional row takes
             what idle slots write.
         tokens: (S,) int64, as the next seven: the token that each slot reads next.
-        lengths: tokens in the cache: the column that is written next and, where a row runs, the position id of `tokens`.
+        lengths: tokens in the cache, so the column that is written next and, for a running row, the position id of
+            `tokens`.
         positions: the response position that is chosen next.
         turn_starts: the response position at which the turn began; 0 in a response of one turn.
         limits: the response position before which the turn must end.

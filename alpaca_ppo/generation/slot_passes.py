@@ -4,8 +4,8 @@
 `read_next` reads the next token of each slot, without a synchronization with the host.
 
 `SlotCache` has a fixed number of rows (slots), each filled from column 0 up to its own length, in one block of memory,
-so that steps have the same shapes however often rows come and go. Layers with a sliding window keep all columns;
-attention masks the old ones. `generation.slots` decides which slot holds which row.
+so that steps have the same shapes however often rows come and go. `generation.slots` decides which slot holds which
+row.
 """
 
 import inspect
@@ -42,12 +42,8 @@ class Pass(NamedTuple):
 class SlotCache(Cache):
     """Keys and values of `slots` rows of up to `columns` tokens, for every layer of a model.
 
-    It is passed to the model as `past_key_values`, after `start` for the same pass. The first pass allocates the
-    storage, in the dtype of its states, with zeros, because masked columns must be finite.
-
-    Args:
-        slots: S, rows.
-        columns: C, the most tokens of a row.
+    The model gets it as `past_key_values`, after `start`. The first pass allocates the storage, in the dtype of its
+    states, with zeros, because masked columns must be finite. Layers with a sliding window keep all columns.
     """
 
     def __init__(self, slots: int, columns: int) -> None:
@@ -188,9 +184,8 @@ def _forward(
 
 
 class ExtendAttention:
-    """The attention of `extend`: a new token sees its slot's earlier tokens, and the new ones up to itself.
-
-    Queries are padded to the row with the most new tokens. The model gets it as `packing` (`models.packed_attention`).
+    """The attention of `extend`: a new token sees its slot's earlier tokens, and the new ones up to itself. Queries are
+    padded to the row with the most new tokens.
 
     Args:
         past: tokens that the slot of each of k rows held before.
@@ -233,7 +228,7 @@ def read_next(
     """Returns the logits (k, V) after the next token of each of the first k slots, whose states go into the cache.
 
     Args:
-        model: the language model, with the attention of `models.packed_attention`.
+        model: with the attention of `models.packed_attention`.
         cache: of the slots.
         tokens: (k,) int64.
         lengths: (k,) int64, tokens that each slot holds before.
@@ -247,9 +242,7 @@ def read_next(
 
 
 class StepAttention:
-    """The attention of `read_next`: the new token of each slot sees the tokens of its slot. The model gets it as
-    `packing` (`models.packed_attention`). The arguments are those of `read_next`.
-    """
+    """The attention of `read_next`, with its arguments: the new token of each slot sees the tokens of its slot."""
 
     def __init__(self, lengths: Tensor, columns: int) -> None:
         self._lengths, self._columns = lengths, columns
@@ -266,8 +259,8 @@ class StepAttention:
         return dense_attention(query, key, value, mask, settings).transpose(1, 2)
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
-        """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column; in another dtype, 0 or -inf,
-        to be added to the scores: torch would convert a boolean mask in every layer.
+        """(slots, 1, 1, columns) bool, True = the new token sees this column; in another dtype 0 or -inf, which is
+        added to the scores: torch would convert a boolean mask in every layer.
         """
         kind = (sliding_window, dtype)
         if kind not in self._masks:

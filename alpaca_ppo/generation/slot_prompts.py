@@ -84,8 +84,8 @@ class SlotPrompts:
     """Reads prompts, each for n rows, into the slots of `cache`, which has `extra_slots` beyond those of the
     steps.
 
-    They come in the order of their groups, all samples of a prompt one after the other, so one slot is enough for the
-    beginning of a group, and one for a prompt.
+    They come in the order of their groups, all samples of a prompt in a row, so one slot is enough for the beginning of
+    a group, and one for a prompt.
     """
 
     def __init__(
@@ -99,21 +99,14 @@ class SlotPrompts:
 
     @staticmethod
     def extra_slots(groups: Sequence[PromptGroup], n: int) -> int:
-        """How many slots beyond those of the steps are needed: one for a beginning, one for a prompt with samples that
-        wait.
-        """
+        """Slots beyond those of the steps: one for a beginning, one for a prompt with samples that wait."""
         return int(any(group.common for group in groups)) + int(n > 1)
 
     def read(
         self, placed: dict[int, list[int]], appended: Sequence[NewTokens], next_prompt: int | None
     ) -> dict[int, Tensor]:
-        """Reads prompts into slots, and tokens that were appended to other rows; returns the logits (V,) after each
-        slot.
-
-        Args:
-            placed: the slots of each prompt.
-            appended: the new tokens of rows that go on.
-            next_prompt: the prompt of the first row that still waits; None if none does.
+        """Reads prompts into the slots of `placed`, and the tokens of rows that go on; returns the logits (V,) after
+        each slot. `next_prompt` is that of the first row that still waits.
         """
         logits: dict[int, Tensor] = {}
         new = list(placed)
@@ -147,8 +140,8 @@ class SlotPrompts:
         return logits
 
     def _share_beginnings(self, slots: dict[int, int], next_prompt: int | None) -> None:
-        """Copies the beginning of each group, which was computed in the slot of its first prompt, to the slots of its
-        other prompts, and keeps that of the prompt that waits next.
+        """Copies the beginning of each group from the slot of its first prompt to those of the others, and keeps that
+        of the prompt that waits next.
         """
         for prompt, slot in slots.items():
             group = self._group[prompt]

@@ -1,8 +1,7 @@
 """The slot loop: a fixed number of rows is decoded together, and when rows end, waiting ones take their places.
 
 So the few long responses of a rollout do not run alone while other prompts wait, and memory is that of the slots. A
-row whose turn has ended may go on after appended tokens (`generation.turns`); until these are known it keeps its slot,
-and the others go on without it.
+row that waits for the reply to a turn (`generation.turns`) keeps its slot, and the others go on without it.
 
 The loop alternates between two passes, `_admit` and `_decode`, and after each collects the rows that have ended. It
 decides which rows take part; `slot_passes` computes, `responses` chooses tokens, `slot_prompts` reads prompts.
@@ -34,7 +33,7 @@ _REPLY_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class StepShapes:
-    """Which numbers of slots and columns a step may have, and how often the host reads which rows have ended.
+    """The shapes of steps, and what is rare where it is expensive.
 
     Attributes:
         slot_unit: from the number of busy rows to the number of slots of a step.
@@ -76,10 +75,8 @@ def sample_in_slots(
     shapes: StepShapes | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Generation:
-    """Returns responses to `prompts`, as `Backend.generate` does; rows are reported as soon as they have ended.
-
-    `slot_problem` must have found no problem with the model. `rows_at_once` is the number of slots. `shapes` are those
-    of the steps; None chooses by the device.
+    """Returns responses to `prompts`, as `Backend.generate` does, from a model without a `slot_problem`; reports rows
+    as soon as they have ended. `rows_at_once` is the number of slots. `shapes`: None chooses by the device.
     """
     if shapes is None:
         shapes = EXACT if model.device.type == "cpu" else BUCKETED
@@ -190,7 +187,7 @@ class _SlotLoop:
         return free >= min(best, len(self._waiting))
 
     def _admit(self) -> None:
-        """Gives the free slots to waiting rows, resumes rows that have a reply, and chooses the next tokens of both."""
+        """Gives free slots to waiting rows, resumes rows that have a reply, and chooses the next tokens of both."""
         n = self._params.num_return_sequences
         placed: dict[int, list[int]] = {}
         free = [slot for slot in range(self._slots) if slot not in self._busy and slot not in self._between_turns]
@@ -210,7 +207,7 @@ class _SlotLoop:
         self._choose(self._prompts.read(placed, appended, self._waiting[0] // n if self._waiting else None))
 
     def _choose(self, logits: dict[int, Tensor]) -> None:
-        """Begins a turn of the rows in the slots `logits`, and chooses its first tokens from these logits (V,)."""
+        """Begins a turn of the rows in the slots `logits`, and chooses its first token from these (V,)."""
         rows, out = [self._busy[slot] for slot in logits], self._out
         for row in rows:
             row.turn_start, row.limit = row.position, self._params.max_new_tokens
@@ -231,7 +228,7 @@ class _SlotLoop:
             row.position += 1
 
     def _compact(self) -> None:
-        """Moves rows into lower slots if the next step can then be one with fewer slots."""
+        """Moves rows into lower slots if the next step can then have fewer."""
         target = self._step_slots(len(self._busy))
         movers = sorted(slot for slot in self._busy if slot >= target)
         if not movers:
@@ -254,9 +251,7 @@ class _SlotLoop:
         return min(self._shapes.slot_unit(slots), self._slots)
 
     def _decode(self) -> None:
-        """Makes the steps until `_collect_ended`: each reads the next token of the first slots and chooses one. Rows
-        that have ended are computed too, but record nothing and do not advance.
-        """
+        """Makes the steps until `_collect_ended`. Rows that have ended are computed too, but do not advance."""
         steps = min(self._shapes.check_every, max(row.limit - row.position for row in self._busy.values()))
         slots = self._step_slots(max(self._busy) + 1)
         self._idle_steps += steps * len(self._resumable())
@@ -306,7 +301,7 @@ class _SlotLoop:
             self._hooks.on_finished(indices, self._out.generation(torch.tensor(indices, device=self._keys.device)))
 
     def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
-        """Finishes the rows of `ended`, by their slots, that have no tokens left, and asks how the others go on."""
+        """Finishes the rows of `ended`, by slot, that have no tokens left, and asks how the others go on."""
         out, width = self._out, self._params.max_new_tokens
         slots, rows = torch.tensor([list(ended), [row.index for row in ended.values()]], device=self._keys.device)
         # The host may have counted steps that a row no longer took.
@@ -364,9 +359,7 @@ class _SlotLoop:
 
 
 def slot_problem(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot be sampled in slots, or None if it can, with the attention of `models.packed_attention`
-    installed.
-    """
+    """Why `model` cannot be sampled in slots; None if it can, with the attention of `models.packed_attention`."""
     if model in _models_without_problem:
         return None
     if problem := packing_problem(model):
@@ -380,7 +373,7 @@ def slot_problem(model: PreTrainedModel) -> str | None:
 
 
 def _compare_slots(model: PreTrainedModel) -> str | None:
-    """Compares two prompts of unequal length, a step and appended tokens in slots with plain passes over the rows."""
+    """Compares two prompts, a step and appended tokens in slots with plain passes over the rows."""
     vocabulary, device = model.config.get_text_config().vocab_size, model.device
     rows = [[(7 * i + 3 * j + 1) % vocabulary for j in range(length)] for i, length in enumerate((8, 5))]
     lengths, cache = (5, 2), SlotCache(slots=2, columns=8)

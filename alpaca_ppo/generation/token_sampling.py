@@ -29,18 +29,12 @@ class Choice(NamedTuple):
 def choose_tokens(
     logits: Tensor, uniforms: Tensor | None, *, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Choice:
-    """Returns a token for each row, drawn by its uniform number or the most likely one, and its log-prob.
+    """Returns a token for each row of `logits` (N, V), drawn by its uniform number, and its log-prob.
 
     A token is drawn with its probability under softmax(logits / temperature), renormalized over the tokens that top_k
     and then top_p keep (all tokens tied at the k-th place are kept). A token of probability zero is never drawn. If a
-    row of logits contains a NaN, its log-prob is NaN.
-
-    Args:
-        logits: (N, V), unchanged; computed in float32, or in float64 for float64 logits.
-        uniforms: (N,) float64 in (0, 1); None takes the most likely token.
-        temperature: > 0.
-        top_k: see `SamplingParams`.
-        top_p: see `SamplingParams`.
+    row of logits contains a NaN, its log-prob is NaN. Computed in float32, or in float64 for float64 logits.
+    `uniforms` are (N,) float64 in (0, 1); None takes the most likely token.
     """
     weights = _weights(logits, temperature)
     blocks = _Blocks(weights)
@@ -55,9 +49,9 @@ def choose_tokens(
 
 
 def _weights(logits: Tensor, temperature: float) -> Tensor:
-    """Returns exp((logits - their maximum) / temperature), in float32 or float64; reads and writes as little as it can.
+    """Returns exp((logits - their maximum) / temperature), in float32 or float64.
 
-    A vocabulary has up to 256k tokens, and on a CPU the time to choose one is that to move the bytes.
+    A vocabulary has up to 256k tokens, so on a CPU the time to choose one is that to move the bytes.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:
@@ -103,8 +97,8 @@ class _Blocks:
 
 def _block_sums(blocks: Tensor) -> Tensor:
     """Returns the float64 sums (N, blocks) of `blocks` (N, blocks, _BLOCK_SIZE)."""
-    # torch's sum first copies its whole input to float64. On a CPU that is slow if the copy exceeds the cache, and more
-    # so the 32 MiB that malloc reuses; on CUDA more kernels would cost more.
+    # torch's sum first copies its whole input to float64. On a CPU that is slow if the copy exceeds the cache; on CUDA
+    # more kernels would cost more.
     if blocks.device.type != "cpu":
         return blocks.sum(dim=-1, dtype=torch.float64)
     chunk = max(1, _CPU_CHUNK // (len(blocks) * _BLOCK_SIZE))

@@ -16,13 +16,13 @@ class Pending(Enum):
     PENDING = "pending"
 
 
+# What a `TurnHandler` returns for a turn whose reply it does not know yet.
 PENDING = Pending.PENDING
-"""What a `TurnHandler` returns for a turn whose reply it does not know yet."""
 
+# None ends the response. Otherwise token ids that are appended, with `response_mask` False, because the policy did not
+# choose them; if there are none, the policy goes on after its own last token. Tokens beyond the width of the responses
+# are left out, and the response ends there.
 Reply = Sequence[int] | None
-"""None ends the response. Otherwise token ids that are appended; `response_mask` is False for them, because the policy
-did not choose them. An empty sequence lets the policy go on after its own last token. Tokens beyond the width of the
-responses are left out, and the response ends there."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,18 @@ class Turn:
 class TurnHandler(Protocol):
     """Decides how a response goes on after a turn. An exception in it ends the sampling.
 
-    Responses must not depend on time: a reply may depend on `Turn.row` and the conversation, but not on the order of
-    calls.
+    A reply may depend on `Turn.row` and the conversation, but not on the order of calls.
     """
 
     def on_stop(self, turn: Turn) -> Reply | Pending:
-        """Returns the reply to a turn, or `PENDING`; the reply then comes from `ready`. All rows wait for this call. It
-        is not made for a response that ends here, by its width or by `Turns.max_policy_tokens`.
+        """Returns the reply to a turn, or `PENDING` if `ready` will return it. All rows wait for this call. It is not
+        made for a response that ends here by its width or by `Turns.max_policy_tokens`.
         """
         ...
 
     def ready(self, timeout: float) -> Sequence[tuple[int, Reply]]:
-        """Returns the replies to pending turns that have come since the last call, each with its row.
-
-        Args:
-            timeout: seconds to wait if there is no reply; 0 while other rows are sampled.
+        """Returns the replies to pending turns since the last call, each with its row; waits up to `timeout` seconds
+        for one.
         """
         ...
 
@@ -88,12 +85,8 @@ class Turns:
                 raise ValueError(f"{name} ({limit}) must be at least 1; None sets no limit")
 
     def limit(self, *, position: int, chosen: int, width: int) -> int:
-        """The response position before which a turn that begins at `position` must end.
-
-        Args:
-            position: of the turn's first token.
-            chosen: tokens that the policy chose in earlier turns.
-            width: of the responses.
+        """The response position before which a turn that begins at `position` must end, with `chosen` tokens of the
+        policy in earlier turns and responses of `width` tokens.
         """
         ends = [width]
         if self.max_turn_tokens is not None:
@@ -103,10 +96,8 @@ class Turns:
         return min(ends)
 
     def replies(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
-        """Yields what `handler.ready` returns; the caller removes each row from `pending`.
-
-        Raises:
-            ValueError: for a reply to a row that is not pending.
+        """Yields what `handler.ready` returns; the caller removes each row from `pending`. Raises ValueError for a
+        reply to another row.
         """
         for row, reply in self.handler.ready(timeout):
             if row not in pending:
@@ -118,11 +109,7 @@ class Turns:
 
 
 def check_reply(reply: Reply, row: int, vocabulary: int) -> list[int] | None:
-    """Returns `reply` as a list.
-
-    Raises:
-        ValueError: if it is neither None nor token ids below `vocabulary`.
-    """
+    """Returns `reply` as a list; raises ValueError if it is neither None nor token ids below `vocabulary`."""
     if reply is None:
         return None
     if isinstance(reply, str) or not isinstance(reply, Sequence):

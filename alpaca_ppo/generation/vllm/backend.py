@@ -63,10 +63,10 @@ class VLLMBackend(Backend):
         self._guard: ServerProcess | None = None
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:
-        """Gives the servers the policy's weights, each time as another version.
+        """Gives the servers the policy's weights as a new version.
 
         Raises:
-            ValueError: if this process has no room for them, or a server does not load them.
+            ValueError: if there is no room for them, or a server does not load them.
             RuntimeError: if that happened on another process.
         """
         number, adapted = self._publications, policy.adapters is not None
@@ -89,9 +89,7 @@ class VLLMBackend(Backend):
         self.half_precision = any(server.half_precision for server in self.servers)
 
     def _prepare(self, policy: Policy) -> None:
-        """Finds out what the policy needs and which processes are on this machine, and makes the folder of the weights
-        and the servers. All ranks must call this.
-        """
+        """Makes the folder of the weights and the servers. All ranks must call this."""
         files.check_policy(policy)
         args, state, device = self.args, PartialState(), policy.model.device
         self._dtype = getattr(torch, args.vllm_dtype or ("bfloat16" if args.bf16 else str(policy.model.dtype)[6:]))
@@ -124,7 +122,7 @@ class VLLMBackend(Backend):
             self.servers = [self._local]
 
     def _load(self, new: Publication) -> None:
-        """Loads weights into the server of this process, or the first process of a machine into those of all."""
+        """Loads weights into the server of this process, or, on the first process of a machine, into `vllm_urls`."""
         if self._local is not None and self._local.has_ended():
             self._local.start(new, poll=lambda: None)
             return
@@ -140,7 +138,7 @@ class VLLMBackend(Backend):
             together(server.wake() for server in self.servers)
 
     def sleep(self) -> None:
-        """Only a server that was started here shares this process's GPU."""
+        """Only for a server that shares this process's GPU."""
         if self._local is not None and self._local.device.type == "cuda":
             together([self._local.sleep()])
 

@@ -1,7 +1,7 @@
 """The rows of one call of the sampler, each of which sends one request after the other until its response has ended.
 
-A turn is a new request with all tokens so far, whose beginning the server has in its cache. A token depends on the
-row's key and the position at which its request begins, never on other rows, their order or the server.
+A request has all tokens so far, whose beginning the server has in its cache. A token depends on the row's key and the
+position at which its request begins, never on other rows, their order or the server.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ class _Row:
 
 
 class Sampling:
-    """Samples the responses of one call of `Backend.generate`, on `servers` that have the policy's weights; `timeout`,
-    of a request, is in seconds. The servers decide how many rows they decode at once.
+    """Samples the responses of one call of `Backend.generate`. The servers decide how many rows they decode at once;
+    `timeout`, of a request, is in seconds.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Sampling:
         )
 
     def run(self) -> Generation:
-        """Samples every row to its end. An exception abandons all requests; the servers then give them up, too."""
+        """Samples every row to its end. An exception abandons all requests, also on the servers."""
         try:
             for row in self._rows:
                 self._send(row)
@@ -143,11 +143,7 @@ class Sampling:
             self._append_sampled(row, *call.value)
 
     def _restart_ended(self) -> None:
-        """Starts the server of this process again if it has ended.
-
-        Raises:
-            ValueError: if it has been started again before in this call, or cannot be.
-        """
+        """Starts the server of this process again if it has ended; raises ValueError if that is the second time."""
         for server in self._servers:
             if isinstance(server, LocalServer) and server.has_ended():
                 if self._restarted:
