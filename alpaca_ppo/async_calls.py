@@ -48,7 +48,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
-    """Its parameters; only `any_others` for a class that is not written in Python, which has no signature."""
+    """Its parameters; only `any_others` for a class that has no signature, such as one written in C."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:

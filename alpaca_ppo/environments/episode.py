@@ -1,7 +1,6 @@
 """One episode: an environment, and its conversation with the policy about a dataset row.
 
-`begin`, `reply_to` and `end` are generators: they yield calls of the user's functions, and are sent these calls once
-they have ended. `episodes` makes the calls.
+`begin`, `reply_to` and `end` are generators (`Steps`); `episodes` makes the calls that they yield.
 """
 
 import json
@@ -30,7 +29,7 @@ from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
 
 T = TypeVar("T")
-# Yields calls, and is sent each once it has ended.
+# Yields calls of the user's functions, and is sent each once it has ended.
 Steps = Generator[Call, RowCall, T]
 
 
@@ -57,7 +56,7 @@ class Episode:
     Attributes:
         observation: what `reset` returned.
         prompt: text or messages, with the observation.
-        messages: what came after the prompt, both sides; with a chat template.
+        messages: what came after the prompt, from both sides.
         num_read: columns of the response that the environment has seen.
         turn_rewards: by the column of the turn's last token.
         reward: of the whole episode.
@@ -103,8 +102,8 @@ class Episode:
         return self.messages if isinstance(self.prompt, list) else None
 
     def rewards_of(self, class_name: str) -> list[float] | float | None:
-        """The reward of the environment, if it is of this class: one number, or, where turns have rewards, one for each
-        token that the policy chose. A turn's reward is on its last token, that of the episode on the last of all.
+        """The reward of an environment of this class: one number, or, where turns have rewards, one for each token that
+        the policy chose. A turn's reward is on its last token, that of the episode on the last of all.
         """
         if self.kind.class_name != class_name or not self.kind.rewards:
             return None
@@ -115,11 +114,7 @@ class Episode:
         return rewards
 
     def begin(self, seed: int) -> Steps[None]:
-        """Resets the environment and makes the prompt.
-
-        Raises:
-            EnvironmentFailure: see there.
-        """
+        """Resets the environment and makes the prompt."""
         self.environment = self.kind.acquire()
         if self.environment is None:
             made = yield from self._call_environment(self.kind.factory, {}, "environment_factory")
@@ -147,7 +142,7 @@ class Episode:
         return self.settings.conversation.trusting
 
     def protected(self, completion: Any, control_tokens: ControlTokens) -> tuple[Any, Any]:
-        """The prompt, and the completion as `rewards.batch` has it, with the texts of environment and tools protected
+        """The prompt and the completion of `rewards.batch`, with the texts of environment and tools protected
         (`ControlTokens.protect`) for a reward model's tokenizer.
         """
         prompt = with_observation(self.row["prompt"], control_tokens.protect(self.observation))
@@ -168,11 +163,7 @@ class Episode:
         return self.settings.conversation.prompt_ids(self.row["prompt"], self.schemas, self.observation)
 
     def reply_to(self, turn: Turn) -> Steps[Reply]:
-        """The token ids that follow a turn of the policy; None if the episode has ended.
-
-        Raises:
-            EnvironmentFailure: see there.
-        """
+        """The token ids that follow a turn of the policy; None if the episode has ended."""
         answers = yield from self._answers(turn)
         args, conversation = self.settings.args, self.settings.conversation
         if answers is None:
@@ -195,16 +186,8 @@ class Episode:
         return ids
 
     def end(self, response: list[int], response_mask: list[bool], *, complete: bool) -> Steps[None]:
-        """Gives the environment the last turn, if it has not seen it, and takes its reward.
-
-        Args:
-            response: token ids up to the last one that the policy chose.
-            response_mask: as long; True = a token the policy chose.
-            complete: False if the limits of the response cut off the last turn, which the environment then does not
-            get.
-
-        Raises:
-            EnvironmentFailure: see there.
+        """Gives the environment the last turn, if it has not seen it and the limits of the response have not cut it
+        off (`complete`), and takes its reward. `response` ends with the last token that the policy chose.
         """
         self.chosen = [column for column, chosen in enumerate(response_mask) if chosen]
         if len(response) > self.num_read:

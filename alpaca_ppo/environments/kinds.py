@@ -1,6 +1,6 @@
 """Tools and environments of users, checked before a run begins.
 
-An environment is an object with `reset(**row) -> str | None`. Optional are `get_reward() -> float`, the reward of the
+An environment has a method `reset(**row) -> str | None`. Optional are `get_reward() -> float`, the reward of the
 episode that has ended, and `reply(completion) -> str | None | (str | None, float)`, a conversation partner's answer to
 a turn of the policy. Its other public methods are tools. All may be async. The names are those of TRL's GRPOTrainer,
 which has no `reply`.
@@ -28,7 +28,6 @@ class Tool:
     """A function that the policy can call.
 
     Attributes:
-        name: by which the policy calls it.
         schema: for chat templates: {"type": "function", "function": {"name", "description", "parameters"}}.
         function: sync or async; None for a method of the episode's environment.
     """
@@ -110,7 +109,7 @@ class EnvironmentKind:
         return self._free.pop() if self._free else None
 
     def add(self, instance: Any) -> str | None:
-        """Adds an instance that the factory has made for an episode; returns what is wrong with it, or None."""
+        """Adds an instance that the factory has made; returns what is wrong with it, or None."""
         if any(instance is other for other in self._made):
             return "environment_factory returned the same object twice; let it make a new one each time"
         self._made.append(instance)
@@ -122,7 +121,7 @@ class EnvironmentKind:
         )
 
     def release(self, instance: Any, *, reusable: bool) -> None:
-        """Ends an episode's use of `instance`, which is kept for later ones if it is `reusable`."""
+        """Ends an episode's use of `instance`, which is kept for later ones if `reusable`."""
         if reusable:
             self._free.append(instance)
         else:
@@ -130,10 +129,7 @@ class EnvironmentKind:
 
     def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """The arguments of `reset`: the row's columns and `seed`, as far as its signature takes them; a column
-        `seed` takes precedence.
-
-        Raises:
-            ValueError: when it requires a column that the row does not have.
+        `seed` takes precedence. Raises ValueError for a missing column.
         """
         offered = {_SEED: seed, **row}
         if missing := [name for name in self._of_reset.required if name not in offered]:
@@ -156,8 +152,7 @@ def make_kinds(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
 ) -> dict[str | None, EnvironmentKind]:
-    """The kinds of environments by the value of a row's `environment` column; under None, the one of all rows. Empty
-    without tools and environments.
+    """The kinds of environments by the value of a row's `environment` column; under None, the one of all rows.
 
     Raises:
         ValueError: for a tool without type hints or a docstring, for duplicate names, and for what is no factory.
@@ -175,7 +170,7 @@ def make_kinds(
 
 
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
-    """The names of the classes that give rewards; each is a reward source."""
+    """The classes that give rewards; each is a reward source."""
     return list(dict.fromkeys(kind.class_name for kind in kinds.values() if kind.rewards))
 
 
@@ -184,10 +179,8 @@ def _name(function: Any) -> str:
 
 
 def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
-    """The JSON schema of a tool, from its type hints and Google-style docstring.
-
-    Raises:
-        ValueError: when they do not describe its arguments; names `owner`.
+    """The JSON schema of a tool, from its type hints and Google-style docstring; raises ValueError if they do not
+    describe its arguments.
     """
     try:
         schema: dict[str, Any] = get_json_schema(function)
