@@ -25,12 +25,8 @@ PolicyWeights = Callable[..., Iterator[tuple[str, Tensor]]]
 
 
 class GenerateOptions(TypedDict):
-    """The further arguments of `Backend.generate`, all by keyword.
-
-    Attributes:
-        rows_at_once: the most responses to sample at a time; None sets no limit.
-        turns: how responses go on; None ends each with its first turn, as it must where the backend takes no turns.
-        hooks: a slow backend should call `before_token` regularly, so that a signal ends the sampling.
+    """The further arguments of `Backend.generate`, as those of `generate`. `turns` is None where the backend takes
+    none. A slow backend should call `hooks.before_token` regularly, so that a signal ends the sampling.
     """
 
     rows_at_once: int | None
@@ -46,7 +42,7 @@ class Backend(ABC):
 
     Attributes:
         takes_turns: whether responses can go on after a turn (`generation.turns`).
-        takes_stop_strings: whether the token that completes one of `params.stop_strings.strings` ends a response.
+        takes_stop_strings: whether the token that completes one of `params.stop_strings` ends a response.
         has_own_weights: whether it samples from a copy of the weights, which `sync` updates, instead of from `model`.
         half_precision: whether that copy computes in less than 32 bits; known after the first `sync`.
         name: the value of `generation_backend` that selects it.

@@ -30,7 +30,6 @@ class SamplingParams:
         pad_token_id: fills the columns after a response; may equal a stop token.
         stop_token_ids: end a response at any position.
         truncate_token_ids: end a response after at least `truncate_after` other tokens.
-        truncate_after: see `truncate_token_ids`.
         stop_strings: end a response where one is completed.
         num_return_sequences: n, responses per prompt.
         do_sample: False takes the most likely token (greedy decoding).
@@ -107,7 +106,7 @@ class Generation:
             for tokens that were appended between two turns (`generation.turns`).
         logprobs: (B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature;
             zero outside the mask.
-        stopped: (B * n,) bool, True = ended by a `StopRule`, False = cut off by a limit, such as R tokens.
+        stopped: (B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit.
     """
 
     responses: Tensor

@@ -1,8 +1,8 @@
 """Reads prompts into slots: each is computed once for all its samples, and a beginning that several prompts share, such
 as a system prompt or examples, once for all of them.
 
-Samples of a prompt, or prompts with a common beginning, may go into slots at different times. Until then the states
-that they share are kept in a slot of the cache that takes no part in steps.
+As samples and prompts may go into slots at different times, the states that they share are kept in a slot of the cache
+that takes no part in steps.
 """
 
 from collections.abc import Sequence
@@ -81,8 +81,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class SlotPrompts:
-    """Reads prompts, each for n rows, into the slots of `cache`, which has `extra_slots` beyond those of the
-    steps.
+    """Reads prompts, each for n rows, into the slots of `cache`, which has `extra_slots` beyond those of the steps.
 
     They come in the order of their groups, all samples of a prompt in a row, so one slot is enough for the beginning of
     a group, and one for a prompt.

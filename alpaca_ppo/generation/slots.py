@@ -33,7 +33,7 @@ _REPLY_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class StepShapes:
-    """The shapes of steps, and what is rare where it is expensive.
+    """How many slots and columns a step may have, and how often the host allocates and reads results.
 
     Attributes:
         slot_unit: from the number of busy rows to the number of slots of a step.

@@ -68,7 +68,6 @@ class Turns:
     """How responses of several turns are sampled. `truncate_after` counts tokens of the turn.
 
     Attributes:
-        handler: decides how a response goes on.
         max_turn_tokens: the most tokens of a turn; None sets no limit.
         max_policy_tokens: the most tokens of a response that the policy chooses, in all turns; None sets no limit.
     """
