@@ -38,8 +38,8 @@ def sample_with_generate(
         queries = prompts["queries"][chunk // n, -width:]
         mask = prompts["query_attn_masks"][chunk // n, -width:]
         _generate(model, queries, mask, rows, chunk, options["hooks"])
-        options["hooks"].on_finished(chunk.tolist(), rows.generation(chunk))
-    return rows.generation(index)
+        options["hooks"].on_finished(chunk.tolist(), rows.outputs[chunk])
+    return rows.outputs[index]
 
 
 def _generate(
@@ -56,7 +56,8 @@ def _generate(
     def ended(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         return ~rows.running[chunk]
 
-    plain = GenerationConfig(max_new_tokens=rows.responses.size(1), do_sample=False, num_beams=1, use_cache=True)
+    width = rows.outputs.responses.size(1)
+    plain = GenerationConfig(max_new_tokens=width, do_sample=False, num_beams=1, use_cache=True)
     # `generate` fills fields that are None from the model's own config, so that one must be replaced too. Models
     # inherit `generate` from GenerationMixin, which the type checker does not know.
     generating_model: Any = model

@@ -119,6 +119,19 @@ class Generation:
         return Generation(self.responses[rows], self.response_mask[rows], self.logprobs[rows], self.stopped[rows])
 
 
+def unfilled(
+    params: SamplingParams, rows: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Generation:
+    """Returns `rows` responses without a token, with log-probs of `dtype`."""
+    shape = (rows, params.max_new_tokens)
+    return Generation(
+        responses=torch.full(shape, params.pad_token_id, dtype=torch.long, device=device),
+        response_mask=torch.zeros(shape, dtype=torch.bool, device=device),
+        logprobs=torch.zeros(shape, dtype=dtype, device=device),
+        stopped=torch.zeros(rows, dtype=torch.bool, device=device),
+    )
+
+
 @dataclass(frozen=True)
 class SamplingHooks:
     """What is called while responses are sampled.
@@ -178,8 +191,7 @@ class ResponseRows:
     sampled, in S `slots`. `choose` does not synchronize with the host. `dtype` and `device` are those of the model.
 
     Attributes:
-        responses: (N + 1, R), like `mask`, `logprobs` and `stopped` as in a `Generation`; the additional row takes
-            what idle slots write.
+        outputs: the N responses, and an additional row that takes what idle slots write.
         tokens: (S,) int64, as the next seven: the token that each slot reads next.
         lengths: tokens in the cache, so the column that is written next and, for a running row, the position id of
             `tokens`.
@@ -198,12 +210,8 @@ class ResponseRows:
         self._params = params
         self._stop_rule = StopRule(params, device)
         self._scratch_row = rows
-        shape = (rows + 1, params.max_new_tokens)
-        self.responses = torch.full(shape, params.pad_token_id, dtype=torch.long, device=device)
-        self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
         logprob_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.logprobs = torch.zeros(shape, dtype=logprob_dtype, device=device)
-        self.stopped = torch.zeros(rows + 1, dtype=torch.bool, device=device)
+        self.outputs = unfilled(params, rows + 1, dtype=logprob_dtype, device=device)
         self._of_slots = torch.zeros(8, slots, dtype=torch.long, device=device)
         self.tokens, self.lengths, self.positions, self.turn_starts, *others = self._of_slots.unbind()
         self.limits, self.rows, self.keys, self.matched = others
@@ -223,7 +231,7 @@ class ResponseRows:
             logits: (N', V), of the next token in each of `slots`.
             slots: their indices (N',) int64, each at most once, or a slice.
         """
-        params, running, positions = self._params, self.running[slots], self.positions[slots]
+        params, out, running, positions = self._params, self.outputs, self.running[slots], self.positions[slots]
         numbers = uniforms(self.keys[slots], positions) if params.do_sample else None
         tokens, logprobs = choose_tokens(
             logits, numbers, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
@@ -233,16 +241,12 @@ class ResponseRows:
         rows = self.rows[slots].where(running, self._scratch_row)
         # The position of a row that has ended may be R, which the scratch row does not have.
         columns = positions * running
-        self.responses.index_put_((rows, columns), tokens)
-        self.logprobs.index_put_((rows, columns), logprobs.to(self.logprobs.dtype))
-        self.mask.index_put_((rows, columns), running)
-        self.stopped.index_put_((rows,), ends)
+        out.responses.index_put_((rows, columns), tokens)
+        out.logprobs.index_put_((rows, columns), logprobs.to(out.logprobs.dtype))
+        out.response_mask.index_put_((rows, columns), running)
+        out.stopped.index_put_((rows,), ends)
         goes_on = running & ~ends & (positions + 1 < self.limits[slots])
         # From here on `running` and `positions`, which are views if `slots` is a slice, hold the new values.
         self.tokens[slots] = tokens.where(running, self.tokens[slots])
         self.positions[slots] = positions + running
         self.running[slots] = goes_on
-
-    def generation(self, rows: Tensor) -> Generation:
-        """Returns the responses `rows` (N',)."""
-        return Generation(self.responses[rows], self.mask[rows], self.logprobs[rows], self.stopped[rows])

@@ -157,7 +157,7 @@ class _SlotLoop:
                 continue
             self._collect_ended()
             self._receive_replies(timeout=0)
-        return self._out.generation(torch.arange(len(self._keys), device=self._keys.device))
+        return self._out.outputs[torch.arange(len(self._keys), device=self._keys.device)]
 
     def _resumable(self) -> list[int]:
         """The slots whose rows can begin another turn."""
@@ -298,7 +298,7 @@ class _SlotLoop:
         """Reports rows whose responses are complete."""
         if rows:
             indices = [row.index for row in rows]
-            self._hooks.on_finished(indices, self._out.generation(torch.tensor(indices, device=self._keys.device)))
+            self._hooks.on_finished(indices, self._out.outputs[torch.tensor(indices, device=self._keys.device)])
 
     def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
         """Finishes the rows of `ended`, by slot, that have no tokens left, and asks how the others go on."""
@@ -306,7 +306,7 @@ class _SlotLoop:
         slots, rows = torch.tensor([list(ended), [row.index for row in ended.values()]], device=self._keys.device)
         # The host may have counted steps that a row no longer took.
         lengths, positions = out.lengths[slots].tolist(), out.positions[slots].tolist()
-        finished = out.generation(rows)
+        finished = out.outputs[rows]
         responses, masks = finished.responses.tolist(), finished.response_mask.tolist()
         stopped = finished.stopped.tolist()
         complete: list[_Row] = []
@@ -348,13 +348,13 @@ class _SlotLoop:
         if appended is not None:
             end = min(row.position + len(appended), width)
             kept = torch.tensor(appended[: end - row.position], dtype=torch.long, device=self._keys.device)
-            self._out.responses[row.index, row.position : end] = kept
+            self._out.outputs.responses[row.index, row.position : end] = kept
             row.position = end
             if end < width:
                 # The last token of the turn has not been read yet.
                 row.unread = [row.last, *appended]
                 return []
-            self._out.stopped[row.index] = False
+            self._out.outputs.stopped[row.index] = False
         return [self._between_turns.pop(slot)]
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, RowCalls
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation.backends import GenerateOptions
-from alpaca_ppo.generation.responses import Generation, SamplingParams, StopRule, unpadded
+from alpaca_ppo.generation.responses import Generation, SamplingParams, StopRule, unfilled, unpadded
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, check_reply
 from alpaca_ppo.generation.vllm.local_server import LocalServer
 from alpaca_ppo.generation.vllm.server import Server, request_params
@@ -73,7 +73,7 @@ class Sampling:
         self._rule = StopRule(params, torch.device("cpu"))
         self._request = request_params(params, self._rule)
         self._keys = params.random_keys(prompts["prompt_ids"]).cpu()
-        rows, width, n = len(self._keys), params.max_new_tokens, params.num_return_sequences
+        rows, n = len(self._keys), params.num_return_sequences
         tokens = unpadded(prompts)
         self._rows = [_Row(i, tokens[i // n]) for i in range(rows)]
         self._calls = RowCalls(most=_MOST_REQUESTS)
@@ -81,12 +81,7 @@ class Sampling:
         self._unfinished = set(range(rows))
         self._pending: set[int] = set()
         self._restarted = False
-        self._out = Generation(
-            responses=torch.full((rows, width), params.pad_token_id),
-            response_mask=torch.zeros(rows, width, dtype=torch.bool),
-            logprobs=torch.zeros(rows, width),
-            stopped=torch.zeros(rows, dtype=torch.bool),
-        )
+        self._out = unfilled(params, rows)
 
     def run(self) -> Generation:
         """Samples every row to its end. An exception abandons all requests, also on the servers."""
