@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+# Calls that run at a time; others wait in order.
 MOST_CALLS = 64
-"""Calls that run at a time; others wait in order."""
+# In which the event loop must respond after a call timed out, or it counts as blocked.
 RESPONSE_SECONDS = 1.0
-"""In which the event loop must respond after a call timed out, or it counts as blocked."""
 
 
 def error_text(error: BaseException) -> str:
@@ -38,17 +38,17 @@ def error_text(error: BaseException) -> str:
 
 
 class Parameters(NamedTuple):
-    """The arguments that a function takes by name."""
+    """The arguments that a function takes by name; `required` are those without a default, and `any_others` says
+    whether it has `**kwargs`.
+    """
 
     names: list[str]
     required: list[str]
-    """Those without a default."""
     any_others: bool
-    """Whether it has `**kwargs`."""
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
-    """Its parameters; only `any_others` for a class that is not written in Python, which has no signature."""
+    """Its parameters; only `any_others` for a class that has no signature, such as one written in C."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -84,8 +84,8 @@ class _Loop:
         return f"{frame.name} ({frame.filename}, line {frame.lineno})"
 
 
+# The process's event loop, once there is one.
 _loops: list[_Loop] = []
-"""The process's event loop, once there is one."""
 
 
 async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
@@ -157,14 +157,14 @@ def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """A function of the user to be called, sync or async."""
+    """A function of the user to be called, sync or async, within `timeout` seconds (None sets no limit). `finish` is
+    part of the call: from the function's result to the call's.
+    """
 
     function: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
-    """Seconds; None sets no limit."""
     finish: Callable[[Any], Any] = lambda value: value
-    """Part of the call: from the function's result to the call's."""
 
 
 class CallTimeout(Exception):
@@ -173,20 +173,23 @@ class CallTimeout(Exception):
 
 @dataclass(eq=False)
 class RowCall:
-    """A call that has begun. `RowCalls.finished` returns it once it has ended or timed out."""
+    """A call that has begun. `RowCalls.finished` returns it once it has ended or timed out.
+
+    Attributes:
+        outcome: what the function returns or raises, also after a timeout.
+        task: of an async function.
+        error: what it raised; `CallTimeout` if it was not done in time.
+        seconds: its duration, without the time that it waited to begin.
+    """
 
     row: int
     deadline: float
     began: float = field(default_factory=time.monotonic)
     outcome: Future[Any] = field(default_factory=Future)
-    """What the function returns or raises, also after a timeout."""
     task: Future[None] | None = None
-    """Of an async function."""
     value: Any = None
     error: Exception | None = None
-    """What it raised; `CallTimeout` if it was not done in time."""
     seconds: float = 0.0
-    """Its duration, without the time that it waited to begin."""
 
 
 class RowCalls:

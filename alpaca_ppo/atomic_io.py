@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+# Ends the hidden name of a text file that is being written, or of the working folder of a folder.
 TEMPORARY_SUFFIX = ".alpaca_ppo-tmp"
-"""Ends the hidden name of a text file that is being written, or of the working folder of a folder."""
+# The contents of a working folder: an incomplete folder, the complete one that it replaces, and one to be deleted.
+# Anything else in it is not from this module, and stays.
 _NEW, _OLD, _REMOVED = "new.alpaca_ppo", "old.alpaca_ppo", "removed.alpaca_ppo"
-"""The contents of a working folder: an incomplete folder, the complete one that it replaces, and one to be deleted.
-Anything else in it is not from this module, and stays."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 StrPath = str | os.PathLike[str]

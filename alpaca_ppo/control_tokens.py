@@ -13,10 +13,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+# A code point that Unicode reserves for use within a program.
 _GUARD = "\ufdd0"
-"""A code point that Unicode reserves for use within a program."""
+# A cuneiform sign, which no vocabulary has.
 _RARE = "\U0001242b"
-"""A cuneiform sign, which no vocabulary has."""
 _NO_WORD = re.compile(r"[<>\[\]{}|#]")
 
 

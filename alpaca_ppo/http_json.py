@@ -19,8 +19,8 @@ from alpaca_ppo.config.credentials import REMOVED, without_credentials
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.names import shown_url
 
+# For a host that does not answer at all, so that another server can be asked soon.
 _CONNECT_SECONDS = 10.0
-"""For a host that does not answer at all, so that another server can be asked soon."""
 
 
 class RequestFailed(Exception):

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import dynamic_module_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
+# Errors of the machine or its packages.
 _NOT_ABOUT_FILES = (ImportError, MemoryError, torch.OutOfMemoryError)
-"""Errors of the machine or its packages."""
 
 
 @contextmanager

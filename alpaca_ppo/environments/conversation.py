@@ -1,7 +1,7 @@
 """Conversations as tokens: prompts with tools, and what is appended between two turns of the policy.
 
-The tokens that the policy sampled stay as they are. The chat template renders what follows them around placeholders.
-So it must write a message the same whatever its position and whatever follows; `check` tries a conversation that grows.
+The tokens that the policy sampled stay as they are; the chat template renders what follows them around a placeholder.
+So it must write a message the same whatever its position and whatever follows; `check` tries that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,22 +21,21 @@ Message = dict[str, Any]
 _QUESTION, _ANSWER = "First question", "Earlier answer 8D1f6c03"
 _USER: Message = {"role": "user", "content": _QUESTION}
 _THOUGHT = "earlier thought"
+# Of the conversation in `check`: fewest and most turns of the policy, and about the most characters of a message.
 _TURNS, _MOST_TURNS, _LONGEST = 32, 100, 4000
-"""Of the conversation in `check`: fewest and most turns of the policy, and about the most characters of a message."""
+# Tokens that are kept of a text beyond those needed, because the last ones depend on where it is cut.
 _MARGIN = 32
-"""Tokens that are kept of a text beyond those needed, because the last ones depend on where it is cut."""
 
 
 @dataclass(frozen=True)
 class _Written:
-    """How the template writes a turn of the policy with the text `_ANSWER`, and what follows it."""
+    """How the template writes a turn of the policy with the text `_ANSWER`, and what follows it: `text` is all from the
+    end of the prompt to the policy's next turn, `closing` the end of a turn, and `suffix` what is between both turns.
+    """
 
     text: str
-    """From the end of the prompt to the policy's next turn."""
     closing: str
-    """The end of a turn."""
     suffix: str
-    """From there to the policy's next turn."""
 
 
 class Conversation:
@@ -45,9 +44,9 @@ class Conversation:
     Args:
         tokenizer: of the policy.
         messages: whether prompts are messages, which the chat template writes; otherwise all is plain text.
-        chat_template_kwargs: further arguments of the chat template.
+        chat_template_kwargs: the option, as `control_tokens_from`.
         stop_token_ids: end a turn.
-        control_tokens_from: the option.
+        control_tokens_from: who may write control tokens.
 
     Raises:
         ValueError: for a tokenizer that cannot tell control tokens from text.
@@ -63,8 +62,8 @@ class Conversation:
         control_tokens_from: str = "prompts",
     ) -> None:
         self.tokenizer, self.messages = tokenizer, messages
+        # Whether replies may write control tokens.
         self.trusting = control_tokens_from == "everything"
-        """Whether replies may write control tokens."""
         self._prompts_trusted = control_tokens_from != "template"
         self._control_tokens = ControlTokens(tokenizer, trusting=self.trusting)
         self._keywords = dict(chat_template_kwargs or {})
@@ -72,7 +71,7 @@ class Conversation:
         self._special = frozenset(tokenizer.all_special_ids)
 
     def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]], observation: str = "") -> list[int]:
-        """The token ids of the row's text or messages, with `observation` at their end and the tools of `schemas`."""
+        """The token ids of a row's text or messages, with `observation` at their end."""
         tokens = self._control_tokens
         if not self._prompts_trusted:
             prompt = tokens.protect(prompt)
@@ -108,8 +107,7 @@ class Conversation:
         Args:
             replies: messages; for plain text, one whose content is appended as it is.
             stopped_by_token: whether a stop token ended the turn; otherwise the template's end of a turn comes first.
-            tool_calls: those of the turn, in the form of a message. The template gets them without their arguments,
-                which it might refuse.
+            tool_calls: of the turn. The template gets them without their arguments, which it might refuse.
             schemas: of the tools.
             columns: how many of the ids are used: little more of a long message is tokenized. None tokenizes all.
         """
@@ -131,7 +129,7 @@ class Conversation:
         return ids[1:] if not written.closing and ids and ids[0] in self._stop else ids
 
     def _beginning(self, text: str, columns: int) -> str:
-        """The beginning of `text` that determines the first `columns` tokens of a message with it."""
+        """What determines the first `columns` tokens of a message with `text`."""
         stripped = text.lstrip()
         kept = self._shortened(stripped, columns + _MARGIN)
         space = self._shortened(text[: len(text) - len(stripped)], columns + _MARGIN)
@@ -151,7 +149,7 @@ class Conversation:
         Args:
             schemas: of the tools; without any, `replies` is True.
             replies: whether a conversation partner answers, as the user.
-            max_turns: of the policy. Of long conversations only the beginning is tried.
+            max_turns: only the beginning of long conversations is tried.
 
         Raises:
             ValueError: when the template cannot write the messages, or `reply_ids` would append something else.
@@ -182,8 +180,8 @@ class Conversation:
                 raise self._error(f"writes a message in another way later: {_difference(written, found)}")
 
     def _thought(self, turn: int) -> str:
-        """What precedes the text of a turn in `check`: every other turn has a thought. The policy writes none where
-        the template's prompt ends with one, and only the end of one that the prompt begins.
+        """The thought before the text of a turn in `check`, in every other turn. The policy writes none where the
+        template's prompt ends with one, and only the end of one that the prompt begins.
         """
         if "</think>" in self.prompt_end:
             return ""
@@ -217,7 +215,7 @@ class Conversation:
         raise self._error("does not write earlier answers, or writes their end in another way when messages follow")
 
     def _without_arguments(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The calls with their names alone, in the form that the template takes."""
+        """The calls as the template takes them, without arguments."""
         number, arguments = self._call_form
         return [
             {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls[:number]
@@ -225,7 +223,7 @@ class Conversation:
 
     @cached_property
     def _call_form(self) -> tuple[int | None, Any]:
-        """The most calls that the template takes in a message (None: any number), and its form of empty arguments."""
+        """The most calls that the template takes in a message (None: any), and its form of no arguments."""
         forms: list[tuple[int | None, Any]] = [(None, {}), (None, "{}"), (1, {}), (1, "{}")]
         for number, arguments in forms:
             call = {**tool_call_entry("name", {}, 0), "function": {"name": "name", "arguments": arguments}}

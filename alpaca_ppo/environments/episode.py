@@ -1,7 +1,6 @@
 """One episode: an environment, and its conversation with the policy about a dataset row.
 
-`begin`, `reply_to` and `end` are generators: they yield calls of the user's functions, and are sent these calls once
-they have ended. `episodes` makes the calls.
+`begin`, `reply_to` and `end` are generators (`Steps`); `episodes` makes the calls that they yield.
 """
 
 import json
@@ -30,8 +29,8 @@ from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
 
 T = TypeVar("T")
+# Yields calls of the user's functions, and is sent each once it has ended.
 Steps = Generator[Call, RowCall, T]
-"""Yields calls, and is sent each once it has ended."""
 
 
 class EnvironmentFailure(RuntimeError):
@@ -41,17 +40,34 @@ class EnvironmentFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What all episodes of a run have in common."""
+    """What all episodes of a run have in common. Without a `tool_call_parser`, calls are found by the tokenizer's
+    `response_template` if it has one, and otherwise as JSON between <tool_call> tags.
+    """
 
     conversation: Conversation
     args: PPOConfig
     tool_call_parser: ToolCallParser | None = None
-    """None takes the tokenizer's `response_template` if it has one, and otherwise JSON between <tool_call> tags."""
 
 
 @dataclass
 class Episode:
-    """An episode of one response, for a `row` of the dataset, which error messages name by `number`."""
+    """An episode of one response, for a `row` of the dataset, which error messages name by `number`.
+
+    Attributes:
+        observation: what `reset` returned.
+        prompt: text or messages, with the observation.
+        messages: what came after the prompt, from both sides.
+        num_read: columns of the response that the environment has seen.
+        turn_rewards: by the column of the turn's last token.
+        reward: of the whole episode.
+        tool_spans: columns of the response that the results of tools were written to.
+        seconds: spent in calls of the environment and of tools.
+        ended_by_environment: whether `reply` returned None.
+        cut_by_max_turns: whether it ended by `max_turns`, though the environment would have gone on.
+        chosen: once it has ended, the columns of the tokens that the policy chose.
+        reusable: whether no call can still be running in the environment.
+        late: the last tool of the environment that timed out, and its call, which may still run.
+    """
 
     kind: EnvironmentKind
     row: dict[str, Any]
@@ -59,34 +75,21 @@ class Episode:
     settings: EpisodeSettings
     environment: Any = None
     observation: str = ""
-    """What `reset` returned."""
     prompt: Any = None
-    """Text or messages, with the observation."""
     messages: list[Message] = field(default_factory=list)
-    """What came after the prompt, both sides; with a chat template."""
     num_turns: int = 0
     num_read: int = 0
-    """Columns of the response that the environment has seen."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """By the column of the turn's last token."""
     reward: float | None = None
-    """Of the whole episode."""
     tool_calls: int = 0
     tool_failures: int = 0
     tool_spans: list[slice] = field(default_factory=list)
-    """Columns of the response that the results of tools were written to."""
     seconds: float = 0.0
-    """Spent in calls of the environment and of tools."""
     ended_by_environment: bool = False
-    """`reply` returned None."""
     cut_by_max_turns: bool = False
-    """It ended by `max_turns`, though the environment would have gone on."""
     chosen: list[int] = field(default_factory=list)
-    """Once it has ended: the columns of the tokens that the policy chose."""
     reusable: bool = True
-    """Whether no call can still be running in the environment."""
     late: tuple[str, Future[Any]] | None = None
-    """The last tool of the environment that timed out, and its call, which may still run."""
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -99,8 +102,8 @@ class Episode:
         return self.messages if isinstance(self.prompt, list) else None
 
     def rewards_of(self, class_name: str) -> list[float] | float | None:
-        """The reward of the environment, if it is of this class: one number, or, where turns have rewards, one for each
-        token that the policy chose. A turn's reward is on its last token, that of the episode on the last of all.
+        """The reward of an environment of this class: one number, or, where turns have rewards, one for each token that
+        the policy chose. A turn's reward is on its last token, that of the episode on the last of all.
         """
         if self.kind.class_name != class_name or not self.kind.rewards:
             return None
@@ -111,11 +114,7 @@ class Episode:
         return rewards
 
     def begin(self, seed: int) -> Steps[None]:
-        """Resets the environment and makes the prompt.
-
-        Raises:
-            EnvironmentFailure: see there.
-        """
+        """Resets the environment and makes the prompt."""
         self.environment = self.kind.acquire()
         if self.environment is None:
             made = yield from self._call_environment(self.kind.factory, {}, "environment_factory")
@@ -143,7 +142,7 @@ class Episode:
         return self.settings.conversation.trusting
 
     def protected(self, completion: Any, control_tokens: ControlTokens) -> tuple[Any, Any]:
-        """The prompt, and the completion as `rewards.batch` has it, with the texts of environment and tools protected
+        """The prompt and the completion of `rewards.batch`, with the texts of environment and tools protected
         (`ControlTokens.protect`) for a reward model's tokenizer.
         """
         prompt = with_observation(self.row["prompt"], control_tokens.protect(self.observation))
@@ -164,11 +163,7 @@ class Episode:
         return self.settings.conversation.prompt_ids(self.row["prompt"], self.schemas, self.observation)
 
     def reply_to(self, turn: Turn) -> Steps[Reply]:
-        """The token ids that follow a turn of the policy; None if the episode has ended.
-
-        Raises:
-            EnvironmentFailure: see there.
-        """
+        """The token ids that follow a turn of the policy; None if the episode has ended."""
         answers = yield from self._answers(turn)
         args, conversation = self.settings.args, self.settings.conversation
         if answers is None:
@@ -191,16 +186,8 @@ class Episode:
         return ids
 
     def end(self, response: list[int], response_mask: list[bool], *, complete: bool) -> Steps[None]:
-        """Gives the environment the last turn, if it has not seen it, and takes its reward.
-
-        Args:
-            response: token ids up to the last one that the policy chose.
-            response_mask: as long; True = a token the policy chose.
-            complete: False if the limits of the response cut off the last turn, which the environment then does not
-            get.
-
-        Raises:
-            EnvironmentFailure: see there.
+        """Gives the environment the last turn, if it has not seen it and the limits of the response have not cut it
+        off (`complete`), and takes its reward. `response` ends with the last token that the policy chose.
         """
         self.chosen = [column for column, chosen in enumerate(response_mask) if chosen]
         if len(response) > self.num_read:

@@ -22,8 +22,8 @@ from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
 from alpaca_ppo.types import EPISODE, PromptBatch
 
+# Seconds to wait for calls between two calls of `poll`.
 _POLL_SECONDS = 0.1
-"""Seconds to wait for calls between two calls of `poll`."""
 
 
 class Environments:
@@ -44,23 +44,19 @@ class Environments:
 
     @property
     def reward_per_token(self) -> bool:
-        """Whether rewards are given per token, because some environments reward turns; the same on all ranks."""
+        """Whether rewards are given per token, because some environments reward turns."""
         return any(kind.has_reply for kind in self.kinds.values())
 
     def reward_functions(self) -> list[tuple[str, Callable[..., list[Any]]]]:
-        """A reward source for each class of environments that gives rewards, with its name."""
+        """A reward source, with its name, for each class that gives rewards."""
         return [(name, partial(_rewards_of, name)) for name in rewarding_classes(self.kinds)]
 
     @contextmanager
     def episodes(
         self, prompts: PromptBatch, sampling_params: SamplingParams, poll: Callable[[], Any]
     ) -> Iterator["Episodes"]:
-        """A block in which the episodes of `prompts` exist, `sampling_params.num_return_sequences` for each.
-
-        Args:
-            prompts: of this rank.
-            sampling_params: of the rollout.
-            poll: called several times a second while calls are awaited; an exception in it ends the block.
+        """A block in which the episodes of `prompts` exist, `sampling_params.num_return_sequences` for each. `poll` is
+        called several times a second while calls are awaited; an exception in it ends the block.
         """
         n = sampling_params.num_return_sequences
         made = [
@@ -86,11 +82,7 @@ class Environments:
 
 
 def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any]) -> EnvironmentKind:
-    """The kind of environment of a dataset row: the only one, or the one that its column `environment` names.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """The kind of environment of a dataset row: the only one, or the one that its column `environment` names."""
     if None in kinds:
         return kinds[None]
     name = row.get("environment")
@@ -105,25 +97,28 @@ def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any])
 class Episodes:
     """The episodes of a rollout, one for each row; also the sampler's `TurnHandler`. For `poll` see
     `Environments.episodes`.
+
+    Attributes:
+        prompts: with the observations of `reset`; one prompt for each row if these differ between samples of a prompt.
+        sampling_params: of the rollout; with one prompt for each row, for one response to each, with the same random
+            numbers.
+        turns: for the sampler; None if every response ends with its first turn.
     """
 
     prompts: PromptBatch
-    """With the observations of `reset`; one prompt for each row if these differ between samples of a prompt."""
     sampling_params: SamplingParams
-    """Of the rollout; with one prompt for each row, one response to each, with the same random numbers."""
 
     def __init__(self, episodes: Sequence[Episode], environments: Environments, poll: Callable[[], Any]) -> None:
         self.episodes, self._calls, self._poll = list(episodes), environments.calls, poll
         self._max_turn_tokens = environments.settings.args.max_turn_tokens
         self.turns = Turns(self, max_turn_tokens=self._max_turn_tokens) if environments.answer else None
-        """For the sampler; None if every response ends with its first turn."""
         self._steps: dict[int, Steps[Any]] = {}
         self._answers: list[tuple[int, Reply]] = []
         self._ending: set[int] = set()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The dataset's rows with the episodes' prompts, and the episodes themselves for the reward sources."""
+        """The dataset's rows with the episodes' prompts, and the episodes for the reward sources."""
         return [{**episode.row, "prompt": episode.prompt, EPISODE: episode} for episode in self.episodes]
 
     def begin(self, seeds: Sequence[int]) -> None:
@@ -196,7 +191,7 @@ class Episodes:
         }
 
     def _advance(self, row: int, steps: Steps[Any], ended: RowCall | None = None) -> tuple[bool, Any]:
-        """Runs a row's generator up to its next call, which is started; returns whether it is done, and its result."""
+        """Runs a row's generator up to its next call, and starts that; returns whether it is done, and its result."""
         try:
             # A generator that has not begun takes None.
             call = next(steps) if ended is None else steps.send(ended)
@@ -207,7 +202,7 @@ class Episodes:
         return False, None
 
     def _process_calls(self, timeout: float) -> None:
-        """Goes on with the rows whose calls have ended, or end within `timeout` seconds."""
+        """Goes on with the rows whose calls end within `timeout` seconds."""
         for ended in self._calls.finished(timeout):
             row = ended.row
             self.episodes[row].seconds += ended.seconds
@@ -230,7 +225,7 @@ def _with_prompts(
     ids: list[list[int]] = []
     for number, episode in enumerate(episodes):
         tokens, mask = prompts["queries"][number // n], prompts["query_attn_masks"][number // n]
-        # Unless `reset` has added to it, the prompt is the one that was tokenized before the run.
+        # Without an observation, the prompt is the one that was tokenized before the run.
         ids.append(episode.prompt_ids() if episode.observation else tokens[mask.bool()].tolist())
         if len(ids[-1]) > query_len:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Tools and environments of users, checked before a run begins.
 
-An environment is an object with `reset(**row) -> str | None`. Optional are `get_reward() -> float`, the reward of the
+An environment has a method `reset(**row) -> str | None`. Optional are `get_reward() -> float`, the reward of the
 episode that has ended, and `reply(completion) -> str | None | (str | None, float)`, a conversation partner's answer to
 a turn of the policy. Its other public methods are tools. All may be async. The names are those of TRL's GRPOTrainer,
 which has no `reply`.
@@ -8,7 +8,7 @@ which has no `reply`.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +16,8 @@ from transformers.utils import get_json_schema
 
 from alpaca_ppo.async_calls import error_text, parameters_of
 
+# Makes an environment; usually its class.
 EnvironmentFactory = Callable[[], Any]
-"""Makes an environment; usually its class."""
 
 _RESERVED = ("reset", "get_reward")
 _SEED = "seed"
@@ -25,16 +25,18 @@ _SEED = "seed"
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy can call."""
+    """A function that the policy can call.
+
+    Attributes:
+        schema: for chat templates: {"type": "function", "function": {"name", "description", "parameters"}}.
+        function: sync or async; None for a method of the episode's environment.
+    """
 
     name: str
     schema: Mapping[str, Any]
-    """For chat templates: {"type": "function", "function": {"name", "description", "parameters"}}."""
     function: Callable[..., Any] | None = None
-    """Sync or async; None for a method of the episode's environment."""
 
 
-@dataclass
 class EnvironmentKind:
     """The environments that one factory makes. Instances are reused in later episodes.
 
@@ -43,31 +45,27 @@ class EnvironmentKind:
         factory: makes an environment.
         tools: that the policy can call besides the environment's methods.
         routed: whether the column `environment`, which `reset` then does not get, names it in each row.
+
+    Attributes:
+        has_reply: whether it answers as a conversation partner.
+        has_reward: whether it gives a reward for the whole episode.
+        resets_together: whether `reset` is async or takes a seed. Others may draw from global random generators, so
+            they are reset one after another, in the rows' order.
     """
 
-    name: str
-    factory: EnvironmentFactory
-    tools: Sequence[Tool] = ()
-    routed: bool = False
-    environment_class: type = field(init=False)
-    has_reply: bool = field(init=False)
-    """Whether it answers as a conversation partner."""
-    resets_together: bool = field(init=False)
-    """Whether `reset` is async or takes a seed. Others may draw from global random generators, so they are reset one
-    after another, in the rows' order."""
-    has_reward: bool = field(init=False)
-    """Whether it gives a reward for the whole episode."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, name: str, factory: EnvironmentFactory, tools: Sequence[Tool] = (), *, routed: bool = False
+    ) -> None:
+        self.factory, self.routed = factory, routed
         try:
-            instance = self.factory()
+            instance = factory()
         except Exception as error:
             raise ValueError(
-                f"environment_factory {self.name or _name(self.factory)!r} raised {error_text(error)}; give a class or "
+                f"environment_factory {name or _name(factory)!r} raised {error_text(error)}; give a class or "
                 "function without required arguments"
             ) from error
         self.environment_class = type(instance)
-        self.name = self.name or self.class_name
+        self.name = name or self.class_name
         if not callable(getattr(instance, "reset", None)):
             raise ValueError(
                 f"the environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one"
@@ -83,7 +81,7 @@ class EnvironmentKind:
             del methods["reply"]
         owner = f"the method {{}} of environment {self.name!r}"
         own = [Tool(name, tool_schema(method, owner.format(name))) for name, method in methods.items()]
-        self.tools = [*self.tools, *own]
+        self.tools = [*tools, *own]
         names = [tool.name for tool in self.tools]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"environment {self.name!r} has several tools named {twice[0]!r}; rename all but one")
@@ -111,7 +109,7 @@ class EnvironmentKind:
         return self._free.pop() if self._free else None
 
     def add(self, instance: Any) -> str | None:
-        """Adds an instance that the factory has made for an episode; returns what is wrong with it, or None."""
+        """Adds an instance that the factory has made; returns what is wrong with it, or None."""
         if any(instance is other for other in self._made):
             return "environment_factory returned the same object twice; let it make a new one each time"
         self._made.append(instance)
@@ -123,7 +121,7 @@ class EnvironmentKind:
         )
 
     def release(self, instance: Any, *, reusable: bool) -> None:
-        """Ends an episode's use of `instance`, which is kept for later ones if it is `reusable`."""
+        """Ends an episode's use of `instance`, which is kept for later ones if `reusable`."""
         if reusable:
             self._free.append(instance)
         else:
@@ -131,10 +129,7 @@ class EnvironmentKind:
 
     def reset_arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """The arguments of `reset`: the row's columns and `seed`, as far as its signature takes them; a column
-        `seed` takes precedence.
-
-        Raises:
-            ValueError: when it requires a column that the row does not have.
+        `seed` takes precedence. Raises ValueError for a missing column.
         """
         offered = {_SEED: seed, **row}
         if missing := [name for name in self._of_reset.required if name not in offered]:
@@ -157,8 +152,7 @@ def make_kinds(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
 ) -> dict[str | None, EnvironmentKind]:
-    """The kinds of environments by the value of a row's `environment` column; under None, the one of all rows. Empty
-    without tools and environments.
+    """The kinds of environments by the value of a row's `environment` column; under None, the one of all rows.
 
     Raises:
         ValueError: for a tool without type hints or a docstring, for duplicate names, and for what is no factory.
@@ -176,7 +170,7 @@ def make_kinds(
 
 
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
-    """The names of the classes that give rewards; each is a reward source."""
+    """The classes that give rewards; each is a reward source."""
     return list(dict.fromkeys(kind.class_name for kind in kinds.values() if kind.rewards))
 
 
@@ -185,10 +179,8 @@ def _name(function: Any) -> str:
 
 
 def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
-    """The JSON schema of a tool, from its type hints and Google-style docstring.
-
-    Raises:
-        ValueError: when they do not describe its arguments; names `owner`.
+    """The JSON schema of a tool, from its type hints and Google-style docstring; raises ValueError if they do not
+    describe its arguments.
     """
     try:
         schema: dict[str, Any] = get_json_schema(function)

@@ -25,12 +25,11 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the policy wrote."""
+    """A call that the policy wrote; if it cannot be made, `problem` says why, and is shown to the policy."""
 
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
-    """What is wrong with a call that cannot be made; shown to the policy."""
 
 
 ToolCallParser = Callable[[str], Sequence[Mapping[str, Any]]]
@@ -39,7 +38,7 @@ includes special tokens, except for the one that ended the turn."""
 
 
 def encodable(text: str) -> str:
-    """`text` with a question mark for each half of a surrogate pair, which neither tokenizers nor files accept."""
+    """`text` with a question mark for each lone surrogate, which neither tokenizers nor files accept."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -75,7 +74,7 @@ def _checked(found: Any) -> ToolCall:
 
 
 def _value_problem(value: Any, depth: int = 0) -> str:
-    """Why `value` is no JSON value that reward functions, servers and tables can take; empty if it is one."""
+    """Why reward functions, servers and tables cannot take `value` as JSON; empty if they can."""
     if depth > _DEEPEST:
         return f"they are nested more than {_DEEPEST} deep"
     if isinstance(value, float) and not math.isfinite(value):
@@ -91,11 +90,7 @@ def _value_problem(value: Any, depth: int = 0) -> str:
 
 
 def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
-    """The calls that a parser of the user finds in `text`.
-
-    Raises:
-        TypeError: if it is no list of mappings; also whatever else the parser raises.
-    """
+    """The calls that a parser of the user finds in `text`; raises TypeError if it returns no list of mappings."""
     try:
         found = list(parser(text))
     # The second of text that nests too deeply.
@@ -107,14 +102,7 @@ def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
 
 
 def find_template_calls(tokenizer: Any, text: str, prefix: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    """The calls in the form of the tokenizer's own `response_template`.
-
-    Args:
-        tokenizer: has a `response_template`.
-        text: of the turn.
-        prefix: the end of the text before it.
-        schemas: of the tools.
-    """
+    """The calls in the form of the tokenizer's own `response_template`; `prefix` is the end of what precedes `text`."""
     try:
         message = tokenizer.parse_response(text, prefix=prefix, tools=[dict(schema) for schema in schemas])
         return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]
@@ -124,7 +112,7 @@ def find_template_calls(tokenizer: Any, text: str, prefix: str, schemas: Sequenc
 
 
 def call_problem(call: ToolCall, function: Callable[..., Any], schema: Mapping[str, Any]) -> str:
-    """What is wrong with the call's arguments for `function`; empty if nothing is."""
+    """What is wrong with the call's arguments; empty if nothing is."""
     try:
         inspect.signature(function).bind(**call.arguments)
     except TypeError as error:

@@ -1,7 +1,6 @@
 """The sampler: from prompts to responses, with the log-prob of every chosen token.
 
-`generate` is its entry point. The package has its own decode loop (slots) and its own choice of tokens; it does not
-depend on rewards or environments.
+`generate` is its entry point. The package does not depend on rewards or environments.
 """
 
 # Registers them.

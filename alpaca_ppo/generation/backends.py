@@ -19,22 +19,19 @@ from alpaca_ppo.models.policy import Policy, eval_mode
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch
 
+# `Engine.policy_weights`: yields name and whole tensor of each weight of the policy; with adapters, those of the
+# policy's adapter, or with `base=True` all but adapters.
 PolicyWeights = Callable[..., Iterator[tuple[str, Tensor]]]
-"""`Engine.policy_weights`: yields name and whole tensor of each weight of the policy; with adapters, those of the
-policy's adapter, or with `base=True` all but adapters."""
 
 
 class GenerateOptions(TypedDict):
-    """The further arguments of `Backend.generate`, all by keyword."""
+    """The further arguments of `Backend.generate`, as those of `generate`. `turns` is None where the backend takes
+    none. A slow backend should call `hooks.before_token` regularly, so that a signal ends the sampling.
+    """
 
     rows_at_once: int | None
-    """The most responses to sample at a time; None sets no limit."""
     turns: Turns | None
-    """Who is asked at the end of a turn, and limits; None ends every response with its first turn, and is the only
-    value where the backend does not take turns."""
     hooks: SamplingHooks
-    """What is called meanwhile. A slow backend should call `before_token` regularly, so that a signal ends the
-    sampling."""
 
 
 class Backend(ABC):
@@ -42,20 +39,22 @@ class Backend(ABC):
 
     Args:
         args: of the run; None outside of one.
+
+    Attributes:
+        takes_turns: whether responses can go on after a turn (`generation.turns`).
+        takes_stop_strings: whether the token that completes one of `params.stop_strings` ends a response.
+        has_own_weights: whether it samples from a copy of the weights, which `sync` updates, instead of from `model`.
+        half_precision: whether that copy computes in less than 32 bits; known after the first `sync`.
+        name: the value of `generation_backend` that selects it.
+        version: of the weights at the last `sync`.
     """
 
     takes_turns = False
-    """Whether responses can go on after a turn (`generation.turns`)."""
     takes_stop_strings = False
-    """Whether the token that completes one of `params.stop_strings.strings` ends a response."""
     has_own_weights = False
-    """Whether it samples from a copy of the weights, which `sync` updates, instead of from `model`."""
     half_precision = False
-    """Whether that copy computes in less than 32 bits; known after the first `sync`."""
     name = ""
-    """The value of `generation_backend` that selects it."""
     version: int | None = None
-    """Of the weights at the last `sync`."""
 
     def __init__(self, args: PPOConfig | None = None) -> None:
         self.args = args
@@ -72,29 +71,27 @@ class Backend(ABC):
         Args:
             model: the policy's language model in eval mode, with all parameters unless the backend `has_own_weights`.
             prompts: on the device of `model`, without columns that are padding in every row.
-            params: how tokens are chosen and what ends a response.
-            options: `rows_at_once`, `turns` and `hooks`.
+            params: already checked.
+            options: `GenerateOptions`.
         """
 
     def problem(self, model: PreTrainedModel) -> str | None:
-        """Why it cannot sample from `model`, or None if it can; asked once, before the first responses. A backend that
-        `has_own_weights` is not asked.
-        """
+        """Why it cannot sample from `model`, or None; asked once, unless it `has_own_weights`."""
         return None
 
     def use_fallback(self, problem: str) -> None:
-        """Called on every process if `problem` found one on any; from here on all sample in another way.
+        """Called on every process if `problem` found one on any; from then on all sample in another way.
 
         Raises:
-            ValueError: for a backend that has no other way.
+            ValueError: if there is no other way.
         """
         raise ValueError(
             f"generation_backend is {self.name}, but the policy cannot be sampled so: {problem}; set it to auto"
         )
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:  # noqa: B027
-        """Copies the weights of `policy`, whose parameters may be sharded; called on every process, before the first
-        responses and whenever the weights have changed since.
+        """Copies the weights of `policy`, whose parameters may be sharded; called on every process before responses
+        are sampled from new weights.
 
         Every process must take all tensors of `weights()`, and copy each before it takes the next.
         """
@@ -153,13 +150,13 @@ def generate(
 
     Args:
         model: a causal language model of transformers, without a wrapper (for a PEFT model: `get_base_model()`).
-        prompts: `queries` (B, Q), left-padded, `query_attn_masks` and `prompt_ids`; `rows` are not read.
+        prompts: left-padded; `rows` are not read.
         params: how tokens are chosen and what ends a response.
         backend: or its name: "slots" is this package's own loop, in which waiting prompts take the places of ended
             rows; "generate" runs `model.generate`; "auto" is slots where the model allows it.
-        rows_at_once: see `GenerateOptions`, as for `turns` and `hooks`.
-        turns: None ends every response with its first turn.
-        hooks: None calls nothing.
+        rows_at_once: the most responses to sample at a time; None sets no limit.
+        turns: how responses go on; None ends each with its first turn.
+        hooks: what is called meanwhile.
 
     Raises:
         ValueError: if a parameter is out of range, a prompt is empty or not left-padded, the model's logits are not

@@ -21,7 +21,7 @@ GENERATION_BACKENDS.implement("vllm")(VLLMBackend)
 
 @GENERATION_BACKENDS.implement("generate")
 class GenerateBackend(Backend):
-    """`model.generate`, one batch of prompts of similar length after the other."""
+    """See `hf_generate`."""
 
     takes_stop_strings = True
 
@@ -33,7 +33,7 @@ class GenerateBackend(Backend):
 
 @GENERATION_BACKENDS.implement("slots")
 class SlotsBackend(Backend):
-    """The slot loop, in which waiting prompts take the places of ended rows."""
+    """See `slots`."""
 
     takes_turns = takes_stop_strings = True
 

@@ -1,7 +1,7 @@
 """Sampling with transformers' `model.generate`, for models that cannot be sampled in slots.
 
-`model.generate` only runs the model: a logits processor lets `ResponseRows` choose each token and masks all others, and
-no option of the model's generation config acts.
+`model.generate` only runs the model: a logits processor lets `ResponseRows` choose each token and masks all others. The
+model's generation config is not used.
 """
 
 from typing import Any, Unpack
@@ -18,7 +18,7 @@ from alpaca_ppo.types import PromptBatch
 def sample_with_generate(
     model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
 ) -> Generation:
-    """Returns responses of one turn to `prompts`, from float32 logits, which `model.generate` makes.
+    """Returns responses of one turn to `prompts`, from the float32 logits of `model.generate`.
 
     Prompts of similar length are sampled together, with all of their responses if `rows_at_once` has room for these.
     """
@@ -38,8 +38,8 @@ def sample_with_generate(
         queries = prompts["queries"][chunk // n, -width:]
         mask = prompts["query_attn_masks"][chunk // n, -width:]
         _generate(model, queries, mask, rows, chunk, options["hooks"])
-        options["hooks"].on_finished(chunk.tolist(), rows.generation(chunk))
-    return rows.generation(index)
+        options["hooks"].on_finished(chunk.tolist(), rows.outputs[chunk])
+    return rows.outputs[index]
 
 
 def _generate(
@@ -56,9 +56,10 @@ def _generate(
     def ended(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         return ~rows.running[chunk]
 
-    plain = GenerationConfig(max_new_tokens=rows.responses.size(1), do_sample=False, num_beams=1, use_cache=True)
-    # `generate` fills fields that are None from the model's own config, so that one must be replaced too. For the type
-    # checker PreTrainedModel has no `generate`; models inherit it from GenerationMixin.
+    width = rows.outputs.responses.size(1)
+    plain = GenerationConfig(max_new_tokens=width, do_sample=False, num_beams=1, use_cache=True)
+    # `generate` fills fields that are None from the model's own config, so that one must be replaced too. Models
+    # inherit `generate` from GenerationMixin, which the type checker does not know.
     generating_model: Any = model
     own_config = model.generation_config
     generating_model.generation_config = plain

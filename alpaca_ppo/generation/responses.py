@@ -1,7 +1,7 @@
 """What the sampler takes and returns, which token ends a turn, and the responses in the making.
 
-The backends that sample from the model in training only run it, and pass its logits to a `ResponseRows`, so tokens do
-not depend on the backend.
+Backends that sample from the model in training pass its logits to a `ResponseRows`, so tokens do not depend on the
+backend.
 """
 
 from collections.abc import Callable
@@ -19,46 +19,48 @@ from alpaca_ppo.types import PromptBatch
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The settings of one call of the sampler; `generate` checks them."""
+    """The settings of one call of the sampler; `generate` checks them.
+
+    The seed, step, round, prompt id, sample index and position determine a token's random number. Log-probs stay those
+    of the full softmax with `top_k` and `top_p`, which are meant for evaluation.
+
+    Attributes:
+        max_new_tokens: R, the most tokens of a response, and the width of the result.
+        temperature: > 0; divides the logits, also for log-probs.
+        pad_token_id: fills the columns after a response; may equal a stop token.
+        stop_token_ids: end a response at any position.
+        truncate_token_ids: end a response after at least `truncate_after` other tokens.
+        stop_strings: end a response where one is completed.
+        num_return_sequences: n, responses per prompt.
+        do_sample: False takes the most likely token (greedy decoding).
+        top_k: samples only from the k most likely tokens.
+        top_p: samples only from the most likely tokens that together reach this probability, in (0, 1].
+        seed: of the run.
+        step: of the rollout.
+        sampling_round: 0, or the round of `dynamic_sampling` that drew the prompts.
+        sample_ids: sample index of each row, where the samples of a prompt are rows of `prompts` and
+            `num_return_sequences` is 1; None = 0 for all.
+    """
 
     max_new_tokens: int
-    """R: the most tokens of a response, and the width of the result."""
     temperature: float
-    """Divides the logits, for the choice of a token and for its log-prob; > 0."""
     pad_token_id: int
-    """Fills the columns after a response's end; may equal a stop token."""
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response at any position."""
     truncate_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response after at least `truncate_after` others."""
     truncate_after: int = 0
     stop_strings: StopStrings | None = None
-    """Texts of which the first to be completed ends a response."""
     num_return_sequences: int = 1
-    """n: responses per prompt."""
     do_sample: bool = True
-    """False takes the most likely token (greedy decoding)."""
     top_k: int | None = None
-    """Sample only from the k most likely tokens. For evaluation: log-probs stay those of the full softmax."""
     top_p: float | None = None
-    """Sample only from the most likely tokens that together reach this probability, in (0, 1]. For evaluation."""
     seed: int = 0
-    """With `step`, `sampling_round`, prompt id, sample index and position, it determines a token's random number."""
     step: int = 0
-    """Of the rollout."""
     sampling_round: int = 0
-    """0, or the round of `dynamic_sampling` that drew the prompts. A prompt that is drawn in two rounds gets different
-    responses."""
     sample_ids: tuple[int, ...] | None = None
-    """Sample index of each row, where the samples of a prompt are rows of `prompts` (`num_return_sequences` is 1);
-    None = 0 for all."""
 
     def random_keys(self, prompt_ids: Tensor) -> Tensor:
-        """Returns the key of each response's stream of random numbers, (P * num_return_sequences,) int64, prompt-major.
-        `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
-
-        Args:
-            prompt_ids: (P,) int64, index of each prompt in its dataset.
+        """Returns the key of each response's stream of random numbers, (P * n,) int64, prompt-major, for `prompt_ids`
+        (P,) int64. `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
         """
         sample_ids = None
         if self.sample_ids is not None:
@@ -86,7 +88,7 @@ class SamplingParams:
             raise ValueError(f"top_p ({self.top_p}) must be in (0, 1]")
 
     def check_full_softmax(self) -> None:
-        """Raises ValueError for `top_k` or `top_p`: training samples from all tokens, which every log-prob is of."""
+        """Raises ValueError for `top_k` or `top_p`, which training must not use."""
         if self.top_k is not None or self.top_p is not None:
             raise ValueError(
                 f"training would sample with top_k {self.top_k} and top_p {self.top_p}, but all log-probs are those of "
@@ -96,35 +98,53 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Generation:
-    """Responses to B prompts, n per prompt: row b * n + j is sample j of prompt b. R is `max_new_tokens`."""
+    """Responses to B prompts, n per prompt: row b * n + j is sample j of prompt b. R is `max_new_tokens`.
+
+    Attributes:
+        responses: (B * n, R) int64, the pad token after a row's last token.
+        response_mask: (B * n, R) bool, True = a token the policy chose, including the stop token; False for padding and
+            for tokens that were appended between two turns (`generation.turns`).
+        logprobs: (B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature;
+            zero outside the mask.
+        stopped: (B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit.
+    """
 
     responses: Tensor
-    """(B * n, R) int64, the pad token after a row's last token."""
     response_mask: Tensor
-    """(B * n, R) bool, True = a token the policy chose, including the stop token; False after a row's last token and
-    for tokens that were appended between two turns (`generation.turns`)."""
     logprobs: Tensor
-    """(B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature; zero outside
-    the mask."""
     stopped: Tensor
-    """(B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit, such as R
-    tokens."""
 
     def __getitem__(self, rows: Any) -> "Generation":
         """The responses `rows`, any index of a tensor."""
         return Generation(self.responses[rows], self.response_mask[rows], self.logprobs[rows], self.stopped[rows])
 
 
+def unfilled(
+    params: SamplingParams, rows: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Generation:
+    """Returns `rows` responses without a token, with log-probs of `dtype`."""
+    shape = (rows, params.max_new_tokens)
+    return Generation(
+        responses=torch.full(shape, params.pad_token_id, dtype=torch.long, device=device),
+        response_mask=torch.zeros(shape, dtype=torch.bool, device=device),
+        logprobs=torch.zeros(shape, dtype=dtype, device=device),
+        stopped=torch.zeros(rows, dtype=torch.bool, device=device),
+    )
+
+
 @dataclass(frozen=True)
 class SamplingHooks:
-    """What is called while responses are sampled."""
+    """What is called while responses are sampled.
+
+    Attributes:
+        before_token: called before tokens are chosen, and several times a second while all rows wait for replies; an
+            exception ends the sampling.
+        on_finished: called with rows whose responses are complete, and these; each row comes once, in any order. At the
+            end `generate` reports the rows that a backend has not.
+    """
 
     before_token: Callable[[], Any] = lambda: None
-    """Called before tokens are chosen, and several times a second while all rows wait for replies; an exception ends
-    the sampling."""
     on_finished: Callable[[list[int], Generation], Any] = lambda rows, finished: None
-    """Called with rows whose responses are complete, and these responses; each row comes once, in any order. At the end
-    `generate` reports the rows that a backend has not."""
 
 
 def unpadded(prompts: PromptBatch) -> list[list[int]]:
@@ -134,8 +154,12 @@ def unpadded(prompts: PromptBatch) -> list[list[int]]:
 
 
 class StopRule:
-    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. Limits, which
-    also end turns, are those of `Turns.limit`.
+    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. (Limits also
+    end turns; see `Turns.limit`.)
+
+    Attributes:
+        stop_ids: tokens that end a turn at any position.
+        only_stop_ids: whether nothing but these ends a turn.
     """
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
@@ -143,20 +167,14 @@ class StopRule:
         if not params.truncate_after:
             stop_ids, truncate_ids = stop_ids | truncate_ids, set()
         self.stop_ids = sorted(stop_ids)
-        """Tokens that end a turn at any position."""
         self.only_stop_ids = not truncate_ids and params.stop_strings is None
-        """Whether nothing but these ends a turn."""
         self._stop_ids = torch.tensor(self.stop_ids, dtype=torch.long, device=device)
         self._truncate_ids = torch.tensor(sorted(truncate_ids), dtype=torch.long, device=device)
         self._truncate_after, self._strings = params.truncate_after, params.stop_strings
 
     def __call__(self, tokens: Tensor, positions: Tensor, matched: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (N,) bool, True for a token that ends its row's turn, and the next `matched`.
-
-        Args:
-            tokens: (N,) int64, one per row.
-            positions: (N,) int64, of these tokens in their turns.
-            matched: (N,) int64, the states of `StopStrings.advance`.
+        """Returns (N,) bool, True for a token that ends its row's turn, and the next `matched`: for N rows, each one's
+        token, its position in the turn, and the state of `StopStrings.advance`.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
         if len(self._truncate_ids):
@@ -171,6 +189,19 @@ class StopRule:
 class ResponseRows:
     """N responses (`rows`) that grow token by token in preallocated tensors, and the state of those that are being
     sampled, in S `slots`. `choose` does not synchronize with the host. `dtype` and `device` are those of the model.
+
+    Attributes:
+        outputs: the N responses, and an additional row that takes what idle slots write.
+        tokens: (S,) int64, as the next seven: the token that each slot reads next.
+        lengths: tokens in the cache, so the column that is written next and, for a running row, the position id of
+            `tokens`.
+        positions: the response position that is chosen next.
+        turn_starts: the response position at which the turn began; 0 in a response of one turn.
+        limits: the response position before which the turn must end.
+        rows: the response in each slot; N for an idle slot.
+        keys: of the row's random numbers.
+        matched: the state of `StopStrings.advance` since the start of the turn; 0 without stop strings.
+        running: (S,) bool, False for a row whose turn has ended and for an idle slot.
     """
 
     def __init__(
@@ -178,43 +209,19 @@ class ResponseRows:
     ) -> None:
         self._params = params
         self._stop_rule = StopRule(params, device)
-        # An additional row takes what idle slots write.
-        self._scratch_row, shape = rows, (rows + 1, params.max_new_tokens)
-        self.responses = torch.full(shape, params.pad_token_id, dtype=torch.long, device=device)
-        self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._scratch_row = rows
         logprob_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.logprobs = torch.zeros(shape, dtype=logprob_dtype, device=device)
-        self.stopped = torch.zeros(rows + 1, dtype=torch.bool, device=device)
-        """(N + 1,) bool, True = a stop or truncate token or a stop string ended its last turn."""
-
-        def of_slots() -> Tensor:
-            return torch.zeros(slots, dtype=torch.long, device=device)
-
-        # (S,) int64 each.
-        self.tokens = of_slots()
-        """The token that each slot reads next."""
-        self.lengths = of_slots()
-        """Tokens in the cache: the column that is written next and, where a row runs, the position id of `tokens`."""
-        self.positions = of_slots()
-        """The response position that is chosen next."""
-        self.turn_starts = of_slots()
-        """The response position at which the turn began; 0 in a response of one turn."""
-        self.limits = of_slots()
-        """The response position before which the turn must end."""
-        self.rows = of_slots() + self._scratch_row
-        """The response in each slot; the scratch row for an idle slot."""
-        self.keys = of_slots()
-        """The key of the row's random numbers."""
-        self.matched = of_slots()
-        """The state of `StopStrings.advance` since the start of the turn; 0 without stop strings."""
+        self.outputs = unfilled(params, rows + 1, dtype=logprob_dtype, device=device)
+        self._of_slots = torch.zeros(8, slots, dtype=torch.long, device=device)
+        self.tokens, self.lengths, self.positions, self.turn_starts, *others = self._of_slots.unbind()
+        self.limits, self.rows, self.keys, self.matched = others
+        self.rows.fill_(rows)
         self.running = torch.zeros(slots, dtype=torch.bool, device=device)
-        """(S,) bool: False for a row whose turn has ended and for an idle slot."""
 
-    @property
-    def of_slots(self) -> tuple[Tensor, ...]:
-        """The tensors with an entry for each slot."""
-        counts = (self.lengths, self.positions, self.turn_starts, self.limits)
-        return self.tokens, *counts, self.rows, self.keys, self.matched, self.running
+    def move(self, of: Tensor, to: Tensor) -> None:
+        """Moves the state of the slots `of` (k,) int64 to the slots `to`, which may overlap."""
+        self._of_slots[:, to] = self._of_slots[:, of]
+        self.running[to] = self.running[of]
 
     def choose(self, logits: Tensor, slots: Tensor | slice) -> None:
         """Chooses and records the next token of the rows in `slots` that run, and advances them by one position.
@@ -224,7 +231,7 @@ class ResponseRows:
             logits: (N', V), of the next token in each of `slots`.
             slots: their indices (N',) int64, each at most once, or a slice.
         """
-        params, running, positions = self._params, self.running[slots], self.positions[slots]
+        params, out, running, positions = self._params, self.outputs, self.running[slots], self.positions[slots]
         numbers = uniforms(self.keys[slots], positions) if params.do_sample else None
         tokens, logprobs = choose_tokens(
             logits, numbers, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p
@@ -234,16 +241,12 @@ class ResponseRows:
         rows = self.rows[slots].where(running, self._scratch_row)
         # The position of a row that has ended may be R, which the scratch row does not have.
         columns = positions * running
-        self.responses.index_put_((rows, columns), tokens)
-        self.logprobs.index_put_((rows, columns), logprobs.to(self.logprobs.dtype))
-        self.mask.index_put_((rows, columns), running)
-        self.stopped.index_put_((rows,), ends)
+        out.responses.index_put_((rows, columns), tokens)
+        out.logprobs.index_put_((rows, columns), logprobs.to(out.logprobs.dtype))
+        out.response_mask.index_put_((rows, columns), running)
+        out.stopped.index_put_((rows,), ends)
         goes_on = running & ~ends & (positions + 1 < self.limits[slots])
         # From here on `running` and `positions`, which are views if `slots` is a slice, hold the new values.
         self.tokens[slots] = tokens.where(running, self.tokens[slots])
         self.positions[slots] = positions + running
         self.running[slots] = goes_on
-
-    def generation(self, rows: Tensor) -> Generation:
-        """Returns the responses `rows` (N',)."""
-        return Generation(self.responses[rows], self.mask[rows], self.logprobs[rows], self.stopped[rows])

@@ -4,8 +4,8 @@
 `read_next` reads the next token of each slot, without a synchronization with the host.
 
 `SlotCache` has a fixed number of rows (slots), each filled from column 0 up to its own length, in one block of memory,
-so that steps have the same shapes however often rows come and go. Layers with a sliding window keep all columns;
-attention masks the old ones. `generation.slots` decides which slot holds which row.
+so that steps have the same shapes however often rows come and go. `generation.slots` decides which slot holds which
+row.
 """
 
 import inspect
@@ -19,61 +19,51 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from alpaca_ppo.functional.packing import Span
-from alpaca_ppo.models.packed_attention import DUMMY_MASK, AttentionSettings, PackedSequences, dense_attention
+from alpaca_ppo.models.packed_attention import AttentionSettings, PackedSequences, Packing, dense_attention
 
 
-class _Pass(NamedTuple):
-    """Where the tokens of one forward pass go, and what attention reads."""
+class Pass(NamedTuple):
+    """Where the tokens of one forward pass go, and what attention reads.
+
+    Attributes:
+        slots: (N,) int64, the slot of each new token. In a step, which reads the first k slots, they are these;
+            otherwise the tokens are packed as (1, N).
+        columns: (N,) int64, its column.
+        read_slots: whose states attention reads: the first k, a selection (k,) int64, or None for the new states alone.
+        read_columns: columns of each of them; only idle slots have tokens beyond these.
+    """
 
     slots: Tensor
-    """(N,) int64: the slot of each new token."""
     columns: Tensor
-    """(N,) int64: its column."""
-    read_slots: Tensor | int | None
-    """The slots whose states attention reads: the first k, a selection (k,) int64, or None for the new states alone."""
-    read_columns: int
-    """Columns of each of them."""
+    read_slots: Tensor | int | None = None
+    read_columns: int = 0
 
 
 class SlotCache(Cache):
     """Keys and values of `slots` rows of up to `columns` tokens, for every layer of a model.
 
-    It is passed to the model as `past_key_values`. `start_step` or `start_extend` sets where the states of the next
-    forward pass go. The first pass allocates the storage, in the dtype of its states, with zeros, because masked
-    columns must be finite.
-
-    Args:
-        slots: S, rows.
-        columns: C, the most tokens of a row.
+    The model gets it as `past_key_values`, after `start`. The first pass allocates the storage, in the dtype of its
+    states, with zeros, because masked columns must be finite. Layers with a sliding window keep all columns.
     """
 
     def __init__(self, slots: int, columns: int) -> None:
         super().__init__(layers=[])
         self.slots, self.columns = slots, columns
         self._storage: dict[int, tuple[Tensor, Tensor]] = {}
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._indices: dict[int, Tensor] = {}
 
-    def start_step(self, lengths: Tensor, columns: int) -> None:
-        """Makes the next pass write one token to each of the first k slots, at the columns `lengths` (k,) int64 < C,
-        and attend over the first `columns`; only idle slots have tokens beyond these.
-        """
-        slots = torch.arange(len(lengths), device=lengths.device)
-        self._pass, self._indices = _Pass(slots, lengths, len(lengths), columns), {}
-
-    def start_extend(self, slots: Tensor, columns: Tensor, *, read_slots: Tensor | None, read_columns: int) -> None:
-        """Makes the next pass write N tokens, packed as (1, N); the arguments are those of `_Pass`, with `read_slots`
-        None if all rows are new.
-        """
-        self._pass, self._indices = _Pass(slots, columns, read_slots, read_columns), {}
+    def start(self, new: Pass) -> None:
+        """Sets where the states of the next forward pass go."""
+        self._pass, self._indices = new, {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the states of the new tokens and returns those that attention reads: for (k, kv_heads, 1, d) after
-        `start_step` a view (k, kv_heads, columns, d), for (1, kv_heads, N, d) after `start_extend` a copy.
+        """Stores the states of the new tokens and returns those that attention reads: for a step's (k, kv_heads, 1, d)
+        a view (k, kv_heads, columns, d), for packed ones (1, kv_heads, N, d) a copy.
         """
-        assert self._pass is not None, "start_step or start_extend comes before a forward pass"
+        assert self._pass is not None, "start comes before a forward pass"
         if layer_idx not in self._storage:
             self._storage[layer_idx] = (_zeros(key_states, self), _zeros(value_states, self))
         keys, values = self._storage[layer_idx]
@@ -140,13 +130,11 @@ def visible_columns(at: Tensor, columns: int, *, sliding_window: int | None) -> 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a slot reads in one pass."""
+    """Tokens, at least one, that a slot reads in one pass after the `past` tokens that it holds."""
 
     slot: int
     past: int
-    """Tokens that the slot holds before them."""
     tokens: Sequence[int]
-    """At least one token id."""
 
 
 def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -> Tensor:
@@ -161,46 +149,55 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
     ends = list(itertools.accumulate(counts))
     end_of = dict(zip(order, ends, strict=True))
     last = torch.tensor([end_of[i] - 1 for i in range(len(new))], device=device)
-    attention: PackedSequences | ExtendAttention
+    attention: Packing
     if any(entry.past for entry in new):
-        attention = ExtendAttention([entry.past for entry in packed], counts, device)
+        filled = max(entry.past + len(entry.tokens) for entry in new)
+        attention = ExtendAttention([entry.past for entry in packed], counts, filled, device)
         read_slots = torch.tensor([entry.slot for entry in packed], device=device)
-        cache.start_extend(slots, columns, read_slots=read_slots, read_columns=attention.columns)
+        cache.start(Pass(slots, columns, read_slots, filled))
     else:
         attention = PackedSequences([Span(end - count, count) for count, end in zip(counts, ends, strict=True)])
-        cache.start_extend(slots, columns, read_slots=None, read_columns=0)
+        cache.start(Pass(slots, columns))
     # The class's signature, because the instance's forward may be wrapped.
     selects = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    output = model(
-        input_ids=tokens.unsqueeze(0),
-        position_ids=columns.unsqueeze(0),
-        attention_mask=DUMMY_MASK.to(device),
-        past_key_values=cache,
-        use_cache=True,
-        packing=attention,
-        **({"logits_to_keep": last} if selects else {}),
-    )
-    logits: Tensor = output.logits[0]
+    kept = {"logits_to_keep": last} if selects else {}
+    logits = _forward(model, cache, tokens.unsqueeze(0), columns.unsqueeze(0), attention, **kept)[0]
     return logits if selects else logits[last]
 
 
-class ExtendAttention:
-    """The attention of `extend`: a new token sees its slot's earlier tokens, and the new ones up to itself.
+def _forward(
+    model: PreTrainedModel, cache: SlotCache, tokens: Tensor, position_ids: Tensor, attention: Packing, **keywords: Any
+) -> Tensor:
+    """Returns the logits of a pass after `SlotCache.start`; `tokens` and `position_ids` are (1, N) or (k, 1)."""
+    output = model(
+        input_ids=tokens,
+        position_ids=position_ids,
+        # `models.packed_attention.DUMMY_MASK`, made on the device: copying it there would wait for the device.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
+        past_key_values=cache,
+        use_cache=True,
+        packing=attention,
+        **keywords,
+    )
+    logits: Tensor = output.logits
+    return logits
 
-    Queries are padded to the row with the most new tokens. The model gets it as `packing` (`models.packed_attention`).
+
+class ExtendAttention:
+    """The attention of `extend`: a new token sees its slot's earlier tokens, and the new ones up to itself. Queries are
+    padded to the row with the most new tokens.
 
     Args:
         past: tokens that the slot of each of k rows held before.
         counts: new tokens of each row.
+        columns: of the cache, which the rows fill.
         device: of the model.
     """
 
-    def __init__(self, past: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
-        self._past = torch.tensor(past, device=device)
+    def __init__(self, past: Sequence[int], counts: Sequence[int], columns: int, device: torch.device) -> None:
+        self._past, self._columns = torch.tensor(past, device=device), columns
         sizes = torch.tensor(counts, device=device)
         starts = sizes.cumsum(0) - sizes
-        self.columns = max(p + c for p, c in zip(past, counts, strict=True))
-        """Columns of the cache that the rows fill."""
         self._offsets = torch.arange(max(counts), device=device)
         # Padded queries repeat the row's last token.
         self._tokens = starts.unsqueeze(1) + torch.minimum(self._offsets, sizes.unsqueeze(1) - 1)
@@ -220,48 +217,32 @@ class ExtendAttention:
         """(k, 1, padded, columns) bool, True = the query sees the column."""
         if sliding_window not in self._allowed:
             at = self._past.unsqueeze(1) + self._offsets
-            allowed = visible_columns(at, self.columns, sliding_window=sliding_window)
+            allowed = visible_columns(at, self._columns, sliding_window=sliding_window)
             self._allowed[sliding_window] = allowed.unsqueeze(1)
         return self._allowed[sliding_window]
 
 
 def read_next(
-    model: PreTrainedModel,
-    cache: SlotCache,
-    tokens: Tensor,
-    lengths: Tensor,
-    *,
-    columns: int,
-    position_ids: Tensor | None = None,
+    model: PreTrainedModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, position_ids: Tensor, *, columns: int
 ) -> Tensor:
     """Returns the logits (k, V) after the next token of each of the first k slots, whose states go into the cache.
 
     Args:
-        model: the language model, with the attention of `models.packed_attention`.
+        model: with the attention of `models.packed_attention`.
         cache: of the slots.
         tokens: (k,) int64.
         lengths: (k,) int64, tokens that each slot holds before.
+        position_ids: (k,) int64, `lengths` for running rows.
         columns: columns of the cache that are read; more than `lengths` of every running row.
-        position_ids: (k,) int64; None takes `lengths`.
     """
-    cache.start_step(lengths, columns)
-    output = model(
-        input_ids=tokens.unsqueeze(1),
-        position_ids=(lengths if position_ids is None else position_ids).unsqueeze(1),
-        # `models.packed_attention.DUMMY_MASK`, made on the device: copying it there would wait for the device.
-        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=lengths.device),
-        past_key_values=cache,
-        use_cache=True,
-        packing=StepAttention(lengths, columns),
-    )
-    logits: Tensor = output.logits[:, -1]
-    return logits
+    first_slots = torch.arange(len(lengths), device=lengths.device)
+    cache.start(Pass(first_slots, lengths, len(lengths), columns))
+    attention = StepAttention(lengths, columns)
+    return _forward(model, cache, tokens.unsqueeze(1), position_ids.unsqueeze(1), attention)[:, -1]
 
 
 class StepAttention:
-    """The attention of `read_next`: the new token of each slot sees the tokens of its slot. The model gets it as
-    `packing` (`models.packed_attention`). The arguments are those of `read_next`.
-    """
+    """The attention of `read_next`, with its arguments: the new token of each slot sees the tokens of its slot."""
 
     def __init__(self, lengths: Tensor, columns: int) -> None:
         self._lengths, self._columns = lengths, columns
@@ -278,8 +259,8 @@ class StepAttention:
         return dense_attention(query, key, value, mask, settings).transpose(1, 2)
 
     def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
-        """(slots, 1, 1, columns) bool, True = the new token of the slot sees this column; in another dtype, 0 or -inf,
-        to be added to the scores: torch would convert a boolean mask in every layer.
+        """(slots, 1, 1, columns) bool, True = the new token sees this column; in another dtype 0 or -inf, which is
+        added to the scores: torch would convert a boolean mask in every layer.
         """
         kind = (sliding_window, dtype)
         if kind not in self._masks:

@@ -1,8 +1,8 @@
 """Reads prompts into slots: each is computed once for all its samples, and a beginning that several prompts share, such
 as a system prompt or examples, once for all of them.
 
-Samples of a prompt, or prompts with a common beginning, may go into slots at different times. Until then the states
-that they share are kept in a slot of the cache that takes no part in steps.
+As samples and prompts may go into slots at different times, the states that they share are kept in a slot of the cache
+that takes no part in steps.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,21 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend
 
+# Tokens; a pass over a shorter common beginning costs more than it saves.
 MIN_COMMON = 16
-"""Tokens; a pass over a shorter common beginning costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Prompts that begin with the same tokens."""
+    """Prompts that begin with the same tokens.
+
+    Attributes:
+        prompts: their indices, in ascending order.
+        common: how many tokens are computed once for all of them; 0 for a group of one.
+    """
 
     prompts: list[int]
-    """Their indices, in ascending order."""
     common: int
-    """How many tokens are computed once for all of them; 0 for a group of one."""
 
     @property
     def saved(self) -> int:
@@ -64,7 +67,7 @@ def _joined(prompts: Sequence[Sequence[int]], common: int, groups: list[PromptGr
     replaced = [group for group in groups if group.saved < common * len(group.prompts)]
     joined = PromptGroup(sorted(i for group in replaced for i in group.prompts), common)
     mean_length = sum(len(prompts[i]) for i in joined.prompts) / max(1, len(joined.prompts))
-    # A pass over a short beginning, or one that is a small share of the prompts, costs more than it saves.
+    # A pass over a beginning that is a small share of the prompts costs more than it saves.
     long_enough = common >= max(MIN_COMMON, mean_length / 8)
     if long_enough and joined.saved > sum(group.saved for group in replaced):
         return [*kept, joined]
@@ -78,11 +81,10 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class SlotPrompts:
-    """Reads prompts, each for n rows, into the slots of `cache`, which has `extra_slots` beyond those of the
-    steps.
+    """Reads prompts, each for n rows, into the slots of `cache`, which has `extra_slots` beyond those of the steps.
 
-    They come in the order of their groups, all samples of a prompt one after the other, so one slot is enough for the
-    beginning of a group, and one for a prompt.
+    They come in the order of their groups, all samples of a prompt in a row, so one slot is enough for the beginning of
+    a group, and one for a prompt.
     """
 
     def __init__(
@@ -91,26 +93,19 @@ class SlotPrompts:
         self._model, self._cache, self._prompts = model, cache, prompts
         self._group = {prompt: group for group in groups for prompt in group.prompts}
         self._beginning_slot, self._split_slot = cache.slots - 1, cache.slots - self.extra_slots(groups, n)
+        # A prompt with samples that wait, and the logits (V,) after it.
         self._split: tuple[int, Tensor] | None = None
-        """A prompt with samples that wait, and the logits (V,) after it."""
 
     @staticmethod
     def extra_slots(groups: Sequence[PromptGroup], n: int) -> int:
-        """How many slots beyond those of the steps are needed: one for a beginning, one for a prompt with samples that
-        wait.
-        """
+        """Slots beyond those of the steps: one for a beginning, one for a prompt with samples that wait."""
         return int(any(group.common for group in groups)) + int(n > 1)
 
     def read(
         self, placed: dict[int, list[int]], appended: Sequence[NewTokens], next_prompt: int | None
     ) -> dict[int, Tensor]:
-        """Reads prompts into slots, and tokens that were appended to other rows; returns the logits (V,) after each
-        slot.
-
-        Args:
-            placed: the slots of each prompt.
-            appended: the new tokens of rows that go on.
-            next_prompt: the prompt of the first row that still waits; None if none does.
+        """Reads prompts into the slots of `placed`, and the tokens of rows that go on; returns the logits (V,) after
+        each slot. `next_prompt` is that of the first row that still waits.
         """
         logits: dict[int, Tensor] = {}
         new = list(placed)
@@ -144,8 +139,8 @@ class SlotPrompts:
         return logits
 
     def _share_beginnings(self, slots: dict[int, int], next_prompt: int | None) -> None:
-        """Copies the beginning of each group, which was computed in the slot of its first prompt, to the slots of its
-        other prompts, and keeps that of the prompt that waits next.
+        """Copies the beginning of each group from the slot of its first prompt to those of the others, and keeps that
+        of the prompt that waits next.
         """
         for prompt, slot in slots.items():
             group = self._group[prompt]

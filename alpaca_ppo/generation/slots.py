@@ -1,8 +1,7 @@
 """The slot loop: a fixed number of rows is decoded together, and when rows end, waiting ones take their places.
 
 So the few long responses of a rollout do not run alone while other prompts wait, and memory is that of the slots. A
-row whose turn has ended may go on after appended tokens (`generation.turns`); until these are known it keeps its slot,
-and the others go on without it.
+row that waits for the reply to a turn (`generation.turns`) keeps its slot, and the others go on without it.
 
 The loop alternates between two passes, `_admit` and `_decode`, and after each collects the rows that have ended. It
 decides which rows take part; `slot_passes` computes, `responses` chooses tokens, `slot_prompts` reads prompts.
@@ -28,33 +27,37 @@ from alpaca_ppo.models.packed_attention import is_installed, underlying_attentio
 from alpaca_ppo.models.trial import Trial, difference, packing_problem
 from alpaca_ppo.types import PromptBatch
 
+# How long to wait for a reply before `before_token` is called again.
 _REPLY_SECONDS = 0.1
-"""How long to wait for a reply before `before_token` is called again."""
 
 
 @dataclass(frozen=True)
 class StepShapes:
-    """Which numbers of slots and columns a step may have, and how often the host reads which rows have ended."""
+    """How many slots and columns a step may have, and how often the host allocates and reads results.
+
+    Attributes:
+        slot_unit: from the number of busy rows to the number of slots of a step.
+        column_unit: columns are rounded up to a multiple of it.
+        check_every: steps after which the host reads which rows have ended.
+        growth: columns beyond the longest prompt that are allocated at once.
+        admission_cost: fixed cost of a pass over waiting prompts, in decode steps.
+    """
 
     slot_unit: Callable[[int], int]
-    """From the number of busy rows to the number of slots of a step."""
     column_unit: int
-    """Columns are rounded up to a multiple of it."""
     check_every: int
-    """Steps after which the host reads which rows have ended."""
     growth: int
-    """Columns beyond the longest prompt that are allocated at once."""
     admission_cost: float
-    """Fixed cost of a pass over waiting prompts, in decode steps."""
 
     def columns(self, count: int) -> int:
         """Returns `count` rounded up."""
         return -(-count // self.column_unit) * self.column_unit
 
 
+# For a CPU, where new shapes cost nothing, but unused slots and columns do.
 EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64, admission_cost=0.5)
-"""For a CPU, where new shapes cost nothing, but unused slots and columns do."""
 
+# For an accelerator, where synchronization and allocation should be rare.
 BUCKETED = StepShapes(
     slot_unit=lambda rows: 1 << (rows - 1).bit_length(),
     column_unit=256,
@@ -62,7 +65,6 @@ BUCKETED = StepShapes(
     growth=1 << 30,
     admission_cost=4.0,
 )
-"""For an accelerator, where synchronization and allocation should be rare."""
 
 
 def sample_in_slots(
@@ -73,10 +75,8 @@ def sample_in_slots(
     shapes: StepShapes | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Generation:
-    """Returns responses to `prompts`, as `Backend.generate` does; rows are reported as soon as they have ended.
-
-    `slot_problem` must have found no problem with the model. `rows_at_once` is the number of slots. `shapes` are those
-    of the steps; None chooses by the device.
+    """Returns responses to `prompts`, as `Backend.generate` does, from a model without a `slot_problem`; reports rows
+    as soon as they have ended. `rows_at_once` is the number of slots. `shapes`: None chooses by the device.
     """
     if shapes is None:
         shapes = EXACT if model.device.type == "cpu" else BUCKETED
@@ -85,28 +85,31 @@ def sample_in_slots(
 
 @dataclass
 class _Row:
-    """What the host knows of the row in a slot; exact once its turn has ended (`_SlotLoop._end_turns`)."""
+    """What the host knows of the row in a slot; exact once its turn has ended (`_SlotLoop._end_turns`). `length`,
+    `position`, `turn_start` and `limit` are as in `ResponseRows`.
+
+    Attributes:
+        index: of the response.
+        chosen: tokens that the policy chose in earlier turns.
+        last: the last token of its last turn.
+        unread: tokens that it reads before its next turn; None while the reply is pending.
+    """
 
     index: int
-    """Of the outputs."""
     length: int
-    """Tokens in the cache."""
     position: int = 0
-    """Response position of the next choice."""
     turn_start: int = 0
-    """Response position at which its turn began."""
     limit: int = 0
-    """Response position before which its turn must end."""
     chosen: int = 0
-    """Tokens that the policy chose in earlier turns."""
     last: int = 0
-    """The last token of its last turn."""
     unread: list[int] | None = None
-    """Tokens that it reads before its next turn; None while the reply is pending."""
 
 
 class _SlotLoop:
-    """The rows that wait, the rows in slots, and the tensors of the steps. Arguments are those of `sample_in_slots`."""
+    """The rows that wait, the rows in slots, and the tensors of the steps. Arguments are those of `sample_in_slots`.
+
+    `_busy` has the rows that steps advance, by their slots, and `_between_turns` the others in slots.
+    """
 
     def __init__(
         self,
@@ -134,13 +137,11 @@ class _SlotLoop:
 
         self._waiting = deque(prompt * n + i for group in groups for prompt in group.prompts for i in range(n))
         self._busy: dict[int, _Row] = {}
-        """The rows that steps advance, by their slots."""
         self._between_turns: dict[int, _Row] = {}
-        """By their slots."""
+        # Over all rows; their quotient is the mean length of a turn.
         self._ended_turns = self._decoded_tokens = 0
-        """Over all rows; their quotient is the mean length of a turn."""
+        # Steps since the last `_admit` that rows with a reply could have taken part in, summed over these rows.
         self._idle_steps = 0
-        """Steps since the last `_admit` that rows with a reply could have taken part in, summed over these rows."""
 
     def run(self) -> Generation:
         """Samples every row to its end."""
@@ -156,7 +157,7 @@ class _SlotLoop:
                 continue
             self._collect_ended()
             self._receive_replies(timeout=0)
-        return self._out.generation(torch.arange(len(self._keys), device=self._keys.device))
+        return self._out.outputs[torch.arange(len(self._keys), device=self._keys.device)]
 
     def _resumable(self) -> list[int]:
         """The slots whose rows can begin another turn."""
@@ -186,7 +187,7 @@ class _SlotLoop:
         return free >= min(best, len(self._waiting))
 
     def _admit(self) -> None:
-        """Gives the free slots to waiting rows, resumes rows that have a reply, and chooses the next tokens of both."""
+        """Gives free slots to waiting rows, resumes rows that have a reply, and chooses the next tokens of both."""
         n = self._params.num_return_sequences
         placed: dict[int, list[int]] = {}
         free = [slot for slot in range(self._slots) if slot not in self._busy and slot not in self._between_turns]
@@ -206,7 +207,7 @@ class _SlotLoop:
         self._choose(self._prompts.read(placed, appended, self._waiting[0] // n if self._waiting else None))
 
     def _choose(self, logits: dict[int, Tensor]) -> None:
-        """Begins a turn of the rows in the slots `logits`, and chooses its first tokens from these logits (V,)."""
+        """Begins a turn of the rows in the slots `logits`, and chooses its first token from these (V,)."""
         rows, out = [self._busy[slot] for slot in logits], self._out
         for row in rows:
             row.turn_start, row.limit = row.position, self._params.max_new_tokens
@@ -227,7 +228,7 @@ class _SlotLoop:
             row.position += 1
 
     def _compact(self) -> None:
-        """Moves rows into lower slots if the next step can then be one with fewer slots."""
+        """Moves rows into lower slots if the next step can then have fewer."""
         target = self._step_slots(len(self._busy))
         movers = sorted(slot for slot in self._busy if slot >= target)
         if not movers:
@@ -243,17 +244,14 @@ class _SlotLoop:
                 self._cache.swap(mover, hole, max(row.length, other.length))
             else:
                 self._cache.copy(mover, [hole], row.length)
-        to, of = torch.tensor([movers + holes, holes + movers], device=self._keys.device)
-        for values in self._out.of_slots:
-            values[to] = values[of]
+        of, to = torch.tensor([holes + movers, movers + holes], device=self._keys.device)
+        self._out.move(of, to)
 
     def _step_slots(self, slots: int) -> int:
         return min(self._shapes.slot_unit(slots), self._slots)
 
     def _decode(self) -> None:
-        """Makes the steps until `_collect_ended`: each reads the next token of the first slots and chooses one. Rows
-        that have ended are computed too, but record nothing and do not advance.
-        """
+        """Makes the steps until `_collect_ended`. Rows that have ended are computed too, but do not advance."""
         steps = min(self._shapes.check_every, max(row.limit - row.position for row in self._busy.values()))
         slots = self._step_slots(max(self._busy) + 1)
         self._idle_steps += steps * len(self._resumable())
@@ -267,7 +265,7 @@ class _SlotLoop:
             columns = min(self._shapes.columns(1 + longest), self._max_columns)
             # A row that has ended stays at its last position: the next one may be more than the model has.
             positions = (lengths + running - 1).clamp(min=0)
-            logits = read_next(self._model, self._cache, tokens, lengths, columns=columns, position_ids=positions)
+            logits = read_next(self._model, self._cache, tokens, lengths, positions, columns=columns)
             lengths.add_(running)
             self._out.choose(logits, slice(0, slots))
             for row in self._busy.values():
@@ -300,15 +298,15 @@ class _SlotLoop:
         """Reports rows whose responses are complete."""
         if rows:
             indices = [row.index for row in rows]
-            self._hooks.on_finished(indices, self._out.generation(torch.tensor(indices, device=self._keys.device)))
+            self._hooks.on_finished(indices, self._out.outputs[torch.tensor(indices, device=self._keys.device)])
 
     def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
-        """Finishes the rows of `ended`, by their slots, that have no tokens left, and asks how the others go on."""
+        """Finishes the rows of `ended`, by slot, that have no tokens left, and asks how the others go on."""
         out, width = self._out, self._params.max_new_tokens
         slots, rows = torch.tensor([list(ended), [row.index for row in ended.values()]], device=self._keys.device)
         # The host may have counted steps that a row no longer took.
         lengths, positions = out.lengths[slots].tolist(), out.positions[slots].tolist()
-        finished = out.generation(rows)
+        finished = out.outputs[rows]
         responses, masks = finished.responses.tolist(), finished.response_mask.tolist()
         stopped = finished.stopped.tolist()
         complete: list[_Row] = []
@@ -350,20 +348,18 @@ class _SlotLoop:
         if appended is not None:
             end = min(row.position + len(appended), width)
             kept = torch.tensor(appended[: end - row.position], dtype=torch.long, device=self._keys.device)
-            self._out.responses[row.index, row.position : end] = kept
+            self._out.outputs.responses[row.index, row.position : end] = kept
             row.position = end
             if end < width:
                 # The last token of the turn has not been read yet.
                 row.unread = [row.last, *appended]
                 return []
-            self._out.stopped[row.index] = False
+            self._out.outputs.stopped[row.index] = False
         return [self._between_turns.pop(slot)]
 
 
 def slot_problem(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot be sampled in slots, or None if it can, with the attention of `models.packed_attention`
-    installed.
-    """
+    """Why `model` cannot be sampled in slots; None if it can, with the attention of `models.packed_attention`."""
     if model in _models_without_problem:
         return None
     if problem := packing_problem(model):
@@ -377,13 +373,14 @@ def slot_problem(model: PreTrainedModel) -> str | None:
 
 
 def _compare_slots(model: PreTrainedModel) -> str | None:
-    """Compares two prompts of unequal length, a step and appended tokens in slots with plain passes over the rows."""
+    """Compares two prompts, a step and appended tokens in slots with plain passes over the rows."""
     vocabulary, device = model.config.get_text_config().vocab_size, model.device
     rows = [[(7 * i + 3 * j + 1) % vocabulary for j in range(length)] for i, length in enumerate((8, 5))]
     lengths, cache = (5, 2), SlotCache(slots=2, columns=8)
     in_slots = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(lengths)])]
     tokens = torch.tensor([row[n] for row, n in zip(rows, lengths, strict=True)], device=device)
-    in_slots.append(read_next(model, cache, tokens, torch.tensor(lengths, device=device), columns=6))
+    filled = torch.tensor(lengths, device=device)
+    in_slots.append(read_next(model, cache, tokens, filled, filled, columns=6))
     in_slots.append(extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(lengths)]))
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         whole: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]

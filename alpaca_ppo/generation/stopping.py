@@ -2,9 +2,9 @@
 `generation.responses.StopRule` applies all three.
 
 A response ends with the token that completes a stop string, wherever in its tokens the string begins and ends. Bytes
-are compared, because tokens may hold parts of a character. The automaton of Aho and Corasick (Communications of the ACM
-18, 1975), which reads bytes, is applied to every token of the vocabulary before the run. So each row keeps one number,
-and a step of the sampler looks up the next one on the device, without decoding text.
+are compared, because tokens may hold parts of a character. Before the run, the automaton of Aho and Corasick
+(Communications of the ACM 18, 1975) is applied to the bytes of every token. So each row keeps one number, and a step
+looks up the next one on the device, without decoding text.
 """
 
 import re
@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+# Written by decoders for bytes that are no complete character.
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Written by decoders for bytes that are no complete character."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _BYTES_OF_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+# A byte that no text contains.
 _NO_TEXT = b"\xff"
-"""A byte that no text contains."""
 _CHECKED_TOKENS = 64
 _ANSWER = "SentinelAnswer"
 
@@ -34,10 +34,7 @@ def resolve_stop_tokens(
     extra_ids: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Returns the ids that end a response, sorted: the eos of the tokenizer, those of the model's generation config,
-    and `extra_ids`.
-
-    Raises:
-        ValueError: if there are none.
+    and `extra_ids`. Raises ValueError if there are none.
     """
     configured = None if generation_config is None else generation_config.eos_token_id
     found = {configured} if isinstance(configured, int) else set(configured or ())
@@ -84,7 +81,7 @@ def _text_after_answer(
     messages: list[dict[str, Any]],
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> str | None:
-    """What the chat template writes after `_ANSWER` in `messages`; None if it cannot render them."""
+    """What the chat template writes after `_ANSWER`; None if it cannot render `messages`."""
     try:
         text = str(processing_class.apply_chat_template(messages, tokenize=False, **(chat_template_kwargs or {})))
     except Exception:
@@ -96,8 +93,8 @@ def _text_after_answer(
 
 
 def _end_of_turn(processing_class: PreTrainedTokenizerBase, text: str) -> int | None:
-    """The token of `text`, which follows an answer, that ends the turn; None if there is none. It may be special or
-    added: some fine-tunes add `<|im_end|>` as an ordinary token.
+    """The special or added token of `text`, which follows an answer, that ends the turn, or None. (Some fine-tunes add
+    `<|im_end|>` as an ordinary token.)
     """
     names = dict(zip(processing_class.all_special_ids, processing_class.all_special_tokens, strict=True))
     names |= {i: token.content for i, token in processing_class.added_tokens_decoder.items()}
@@ -152,8 +149,9 @@ def _truncate_token(processing_class: PreTrainedTokenizerBase, token: str | int)
 class StopStrings:
     """The stop strings of a run for one tokenizer.
 
-    They are searched for in the bytes that the response's tokens write after the prompt, special tokens included, also
-    where these are no valid UTF-8. `vocab_size`, of the model, may be larger than the tokenizer's.
+    They are searched for in the bytes of the response, special tokens included, also where these are no valid UTF-8.
+    `vocab_size`, of the model, may be larger than the tokenizer's. `completed` is the state of a row that contains a
+    string.
 
     Raises:
         ValueError: for a tokenizer that writes a token differently after different tokens.
@@ -164,7 +162,6 @@ class StopStrings:
         texts = token_bytes(processing_class, vocab_size)
         steps = _token_steps(_byte_steps([text.encode() for text in self.strings]), texts)
         self.completed = len(steps) - 1
-        """The state of a row that contains a string."""
         # Nearly all tokens lead from every state back to the start, so equal columns are stored once.
         moving = steps[:-1].any(axis=0)
         columns, kinds = np.unique(steps[:, moving], axis=1, return_inverse=True)
@@ -176,8 +173,8 @@ class StopStrings:
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def advance(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Returns the states (N,) int64 after `tokens` (N,) of rows that were in `states` (N,): 0 at a response's
-        start, `completed` from the token on that completes a string.
+        """Returns the states (N,) int64 after `tokens` (N,) of rows in `states` (N,): 0 at a response's start,
+        `completed` from the token on that completes a string.
         """
         device = tokens.device
         if device not in self._on_device:
@@ -187,7 +184,7 @@ class StopStrings:
 
 
 def token_bytes(processing_class: PreTrainedTokenizerBase, vocab_size: int) -> list[bytes]:
-    """Returns the UTF-8 bytes that each token id below `vocab_size` writes after other tokens: none for an id without a
+    """Returns the bytes that each token id below `vocab_size` writes after other tokens: none for an id without a
     token, `_NO_TEXT` for a part of a character whose name does not give its bytes.
 
     Raises:
@@ -237,8 +234,8 @@ def _part_of_character(name: str) -> bytes:
 
 
 def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
-    """Returns (S, 256) int64, the automaton's next state for each state and byte. State 0 is the start; the last one is
-    that of a completed text, which the automaton never leaves.
+    """Returns (S, 256) int64, the next state for each state and byte. State 0 is the start; the last one, of a
+    completed text, is never left.
     """
     children: list[dict[int, int]] = [{}]
     complete = set[int]()
@@ -270,7 +267,7 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
 
 
 def _token_steps(byte_steps: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
-    """Returns (S, V) int64, the next state for each state and token, whose bytes are `texts` (V)."""
+    """Returns (S, V) int64, the next state for each state and token."""
     lengths = np.array([len(text) for text in texts])
     order = np.argsort(-lengths, kind="stable")
     steps = np.repeat(np.arange(len(byte_steps))[:, None], len(texts), axis=1)

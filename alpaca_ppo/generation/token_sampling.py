@@ -15,29 +15,26 @@ _CPU_CHUNK = 2**16
 
 
 class Choice(NamedTuple):
-    """The chosen token of each row."""
+    """The chosen token of each row.
+
+    Attributes:
+        tokens: (N,) int64.
+        logprobs: (N,) float32 (float64 for float64 logits), in nats.
+    """
 
     tokens: Tensor
-    """(N,) int64."""
     logprobs: Tensor
-    """(N,) float32 (float64 for float64 logits), in nats."""
 
 
 def choose_tokens(
     logits: Tensor, uniforms: Tensor | None, *, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Choice:
-    """Returns a token for each row, drawn by its uniform number or the most likely one, and its log-prob.
+    """Returns a token for each row of `logits` (N, V), drawn by its uniform number, and its log-prob.
 
     A token is drawn with its probability under softmax(logits / temperature), renormalized over the tokens that top_k
     and then top_p keep (all tokens tied at the k-th place are kept). A token of probability zero is never drawn. If a
-    row of logits contains a NaN, its log-prob is NaN.
-
-    Args:
-        logits: (N, V), unchanged; computed in float32, or in float64 for float64 logits.
-        uniforms: (N,) float64 in (0, 1); None takes the most likely token.
-        temperature: > 0.
-        top_k: see `SamplingParams`.
-        top_p: see `SamplingParams`.
+    row of logits contains a NaN, its log-prob is NaN. Computed in float32, or in float64 for float64 logits.
+    `uniforms` are (N,) float64 in (0, 1); None takes the most likely token.
     """
     weights = _weights(logits, temperature)
     blocks = _Blocks(weights)
@@ -52,9 +49,9 @@ def choose_tokens(
 
 
 def _weights(logits: Tensor, temperature: float) -> Tensor:
-    """Returns exp((logits - their maximum) / temperature), in float32 or float64; reads and writes as little as it can.
+    """Returns exp((logits - their maximum) / temperature), in float32 or float64.
 
-    A vocabulary has up to 256k tokens, and on a CPU the time to choose one is that to move the bytes.
+    A vocabulary has up to 256k tokens, so on a CPU the time to choose one is that to move the bytes.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:
@@ -64,8 +61,8 @@ def _weights(logits: Tensor, temperature: float) -> Tensor:
 
 
 class _Blocks:
-    """Rows of non-negative weights (N, V) in blocks of _BLOCK_SIZE, the last padded with zeros, and the float64 sum of
-    each block.
+    """Rows of non-negative weights (N, V) in blocks of _BLOCK_SIZE, the last padded with zeros, and the float64 sums of
+    each block and of each row (`total`, (N,)).
 
     With a single cumulative sum over 128k tokens, float32 leaves a quarter of the tokens without any mass, and float64
     writes four times the bytes that it reads. Two levels, over the blocks and then within one, read the weights once.
@@ -82,7 +79,6 @@ class _Blocks:
             sums.append(last.sum(dim=-1, keepdim=True, dtype=torch.float64))
         self._sums = torch.cat(sums, dim=1)
         self.total = self._sums.sum(dim=-1)
-        """(N,) float64: the sum of each row."""
 
     def inverse_cdf(self, uniforms: Tensor) -> Tensor:
         """Returns (N,) int64: the first index at which a row's cumulative sum exceeds `uniforms` (N,) of its total."""
@@ -95,17 +91,14 @@ class _Blocks:
     def _block(self, block: Tensor) -> Tensor:
         """Returns the weights (N, _BLOCK_SIZE) of one block of each row, `block` (N,)."""
         size = self._weights.size(1)
-        if size % _BLOCK_SIZE == 0:
-            index = block[:, None, None].expand(-1, 1, _BLOCK_SIZE)
-            return self._weights.unflatten(1, (-1, _BLOCK_SIZE)).gather(1, index).squeeze(1)
         columns = (block * _BLOCK_SIZE).unsqueeze(1) + torch.arange(_BLOCK_SIZE, device=block.device)
         return self._weights.gather(1, columns.clamp_max(size - 1)).where(columns < size, 0.0)
 
 
 def _block_sums(blocks: Tensor) -> Tensor:
     """Returns the float64 sums (N, blocks) of `blocks` (N, blocks, _BLOCK_SIZE)."""
-    # torch's sum first copies its whole input to float64. On a CPU that is slow if the copy exceeds the cache, and more
-    # so the 32 MiB that malloc reuses; on CUDA more kernels would cost more.
+    # torch's sum first copies its whole input to float64. On a CPU that is slow if the copy exceeds the cache; on CUDA
+    # more kernels would cost more.
     if blocks.device.type != "cpu":
         return blocks.sum(dim=-1, dtype=torch.float64)
     chunk = max(1, _CPU_CHUNK // (len(blocks) * _BLOCK_SIZE))

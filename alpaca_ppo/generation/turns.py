@@ -16,62 +16,65 @@ class Pending(Enum):
     PENDING = "pending"
 
 
+# What a `TurnHandler` returns for a turn whose reply it does not know yet.
 PENDING = Pending.PENDING
-"""What a `TurnHandler` returns for a turn whose reply it does not know yet."""
 
+# None ends the response. Otherwise token ids that are appended, with `response_mask` False, because the policy did not
+# choose them; if there are none, the policy goes on after its own last token. Tokens beyond the width of the responses
+# are left out, and the response ends there.
 Reply = Sequence[int] | None
-"""None ends the response. Otherwise token ids that are appended; `response_mask` is False for them, because the policy
-did not choose them. An empty sequence lets the policy go on after its own last token. Tokens beyond the width of the
-responses are left out, and the response ends there."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the policy that has ended."""
+    """A turn of the policy that has ended.
+
+    Attributes:
+        row: b * n + j for sample j of prompt b.
+        response: token ids of the response so far, with what was appended to earlier turns.
+        response_mask: as long as `response`; True = a token the policy chose.
+        start: position of the turn's first token in `response`; the turn lasts to the end.
+        stopped: True = `StopRule` ended it, False = cut off after `Turns.max_turn_tokens` tokens.
+    """
 
     row: int
-    """Of the call: row b * n + j is sample j of prompt b."""
     response: list[int]
-    """Token ids of the response so far, with what was appended to earlier turns."""
     response_mask: list[bool]
-    """As long as `response`; True = a token the policy chose."""
     start: int
-    """Position of the turn's first token in `response`; the turn lasts to the end."""
     stopped: bool
-    """True = `StopRule` ended it, False = cut off after `Turns.max_turn_tokens` tokens."""
 
 
 class TurnHandler(Protocol):
     """Decides how a response goes on after a turn. An exception in it ends the sampling.
 
-    Responses must not depend on time: a reply may depend on `Turn.row` and the conversation, but not on the order of
-    calls.
+    A reply may depend on `Turn.row` and the conversation, but not on the order of calls.
     """
 
     def on_stop(self, turn: Turn) -> Reply | Pending:
-        """Returns the reply to a turn, or `PENDING`; the reply then comes from `ready`. All rows wait for this call. It
-        is not made for a response that ends here, by its width or by `Turns.max_policy_tokens`.
+        """Returns the reply to a turn, or `PENDING` if `ready` will return it. All rows wait for this call. It is not
+        made for a response that ends here by its width or by `Turns.max_policy_tokens`.
         """
         ...
 
     def ready(self, timeout: float) -> Sequence[tuple[int, Reply]]:
-        """Returns the replies to pending turns that have come since the last call, each with its row.
-
-        Args:
-            timeout: seconds to wait if there is no reply; 0 while other rows are sampled.
+        """Returns the replies to pending turns since the last call, each with its row; waits up to `timeout` seconds
+        for one.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How responses of several turns are sampled. `truncate_after` counts tokens of the turn."""
+    """How responses of several turns are sampled. `truncate_after` counts tokens of the turn.
+
+    Attributes:
+        max_turn_tokens: the most tokens of a turn; None sets no limit.
+        max_policy_tokens: the most tokens of a response that the policy chooses, in all turns; None sets no limit.
+    """
 
     handler: TurnHandler
     max_turn_tokens: int | None = None
-    """The most tokens of a turn; None sets no limit."""
     max_policy_tokens: int | None = None
-    """The most tokens of a response that the policy chooses, in all turns together; None sets no limit."""
 
     def check(self) -> None:
         """Raises ValueError if a limit is less than 1."""
@@ -81,12 +84,8 @@ class Turns:
                 raise ValueError(f"{name} ({limit}) must be at least 1; None sets no limit")
 
     def limit(self, *, position: int, chosen: int, width: int) -> int:
-        """The response position before which a turn that begins at `position` must end.
-
-        Args:
-            position: of the turn's first token.
-            chosen: tokens that the policy chose in earlier turns.
-            width: of the responses.
+        """The response position before which a turn that begins at `position` must end, with `chosen` tokens of the
+        policy in earlier turns and responses of `width` tokens.
         """
         ends = [width]
         if self.max_turn_tokens is not None:
@@ -96,10 +95,8 @@ class Turns:
         return min(ends)
 
     def replies(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
-        """Yields what `handler.ready` returns; the caller removes each row from `pending`.
-
-        Raises:
-            ValueError: for a reply to a row that is not pending.
+        """Yields what `handler.ready` returns; the caller removes each row from `pending`. Raises ValueError for a
+        reply to another row.
         """
         for row, reply in self.handler.ready(timeout):
             if row not in pending:
@@ -111,11 +108,7 @@ class Turns:
 
 
 def check_reply(reply: Reply, row: int, vocabulary: int) -> list[int] | None:
-    """Returns `reply` as a list.
-
-    Raises:
-        ValueError: if it is neither None nor token ids below `vocabulary`.
-    """
+    """Returns `reply` as a list; raises ValueError if it is neither None nor token ids below `vocabulary`."""
     if reply is None:
         return None
     if isinstance(reply, str) or not isinstance(reply, Sequence):

@@ -54,20 +54,19 @@ class VLLMBackend(Backend):
             check_url("vllm_urls", url)
         if not self._urls:
             check_options(args)
+        # From which this process samples: those of `vllm_urls`, or `_local`, which it starts.
         self.servers: list[Server] = []
-        """From which this process samples."""
         self._local: LocalServer | None = None
-        """The server that this process starts; None with `vllm_urls`."""
         self._publications = 0
         # What `_prepare` finds out; `_writes`: whether this process writes the files.
         self._writes, self._folder, self._dtype, self._lora_rank = True, Path(), torch.float32, 0
         self._guard: ServerProcess | None = None
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:
-        """Gives the servers the policy's weights, each time as another version.
+        """Gives the servers the policy's weights as a new version.
 
         Raises:
-            ValueError: if this process has no room for them, or a server does not load them.
+            ValueError: if there is no room for them, or a server does not load them.
             RuntimeError: if that happened on another process.
         """
         number, adapted = self._publications, policy.adapters is not None
@@ -90,9 +89,7 @@ class VLLMBackend(Backend):
         self.half_precision = any(server.half_precision for server in self.servers)
 
     def _prepare(self, policy: Policy) -> None:
-        """Finds out what the policy needs and which processes are on this machine, and makes the folder of the weights
-        and the servers. All ranks must call this.
-        """
+        """Makes the folder of the weights and the servers. All ranks must call this."""
         files.check_policy(policy)
         args, state, device = self.args, PartialState(), policy.model.device
         self._dtype = getattr(torch, args.vllm_dtype or ("bfloat16" if args.bf16 else str(policy.model.dtype)[6:]))
@@ -118,15 +115,14 @@ class VLLMBackend(Backend):
             servers = deque(map(Server, self._urls))
             servers.rotate(-place)
             self.servers = list(servers)
+            with raise_on_all_ranks(state):
+                together(server.check(self._folder, lora=self._lora_rank > 0) for server in servers)
         else:
             self._local = LocalServer(args, self._folder, self._dtype, self._lora_rank, device)
             self.servers = [self._local]
-        with raise_on_all_ranks(state):
-            if self._urls:
-                together(server.check(self._folder, lora=self._lora_rank > 0) for server in self.servers)
 
     def _load(self, new: Publication) -> None:
-        """Loads weights into the server of this process, or the first process of a machine into those of all."""
+        """Loads weights into the server of this process, or, on the first process of a machine, into `vllm_urls`."""
         if self._local is not None and self._local.has_ended():
             self._local.start(new, poll=lambda: None)
             return
@@ -142,7 +138,7 @@ class VLLMBackend(Backend):
             together(server.wake() for server in self.servers)
 
     def sleep(self) -> None:
-        """Only a server that was started here shares this process's GPU."""
+        """Only for a server that shares this process's GPU."""
         if self._local is not None and self._local.device.type == "cuda":
             together([self._local.sleep()])
 

@@ -28,11 +28,7 @@ class LocalServer(Server):
         self._process: ServerProcess | None = None
 
     def start(self, new: Publication, poll: Callable[[], Any]) -> None:
-        """Starts the server on the weights `new`; calls `poll` meanwhile.
-
-        Raises:
-            ValueError: see `ServerProcess.wait`.
-        """
+        """Starts the server on the weights `new`, as `ServerProcess.wait` does."""
         if self._process is not None:
             self._process.stop()
         torch.cuda.empty_cache()
@@ -47,7 +43,7 @@ class LocalServer(Server):
         together([self.load(new)])
 
     def restart(self, poll: Callable[[], Any]) -> None:
-        """Starts a server that has ended again, on the weights that it had loaded; calls `poll` meanwhile."""
+        """Starts a server that has ended again, on the weights that it had loaded."""
         assert self.loaded is not None
         warnings.warn(f"the vLLM server has ended ({self.reason()}), and is started again", stacklevel=2)
         self.start(self.loaded, poll)

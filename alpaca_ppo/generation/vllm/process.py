@@ -20,26 +20,22 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.vllm import watchdog
 from alpaca_ppo.generation.vllm.server import MODEL, check_version
 
+# Long enough to read a large model from a slow disk.
 START_SECONDS = 1800.0
-"""Long enough to read a large model from a slow disk."""
 _POLL_SECONDS = 0.2
+# Not for `vllm_args`.
 _RESERVED_FLAGS = "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization".split()
-"""Not for `vllm_args`."""
+# With these, a server would take itself for a rank of the run, or use the run's libraries.
 _LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|PMI|OMPI|MV2|CROSS)_.*"
     r"|GROUP_WORLD_SIZE|ROLE_NAME|PYTHON(PATH|HOME)|VIRTUAL_ENV"
 )
-"""With these, a server would take itself for a rank of the run, or use the run's libraries."""
 _ERROR = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception): \S.*)$")
 _CONSEQUENCE = re.compile("EngineDeadError|root cause|Engine core initialization failed|Tokenizer not available")
 
 
 def check_options(args: PPOConfig) -> None:
-    """Checks the options with which servers are started.
-
-    Raises:
-        ValueError: without an interpreter that has a tested version of vLLM; for a flag that the run sets itself.
-    """
+    """Raises ValueError for options that start no server of a tested version, or a flag that the run sets itself."""
     python, remedy = args.vllm_python, "alpaca-ppo vllm-env DIR makes one"
     if python is None:
         raise ValueError("vllm_python and vllm_urls are null, but generation_backend vllm needs one; see docs/vllm.md")
@@ -60,7 +56,7 @@ def check_options(args: PPOConfig) -> None:
 def server_command(
     args: PPOConfig, model: Path, socket: Path, dtype: torch.dtype, lora_rank: int, device: torch.device
 ) -> list[str]:
-    """The command of a server of `model` with adapters up to `lora_rank`, which listens on `socket`."""
+    """The command of a server of `model`, with adapters up to `lora_rank`, on `socket`."""
     assert args.vllm_python is not None
     words = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(socket), "--model", str(model)]
     words += ["--served-model-name", MODEL, "--dtype", str(dtype)[6:], "--max-model-len", str(args.longest_row)]
@@ -78,7 +74,7 @@ def server_command(
 
 
 def server_variables(device: torch.device, folder: Path) -> dict[str, str]:
-    """The environment variables of a server on `device`, with temporary files in `folder`, beyond this process's."""
+    """Further environment variables of a server on `device`, with temporary files in `folder`."""
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     variables |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
     if device.type != "cuda":
@@ -96,13 +92,8 @@ def environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 class ServerProcess:
-    """A server, and the watchdog that ends it with this process.
-
-    Args:
-        command: of the server; empty for the watchdog alone.
-        variables: of its environment, beyond this process's.
-        log: gets its output.
-        folders: removed by the watchdog after this process.
+    """A server, whose output goes to `log`, and the watchdog that ends it with this process, and then removes
+    `folders`. An empty `command` starts the watchdog alone. `variables` are added to the environment of this process.
     """
 
     def __init__(
@@ -129,11 +120,7 @@ class ServerProcess:
         return self._process.returncode is not None
 
     def wait(self, ready: Callable[[], bool], poll: Callable[[], Any]) -> None:
-        """Waits until the server is `ready`; calls `poll` meanwhile.
-
-        Raises:
-            ValueError: if it ends before that, with the last error in its log, or takes too long.
-        """
+        """Waits until the server is `ready`; calls `poll` meanwhile. Raises ValueError if it ends or takes too long."""
         until = time.monotonic() + START_SECONDS
         while not ready():
             poll()
@@ -154,7 +141,7 @@ class ServerProcess:
 
 
 def _stop(process: subprocess.Popen[bytes], owner: int, folders: Sequence[Path]) -> None:
-    """Ends the server and its watchdog; a forked child of this process leaves both alone."""
+    """Ends the server and its watchdog, unless called in a forked child of this process."""
     if os.getpid() != owner:
         return
     process.terminate()

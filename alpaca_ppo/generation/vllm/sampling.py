@@ -1,7 +1,7 @@
 """The rows of one call of the sampler, each of which sends one request after the other until its response has ended.
 
-A turn is a new request with all tokens so far, whose beginning the server has in its cache. A token depends on the
-row's key and the position at which its request begins, never on other rows, their order or the server.
+A request has all tokens so far, whose beginning the server has in its cache. A token depends on the row's key and the
+position at which its request begins, never on other rows, their order or the server.
 """
 
 from collections.abc import Sequence
@@ -14,25 +14,29 @@ from transformers import PreTrainedModel
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, RowCalls
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation.backends import GenerateOptions
-from alpaca_ppo.generation.responses import Generation, SamplingParams, StopRule, unpadded
+from alpaca_ppo.generation.responses import Generation, SamplingParams, StopRule, unfilled, unpadded
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, check_reply
 from alpaca_ppo.generation.vllm.local_server import LocalServer
 from alpaca_ppo.generation.vllm.server import Server, request_params
 from alpaca_ppo.http_json import RequestFailed
 from alpaca_ppo.types import PromptBatch
 
+# At a time; a server queues those that it cannot decode at once.
 _MOST_REQUESTS = 256
-"""At a time; a server queues those that it cannot decode at once."""
+# Seconds after which `before_token` is called again.
 _WAIT = 0.05
-"""Seconds after which `before_token` is called again."""
+# Seconds until a request that has failed is made again.
 RETRY_DELAYS = (0.5, 2.0, 8.0)
-"""Seconds until a request that has failed is made again."""
+# Tokens of a request where the server, which knows stop tokens alone, would sample beyond the end of a turn.
 _PIECE = 64
-"""Tokens of a request where the server, which knows stop tokens alone, would sample beyond the end of a turn."""
 
 
 @dataclass
 class _Row:
+    """A response so far; `chosen` counts the policy's tokens in earlier turns, `failures` those of its request, and
+    `matched` is the state of `StopStrings.advance`.
+    """
+
     index: int
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -40,12 +44,9 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     turn_start: int = 0
     chosen: int = 0
-    """Tokens that the policy chose in earlier turns."""
     stopped: bool = False
     failures: int = 0
-    """Of its request."""
     matched: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
-    """The state of `StopStrings.advance`."""
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float], *, chosen: bool) -> None:
         self.tokens += tokens
@@ -54,8 +55,8 @@ class _Row:
 
 
 class Sampling:
-    """Samples the responses of one call of `Backend.generate`, on `servers` that have the policy's weights; `timeout`,
-    of a request, is in seconds. The servers decide how many rows they decode at once.
+    """Samples the responses of one call of `Backend.generate`. The servers decide how many rows they decode at once;
+    `timeout`, of a request, is in seconds.
     """
 
     def __init__(
@@ -72,24 +73,18 @@ class Sampling:
         self._rule = StopRule(params, torch.device("cpu"))
         self._request = request_params(params, self._rule)
         self._keys = params.random_keys(prompts["prompt_ids"]).cpu()
-        rows, width, n = len(self._keys), params.max_new_tokens, params.num_return_sequences
+        rows, n = len(self._keys), params.num_return_sequences
         tokens = unpadded(prompts)
         self._rows = [_Row(i, tokens[i // n]) for i in range(rows)]
         self._calls = RowCalls(most=_MOST_REQUESTS)
+        # Rows whose responses are not complete, and those of them that wait for a reply instead of for a server.
         self._unfinished = set(range(rows))
-        """Rows whose responses are not complete."""
         self._pending: set[int] = set()
-        """Those of them that wait for the reply to a turn; the others wait for a server."""
         self._restarted = False
-        self._out = Generation(
-            responses=torch.full((rows, width), params.pad_token_id),
-            response_mask=torch.zeros(rows, width, dtype=torch.bool),
-            logprobs=torch.zeros(rows, width),
-            stopped=torch.zeros(rows, dtype=torch.bool),
-        )
+        self._out = unfilled(params, rows)
 
     def run(self) -> Generation:
-        """Samples every row to its end. An exception abandons all requests; the servers then give them up, too."""
+        """Samples every row to its end. An exception abandons all requests, also on the servers."""
         try:
             for row in self._rows:
                 self._send(row)
@@ -143,11 +138,7 @@ class Sampling:
             self._append_sampled(row, *call.value)
 
     def _restart_ended(self) -> None:
-        """Starts the server of this process again if it has ended.
-
-        Raises:
-            ValueError: if it has been started again before in this call, or cannot be.
-        """
+        """Starts the server of this process again if it has ended; raises ValueError if that is the second time."""
         for server in self._servers:
             if isinstance(server, LocalServer) and server.has_ended():
                 if self._restarted:

@@ -13,32 +13,30 @@ from alpaca_ppo.config.names import shown_url
 from alpaca_ppo.generation.responses import SamplingParams, StopRule
 from alpaca_ppo.http_json import RequestFailed, ask_json
 
+# The versions that were tried: others have different routes and fields, or reset less after new weights.
 VERSIONS = "0.32"
-"""The versions that were tried: others have different routes and fields, or reset less after new weights."""
+# The name under which servers that this package starts serve the model.
 MODEL = "policy"
-"""The name under which servers that this package starts serve the model."""
 _ASK_SECONDS, _LOAD_SECONDS = 60.0, 1800.0
+# Attempts to empty the prefix cache, a tenth of a second apart: abandoned requests may still hold blocks of it.
 _RESETS = 50
-"""Attempts to empty the prefix cache, a tenth of a second apart: abandoned requests may still hold blocks of it."""
+# What vLLM sends for a log-prob that is not finite.
 _NOT_FINITE = -9999.0
-"""What vLLM sends for a log-prob that is not finite."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights as files."""
+    """Weights as files: the folder of a whole model, which is the policy or the base of its `adapter`, and that of the
+    adapter.
+    """
 
     version: str
     model: Path
-    """Folder of a whole model: the policy, or the base of its adapter."""
     adapter: Path | None = None
-    """Folder of the policy's adapter."""
 
 
 def request_params(params: SamplingParams, rule: StopRule) -> dict[str, Any]:
-    """The settings of `params` under vLLM's names, without a limit and a seed. An answer includes the stop token that
-    ends it.
-    """
+    """The settings of `params` under vLLM's names. An answer includes the stop token that ends it."""
     # 0 takes the likeliest token, whatever top_k and top_p are.
     temperature = params.temperature if params.do_sample else 0.0
     choice = {"temperature": temperature, "top_k": params.top_k or -1, "top_p": params.top_p or 1.0}
@@ -68,11 +66,7 @@ class Server:
         self.asleep = False
 
     async def ask(self, path: str, body: Any = None, **options: Any) -> Any:
-        """What the server answers; a body, even an empty one, is posted. `options` are keywords of `ask_json`.
-
-        Raises:
-            RequestFailed: see there.
-        """
+        """What the server answers; see `ask_json`."""
         content = None if body is None else json.dumps(body).encode()
         options = {"seconds": _ASK_SECONDS, "max_bytes": 2**24, **options}
         return await ask_json(self._url + path, content, key_variable="VLLM_API_KEY", socket=self._socket, **options)
@@ -82,11 +76,8 @@ class Server:
         return not isinstance(await_all([self.ask("/version")])[0], RequestFailed)
 
     async def check(self, folder: Path | None, *, lora: bool) -> None:
-        """Checks how the server was started.
-
-        Args:
-            folder: of the weights, which must be visible to a server that was not started here.
-            lora: whether adapters will be loaded.
+        """Checks how the server was started, that it can load adapters if `lora`, and that it sees the `folder` of the
+        weights, if given.
 
         Raises:
             ValueError: for an untested version or a missing flag, or if it does not see `folder`.
@@ -118,11 +109,8 @@ class Server:
                 ) from error
 
     async def load(self, new: Publication) -> None:
-        """Loads weights, and empties the cache of what older ones computed.
-
-        Raises:
-            RequestFailed: see there.
-            ValueError: if requests of others keep the cache filled.
+        """Loads weights, and empties the cache of what older ones computed. Raises ValueError if requests of others
+        keep it filled.
         """
         old = self.loaded
         if old is None or old.model != new.model:
@@ -161,12 +149,7 @@ class Server:
         self, tokens: list[int], params: dict[str, Any], *, delay: float = 0.0
     ) -> tuple[list[int], list[float]]:
         """The tokens that the loaded weights sample after `tokens`, of prompt and response, and their log-probs in
-        nats.
-
-        Args:
-            tokens: at least one.
-            params: `request_params`, `max_tokens` and `seed`, which determine the result.
-            delay: seconds until the request is made.
+        nats. `params` are `request_params`, `max_tokens` and `seed`; the request is made after `delay` seconds.
 
         Raises:
             RequestFailed: see there.
@@ -186,10 +169,8 @@ class Server:
 
 
 def _parsed(found: Any, params: dict[str, Any], version: str) -> tuple[list[int], list[float]]:
-    """The tokens and log-probs of an answer.
-
-    Raises:
-        ValueError: if it does not fit a request with `params` to weights of `version`; other errors for another form.
+    """The tokens and log-probs of an answer; raises ValueError if it does not fit a request with `params` to weights of
+    `version`, other errors for another form.
     """
     most, stops = params["max_tokens"], params["stop_token_ids"]
     (choice,) = found["choices"]

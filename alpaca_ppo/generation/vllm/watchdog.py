@@ -1,10 +1,9 @@
-"""A program that runs a server, and ends it once the process that started this program has ended in any way; then it
-removes that process's folders. It uses the standard library alone.
+"""A program that runs a server, and ends it once its own parent process has ended in any way; then it removes that
+process's folders. It uses the standard library alone.
 
     python watchdog.py PARENT FOLDERS COMMAND
 
-`FOLDERS` and `COMMAND` are JSON lists; an empty command starts no server. The program leads a session, to which all
-processes of the server belong.
+`FOLDERS` and `COMMAND` are JSON lists; an empty command starts no server. The program leads the session of the server.
 """
 
 import json
@@ -18,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _POLL_SECONDS = 0.2
+# That a server may take to end after SIGTERM.
 _END_SECONDS = 10.0
-"""That a server may take to end after SIGTERM."""
 
 
 def watch(parent: int, folders: list[str], command: list[str]) -> int:
@@ -39,7 +38,7 @@ def watch(parent: int, folders: list[str], command: list[str]) -> int:
 
 
 def end_session(leader: int) -> None:
-    """Ends the other processes of a session, by SIGTERM first, so that they free their shared memory."""
+    """Ends the other processes of a session, by SIGTERM first: they free their shared memory."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in _others(leader):
             with suppress(OSError):
@@ -50,13 +49,11 @@ def end_session(leader: int) -> None:
 
 
 def _others(leader: int) -> list[int]:
-    """The other live processes of the session, without Python's tracker of shared memory, which cleans up after the
-    others and then ends.
-    """
+    """The other live processes of the session, except Python's tracker of shared memory, which ends after them."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            # After the name, which may hold blanks: the state, the parent, the group, the session.
+            # After the name, which may hold blanks: state, parent, group, session.
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             others = int(session) == leader != int(folder.name) and state != "Z"
             if others and b"resource_tracker" not in (folder / "cmdline").read_bytes():

@@ -25,11 +25,7 @@ MEMORY = Path("/dev/shm")
 
 
 def check_policy(policy: Policy) -> None:
-    """Checks that vLLM can compute the policy.
-
-    Raises:
-        ValueError: names what it cannot.
-    """
+    """Raises ValueError for a policy that vLLM cannot compute."""
     config: Any = None if policy.adapters is None else policy.adapters.config_of(POLICY)
     problem = ""
     if type(policy).outputs_from_states is not Policy.outputs_from_states:
@@ -42,10 +38,8 @@ def check_policy(policy: Policy) -> None:
 
 def make_folder(shared: Path | None, size: int) -> Path:
     """Returns a new folder with room for two versions of `size` bytes: in memory, on disk if that is full, or in
-    `shared`, which servers on other machines see. An empty file of weights in it lets a server show that it sees it.
-
-    Raises:
-        ValueError: if there is no room.
+    `shared`, which servers on other machines see. It has an empty file of weights, by which `Server.check` finds out
+    whether a server sees it. Raises ValueError if there is no room.
     """
     places = [MEMORY, Path(tempfile.gettempdir())] if shared is None else [shared]
     room = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
@@ -62,8 +56,8 @@ def make_folder(shared: Path | None, size: int) -> Path:
 
 
 def bytes_of(policy: Policy, dtype: torch.dtype) -> int:
-    """The bytes of the policy's model in `dtype`."""
-    # The policy's own parameters may be shards. A tied head is counted, because it may be written.
+    """The bytes of the policy's model in `dtype`, with a tied head, which may be written."""
+    # The policy's own parameters may be shards.
     with torch.device("meta"):
         whole = type(policy.model)(policy.model.config)
     return sum(tensor.numel() for _, tensor in whole.named_parameters(remove_duplicate=False)) * dtype.itemsize
@@ -95,7 +89,7 @@ def write_adapter(folder: Path, policy: Policy, tensors: dict[str, Tensor]) -> N
 
 
 def copied(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
-    """Iterates over all of `weights`; returns copies on the CPU if `keep`, floating-point ones as `dtype`."""
+    """Reads all `weights`; returns copies on the CPU if `keep`, floating-point ones as `dtype`."""
     copies: dict[str, Tensor] = {}
     for name, tensor in weights:
         if keep:
