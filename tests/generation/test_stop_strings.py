@@ -205,7 +205,7 @@ def test_a_string_that_begins_in_one_turn_is_not_completed_in_the_next(free: Any
 
 
 def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"stop_strings is \['a', ''\]; .* at least 1 character"):
+    with pytest.raises(ValueError, match=r"stop_strings is \['a', ''\]; .*length 1 or more"):
         PPOConfig(stop_strings=["a", ""])
 
 
