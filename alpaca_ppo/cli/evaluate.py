@@ -15,9 +15,9 @@ from alpaca_ppo.config.script_arguments import MEASURED, LoraArguments, ScriptAr
 from alpaca_ppo.evaluation.results import results_text
 from alpaca_ppo.library_output import say_loading
 
+# The groups of options that an evaluation reads, and options of other groups.
 _GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")
 _MORE_OPTIONS = "seed dtype reference load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
-"""The groups of options that an evaluation reads, and options of other groups."""
 
 
 @dataclass(frozen=True)
