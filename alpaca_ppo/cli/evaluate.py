@@ -24,22 +24,17 @@ _MORE_OPTIONS = "seed dtype reference load_in_4bit trust_remote_code rollout_per
 class EvaluateArguments(ScriptArguments):
     """What `alpaca-ppo evaluate` loads, which may be the configuration of a training run."""
 
-    model_name_or_path: str = argument(
-        "",
-        "Model that the run started from, to which the KL is measured unless `reference` names another.",
-        group="Models, rewards and data",
-    )
-    dataset_name: str = argument(
-        "", "Dataset whose dataset_test_split is evaluated on, unless eval_dataset_name or eval_datasets is given."
-    )
-    model: str = argument(
-        "",
-        "Model to evaluate: a folder or hub id, of an adapter too, or a run's folder (its final/policy); by default "
-        "model_name_or_path, which model stands for in a file. One of them is required.",
-        group="Evaluate",
-    )
-    results_dir: str = argument("outputs/evaluation", "Folder for results.json, answers.jsonl and the tables.")
-    overwrite: bool = argument(False, "Replace the results of an earlier evaluation in results_dir.")
+    model_name_or_path: str = argument("", group="Models, rewards and data")
+    """Model that the run started from, to which the KL is measured unless `reference` names another."""
+    dataset_name: str = ""
+    """Dataset whose dataset_test_split is evaluated on, unless eval_dataset_name or eval_datasets is given."""
+    model: str = argument("", group="Evaluate")
+    """Model to evaluate: a folder or hub id, of an adapter too, or a run's folder (its final/policy); by default
+    model_name_or_path, which model stands for in a file. One of them is required."""
+    results_dir: str = "outputs/evaluation"
+    """Folder for results.json, answers.jsonl and the tables."""
+    overwrite: bool = False
+    """Replace the results of an earlier evaluation in results_dir."""
 
     required = (("model", "model_name_or_path"),)
     needed_objects = MEASURED
