@@ -7,7 +7,6 @@ without importing torch; the code is attached where it is written. A user's file
 Fixed sets of values that both the configuration and the code check are types here.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar, get_args
 
@@ -26,7 +25,6 @@ DppoDivergence = Literal["tv", "kl"]
 """What bounds a token's change; see `functional.dppo_policy_loss`."""
 
 
-@dataclasses.dataclass
 class Registry(Generic[T]):
     """The valid names of one option, and the code behind each.
 
@@ -37,14 +35,12 @@ class Registry(Generic[T]):
         built_in: the names declared here.
     """
 
-    field: str
-    traits: dict[str, dict[str, Any]]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    built_in: tuple[str, ...] = dataclasses.field(init=False)
-    _targets: dict[str, T] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.built_in = tuple(self.traits)
+    def __init__(
+        self, field: str, traits: dict[str, dict[str, Any]], defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        self.field, self.traits, self.defaults = field, traits, defaults or {}
+        self.built_in = tuple(traits)
+        self._targets: dict[str, T] = {}
 
     @property
     def names(self) -> tuple[str, ...]:

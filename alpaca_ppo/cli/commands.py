@@ -30,9 +30,9 @@ TRACEBACK = "--traceback"
 _SHOW = "ALPACA_PPO_TRACEBACK"
 MISTAKE = 2
 """The exit status after a mistake of the user, as argparse's."""
+# Seconds after which ranks other than 0 report a mistake. Most mistakes are found by all ranks at once: rank 0 reports
+# it, and the launcher then ends the others.
 _OTHER_RANKS_WAIT = 20.0
-"""Seconds after which ranks other than 0 report a mistake. Most mistakes are found by all ranks at once: rank 0 reports
-it, and the launcher then ends the others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,12 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {close[0]}?" if close else ""
         print(f"error: there is no subcommand {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return MISTAKE
-
-    def import_and_call(words: Sequence[str]) -> int:
-        return int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words))
-
-    # Ctrl-C during the import, which may take seconds, is handled too.
-    return exit_status(import_and_call, words)
+    # Imported within the call, because the import may take seconds, in which Ctrl-C is handled too.
+    return exit_status(lambda words: int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)), words)
 
 
 def usage() -> str:

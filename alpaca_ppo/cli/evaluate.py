@@ -15,31 +15,26 @@ from alpaca_ppo.config.script_arguments import MEASURED, LoraArguments, ScriptAr
 from alpaca_ppo.evaluation.results import results_text
 from alpaca_ppo.library_output import say_loading
 
+# The groups of options that an evaluation reads, and options of other groups.
 _GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")
 _MORE_OPTIONS = "seed dtype reference load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
-"""The groups of options that an evaluation reads, and options of other groups."""
 
 
 @dataclass(frozen=True)
 class EvaluateArguments(ScriptArguments):
     """What `alpaca-ppo evaluate` loads, which may be the configuration of a training run."""
 
-    model_name_or_path: str = argument(
-        "",
-        "Model that the run started from, to which the KL is measured unless `reference` names another.",
-        group="Models, rewards and data",
-    )
-    dataset_name: str = argument(
-        "", "Dataset whose dataset_test_split is evaluated on, unless eval_dataset_name or eval_datasets is given."
-    )
-    model: str = argument(
-        "",
-        "Model to evaluate: a folder or hub id, of an adapter too, or a run's folder (its final/policy); by default "
-        "model_name_or_path, which model stands for in a file. One of them is required.",
-        group="Evaluate",
-    )
-    results_dir: str = argument("outputs/evaluation", "Folder for results.json, answers.jsonl and the tables.")
-    overwrite: bool = argument(False, "Replace the results of an earlier evaluation in results_dir.")
+    model_name_or_path: str = argument("", group="Models, rewards and data")
+    """Model that the run started from, to which the KL is measured unless `reference` names another."""
+    dataset_name: str = ""
+    """Dataset whose dataset_test_split is evaluated on, unless eval_dataset_name or eval_datasets is given."""
+    model: str = argument("", group="Evaluate")
+    """Model to evaluate: a folder or hub id, of an adapter too, or a run's folder (its final/policy); by default
+    model_name_or_path, which model stands for in a file. One of them is required."""
+    results_dir: str = "outputs/evaluation"
+    """Folder for results.json, answers.jsonl and the tables."""
+    overwrite: bool = False
+    """Replace the results of an earlier evaluation in results_dir."""
 
     required = (("model", "model_name_or_path"),)
     needed_objects = MEASURED

@@ -16,8 +16,8 @@ from alpaca_ppo.config.run_file import IN_MEMORY, PROVENANCE
 from alpaca_ppo.library_output import say_loading
 
 _FORM = ("prompt_template", "user_template", "system_prompt", "chat_template_kwargs")
+# In tokens; more than any model reads, so that no prompt is dropped here.
 _LONGEST_PROMPT = 1_000_000
-"""In tokens; more than any model reads, so that no prompt is dropped here."""
 
 
 def sample(argv: Sequence[str]) -> int:

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alpaca_ppo.cli.launch import LaunchArguments, launch, split_flags
+from alpaca_ppo.config import TRAINING_ARGUMENTS, LoraArguments
 from alpaca_ppo.config.parser import parse_options
-from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.library_output import say_loading
 
 PROG = "alpaca-ppo train"
-_TYPES = [ScriptArguments, LoraArguments, PPOConfig]
+# The options that `--help` shows.
 _COMMON = """
     num_processes model_name_or_path reward_model_name_or_path reward_funcs environments tools dataset_name
     eval_dataset_name resume_from_checkpoint use_peft output_dir report_to save_steps eval_steps query_len prompt_column
@@ -20,19 +19,18 @@ _COMMON = """
     response_len temperature adv_estimator policy_loss cliprange kl_coef critic_layout learning_rate
     critic_learning_rate
 """.split()
-"""The options that `--help` shows."""
 
 
 def train(argv: Sequence[str]) -> int:
     """Trains with PPO, in this process or in those that it starts."""
     launcher, rest = split_flags(argv)
     if {"--help", "-h", "--help-all", "--help_all"} & set(rest):
-        parse_options([LaunchArguments, *_TYPES], rest, prog=PROG, common=_COMMON)
+        parse_options([LaunchArguments, *TRAINING_ARGUMENTS], rest, prog=PROG, common=_COMMON)
     if launcher is None:
         run_training(rest)
         return 0
     # Errors of the options are reported here once, before processes start.
-    script_args, _, args = parse_options(_TYPES, rest, prog=PROG).instances
+    script_args, _, args = parse_options(TRAINING_ARGUMENTS, rest, prog=PROG).instances
     script_args.check_before_loading(args)
     return launch(launcher, rest)
 
@@ -69,7 +67,7 @@ def _help_of_supervised(types: Sequence[type], prog: str, argv: Sequence[str]) -
 
 def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Trains with the options in `argv` (default: the command line), and returns the last step's metrics."""
-    parsed = parse_options(_TYPES, argv, prog=PROG)
+    parsed = parse_options(TRAINING_ARGUMENTS, argv, prog=PROG)
     script_args, lora, args = parsed.instances
     record = Path(args.output_dir).resolve() / "run.yaml"
     for name, content in parsed.config_files.items():

@@ -17,6 +17,7 @@ REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 LENGTHS = ("total_epochs", "total_episodes", "max_steps")
 """The length of a run: at most one may be set; on the command line, a later one replaces an earlier one."""
 
+# For each option that is passed on to another library: the arguments that it may not hold, by what to do instead.
 _REFUSED_KEYWORDS = {
     "chat_template_kwargs": {
         "the run sets it itself": "conversation messages tokenize add_generation_prompt continue_final_message "
@@ -38,7 +39,6 @@ _REFUSED_KEYWORDS = {
         "the run sets it itself": "config state_dict num_labels use_safetensors output_loading_info",
     },
 }
-"""For each option that is passed on to another library: the arguments that it may not hold, by what to do instead."""
 
 
 def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:

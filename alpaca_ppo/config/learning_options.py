@@ -23,16 +23,13 @@ _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
 CRITIC_RATE_RATIO = 3
 """The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
 
-Share = Annotated[float, Field(ge=0, le=1)]
 WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
-"""Optimizer steps or, below 1, their share of all."""
 
 
 class RiskLevel(NamedTuple):
-    """The mean of the distribution of returns, or of one of its tails."""
+    """The mean of the distribution of returns (`alpha` None), or of its tail with the probability `alpha` in (0, 1]."""
 
     alpha: float | None
-    """The probability of the tail, in (0, 1]; None for the mean."""
     tail: CVaRTail
 
     @classmethod
@@ -63,7 +60,7 @@ class LearningOptions(RunOptions):
     """Discount per token."""
     lam: float = argument(0.95, ge=0, le=1, needs=(_CRITIC, unless("lam_policy") | unless("lam_critic")))
     """Lambda of GAE, where lam_policy and lam_critic do not replace it."""
-    lam_policy: Share | Literal["adaptive"] | None = argument(None, needs=_CRITIC)
+    lam_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] | None = argument(None, needs=_CRITIC)
     """Lambda of GAE's advantages; adaptive (VAPO) is max(0, 1 - 1 / (lam_alpha * length)) per response; null = lam."""
     lam_critic: float | None = argument(None, ge=0, le=1, needs=_CRITIC)
     """Lambda of GAE's returns, which the critic learns; 1 = no bootstrapping (VC-PPO); null = lam."""

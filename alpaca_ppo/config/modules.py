@@ -11,8 +11,8 @@ from typing import Any
 
 from alpaca_ppo.config.names import did_you_mean
 
+# The names of the modules that were loaded here.
 _LOADED: set[str] = set()
-"""The names of the modules that were loaded here."""
 
 
 def import_modules(names: Sequence[str]) -> None:

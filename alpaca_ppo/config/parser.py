@@ -29,8 +29,8 @@ _SOURCES = {
     "preset": "NAME: options by the name of a preset, read as such a file: {}.",
 }
 HELP = ("help", "help_all")
+# Other names of options: those of the arguments in Python.
 _ALIASES = {"model": "model_name_or_path"}
-"""Other names of options: those of the arguments in Python."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,10 @@ class ParsedOptions:
 
 
 def parse_args(
-    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, *, prog: str | None = None, epilog: str = ""
+    dataclass_types: Sequence[type], argv: Sequence[str] | None = None, *, prog: str | None = None
 ) -> tuple[Any, ...]:
     """The instances of `parse_options`."""
-    return parse_options(dataclass_types, argv, prog=prog, epilog=epilog).instances
+    return parse_options(dataclass_types, argv, prog=prog).instances
 
 
 def parse_options(

@@ -25,10 +25,9 @@ from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
 _CHUNK = 1000
+# The entry of a tokenizer's configuration for the `wording` on which its model was trained.
 _WORDING = "prompt_wording"
-"""The entry of a tokenizer's configuration for the `wording` on which its model was trained."""
 _NOT_TEXT = ("image", "images", "pixel_values", "video", "videos")
-"""Columns for models with vision."""
 
 
 @dataclass(eq=False)
@@ -38,18 +37,20 @@ class PromptDataset(Sequence[dict[str, Any]]):
     `ds[i]` is `{"input_ids": list[int], "row": dict}`; i is the `prompt_id` that keys the prompt's random numbers.
     `row` holds every column, and in `prompt` the text or messages before tokenization. Token ids are kept in memory,
     rows in the dataset.
+
+    Attributes:
+        wording: `PromptForm.wording` of the first row.
+        fingerprint: a hash of the token ids and of all columns.
+        num_cut: prompts longer than `query_len` whose beginning was cut off.
     """
 
     _dataset: Dataset
     _input_ids: "Sequence[array[int]]"
     form: PromptForm
     wording: str
-    """`PromptForm.wording` of the first row."""
     fingerprint: str
-    """A hash of the token ids and of all columns."""
     num_dropped: int
     num_cut: int
-    """Prompts longer than `query_len` whose beginning was cut off."""
 
     def __len__(self) -> int:
         return len(self._input_ids)

@@ -7,17 +7,19 @@ from functools import cached_property
 from typing import Any
 
 PROBE = "…"
-"""Placeholder for a prompt's own text in `PromptForm.wording`."""
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A format string over dataset columns, optionally with another one for rows whose optional column is empty."""
+    """A format string over dataset columns, optionally with another one for rows whose optional column is empty.
+
+    Attributes:
+        text: its fields are plain column names; literal braces are doubled.
+        optional: the column that may be missing, None or blank.
+    """
 
     text: str
-    """Fields are plain column names; literal braces are doubled."""
     optional: str | None = None
-    """The column that may be missing, None or blank."""
     without_optional: str | None = None
 
     @property
@@ -155,7 +157,7 @@ class PromptForm:
         return prompt
 
     def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
-        """Returns the prompt of `row` up to the policy's answer, with PROBE for its own text."""
+        """Returns the prompt of `row` up to the policy's answer, with `PROBE` for its own text."""
         if self.template is not None:
             row = {**dict.fromkeys(_field_names(self.template.text), ""), self.template.columns[0]: PROBE}
         prompt = self.prompt_of(row)

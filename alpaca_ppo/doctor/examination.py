@@ -19,10 +19,9 @@ ENDED_BY_ERROR = 3
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a rule has found: a line of findings.jsonl."""
+    """What a rule has found after a step: a line of findings.jsonl."""
 
     step: int
-    """The step after which it was found."""
     rule: str
     severity: DoctorSeverity
     sentence: str

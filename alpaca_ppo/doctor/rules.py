@@ -16,17 +16,19 @@ from alpaca_ppo.registry import DOCTOR_RULES, DoctorSeverity
 WINDOW = 5
 """Steps that are averaged, so that one unusual batch decides nothing."""
 _KL, _SCORES, _SPREAD = "objective/kl_avg_seq", "objective/scores", "objective/scores_std"
+# Their clip fraction means something else than PPO's, or their range is hundreds of times narrower.
 _LOSSES_WITH_OTHER_CLIPPING = ("sapo", "cispo", "dppo", "gspo")
-"""Their clip fraction means something else than PPO's, or their range is hundreds of times narrower."""
 
 
 class History:
-    """The metrics of a run in the order of the steps, and its options as plain values; `config` may lack some."""
+    """The metrics of a run in the order of the steps, and its options as plain values; `config` may lack some.
+
+    `step` is the last one that was added.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.step = 0
-        """The last step that was added."""
         self._series: dict[str, list[tuple[int, float]]] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -65,25 +67,10 @@ class History:
         series = self.series(name)
         return fmean(value for _, value in series[:count]) if len(series) >= count else None
 
-    def mean_until(self, name: str, step: int) -> float:
-        """The mean of the `WINDOW` values up to `step`, of which there is at least one."""
-        return fmean([value for found, value in self.series(name) if found <= step][-WINDOW:])
-
     def at(self, name: str, steps: Sequence[int]) -> list[float]:
         """The values at `steps`, which are among the newest; 0 where there is none."""
         values = dict(self.series(name)[-64:])
         return [values.get(step, 0.0) for step in steps]
-
-    @property
-    def half_precision(self) -> bool:
-        """Whether the policy computes in less than 32 bits."""
-        return bool(self.config.get("bf16")) or (self.config.get("dtype") or "float32") != "float32"
-
-    @property
-    def penalizes_kl(self) -> bool:
-        """Whether a penalty holds the KL to the reference back."""
-        coef = self.config.get("kl_coef") or self.config.get("kl_loss_coef")
-        return self.config.get("reference") != "none" and bool(coef)
 
     def steps_at_full_rate(self, count: int) -> list[int]:
         """The last `count` steps that trained the policy at half of the largest learning rate or more, so not those of
@@ -111,16 +98,14 @@ Condition = Callable[[History], Found | None]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A condition, and what is said where it holds."""
+    """A condition, and what is said where it holds; `sentence` is a format string for `Found.numbers`."""
 
     sentence: str
-    """A format string for `Found.numbers`."""
     remedy: str
     condition: Condition
 
 
 RULES: dict[str, Rule] = {}
-"""Every rule by name, in the order in which findings of one step are reported."""
 
 
 def _rule(sentence: str, remedy: str) -> Callable[[Condition], Condition]:
@@ -239,7 +224,7 @@ def overoptimization(history: History) -> Found | None:
         (_, start), (_, now) = readings[0], readings[-1]
         # Measured healthy runs stay within 0.15 standard deviations of their best; over-optimized ones pass 1.
         limit = max(0.3 * std, noise)
-        before = history.mean_until(_SCORES, max(best_step, 1))
+        before = fmean([value for step, value in history.series(_SCORES) if step <= max(best_step, 1)][-WINDOW:])
         if best - now > limit and rewards - before > 0.25 * spread:
             return _error_if(start - now > limit, name=name, best=best, best_step=best_step, now=now)
     return None
@@ -301,7 +286,8 @@ def kl_runaway(history: History) -> Found | None:
         return None
     # Nats per token; below 0.25, every KL grows from 0 by large factors.
     grew = bool(earlier) and now > max(0.25, 5 * sum(earlier) / WINDOW)
-    return _error_if(now > 1 and history.penalizes_kl, now=now) if now > 0.5 or grew else None
+    is_penalized = bool(history.config.get("kl_coef") or history.config.get("kl_loss_coef"))
+    return _error_if(now > 1 and is_penalized, now=now) if now > 0.5 or grew else None
 
 
 @_rule(
@@ -379,7 +365,8 @@ def skipped_updates(history: History) -> Found | None:
 )
 def logprobs_disagree(history: History) -> Found | None:
     """Sampler and trainer, or old and new policy before any optimizer step, give tokens other probabilities."""
-    half, disagreements = history.half_precision, list[Found]()
+    half = bool(history.config.get("bf16")) or (history.config.get("dtype") or "float32") != "float32"
+    disagreements: list[Found] = []
     # What rounding explains, in nats per token.
     limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1) if half else 1e-3
     (mismatch,) = history.last("mismatch/logprob_abs_mean") or [0.0]

@@ -17,18 +17,10 @@ from unittest import mock
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    masking_utils,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from alpaca_ppo import saved_models
 from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, read_policy_adapter
@@ -140,11 +132,12 @@ def fake_values() -> Iterator[None]:
         # One expert gets all tokens, which is as many operations and bytes.
         return states @ weights[0]
 
+    read_value = torch.ops.aten._local_scalar_dense.default
     with (
-        mock.patch.dict(fake_impls.op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: lambda *_: 0}),
-        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        mock.patch.dict("torch._subclasses.fake_impls.op_implementations_dict", {read_value: lambda *_: 0}),
+        mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
         # `create`, because older versions of torch lack the function.
-        mock.patch.object(functional, "grouped_mm", grouped, create=True),
+        mock.patch("torch.nn.functional.grouped_mm", grouped, create=True),
     ):
         yield
 

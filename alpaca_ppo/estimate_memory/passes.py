@@ -30,8 +30,8 @@ from alpaca_ppo.ppo.update_plan import UpdateStep
 from alpaca_ppo.ppo.updates import MicroBatch, Updater
 from alpaca_ppo.registry import GENERATION_BACKENDS
 
+# Bytes per weight: half a byte, and a float32 scale for each 64 weights (bitsandbytes' NF4).
 _FOUR_BIT = 0.5 + 4 / 64
-"""Bytes per weight: half a byte, and a float32 scale for each 64 weights (bitsandbytes' NF4)."""
 
 
 def largest_micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
@@ -79,8 +79,8 @@ class _Passes:
         self._actor_critic, self._args = actor_critic, args
         self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
         prompts = math.ceil(args.rollout_batch_size / processes)
+        # Responses sampled, scored or evaluated at once.
         self._rows = min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size)
-        """Responses sampled, scored or evaluated at once."""
         rows = self._full_rows(self._rows, args.longest_row)
         self._forward_rows = ForwardRows(rows, torch.device("cpu"), per_device_batch_size=self._rows)
         # It keeps its packed rows for the pass over fake tensors.

@@ -7,7 +7,7 @@ reference. Leaves out ratings of more than two models (Elo, Bradley-Terry).
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +74,12 @@ def compare(own: float, other: float) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answers of the policy and of its opponent to a prompt."""
+    """The answers of the policy and of its opponent to a prompt, which is text or messages."""
 
     prompt: Any
-    """Text or messages."""
     own: str
     other: str
     columns: dict[str, Any] = field(default_factory=dict)
-
-    def swapped(self) -> "Comparison":
-        """Returns the pair with the opponent's answer first."""
-        return Comparison(self.prompt, self.other, self.own, self.columns)
 
 
 class FunctionJudge:
@@ -103,7 +98,7 @@ class FunctionJudge:
             ValueError: if the function returns something else than one verdict for each pair.
         """
         own_first = self._verdicts(comparisons)
-        other_first = self._verdicts([pair.swapped() for pair in comparisons])
+        other_first = self._verdicts([replace(pair, own=pair.other, other=pair.own) for pair in comparisons])
         wins: list[float | None] = []
         for own, other in zip(own_first, other_first, strict=True):
             wins.append(None if own is None or other is None else (own + (1 - other)) / 2)

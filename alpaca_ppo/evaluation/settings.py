@@ -19,20 +19,24 @@ RESERVED = (
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What is computed from the values of each response."""
+    """What is computed from the values of each response.
+
+    Attributes:
+        names: the values of each response: scores, rewards, scores/<source>, and the metric functions.
+        ks: each k of pass@k.
+        success_above: a response is correct if its value `success_by` is above this; None = correctness is not
+            computed.
+        compares: whether responses are compared with an opponent's.
+        judged_by: the one of `names` whose higher value wins; None if `judge` decides.
+    """
 
     names: tuple[str, ...]
-    """The values of each response: scores, rewards, scores/<source>, and the metric functions."""
     num_samples: int = 1
     ks: tuple[int, ...] = (1,)
-    """Each k of pass@k."""
     success_above: float | None = None
-    """A response is correct if its value `success_by` is above this; None = correctness is not computed."""
     success_by: str = TOTAL
     compares: bool = False
-    """Whether responses are compared with an opponent's."""
     judged_by: str | None = None
-    """The one of `names` whose higher value wins; None if `judge` decides."""
     judge: FunctionJudge | None = None
 
 

@@ -14,12 +14,10 @@ from alpaca_ppo.evaluation.settings import EvaluationSettings
 
 
 class Estimate(NamedTuple):
-    """A mean and its standard error."""
+    """A mean, NaN without numbers, and its standard error, NaN with fewer than two groups."""
 
     mean: float
-    """NaN without numbers."""
     se: float
-    """NaN with fewer than two groups."""
 
 
 def clustered_mean(groups: Sequence[Sequence[float]]) -> Estimate:
@@ -52,18 +50,21 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 @dataclass
 class ResponseRecord:
-    """The numbers of one response."""
+    """The numbers of one response.
+
+    Attributes:
+        prompt_id: the index of its prompt in the eval set.
+        values: by `EvaluationSettings.names`; NaN where a source returned None.
+        win: from 0 to 1, against the opponent's answer; None if undecided.
+        length_difference: characters by which the response is longer than the opponent's.
+    """
 
     prompt_id: int
-    """Index of its prompt in the eval set."""
     values: dict[str, float] = field(default_factory=dict)
-    """By `EvaluationSettings.names`; NaN where a source returned None."""
     response: str = ""
     win: float | None = None
-    """From 0 to 1, against the opponent's answer; None if undecided."""
     opponent: str | None = None
     length_difference: float = 0.0
-    """Characters by which the response is longer than the opponent's."""
 
 
 def correctness(record: ResponseRecord, settings: EvaluationSettings) -> float | None:

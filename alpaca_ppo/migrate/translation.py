@@ -11,16 +11,13 @@ from typing import Any
 
 import yaml
 
+from alpaca_ppo.config import TRAINING_ARGUMENTS
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.foreign_names import ForeignName, find_foreign_name, value_key
-from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
-_CLASSES = (ScriptArguments, LoraArguments, PPOConfig)
-OPTIONS = {name: option for cls in _CLASSES for name, option in options_of(cls).items()}
-"""Every option of a configuration file of `alpaca-ppo train`."""
+OPTIONS = {name: option for cls in TRAINING_ARGUMENTS for name, option in options_of(cls).items()}
+# Placeholders for required options that the source does not have.
 _FILL_IN = {"model_name_or_path": "FILL_IN", "dataset_name": "FILL_IN", "reward_funcs": ["rewards.py:reward"]}
-"""Placeholders for required options that the source does not have."""
 
 
 @functools.cache
@@ -98,7 +95,7 @@ class Translation:
         for name, value in self.options.items():
             if isinstance(value, str | int) and OPTIONS[name].is_list:
                 self.options[name] = [value]
-        for cls in _CLASSES:
+        for cls in TRAINING_ARGUMENTS:
             # Not by the constructor, which refuses options without effect.
             run = object.__new__(cls)
             vars(run).update({name: self.options.get(name, option.default) for name, option in options_of(cls).items()})

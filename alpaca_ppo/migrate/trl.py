@@ -14,6 +14,7 @@ from alpaca_ppo.migrate.translation import Translation, defaults
 
 _KINDS = ("GRPOConfig", "PPOConfig")
 _OF_PPO = set("num_ppo_epochs response_length num_mini_batches kl_coef reward_model_path value_model".split())
+# The calls that are read, with the names of their positional arguments. If two have one, the later one counts.
 _CALLS = {
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset"),
     "PPOTrainer": (),
@@ -22,7 +23,6 @@ _CALLS = {
     "GRPOConfig": ("output_dir",),
     "PPOConfig": ("output_dir",),
 }
-"""The calls that are read, with the names of their positional arguments. If two have one, the later one counts."""
 _COMMENTS = {
     "dataset_name": "where the script changes its rows, save them as jsonl",
     "reward_funcs": "copy functions of the script into rewards.py, because importing the script would run it",
@@ -140,10 +140,8 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
 def _grpo(result: Translation, processes: int) -> int:
     """Sets batch sizes, loss and KL; returns the optimizer steps on a rollout."""
     values, group = result.values, result.count("num_generations")
-    device_batch, accumulation = (
-        result.count("per_device_train_batch_size"),
-        result.count("gradient_accumulation_steps"),
-    )
+    device_batch = result.count("per_device_train_batch_size")
+    accumulation = result.count("gradient_accumulation_steps")
     per_generation = values.get("steps_per_generation") or accumulation
     batch = device_batch * processes * accumulation
     generated = values.get("generation_batch_size") or device_batch * processes * per_generation
@@ -172,10 +170,8 @@ def _grpo(result: Translation, processes: int) -> int:
 def _ppo(result: Translation, processes: int) -> int:
     """Sets batch sizes and rewards; returns the optimizer steps on a rollout."""
     values = result.values
-    device_batch, accumulation = (
-        result.count("per_device_train_batch_size"),
-        result.count("gradient_accumulation_steps"),
-    )
+    device_batch = result.count("per_device_train_batch_size")
+    accumulation = result.count("gradient_accumulation_steps")
     prompts = device_batch * accumulation
     micro = max(1, min(device_batch, prompts // result.count("num_mini_batches")))
     batch, step = prompts * processes, min(prompts, micro * accumulation) * processes

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.config import TRAINING_ARGUMENTS
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.git_state import package_pages
-from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.doctor.examination import read_lines
 from alpaca_ppo.report.runs import Run, TableFile, number_or_none, plain, rounded
 from alpaca_ppo.tracking.results import better_before_training, means_in_words, start_and_end
@@ -25,10 +24,7 @@ SCRIPTS = (
     "page.js",
 )  # fmt: skip
 MAX_POINTS = 1500
-"""Most points of a curve; in longer runs, each point is a mean of neighbouring steps."""
 OF_ONE_RUN = {"seed", "output_dir", "run_name", "provenance", "hub_model_id"}
-"""Options in which runs of one experiment differ."""
-OPTIONS = (ScriptArguments, LoraArguments, PPOConfig)
 MAX_ANSWERS = 5000
 READ_TIMES = 8
 """Bytes read from tables at most, as a multiple of the budget for tokens."""
@@ -53,6 +49,7 @@ def write_report(runs: Sequence[Run], path: Path, *, token_mb: float = 20.0) -> 
 def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
     """Returns everything that the page shows, as plain values."""
     answers = choose_answers(runs, token_mb=token_mb)
+    options = {name: option for kind in TRAINING_ARGUMENTS for name, option in options_of(kind).items()}
     return {
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "runs": [_run_data(run, group, answers.left_out) for run, group in zip(runs, _groups(runs), strict=True)],
@@ -62,7 +59,7 @@ def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
         "left_out": answers.left_out,
         "of_one_run": sorted(OF_ONE_RUN),
         "pages": package_pages(),
-        "defaults": {name: plain(option.default) for kind in OPTIONS for name, option in options_of(kind).items()},
+        "defaults": {name: plain(option.default) for name, option in options.items()},
     }
 
 
@@ -87,7 +84,6 @@ def report_page(data: Mapping[str, Any]) -> str:
 def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
     lines = run.metrics
     names = sorted({name for line in lines for name in line} - {"step"})
-    all_ends = {name: ends for name in names if (ends := start_and_end(lines, name))}
     if len(lines) > MAX_POINTS:
         width = math.ceil(len(lines) / MAX_POINTS)
         left_out.append(f"Curves of {run.name}: every point is the mean of {width} steps.")
@@ -101,7 +97,7 @@ def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
         "metrics": {name: [rounded(line.get(name)) for line in lines] for name in names},
         "config": {str(name): plain(value) for name, value in run.config.items()},
         "findings": [asdict(finding) for finding in run.findings],
-        "ends": {name: [rounded(value) for value in ends] for name, ends in all_ends.items()},
+        "ends": {name: [*map(rounded, ends)] for name in names if (ends := start_and_end(run.metrics, name))},
         "ends_are": means_in_words(run.metrics),
         "weights": _weights(run),
         "finished": (run.path / "final").is_dir(),
@@ -146,16 +142,19 @@ def _groups(runs: Sequence[Run]) -> list[int]:
 
 @dataclass
 class Answers:
-    """The answers of a report, as the page reads them."""
+    """The answers of a report, as the page reads them.
+
+    Attributes:
+        columns: `_COLUMNS`, each with an entry for each answer.
+        prompts: distinct prompts; the column `prompt` holds indices into it.
+        tokens: JSON by the answer's index: `texts`, `ids`, and in `numbers` a list for each number of a token.
+        left_out: sentences that say what is missing, and how to get it.
+    """
 
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    """`_COLUMNS`, each with an entry for each answer."""
     prompts: list[str] = field(default_factory=list)
-    """Distinct prompts; the column `prompt` holds indices into it."""
     tokens: dict[int, str] = field(default_factory=dict)
-    """JSON by the answer's index: `texts`, `ids`, and in `numbers` a list for each number of a token."""
     left_out: list[str] = field(default_factory=list)
-    """Sentences that say what is missing, and how to get it."""
 
 
 def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:

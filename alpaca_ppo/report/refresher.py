@@ -11,12 +11,11 @@ from alpaca_ppo.report.page import write_report
 from alpaca_ppo.report.runs import read_run
 
 SHARE = 0.02
-"""The largest share of a run's time that its reports may take."""
 
 
 class ReportRefresher(TrainerCallback):
-    """Writes report.html into the run's folder on the main process: with a log, within `SHARE` of the time, and at the
-    end. If that fails, `say` is called with a message and the run goes on, because its records are whole.
+    """Writes report.html into the run's folder on the main process: with a log, in at most a `SHARE` of the run's time,
+    and at the end. If that fails, `say` is called with a message and the run goes on, because its records are whole.
     """
 
     def __init__(self, output_dir: str, *, is_main: bool, say: Callable[[str], Any] = lambda text: None) -> None:

@@ -12,31 +12,32 @@ from alpaca_ppo.tracking.results import WeightsStep, read_weights_step, table_fi
 
 @dataclass(frozen=True)
 class TableFile:
-    """A file with answers of one step."""
+    """A file with answers of one step; `table` is the folder below the run's, such as eval/math, `size` is in bytes."""
 
     table: str
-    """Folder below the run's, such as rollouts or eval/math."""
     step: int
     path: Path
     size: int
-    """In bytes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run holds, but for the answers in `tables`, which are read when needed."""
+    """What the folder of a run holds, but for the answers in `tables`, which are read when needed.
+
+    Attributes:
+        metrics: the lines of metrics.jsonl; None for a number that was not finite.
+        config: run.yaml; empty without one.
+        findings: the doctor's, the most severe first.
+        weights: the step of the models in final/; None without them.
+    """
 
     name: str
     path: Path
     metrics: list[dict[str, Any]]
-    """The lines of metrics.jsonl; None for a number that was not finite."""
     config: dict[str, Any]
-    """run.yaml; empty without one."""
     findings: list[Finding]
-    """The doctor's, the most severe first."""
     tables: list[TableFile] = field(default_factory=list)
     weights: WeightsStep | None = None
-    """The step of the models in final/; None without them."""
 
     @property
     def last_step(self) -> int:

@@ -19,17 +19,20 @@ _IMMUTABLE = frozenset({str, int, float, bool, bytes, type(None)})
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """B responses as reward sources see them: every list has B entries."""
+    """B responses as reward sources see them: every list has B entries.
+
+    Attributes:
+        prompts: text or messages, as in the dataset.
+        completions: text, or a list of one assistant message if the prompt is messages.
+        completion_ids: the token ids that the policy chose, including the stop token, without padding.
+        episodes: the episode of each row (`environments.episode.Episode`); empty without environments.
+    """
 
     prompts: list[Prompt]
-    """Text or messages, as in the dataset."""
     completions: list[Prompt]
-    """Text, or a list of one assistant message if the prompt is messages."""
     completion_ids: list[list[int]]
-    """The token ids that the policy chose, including the stop token, without padding."""
     columns: dict[str, list[Any]]
     episodes: Sequence[Any] = ()
-    """The episode of each row (`environments.episode.Episode`); empty without environments."""
 
     def __len__(self) -> int:
         return len(self.prompts)

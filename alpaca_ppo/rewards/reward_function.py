@@ -37,13 +37,15 @@ class FunctionReward:
     and `trainer_state`, unless a column has that name. Without `**kwargs` it gets only those in its signature. For each
     row it returns a number, None to leave the row to other sources, or a list with one number for each token of
     `completion_ids`.
+
+    Attributes:
+        context: the values of `OFFERED`; empty without a trainer.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
         self.name = name or _name_of(function)
         self.context: dict[str, Any] = {}
-        """The values of `OFFERED`; empty without a trainer."""
         self.parameters = parameters_of(function)
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
@@ -57,13 +59,16 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class FailureHandling:
-    """What happens if a reward function raises."""
+    """What happens if a reward function raises.
+
+    Attributes:
+        retries: further calls of the function, with pauses (`LONGEST_PAUSE`).
+        mask_rows: after the last retry, True masks the rows that fail when scored one by one, and those without any
+            score; False ends the run.
+    """
 
     retries: int = 0
-    """Further calls of the function, with pauses (`LONGEST_PAUSE`)."""
     mask_rows: bool = False
-    """After the last retry: True masks the rows that fail when scored one by one, and those without any score; False
-    ends the run."""
 
 
 def call_functions(

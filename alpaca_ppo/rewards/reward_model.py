@@ -58,8 +58,6 @@ class ModelReward:
                 "num_labels=1 (2 is the default, which language models report too)"
             )
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        # A multimodal model nests the text model's settings.
-        self._config: Any = model.config.get_text_config()
         self.batch_size, self.padding_free = batch_size, padding_free
         # True = the number of passes depends on the number of rows only.
         self._equal_passes = not padding_free
@@ -96,9 +94,9 @@ class ModelReward:
         torch.nn.Module.to(self.model, device)
 
     def _tokenize(self, batch: RewardBatch) -> list[Tensor]:
-        # BLOOM's configuration, for one, has no max_position_embeddings.
-        positions = getattr(self._config, "max_position_embeddings", self.tokenizer.model_max_length)
-        limit = min(positions, self.tokenizer.model_max_length)
+        longest = self.tokenizer.model_max_length
+        # A multimodal model nests the text model's settings; BLOOM's, for one, have no max_position_embeddings.
+        limit = min(getattr(self.model.config.get_text_config(), "max_position_embeddings", longest), longest)
         protects = bool(batch.episodes) and not batch.episodes[0].trusted
         sequences = []
         for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):

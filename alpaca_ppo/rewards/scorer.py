@@ -15,7 +15,6 @@ from torch import Tensor
 from alpaca_ppo.functional.shaping import overlong_penalty, per_token, sequence_scores
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RowFailure, make_reward_batch
 from alpaca_ppo.rewards.reward_function import (
-    OFFERED,
     FailureHandling,
     FunctionReward,
     LoggedMetrics,
@@ -28,16 +27,19 @@ from alpaca_ppo.rewards.reward_model import ModelReward
 
 
 class RewardResult(NamedTuple):
-    """Scores of B responses, on the CPU."""
+    """Scores of B responses, on the CPU.
+
+    Attributes:
+        rewards: (B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T): entry k of a row
+            belongs to `completion_ids[k]`, T is the length of the longest row, and other entries are 0. The score of a
+            whole sequence is then on the row's last token, or in entry 0 of a row without tokens.
+        by_source: each source's unweighted scores, (B,) float32: token scores summed, NaN if it returned None.
+        failures: with `FailureHandling.mask_rows`, the error of each row that failed, whose reward is 0.
+    """
 
     rewards: Tensor
-    """(B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T): entry k of a row belongs to
-    `completion_ids[k]`, T is the length of the longest row, and other entries are 0. The score of a whole sequence is
-    then on the row's last token, or in entry 0 of a row without tokens."""
     by_source: dict[str, Tensor]
-    """Each source's unweighted scores, (B,) float32: token scores summed, NaN if it returned None."""
     failures: dict[int, RowFailure]
-    """With `FailureHandling.mask_rows`, the error of each row that failed, whose reward is 0."""
 
 
 class RewardScorer:
@@ -47,6 +49,12 @@ class RewardScorer:
         failure_handling: what happens if a function raises. Its `mask_rows` also masks rows with a score that is not
             finite and rows without any score, for which no function is called again.
         measures: True = metrics, not rewards (`metric_funcs`): a row needs no score.
+
+    Attributes:
+        failures: the errors of masked rows since the last `pop_failures`, in order.
+        interruptible_call: returns a context manager for the calls of functions; the trainer's lets a signal interrupt
+            one that blocks.
+        on_source: called with a source's name before the source is called.
     """
 
     def __init__(
@@ -59,13 +67,9 @@ class RewardScorer:
     ) -> None:
         self.failure_handling, self.measures = failure_handling or FailureHandling(), measures
         self.failures: list[RowFailure] = []
-        """The errors of masked rows since the last `pop_failures`, in order."""
         self.logged = LoggedMetrics()
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Returns a context manager for the calls of functions; the trainer's lets a signal interrupt one that blocks.
-        """
         self.on_source: Callable[[str], Any] = lambda name: None
-        """Called with a source's name before the source is called."""
         self.sources: list[FunctionReward | ModelReward] = []
         self.weights: list[float] = []
         for source, weight in zip(sources, weights, strict=True):
@@ -90,7 +94,7 @@ class RewardScorer:
     def offer(self, trainer_state: Any) -> None:
         """Gives `trainer_state` and `log_metric` to the functions that name them."""
         for source in self.functions:
-            source.context = dict(zip(OFFERED, (trainer_state, self.logged.log), strict=True))
+            source.context = {"trainer_state": trainer_state, "log_metric": self.logged.log}
 
     def pop_failures(self) -> list[RowFailure]:
         """Returns and clears `failures`."""
@@ -133,15 +137,15 @@ class RewardScorer:
         scores, failures = self._check(raw, batch)
         self.failures += failures.values()
         by_source = {
-            name: torch.tensor([_sequence_score(score) for score in column], dtype=torch.float32)
-            for name, column in zip(self.names, scores, strict=True)
+            name: torch.tensor([_sequence_score(of_row[i]) for of_row in scores], dtype=torch.float32)
+            for i, name in enumerate(self.names)
         }
         lengths = [len(ids) for ids in batch.completion_ids]
         return RewardResult(self._weighted_sum(scores, lengths), by_source, failures)
 
     def _check(self, raw: list[list[Any]], batch: RewardBatch) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
-        """Returns the scores by source and row, None in failed rows, and the failures by row."""
-        scores: list[list[RowScore]] = [[None] * len(batch) for _ in raw]
+        """Returns the scores by row and source, None in failed rows, and the failures by row."""
+        scores: list[list[RowScore]] = []
         failures: dict[int, RowFailure] = {}
         for row in range(len(batch)):
             try:
@@ -152,17 +156,15 @@ class RewardScorer:
             except RowFailure as failure:
                 if not self.failure_handling.mask_rows:
                     raise
-                failures[row] = failure
-                continue
-            for column, score in zip(scores, found, strict=True):
-                column[row] = score
+                failures[row], found = failure, [None] * len(raw)
+            scores.append(found)
         return scores, failures
 
     def _weighted_sum(self, scores: list[list[RowScore]], lengths: list[int]) -> Tensor:
-        per_token = any(isinstance(score, list) for column in scores for score in column)
+        per_token = any(isinstance(score, list) for of_row in scores for score in of_row)
         total = torch.zeros(len(lengths), max([1, *lengths]) if per_token else 1, dtype=torch.float64)
-        for weight, column in zip(self.weights, scores, strict=True):
-            for row, score in enumerate(column):
+        for row, of_row in enumerate(scores):
+            for weight, score in zip(self.weights, of_row, strict=True):
                 if isinstance(score, list):
                     total[row, : len(score)] += weight * torch.tensor(score, dtype=torch.float64)
                 elif score is not None:
@@ -180,14 +182,17 @@ class RewardScorer:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties for how a response ends."""
+    """Penalties for how a response ends.
+
+    Attributes:
+        missing_stop: replaces the reward of a response that did not stop; of a reward per token, that of the last
+            chosen token, and the others become zero.
+        overlong_buffer_len: number of tokens before R, the longest response, over which a penalty grows from 0 to 1. It
+            counts chosen tokens and is subtracted from the reward (of the last chosen token), also from `missing_stop`.
+    """
 
     missing_stop: float | None = None
-    """Replaces the reward of a response that did not stop; of a reward per token, that of the last chosen token, and
-    the others become zero."""
     overlong_buffer_len: int | None = None
-    """Number of tokens before R, the longest response, over which a penalty grows from 0 to 1. It counts chosen tokens
-    and is subtracted from the reward (of the last chosen token), also from `missing_stop`."""
 
 
 def score_responses(

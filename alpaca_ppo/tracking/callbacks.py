@@ -10,7 +10,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 CONTROL_FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
-"""The flags of `TrainerControl` that a callback may set."""
 
 
 class EvaluationMetrics(dict[str, float]):

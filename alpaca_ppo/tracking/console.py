@@ -20,8 +20,8 @@ from alpaca_ppo.tracking.run_log import RunLog
 
 _ROWS_PER_HEADER = 20
 _SOURCE_PREFIX = "objective/scores/"
+# Characters that are printed of a sampled text's beginning and of its end.
 _SHOWN = 500
-"""Characters that are printed of a sampled text's beginning and of its end."""
 
 
 def number(value: float) -> str:
@@ -32,13 +32,12 @@ def number(value: float) -> str:
 
 
 class Column(NamedTuple):
-    """A metric, with its title and format."""
+    """A metric with its title; `form` is a format specification, or "" for `number`."""
 
     key: str
     title: str
     width: int = 0
     form: str = ""
-    """A format specification; "" is `number`."""
 
     def text(self, value: float | None) -> str:
         if value is None:
@@ -56,7 +55,6 @@ COLUMNS = (
     Column("tokens/per_second", "tok/s", 7, ",.0f"),
     Column("time/step", "sec", 6, ".1f"),
 )
-"""Of the table of steps, where the run has the metric; reward sources follow the first."""
 _CHANGES = tuple(column for column in COLUMNS if column.title in ("reward", "KL", "length", "cut off"))
 _EMPTY = Column("objective/empty_fraction", "empty", 7, ".1%")
 _EVALUATED = {column.key.removeprefix("objective/"): column for column in (*_CHANGES, _EMPTY)}

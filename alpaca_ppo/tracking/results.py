@@ -16,7 +16,6 @@ from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 Metrics = Mapping[str, float | None]
 STEP_FILE = "step.json"
 TABLES = ("rollouts", "eval", "inspected")
-"""Folders of a run with tables of answers, of named eval sets in folders within `eval`."""
 
 
 def table_files(run: Path) -> Iterator[tuple[str, int, Path]]:
@@ -29,12 +28,11 @@ def table_files(run: Path) -> Iterator[tuple[str, int, Path]]:
 
 
 class Ends(NamedTuple):
-    """A metric at the start and at the end of a run."""
+    """A metric at the start and at the end of a run, which are the same if it was `measured` only once."""
 
     start: float
     end: float
     measured: int
-    """How often it was measured; if once, `start` is `end`."""
 
 
 def averaged_steps(steps: int) -> int:
@@ -69,14 +67,18 @@ def better_before_training(
 
 @dataclass(frozen=True)
 class WeightsStep:
-    """The step that weights are from, in step.json beside them."""
+    """The step that weights are from, in step.json beside them.
+
+    Attributes:
+        step: completed steps when the weights had these values.
+        trained_steps: completed steps when they were saved: more than `step` if `load_best_model_at_end` chose earlier
+            ones.
+        metric: `metric_for_best_model`, if the weights are those of the best checkpoint.
+    """
 
     step: int
-    """Completed steps when the weights had these values."""
     trained_steps: int
-    """Completed steps when they were saved: more than `step` if `load_best_model_at_end` chose earlier ones."""
     metric: str | None = None
-    """`metric_for_best_model`, if the weights are those of the best checkpoint."""
     value: float | None = None
 
     def __str__(self) -> str:

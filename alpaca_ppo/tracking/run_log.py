@@ -30,7 +30,6 @@ PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
 _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
 MAX_ROWS = 16
-"""Rows of a table in a tracker; files have all rows."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -87,6 +86,9 @@ class ProgressBar:
 class RunLog:
     """Writes the records of one run to `output_dir` and, from `begin` to `finish`, to the trackers: those that
     `accelerator` already has, or else those in `report_to`.
+
+    Attributes:
+        samples: `rollout_tables.sample_rows` of the step, which the console prints at its end.
     """
 
     def __init__(self, accelerator: Accelerator, args: PPOConfig) -> None:
@@ -94,7 +96,6 @@ class RunLog:
         self.output_dir, self.is_main = Path(args.output_dir), accelerator.is_main_process
         self.bar = ProgressBar(is_main=self.is_main)
         self.samples: Rows = []
-        """`rollout_tables.sample_rows` of the step, which the console prints at its end."""
         self._begun = False
         self._trackers_of_user = bool(accelerator.trackers)
 
@@ -146,7 +147,8 @@ class RunLog:
                 os.fsync(file.fileno())
 
     def log_table(self, name: str, rows: Rows, step: int) -> None:
-        """Writes `rows` to <name>/step_<step>.jsonl, and the first ones without their tokens to W&B and ClearML.
+        """Writes `rows` to <name>/step_<step>.jsonl, and the first `MAX_ROWS` without their tokens to W&B and
+        ClearML.
 
         Before `begin`, the table of a run with checkpoints stays, for the run would not write it again when resumed.
         """

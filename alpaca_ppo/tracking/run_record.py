@@ -38,12 +38,15 @@ _LISTS = ("metric_funcs", "tools")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What `run.yaml` holds beyond the run's `PPOConfig`."""
+    """What `run.yaml` holds beyond the run's `PPOConfig`.
+
+    Attributes:
+        options: those of `ScriptArguments` and `LoraArguments`, and of `PPOConfig` where they replace the run's.
+        in_memory: descriptions of the objects that the run was given, by the argument of `PPOTrainer`.
+    """
 
     options: Mapping[str, Any]
-    """Those of `ScriptArguments` and `LoraArguments`, and of `PPOConfig` where they replace the run's."""
     in_memory: Mapping[str, str] = field(default_factory=dict)
-    """Descriptions of the objects that the run was given, by the argument of `PPOTrainer`."""
     command: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
