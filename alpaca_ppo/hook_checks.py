@@ -1,6 +1,4 @@
-"""Checks of what the trainer's hooks return, so that an error names the hook at fault instead of showing up in a later
-tensor operation.
-"""
+"""Checks of what the trainer's hooks return, so that an error names the hook."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,15 +27,14 @@ def complete_samples(
 
     Args:
         samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
-        prompts: the P prompts that the hook was called with; each has `num_return_sequences` (n) rows next to one
-            another.
-        num_return_sequences: of the sampling parameters that the hook was called with, like the others.
-        max_new_tokens: R.
+        prompts: the P prompts that the hook was called with; each has n neighbouring rows.
+        num_return_sequences: n of the sampling parameters that the hook was called with.
+        max_new_tokens: R of the same.
         sample_ids: the number of each row among its prompt's samples; None = 0 to n - 1.
 
     Raises:
-        ValueError: for a missing key, a shape other than (P * n, R), another dtype, a response without a chosen token,
-            or a prompt that is not left-padded.
+        ValueError: for a missing key, a wrong shape or dtype, a response without a chosen token, or a prompt that is
+            not left-padded.
         FloatingPointError: for log-probs under the mask that are not finite.
     """
     n, count = num_return_sequences, len(prompts["rows"])
@@ -50,7 +47,7 @@ def complete_samples(
             "queries": prompts["queries"].repeat_interleave(n, dim=0),
             "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
             **samples,
-            # Always computed from `prompts`; values that the hook returned under these names are ignored.
+            # Whatever the hook returned under these names.
             "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
             "sample_ids": torch.arange(n).repeat(count) if sample_ids is None else torch.tensor(sample_ids),
         }
@@ -60,7 +57,7 @@ def complete_samples(
     for key, dtype in dtypes.items():
         if complete[key].dtype != dtype:
             raise ValueError(f"_generate() returned {key} as {complete[key].dtype}; it must be {dtype}")
-    # Padding right of a token: a True column before a False one.
+    # A True column before a False one is padding to the right of a token.
     for what, wrong in (
         ("a response_mask without a chosen token", ~mask.any(dim=1)),
         ("query_attn_masks", (attention[:, :-1] & ~attention[:, 1:]).any(dim=1) | ~attention[:, -1]),
@@ -98,7 +95,7 @@ def check_rollouts(rollouts: Any) -> None:
     """Checks that every entry of what `rollout` returned is a tensor with one row for each response.
 
     Raises:
-        ValueError: if one is not; names the entry.
+        ValueError: if one is not.
     """
     responses = rollouts.get("responses") if isinstance(rollouts, Mapping) else None
     shape = tuple(responses.shape) if isinstance(responses, Tensor) else ()
@@ -106,10 +103,10 @@ def check_rollouts(rollouts: Any) -> None:
 
 
 def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:
-    """What `_shape_reward` or `_estimate_advantage` returned and `step` adds to `rollouts`.
+    """The checked result of `_shape_reward` or `_estimate_advantage`, which `step` adds to `rollouts`.
 
     Raises:
-        ValueError: unless it has the hook's tensors (`RETURNED`), (B, R) each, and others of a row for each response.
+        ValueError: unless it has the hook's tensors (`RETURNED`) of (B, R), and others of one row for each response.
         FloatingPointError: for values under the mask that are not finite.
     """
     shape, required = tuple(rollouts["responses"].shape), RETURNED[hook]
@@ -120,15 +117,19 @@ def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:
 
 
 def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], rows: tuple[int, ...]) -> None:
-    """Checks that `returned` has tensors of `shapes`; others have as many `rows`."""
-    is_mapping = isinstance(returned, Mapping)
-    if not is_mapping or (missing := [key for key in shapes if key not in returned]):
-        found = f"a dict without {', '.join(missing)}" if is_mapping else f"a {type(returned).__name__}"
+    """Checks that `returned` has tensors of `shapes`, and that the first dimension of others is `rows`."""
+    if not isinstance(returned, Mapping):
+        found = f"a {type(returned).__name__}"
+    else:
+        missing = [key for key in shapes if key not in returned]
+        found = f"a dict without {', '.join(missing)}" if missing else ""
+    if found:
         raise ValueError(f"{hook}() returned {found}; it must return a dict with {', '.join(shapes)}")
     for key, value in returned.items():
-        wanted, shape = shapes.get(key, rows), tuple(value.shape) if isinstance(value, Tensor) else None
+        wanted = shapes.get(key, rows)
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
         if shape is None or (shape if key in shapes else shape[:1]) != wanted:
-            found = f"of shape {shape}" if shape is not None else f"as a {type(value).__name__}"
+            found = f"as a {type(value).__name__}" if shape is None else f"of shape {shape}"
             raise ValueError(f"{hook}() returned {key} {found}; it must be a tensor of shape {wanted}")
 
 
@@ -142,7 +143,7 @@ def _check_finite(hook: str, tensors: Mapping[str, Tensor], mask: Tensor) -> Non
 
 
 def checked_terms(part: str, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the loss hook of the policy or the critic (`part`) returned: the loss and its statistics.
+    """The checked result of the loss hook of policy or critic (`part`): the loss and its statistics.
 
     Raises:
         ValueError: unless the loss is a scalar with a gradient.

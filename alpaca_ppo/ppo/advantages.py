@@ -1,24 +1,14 @@
-"""The advantage estimators that a configuration can name: which function of `functional` each calls, and with which
-options.
+"""The advantage estimators that a configuration can name: which function of `functional` each calls, and how.
 
-The rollouts of a step are global here, so no estimator needs a collective operation.
+The rollouts are those of all ranks, so no estimator needs a collective operation.
 """
 
 import torch
 from torch import Tensor
 
+from alpaca_ppo import functional
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.functional import (
-    AdvantageInputs,
-    Advantages,
-    decoupled_gae,
-    gdpo_advantages,
-    group_advantages,
-    length_adaptive_lam,
-    masked_whiten,
-    reinforce_plus_plus,
-    remax,
-)
+from alpaca_ppo.functional import AdvantageInputs, Advantages
 from alpaca_ppo.functional.masked import rounding_error
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
@@ -28,14 +18,14 @@ _NEEDED = {
     "needs_greedy_baseline": "baseline_scores",
     "needs_scores_by_source": "scores_by_source",
 }
-"""The input that an estimator with a trait cannot do without."""
+"""The input that an estimator with the trait requires."""
 
 
 def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
-    """Advantages and returns (B, R) by the estimator that `args.adv_estimator` names.
+    """Advantages and returns (B, R) by the estimator `args.adv_estimator`.
 
     Raises:
-        ValueError: when an input that the estimator needs is missing, and when it returns anything but `Advantages`.
+        ValueError: when an input that the estimator needs is missing, or it returns anything but `Advantages`.
     """
     name = args.adv_estimator
     for trait, field in _NEEDED.items():
@@ -52,17 +42,17 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     assert inputs.values is not None
     rewards, mask = inputs.rewards, inputs.response_mask
     if args.whiten_rewards:
-        rewards = masked_whiten(rewards, mask, keep_mean=True)
+        rewards = functional.masked_whiten(rewards, mask, keep_mean=True)
     lam_policy: float | Tensor = args.lam
     if isinstance(args.lam_policy, str):
-        lam_policy = length_adaptive_lam(mask, alpha=args.lam_alpha)
+        lam_policy = functional.length_adaptive_lam(mask, alpha=args.lam_alpha)
     elif args.lam_policy is not None:
         lam_policy = float(args.lam_policy)
     lam_critic, turn_lam = args.lam if args.lam_critic is None else args.lam_critic, args.turn_lam
     if inputs.critic_pretraining:
-        # Sums of discounted rewards, which no value enters.
+        # Monte-Carlo returns: the critic, which is untrained, does not enter its own targets.
         lam_critic, turn_lam = 1.0, None
-    estimated = decoupled_gae(
+    estimated = functional.decoupled_gae(
         rewards,
         inputs.values,
         mask,
@@ -74,19 +64,19 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     )
     if not args.whiten_advantages:
         return estimated
-    # The critic learns from the returns, which stay as they are.
-    return estimated._replace(advantages=masked_whiten(estimated.advantages, mask))
+    # Not the returns, which are the critic's targets.
+    return estimated._replace(advantages=functional.masked_whiten(estimated.advantages, mask))
 
 
 @ADV_ESTIMATORS.implement("reinforce_plus_plus")
 def _reinforce_plus_plus(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
-    return reinforce_plus_plus(inputs.rewards, inputs.response_mask, gamma=args.gamma)
+    return functional.reinforce_plus_plus(inputs.rewards, inputs.response_mask, gamma=args.gamma)
 
 
 @ADV_ESTIMATORS.implement("remax")
 def _remax(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     assert inputs.baseline_scores is not None
-    return remax(inputs.rewards, inputs.baseline_scores, inputs.response_mask)
+    return functional.remax(inputs.rewards, inputs.baseline_scores, inputs.response_mask)
 
 
 @ADV_ESTIMATORS.implement("grpo")
@@ -97,28 +87,30 @@ def _remax(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
 @ADV_ESTIMATORS.implement("qae")
 @ADV_ESTIMATORS.implement("grpo_passk")
 def _group(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
-    """Compares the sums of the shaped rewards of whole responses, so that a KL penalty in the reward counts."""
+    """Compares the sums of shaped rewards, so that a KL penalty in the reward counts."""
     assert inputs.prompt_ids is not None
     mask = inputs.response_mask
     scores = torch.where(mask, inputs.rewards, 0).sum(dim=1)
-    advantages = group_advantages(scores, inputs.prompt_ids, mask, estimator=args.adv_estimator)
+    advantages = functional.group_advantages(scores, inputs.prompt_ids, mask, estimator=args.adv_estimator)
     return Advantages(advantages, torch.where(mask, scores.unsqueeze(1), 0))
 
 
 @ADV_ESTIMATORS.implement("gdpo")
 def _gdpo(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
-    """Compares the scores of each source on their own, and what else the shaped rewards hold (a KL penalty,
-    penalty_reward_value, what a subclass adds) without dividing it by its std.
+    """Normalizes the scores of each source separately. The rest of the shaped rewards (KL penalty,
+    `penalty_reward_value`, what a subclass adds) is not divided by its standard deviation.
     """
     assert inputs.prompt_ids is not None and inputs.scores_by_source is not None
-    mask, by_source = inputs.response_mask, inputs.scores_by_source.to(inputs.rewards.dtype)
+    mask, dtype = inputs.response_mask, inputs.rewards.dtype
+    by_source = inputs.scores_by_source.to(dtype)
     weights = torch.tensor(args.reward_weights or [1.0] * by_source.size(1), dtype=torch.float64)
-    shaped, weighted = torch.where(mask, inputs.rewards, 0).double(), weights * by_source.double().nan_to_num(nan=0.0)
-    penalties = shaped.sum(dim=1) - weighted.sum(dim=1)
-    # Scores and rewards are rounded to float32 one by one. Where no source tells responses apart, whitening would make
-    # advantages of the rounding.
+    shaped = torch.where(mask, inputs.rewards, 0).double()
+    weighted = weights * by_source.double().nan_to_num(nan=0.0)
+    scores = shaped.sum(dim=1)
+    penalties = scores - weighted.sum(dim=1)
+    # Scores and rewards were rounded to float32 separately. If a prompt's scores are all equal, whitening would turn
+    # that rounding into advantages.
     rounding = rounding_error((shaped.abs().sum(dim=1) + weighted.abs().sum(dim=1)).to(inputs.scores_by_source.dtype))
-    penalties = torch.where(penalties.abs() <= rounding, 0.0, penalties).to(inputs.rewards.dtype)
-    advantages = gdpo_advantages(by_source, weights, inputs.prompt_ids, mask, penalties=penalties)
-    scores = shaped.sum(dim=1).to(inputs.rewards.dtype)
-    return Advantages(advantages, torch.where(mask, scores.unsqueeze(1), 0))
+    penalties = torch.where(penalties.abs() <= rounding, 0.0, penalties).to(dtype)
+    advantages = functional.gdpo_advantages(by_source, weights, inputs.prompt_ids, mask, penalties=penalties)
+    return Advantages(advantages, torch.where(mask, scores.to(dtype).unsqueeze(1), 0))

@@ -1,8 +1,7 @@
-"""What all processes must do in the same way, though each tries for itself what its models can do: rows without
-padding, and sampling in slots.
+"""Makes all processes choose the same: rows with or without padding, sampling in slots or by `model.generate`.
 
-These trials may end differently where machines, devices or versions of libraries differ. Processes that plan
-micro-batches differently would train on different rows and wait for each other forever.
+Each process tries what its models can do, with results that may differ between machines, devices and versions of
+libraries. Processes with different micro-batches would wait for each other forever.
 """
 
 from accelerate import Accelerator
@@ -15,40 +14,41 @@ from alpaca_ppo.models.actor_critic import Critic
 
 
 def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, accelerator: Accelerator) -> str:
-    """Lets the rows of policy, critic and copied reference each have padding on every process if they have on any;
-    returns which of them have, and why, in words: empty if none has. All ranks must call this.
+    """Pads the rows of policy, critic or copied reference on every process if the model needs it on any process.
+
+    Returns which models have padding and why, as text; empty if none has. Every rank must call it.
     """
     models: dict[str, Policy | Critic] = {"policy": actor_critic.policy}
     if actor_critic.critic is not None and actor_critic.critic.backbone is not None:
-        # Any other critic reads rows as the policy does.
+        # Any other critic reads the policy's rows.
         models["critic"] = actor_critic.critic
     if isinstance(reference, CopiedReference):
         models["reference"] = reference.policy
-    own = {name: model.padding_reason for name, model in models.items() if model.padding_reason is not None}
+    local = {name: model.padding_reason for name, model in models.items() if model.padding_reason is not None}
+    gathered = gather_list(local, accelerator)
     by_reason: dict[str, list[str]] = {}
-    padded: set[str] = set()
-    for rank, found in enumerate(gather_list(own, accelerator)):
-        for name in [name for name in models if name in found and name not in padded]:
-            padded.add(name)
-            by_reason.setdefault(found[name], []).append(name if name in own else f"{name} on process {rank}")
-            models[name].padding_reason = found[name]
+    for rank, reasons in enumerate(gathered):
+        for name, reason in reasons.items():
+            if not any(name in earlier for earlier in gathered[:rank]):
+                by_reason.setdefault(reason, []).append(name if name in local else f"{name} on process {rank}")
+                models[name].padding_reason = reason
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
-def agree_on_backend(backend: Backend, engine: Engine, *, answered: bool) -> str:
-    """Lets `backend` use its fallback on every process if it cannot sample from the policy on any (`Backend.problem`);
-    returns why, in words: empty if it can. All ranks must call this.
+def agree_on_backend(backend: Backend, engine: Engine, *, multi_turn: bool) -> str:
+    """Makes the backend use its fallback on every process if it cannot sample the policy on any (`Backend.problem`).
+
+    Returns why it cannot, as text; empty if it can. Every rank must call it.
 
     Raises:
-        ValueError: on every rank, if the backend has no fallback, or something answers the policy (`answered`), which
-            takes a backend of several turns.
+        ValueError: on every rank, if it cannot and has no fallback, or responses have several turns.
     """
-    problem = f"generation_backend {backend.name!r} samples one turn" if answered and not backend.takes_turns else ""
+    problem = f"generation_backend {backend.name!r} samples one turn" if multi_turn and not backend.takes_turns else ""
     if not backend.has_own_weights:
         with engine.sampling() as model:
-            own = backend.problem(model)
-        problem = next((found for found in gather_list(own, engine.accelerator) if found), problem)
-    if problem and answered:
+            local = backend.problem(model)
+        problem = next((found for found in gather_list(local, engine.accelerator) if found), problem)
+    if problem and multi_turn:
         raise ValueError(f"environments answer the policy, which cannot be sampled over several turns: {problem}")
     if problem:
         backend.use_fallback(problem)

@@ -1,5 +1,5 @@
-"""Rows of different lengths divided among forward passes: chunks for passes without gradients, micro-batches for an
-update, so that little is padded and processes wait little for one another.
+"""Divides rows of different lengths into chunks (forward passes without gradients) or micro-batches (an update), with
+little padding and equal work for each process.
 """
 
 import heapq
@@ -22,8 +22,7 @@ def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
 def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, group: int) -> list[list[int]]:
     """The indices of `lengths` in chunks of at most `max_tokens` tokens, in their order, for passes without padding.
 
-    The rows of a group of `group` neighbours (the samples of a prompt) are in one chunk, unless they alone exceed
-    `max_tokens`.
+    `group` neighbouring rows, the samples of a prompt, stay in one chunk unless they exceed `max_tokens`.
     """
     chunks: list[list[int]] = []
     tokens = 0
@@ -41,18 +40,14 @@ def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, group: int) -> 
 
 
 def plan_micro_batches(lengths: Sequence[int], args: PPOConfig, *, padding_free: bool, num_ranks: int) -> Plan:
-    """The micro-batches of each rank, under the run's budget.
+    """The micro-batches of each rank from the tokens of each row.
 
-    Args:
-        lengths: tokens of each row of the optimizer step, in the pass where it has the most.
-        args: of the run.
-        padding_free: whether rows are laid end to end, or padded to the longest of their micro-batch.
-        num_ranks: number of processes.
+    With `padding_free`, rows are laid end to end; otherwise they are padded to the longest of their micro-batch.
     """
     if padding_free:
         return plan_packed_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
     if args.max_tokens_per_micro_batch is None and num_ranks == 1:
-        # A smaller last batch gets as many micro-batches as a full one: there is no other process to keep waiting.
+        # No other process waits, so a smaller last batch may have as many micro-batches as a full one.
         return plan_equal_rows(lengths, num_micro_batches=-(-args.step_batch_size // args.step_per_device_batch_size))
     return plan_padded_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
 
@@ -60,8 +55,8 @@ def plan_micro_batches(lengths: Sequence[int], args: PPOConfig, *, padding_free:
 def plan_packed_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
     """Micro-batches of at most `max_tokens` tokens without padding; a longer row is a micro-batch of its own.
 
-    There are as few of them as longest-processing-time-first scheduling allows (Graham 1969: the longest row that is
-    left goes to the bin with the fewest tokens), so bins are about equally full.
+    As few as longest-processing-time-first scheduling allows (Graham 1969: the longest remaining row goes to the bin
+    with the fewest tokens), about equally full.
     """
     order = _longest_first(lengths)
     count = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
@@ -74,10 +69,10 @@ def plan_packed_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tok
 
 
 def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
-    """Micro-batches that cost their rows times the longest of them: at most `max_tokens`, or one row.
+    """Micro-batches of rows of similar length, each of at most `max_tokens` tokens with padding, or of one row.
 
-    There are as few of them as possible, with rows of similar length together, and the largest costs the least that so
-    many of them allow. The number of rows is not bounded: then micro-batches of short rows would cost less.
+    There are as few of them as possible, and the largest is then as small as possible. Rows are not bounded, which
+    would make micro-batches of short rows small.
     """
     order = _longest_first(lengths)
     count = -(-max(1, len(_cut_runs(order, lengths, max_tokens))) // num_ranks)
@@ -95,9 +90,7 @@ def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tok
 
 
 def plan_equal_rows(lengths: Sequence[int], *, num_micro_batches: int) -> Plan:
-    """The rows of one process in micro-batches of equally many rows (the first ones may have one more), those of
-    similar length together.
-    """
+    """Micro-batches for one process with equally many rows (the first may have one more), of similar length."""
     order = _longest_first(lengths)
     size, num_larger = divmod(len(order), num_micro_batches)
     bounds = [i * size + min(i, num_larger) for i in range(num_micro_batches + 1)]
@@ -105,12 +98,11 @@ def plan_equal_rows(lengths: Sequence[int], *, num_micro_batches: int) -> Plan:
 
 
 def _longest_first(costs: Sequence[int]) -> list[int]:
-    """The indices of `costs`, the largest first; of equal ones the first."""
+    """The indices of `costs`, the largest first, equal ones in their order."""
     return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
 
 
 def _fill_bins(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """The rows of `order`, each in the bin that has the fewest tokens at that moment."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, i) for i in range(num_bins)]
     for row in order:
@@ -121,7 +113,7 @@ def _fill_bins(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> l
 
 
 def _cut_runs(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """`order`, longest first, cut into runs whose rows times longest is at most `max_tokens`, or that have one row."""
+    """Cuts `order` (longest first) into runs of at most `max_tokens` tokens with padding, or of one row."""
     runs: list[list[int]] = []
     for row in order:
         if not runs or (len(runs[-1]) + 1) * lengths[runs[-1][0]] > max_tokens:
@@ -131,7 +123,7 @@ def _cut_runs(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> 
 
 
 def _deal(bins: Sequence[list[int]], costs: Sequence[int], num_ranks: int) -> Plan:
-    """Deals bins of similar cost to the ranks' i-th micro-batches, the costliest to the rank that has the least."""
+    """Deals bins of similar cost as the ranks' i-th micro-batches, the costliest to the rank with the lowest total."""
     order = _longest_first(costs)
     plan: Plan = [[] for _ in range(num_ranks)]
     totals = [0] * num_ranks

@@ -11,28 +11,21 @@ ROW_KEYS = ("queries", "query_attn_masks", "responses", "response_mask")
 
 
 def row_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The entries `ROW_KEYS` of `batch`."""
     return {key: batch[key] for key in ROW_KEYS}
 
 
 class DeviceBatch(NamedTuple):
-    """Some rows, on the CPU and on the device."""
+    """Some rows, on the CPU, where lengths are read without waiting for the device, and on the device."""
 
     host: dict[str, Tensor]
-    """Lengths are read from these, so that the device need not be waited for."""
     device: dict[str, Tensor]
 
 
 class DeviceRows:
-    """Batches of rows, copied to the device in one piece: each batch is a view of the copy.
+    """Batches of rows, copied to the device at once; each batch is a view of the copy.
 
-    A batch without rows has one row with an empty `response_mask`: where ranks must make the same passes, some of them
-    have nothing to train on.
-
-    Args:
-        tensors: (B, ...) each, on the CPU; with a `response_mask`.
-        batches: the rows of each batch.
-        device: of the model.
+    A batch without rows, on a rank that has to make as many forward passes as others, gets one row with an empty
+    `response_mask`. `tensors` are (B, ...), on the CPU; `batches` are row indices.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], batches: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -60,7 +53,7 @@ def _select(tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; from the CPU to CUDA through pinned memory, so that the host does not wait for the copy."""
+    """`tensor` on `device`; copied to CUDA from pinned memory, so that the host does not wait."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,8 +1,7 @@
-"""Dynamic sampling: prompts whose responses all have the same score are replaced by fresh ones (DAPO,
-arXiv:2503.14476).
+"""Dynamic sampling: replaces prompts whose responses all have the same score by fresh ones (DAPO, arXiv:2503.14476).
 
-Every rank has the rollouts of all ranks, so all of them decide the same without a collective operation. Which prompts
-are drawn is in `data.schedule`; how they are sampled and scored is not here.
+Every rank has the rollouts of all ranks, so all decide the same without a collective operation. `data.schedule` draws
+the prompts.
 """
 
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from alpaca_ppo.types import Rollouts
 
 
 def informative(rollouts: Rollouts, args: PPOConfig) -> Tensor:
-    """(B,) bool: whether the raw scores of the responses to the row's prompt differ: their sums (`scores`), or, for an
-    estimator that compares each source, the scores of a source whose weight is not 0.
+    """(B,) bool, True = the responses to the row's prompt differ in `scores` or, for an estimator that compares each
+    source separately, in the scores of a source whose weight is not 0.
     """
     ids = rollouts["prompt_ids"]
     trained = rollouts.get("trained_rows", torch.ones_like(ids, dtype=torch.bool))
@@ -38,27 +37,24 @@ def informative(rollouts: Rollouts, args: PPOConfig) -> Tensor:
 def replace_uninformative(
     rollouts: Rollouts, prompts: StepPrompts, rollout: Callable[[list[int], int], Rollouts], *, args: PPOConfig
 ) -> tuple[Rollouts, dict[str, float]]:
-    """The global rollouts of a step in which prompts without information are replaced, round by round, and the metrics
-    of what was drawn.
+    """Replaces prompts that are not `informative` by fresh ones, in at most `dynamic_sampling` rounds; returns the
+    rollouts and the metrics of the sampling.
 
-    Each prompt that is not `informative` gives its place in the batch to a fresh prompt. A fresh prompt is never one
-    that is in the batch as an informative one; it may be one that was replaced in an earlier round, if the dataset is
-    that small. After the last round, uninformative prompts stay in the batch, so that a step has as many rows as
-    without dynamic sampling, and the run as many optimizer steps. A fresh prompt all of whose rewards failed replaces
-    nothing.
+    No informative prompt of the batch is drawn again; in a small dataset, one that was replaced before may be. A fresh
+    prompt all of whose rewards failed replaces nothing. What is uninformative after the last round stays, so that steps
+    have as many rows as without dynamic sampling.
 
     Args:
-        rollouts: of the step's own prompts, of all ranks, as `rollout` returned them.
-        prompts: draws fresh ones; moved on.
-        rollout: returns the global rollouts of dataset indices; also called with the number of the round, from 1.
+        rollouts: of the step's scheduled prompts, of all ranks.
+        prompts: draws fresh prompts, which it counts.
+        rollout: from dataset indices and the number of the round (from 1) to global rollouts.
         args: of the run.
     """
     counts = dict.fromkeys(("objective/sampling_rounds", "objective/redrawn_prompts", "tokens/discarded"), 0.0)
     for sampling_round in range(1, args.dynamic_sampling + 1):
         differ = informative(rollouts, args)
-        uninformative = list(_rows_by_prompt(rollouts["prompt_ids"][~differ]))
-        kept = list(_rows_by_prompt(rollouts["prompt_ids"][differ]))
-        fresh = prompts.draw(len(uninformative), without=kept)
+        uninformative = _distinct(rollouts["prompt_ids"][~differ])
+        fresh = prompts.draw(len(uninformative), without=_distinct(rollouts["prompt_ids"][differ]))
         if not fresh:
             break
         counts["objective/sampling_rounds"] += 1
@@ -75,27 +71,29 @@ def replace_uninformative(
     return rollouts, counts
 
 
+def _distinct(prompt_ids: Tensor) -> list[int]:
+    return list(dict.fromkeys(prompt_ids.tolist()))
+
+
 def _rows_by_prompt(prompt_ids: Tensor) -> dict[int, list[int]]:
-    """The rows of each prompt, in the order in which the prompts come first."""
     rows: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompt_ids.tolist()):
         rows.setdefault(prompt, []).append(row)
     return rows
 
 
-def _replace(rollouts: Rollouts, new: Rollouts, fresh: dict[int, int]) -> tuple[Rollouts, int]:
-    """`rollouts` with the rows of each prompt of `fresh` replaced by those of its value in `new`, if it has any, and
-    the number of tokens that were left out.
+def _replace(rollouts: Rollouts, new: Rollouts, replacements: dict[int, int]) -> tuple[Rollouts, int]:
+    """`rollouts` with each prompt of `replacements` replaced by its fresh prompt if that has rows in `new`, and the
+    number of discarded tokens.
     """
-    count, new_rows = len(rollouts["prompt_ids"]), _rows_by_prompt(new["prompt_ids"])
-    rows: list[int] = []
-    for prompt, own in _rows_by_prompt(rollouts["prompt_ids"]).items():
-        if fresh.get(prompt) in new_rows:
-            rows += [count + row for row in new_rows[fresh[prompt]]]
+    num_rows, new_rows = len(rollouts["prompt_ids"]), _rows_by_prompt(new["prompt_ids"])
+    kept: list[int] = []
+    for prompt, rows in _rows_by_prompt(rollouts["prompt_ids"]).items():
+        if replacements.get(prompt) in new_rows:
+            kept += [num_rows + row for row in new_rows[replacements[prompt]]]
+        # An uninformative prompt may have been drawn again, in the place of another one.
         elif prompt not in new_rows:
-            # Otherwise it was drawn again, for the place of another prompt.
-            rows += own
-    every: dict[str, Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
-    discarded = sorted(set(range(len(every["prompt_ids"]))) - set(rows))
-    merged: Rollouts = {key: value[rows] for key, value in every.items()}  # type: ignore[assignment]
-    return merged, int(every["response_mask"][discarded].sum())
+            kept += rows
+    both: dict[str, Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
+    merged: Rollouts = {key: value[kept] for key, value in both.items()}  # type: ignore[assignment]
+    return merged, int(both["response_mask"].sum() - merged["response_mask"].sum())

@@ -1,4 +1,4 @@
-"""What becomes of responses whose reward failed (`failed_rewards: mask`), in the rollouts of all ranks."""
+"""Leaves out responses whose reward failed (`failed_rewards: mask`), in the rollouts of all ranks."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ _MAX_SHOWN = 8
 
 
 def rewards_shaped_alike(rows: dict[str, Tensor] | None, accelerator: Accelerator) -> dict[str, Tensor] | None:
-    """This rank's `rows` with rewards (B, R) if another rank's are: a rank whose rewards all failed cannot know that
-    its sources score tokens. Every rank must call it.
+    """This rank's `rows`, with rewards (B, R) if another rank's have that shape: where all rewards failed, it is not
+    known that the sources score tokens. Every rank must call it.
     """
     per_token_here = bool(rows) and rows["rewards"].dim() == 2  # type: ignore[index]
     per_token_anywhere = any_rank(per_token_here, accelerator)
@@ -35,18 +35,16 @@ def leave_out_failures(
 ) -> str:
     """Updates `trained_rows` of the global rollouts in place. Every rank must call it.
 
-    If the estimator `compares_group`, a response is also left out whose reward is the only one left of several to its
-    prompt: its advantage would be its bare score.
-
     Args:
         rollouts: of all ranks, with `trained_rows` False where a reward failed.
         failures: of this rank.
         accelerator: of the run.
-        compares_group: whether responses to a prompt are compared.
-        may_fail: whether it is no error if all rewards failed.
+        compares_group: whether the estimator compares the responses to a prompt. Then a response is also left out if
+            the rewards of all others failed: its advantage would be its bare score.
+        may_fail: whether all rewards may fail.
 
     Returns:
-        How many responses are left out, and why, in words; empty if none is.
+        How many responses are left out, and why, as text; empty for none.
 
     Raises:
         ValueError: on every rank, if no response is left, unless `may_fail`; this rank's first failure if it has one.

@@ -1,7 +1,6 @@
 """The controller of `kl_coef`, the weight of the KL in the reward: fixed, proportional, horizon or scaled.
 
-Its caller averages the observed KL over all processes, and takes the spread of all scores, so that
-every process makes the same update. The configuration checks the bounds of the settings.
+Every process passes the statistics of all processes' sequences. The configuration checks the bounds of the settings.
 """
 
 import math
@@ -18,8 +17,8 @@ class KLController:
     With e = clip(kl / target_kl - 1, -0.2, 0.2), an update multiplies it by 1 (`fixed`), by 1 + k_beta * e
     (`proportional`: AlpacaFarm's, for any number of sequences), or by 1 + e * num_sequences / horizon (`horizon`:
     Ziegler et al., arXiv:1909.08593, section 2.2). `scaled` sets it to kl_coef * sqrt(the mean of scores_std ** 2 over
-    the updates so far whose scores differed), so that rewards times c then give shaped rewards times c. Until scores
-    have differed it stays at kl_coef, or nothing would hold a policy that waits for its first success.
+    the updates so far whose scores differed), so that rewards times c give shaped rewards times c. Until scores have
+    differed it stays at kl_coef, so that a policy without a first success does not drift.
 
     Args:
         kind: `fixed`, `proportional`, `horizon` or `scaled`; settings that it does not use are ignored.
@@ -42,8 +41,8 @@ class KLController:
         Args:
             kl: mean over all sequences of the KL summed over a sequence's tokens, in nats.
             num_sequences: number of those sequences.
-            scores_std: standard deviation of their scores, of the population (`objective/scores_std` has no Bessel's
-                correction); `scaled` ignores the step if it is 0 or not finite.
+            scores_std: standard deviation of their scores (no Bessel's correction); `scaled` ignores the step if it
+                is 0 or not finite.
         """
         assert math.isfinite(kl), "_shape_reward's KL is checked (hook_checks)"
         error = min(max(kl / self._target_kl - 1, -ERROR_LIMIT), ERROR_LIMIT)
@@ -58,15 +57,13 @@ class KLController:
             self.value = self._kl_coef * math.sqrt(self._variance)
 
     def state_dict(self) -> dict[str, float]:
-        """The value and what `scaled` has seen, for `load_state_dict`."""
         return {"value": self.value, "variance": self._variance, "num_variances": self._num_variances}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores them; targets and rates remain those of the constructor."""
+        """Restores the state; target, gain and horizon stay those of the constructor."""
         self.value, self._variance = float(state["value"]), float(state["variance"])
         self._num_variances = int(state["num_variances"])
 
 
 def make_kl_controller(args: PPOConfig) -> KLController:
-    """The controller of a run."""
     return KLController(args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon)

@@ -1,28 +1,16 @@
 """The terms of the policy's loss in a micro-batch, and the policy losses that a configuration can name.
 
-The mathematics is in `functional`; the critic's loss is in its head (`models.critic_heads`). Every term is a
-part of the optimizer step's loss (see `types.Rollouts.denominator`), so the terms of the micro-batches add up.
+The mathematics is in `functional`, the critic's loss in `models.critic_heads`. Every term is divided by a denominator
+of the whole optimizer step (`types.Rollouts.denominator`), so the terms of its micro-batches add up.
 """
 
 from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
+from alpaca_ppo import functional
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.functional import (
-    Loss,
-    aggregate_loss,
-    cispo_policy_loss,
-    dppo_policy_loss,
-    gmpo_policy_loss,
-    gspo_policy_loss,
-    kl_penalty,
-    masked_mean,
-    policy_loss,
-    positive_nll_loss,
-    rollout_correction_weights,
-    sapo_policy_loss,
-)
+from alpaca_ppo.functional import Loss
 from alpaca_ppo.models import ActorCriticOutputs
 from alpaca_ppo.ppo.metrics import mismatch_stats
 from alpaca_ppo.ppo.row_masks import gradient_mask
@@ -33,10 +21,10 @@ Terms = tuple[Tensor, dict[str, Tensor]]
 
 
 def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]:
-    """`{"loss_weights": (B, R)}` of the global rollouts if `old_policy` is `correct`, otherwise an empty dictionary."""
+    """`loss_weights` (B, R) of the global rollouts if `old_policy` is `correct`; otherwise empty."""
     if args.old_policy != "correct":
         return {}
-    weights = rollout_correction_weights(
+    weights = functional.rollout_correction_weights(
         rollouts["logprobs"],
         rollouts["rollout_logprobs"],
         gradient_mask(rollouts, args),
@@ -47,12 +35,12 @@ def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]
 
 
 def step_denominators(rollouts: Rollouts, rows: Tensor, args: PPOConfig) -> dict[str, Tensor]:
-    """What the losses of the optimizer step on `rows` are divided by, scalars of 1 or more: `denominator`, and with
-    `positive_nll_coef`, `positive_tokens` (see `types.Rollouts`).
+    """The `denominator` of the losses of the optimizer step on `rows` and, with `positive_nll_coef`, `positive_tokens`
+    (see `types.Rollouts`): scalars of 1 or more.
     """
     mask = rollouts["response_mask"][rows]
     count = mask.sum() if args.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
-    # An optimizer step may have no row that is trained: its losses are 0 then.
+    # Without a row that gives a gradient, the losses are 0.
     denominators = {"denominator": count.clamp_min(1)}
     if args.positive_nll_coef:
         positive = _succeeded(rollouts["scores"][rows], args)
@@ -61,46 +49,43 @@ def step_denominators(rollouts: Rollouts, rows: Tensor, args: PPOConfig) -> dict
 
 
 def _succeeded(scores: Tensor, args: PPOConfig) -> Tensor:
-    """(B,) bool, from the scores (B,) before any penalty."""
+    """(B,) bool, of the scores (B,) before any penalty."""
     return scores > args.positive_nll_threshold
 
 
 def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) -> Terms:
-    """Policy loss, log-likelihood of successes, KL loss and entropy bonus, added up, and their statistics."""
+    """The sum of policy loss, negative log-likelihood of successes, KL loss and entropy bonus, and their statistics."""
     assert outputs.logprobs is not None
     mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
-    policy_loss_of = POLICY_LOSSES.get(args.policy_loss)
-    policy = checked_loss(
-        f"policy_loss {args.policy_loss!r}",
-        policy_loss_of(
-            outputs.logprobs,
-            batch["logprobs"],
-            batch["advantages"],
-            mask,
-            args=args,
-            weights=weights,
-            denominator=denominator,
-        ),
+    returned = POLICY_LOSSES.get(args.policy_loss)(
+        outputs.logprobs,
+        batch["logprobs"],
+        batch["advantages"],
+        mask,
+        args=args,
+        weights=weights,
+        denominator=denominator,
     )
+    policy = checked_loss(f"policy_loss {args.policy_loss!r}", returned)
     stats = {"loss/policy": policy.loss, **{f"policy/{name}": stat for name, stat in policy.stats.items()}}
-    # Both estimate the same KL, k3 with less noise.
+    # k3, which is kept, estimates the same KL with less noise.
     stats.pop("policy/approx_kl_k1", None)
     if outputs.entropies is not None:
-        stats["policy/entropy"] = masked_mean(outputs.entropies, mask)
+        stats["policy/entropy"] = functional.masked_mean(outputs.entropies, mask)
 
     def aggregated(losses: Tensor) -> Tensor:
         weighted = losses if weights is None else losses * weights
-        return aggregate_loss(weighted, mask, args.loss_agg_mode, denominator=denominator)
+        return functional.aggregate_loss(weighted, mask, args.loss_agg_mode, denominator=denominator)
 
     loss = policy.loss
     if args.positive_nll_coef:
-        # Without importance weights: it imitates these responses, and estimates no expectation over the sampler's.
+        # Without importance weights: it imitates these responses, and estimates no expectation under the old policy.
         positive = _succeeded(batch["scores"], args)
-        nll = positive_nll_loss(outputs.logprobs, positive, mask, denominator=batch["positive_tokens"])
+        nll = functional.positive_nll_loss(outputs.logprobs, positive, mask, denominator=batch["positive_tokens"])
         stats |= {"loss/positive_nll": nll.loss, "policy/positive_fraction": nll.stats["positive_fraction"]}
         loss = loss + args.positive_nll_coef * nll.loss
     if args.kl_loss_coef:
-        stats["loss/kl"] = aggregated(kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type))
+        stats["loss/kl"] = aggregated(functional.kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type))
         loss = loss + args.kl_loss_coef * stats["loss/kl"]
     if args.entropy_coef:
         assert outputs.entropies is not None
@@ -112,15 +97,13 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
 
 
 def checked_loss(what: str, returned: Any) -> Loss:
-    """What a registered loss or a critic's head returned; anything but a `Loss` is refused."""
+    """The result of a registered loss or a critic's head, which must be a `Loss`."""
     if not isinstance(returned, Loss):
         raise ValueError(f"the {what} returned {returned!r:.100}; return functional.Loss(loss, stats)")
     return returned
 
 
 class _Scale(TypedDict):
-    """How the losses of tokens add up to the optimizer step's loss; see `aggregate_loss`."""
-
     weights: Tensor | None
     denominator: Tensor
 
@@ -141,7 +124,7 @@ _DPPO_RATIO_BOUND = 20.0
 def _clip(
     logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
 ) -> Loss:
-    return policy_loss(
+    return functional.policy_loss(
         logprobs,
         old,
         advantages,
@@ -157,14 +140,16 @@ def _clip(
 def _gspo(
     logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
 ) -> Loss:
-    return gspo_policy_loss(logprobs, old, advantages, mask, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale)
+    return functional.gspo_policy_loss(
+        logprobs, old, advantages, mask, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale
+    )
 
 
 @POLICY_LOSSES.implement("cispo")
 def _cispo(
     logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
 ) -> Loss:
-    return cispo_policy_loss(
+    return functional.cispo_policy_loss(
         logprobs, old, advantages, mask, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale
     )
 
@@ -173,7 +158,7 @@ def _cispo(
 def _sapo(
     logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
 ) -> Loss:
-    return sapo_policy_loss(
+    return functional.sapo_policy_loss(
         logprobs, old, advantages, mask, tau_pos=1.0, tau_neg=1.05, loss_agg_mode=args.loss_agg_mode, **scale
     )
 
@@ -182,36 +167,20 @@ def _sapo(
 def _gmpo(
     logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
 ) -> Loss:
-    return gmpo_policy_loss(logprobs, old, advantages, mask, **_ranges(args), **scale)
+    return functional.gmpo_policy_loss(logprobs, old, advantages, mask, **_ranges(args), **scale)
 
 
 @POLICY_LOSSES.implement("dppo")
+@POLICY_LOSSES.implement("dppo_kl")
 def _dppo(
     logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
 ) -> Loss:
-    return dppo_policy_loss(
+    return functional.dppo_policy_loss(
         logprobs,
         old,
         advantages,
         mask,
-        divergence="tv",
-        clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
-        loss_agg_mode=args.loss_agg_mode,
-        **_ranges(args),
-        **scale,
-    )
-
-
-@POLICY_LOSSES.implement("dppo_kl")
-def _dppo_kl(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
-) -> Loss:
-    return dppo_policy_loss(
-        logprobs,
-        old,
-        advantages,
-        mask,
-        divergence="kl",
+        divergence="kl" if args.policy_loss == "dppo_kl" else "tv",
         clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
         loss_agg_mode=args.loss_agg_mode,
         **_ranges(args),

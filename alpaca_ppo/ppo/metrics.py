@@ -1,8 +1,8 @@
 """The metrics of a step, as flat dictionaries of floats; `objective/*` and `ppo/*` use AlpacaFarm's names.
 
-Every rank has the rollouts of all ranks, so their metrics need no collective operation. What the optimizer steps
-measure is combined over micro-batches, optimizer steps and ranks by `StepStats`. Means are over masked tokens or over
-sequences, never over padding. Writing the metrics is in `tracking.run_log`.
+Every rank has the rollouts of all ranks, so their metrics need no collective operation. `StepStats` combines the
+statistics of micro-batches, optimizer steps and ranks. Means are over masked tokens or over sequences, never over
+padding. `tracking.run_log` writes the metrics.
 """
 
 import math
@@ -30,14 +30,14 @@ from alpaca_ppo.types import Rollouts
 
 _DIGITS = {"mismatch/logprob_abs_mean": 4, "mismatch/k3": 5, "mismatch/ratio_max": 2}
 ENTROPY_STEPS = 10
-"""Steps between two whose metrics include entropies, which cost time."""
+"""Every how many steps the metrics include entropies, which cost time."""
 
 
 class Timers:
     """Wall-clock seconds by phase.
 
     Args:
-        during: returns a context manager in which a phase, given by name and number of parts, takes place.
+        during: from a phase's name and number of parts to a context manager around it.
     """
 
     def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
@@ -46,7 +46,7 @@ class Timers:
 
     @contextmanager
     def measure(self, phase: str, parts: int | None = None) -> Iterator[Callable[[int], None]]:
-        """Adds the seconds spent inside the block to `phase`; yields a function that counts its `parts`."""
+        """Adds the seconds of the block to `phase`; yields a function that counts its `parts`."""
         synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
         synchronize()
         start = time.perf_counter()
@@ -57,26 +57,29 @@ class Timers:
 
 
 class StepRecord:
-    """What is measured while a step or an evaluation is made, apart from its rollouts and losses.
+    """Timings and logged values of a step or an evaluation.
 
     Args:
         during: as for `Timers`.
+
+    Attributes:
+        timers: seconds by phase.
+        logged: sum and number of the values of each metric that reward functions have logged, on all ranks.
+        drawn: the metrics of `dynamic_sampling`.
     """
 
     def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
         self.timers = Timers(during)
         self.logged: dict[str, list[float]] = {}
-        """Sum and number of the values of each metric that reward functions have logged, on all ranks."""
         self.drawn: dict[str, float] = {}
-        """The metrics of what `dynamic_sampling` has drawn."""
 
     def logged_means(self) -> dict[str, float]:
-        """The means of what reward functions have logged, as `reward/*`."""
+        """The means of `logged`, as `reward/*`."""
         return {f"reward/{name}": total / number for name, (total, number) in self.logged.items()}
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Returns the peak memory in GiB: of allocated tensors on a GPU, of the process's resident set otherwise."""
+    """Returns the peak of allocated tensors on a GPU, otherwise of the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
@@ -84,8 +87,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def standard_deviation(values: Tensor) -> float:
-    """Returns the standard deviation of `values` (B,), without Bessel's correction: exactly 0 if all are equal, NaN if
-    there are none.
+    """Returns the standard deviation of `values` (B,) without Bessel's correction: exactly 0 for equal values, NaN for
+    none.
     """
     if not len(values):
         return math.nan
@@ -95,7 +98,7 @@ def standard_deviation(values: Tensor) -> float:
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Returns 1 - Var(returns - values) / Var(returns) over masked tokens; 0 if all returns are equal.
 
-    1 is a perfect critic, 0 one that is no better than a constant.
+    1 = a perfect critic, 0 = no better than a constant.
     """
     variance = masked_var(returns, mask, unbiased=False)
     if float(variance) == 0.0:
@@ -104,23 +107,18 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def logs_entropies(step: int) -> bool:
-    """Whether the metrics of `step` (from 0) include entropies: the first step's, and every `ENTROPY_STEPS`-th.
-
-    As with `logging_steps`, steps are counted from 1.
+    """Whether the metrics of `step` (from 0) include entropies: those of the first step and, counted from 1, of every
+    `ENTROPY_STEPS`-th.
     """
     return step == 0 or (step + 1) % ENTROPY_STEPS == 0
 
 
 @torch.no_grad()
 def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Returns `mismatch/*`: how the trainer's log-probs differ from the sampler's, for the same policy.
+    """Returns `mismatch/*`: how the trainer's log-probs (B, R) differ from the sampler's, for the same policy.
 
-    The mean absolute difference and k3 are in nats per token. If `mask` is empty, the largest ratio is 0.
-
-    Args:
-        logprobs: (B, R), from the trainer's forward pass, before the policy was updated.
-        rollout_logprobs: (B, R), from the sampler.
-        mask: (B, R) bool, True = a token that the policy chose.
+    The mean absolute difference and k3 are in nats per token. With an empty `mask` (B, R), True = a token that the
+    policy chose, the largest ratio is 0.
     """
     difference = logprobs - rollout_logprobs
     return {
@@ -131,43 +129,40 @@ def mismatch_stats(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
 
 
 def mismatch_of(rollouts: Rollouts) -> dict[str, float]:
-    """Returns `mismatch/*` of rollouts that the trainer has evaluated.
+    """Returns `mismatch/*` of rollouts whose log-probs the trainer has recomputed.
 
-    Where environments answer, which rows the sampler computes together depends on when they do, and so do the last
-    digits of its log-probs: to a tenth of what rounding explains, equal runs have equal numbers, and decide alike.
+    With environments, the rows of a forward pass of the sampler, and so the last digits of its log-probs, depend on
+    timing. The metrics are then rounded, to a tenth of the rounding bound, so that equal runs have equal metrics.
     """
     stats = mismatch_stats(rollouts["logprobs"], rollouts["rollout_logprobs"], rollouts["response_mask"])
-    found = {name: float(value) for name, value in stats.items()}
-    if "environment_tokens" not in rollouts or not bool(rollouts["environment_tokens"].any()):
-        return found
-    return {name: round(found[name], digits) for name, digits in _DIGITS.items()}
+    if "environment_tokens" in rollouts and bool(rollouts["environment_tokens"].any()):
+        return {name: round(float(stats[name]), digits) for name, digits in _DIGITS.items()}
+    return {name: float(value) for name, value in stats.items()}
 
 
 def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[str, float]:
     """Returns `objective/*` and `mismatch/*` of a step: rewards, KL and entropies in nats, lengths in tokens.
 
-    Entropies are there if `rollouts` has them, the mismatch if the trainer has evaluated the policy (`recomputed`).
+    Entropies are included if `rollouts` has them, the mismatch if the trainer has `recomputed` the log-probs.
 
-    Args:
-        rollouts: the step's rollouts, with shaped rewards.
-        source_names: names of the columns of `scores_by_source`. The mean of a source is over the rows that it scored.
+    `source_names` are those of the columns of `scores_by_source`, whose means are over the rows that a source scored.
     """
     scored = with_reward(rollouts)
-    by_source = scored["scores_by_source"]
+    mask, by_source = scored["response_mask"], scored["scores_by_source"]
     means = by_source.nanmean(dim=0).tolist()
-    spreads = [standard_deviation(column[~column.isnan()]) for column in by_source.unbind(dim=1)]
+    stds = [standard_deviation(column[~column.isnan()]) for column in by_source.unbind(dim=1)]
     stats = {
         **{f"objective/scores/{name}": mean for name, mean in zip(source_names, means, strict=True)},
-        **{f"objective/scores_std/{name}": spread for name, spread in zip(source_names, spreads, strict=True)},
+        **{f"objective/scores_std/{name}": std for name, std in zip(source_names, stds, strict=True)},
         "objective/kl_sum_seq": float(scored["kl"].sum(dim=1).mean()),
-        "objective/kl_avg_seq": float(masked_mean(scored["kl"], scored["response_mask"])),
+        "objective/kl_avg_seq": float(masked_mean(scored["kl"], mask)),
         "objective/shaped_rewards": float(scored["shaped_rewards"].sum(dim=1).mean()),
         "objective/non_score_rewards": float(scored["non_score_rewards"].sum(dim=1).mean()),
         **{f"objective/{name}": value for name, value in response_stats(scored).items()},
     }
     for name in ("entropies", "ref_entropies"):
         if name in scored:
-            stats[f"objective/{name}"] = float(masked_mean(scored[name], scored["response_mask"]))
+            stats[f"objective/{name}"] = float(masked_mean(scored[name], mask))
     if "overlong_penalties" in scored:
         stats["objective/overlong_penalty"] = float(scored["overlong_penalties"].mean())
     if "baseline_scores" in scored:
@@ -180,32 +175,28 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
 
 
 def group_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns how much the responses to a prompt differ; nothing if no prompt has more than one.
+    """Returns how much the responses to a prompt differ; empty if no prompt has several.
 
     `objective/identical_responses` is the share of responses that equal another one to the same prompt,
     `objective/uniform_groups` the share of prompts whose responses all have the same score.
     """
     groups = rollouts["prompt_ids"].unique(return_inverse=True)[1]
-    sizes = groups.bincount()
-    if not sizes.numel() or int(sizes.max()) < 2:
+    several = groups.bincount() > 1
+    if not bool(several.any()):
         return {}
-    mask = rollouts["response_mask"]
-    tokens = torch.where(mask, rollouts["responses"], -1)
-    _, which, counts = torch.cat([groups.unsqueeze(1), tokens], dim=1).unique(
-        dim=0, return_inverse=True, return_counts=True
-    )
-    several = sizes > 1
-    uniform = torch.zeros_like(sizes).scatter(0, groups, (~informative_rows(rollouts["scores"], groups)).long())
+    tokens = torch.where(rollouts["response_mask"], rollouts["responses"], -1)
+    rows = torch.cat([groups.unsqueeze(1), tokens], dim=1)
+    _, distinct, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    uniform_rows = ~informative_rows(rollouts["scores"], groups)
+    uniform = torch.zeros_like(several).scatter(0, groups, uniform_rows)
     return {
-        "objective/identical_responses": float((counts[which] > 1)[several[groups]].float().mean()),
+        "objective/identical_responses": float((counts[distinct] > 1)[several[groups]].float().mean()),
         "objective/uniform_groups": float(uniform[several].float().mean()),
     }
 
 
 def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
-    """Returns `ppo/returns/*`, `ppo/advantages/*` and, with a critic, `ppo/val/*` of a step, over the tokens that give
-    a gradient.
-    """
+    """Returns `ppo/returns/*`, `ppo/advantages/*` and, with a critic, `ppo/val/*`, over tokens that give a gradient."""
     mask, returns = gradient_mask(rollouts, args), rollouts["returns"]
     stats = {
         "ppo/returns/mean": float(masked_mean(returns, mask)),
@@ -218,7 +209,7 @@ def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
         stats |= {
             "ppo/val/mean": float(masked_mean(values, mask)),
             "ppo/val/var": float(masked_var(values, mask, unbiased=False)),
-            # Of a distributional critic, by the means of its distributions, which no risk level shifts.
+            # A distributional critic's values may depend on a risk level, the means of its distributions do not.
             "ppo/val/explained_variance": explained_variance(rollouts.get("value_means", values), returns, mask),
         }
     if "value_means" in rollouts:
@@ -227,9 +218,7 @@ def advantage_stats(rollouts: Rollouts, args: PPOConfig) -> dict[str, float]:
 
 
 def response_stats(scored: Rollouts) -> dict[str, float]:
-    """Returns what steps and evaluations measure of responses that have a reward: rewards, lengths in tokens, and the
-    means of what episodes counted.
-    """
+    """Returns the metrics that steps and evaluations share, of responses that have a reward; lengths are in tokens."""
     num_tokens = scored["response_mask"].sum(dim=1)
     stats = {
         "rewards": float(sequence_scores(scored["rewards"]).mean()),
@@ -249,8 +238,8 @@ def response_stats(scored: Rollouts) -> dict[str, float]:
 
 
 def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns metrics of an evaluation, without `eval/`: `response_stats`, how many responses have no reward
-    (`masked_rows`), and the KL to the reference: the k1 estimate in nats, summed over a response.
+    """Returns metrics of an evaluation, without `eval/`: `response_stats`, the number of responses without a reward
+    (`masked_rows`), and the KL to the reference (k1) in nats, summed over a response.
     """
     scored = with_reward(rollouts)
     kl = (scored["logprobs"] - scored["ref_logprobs"]).sum(dim=1)
@@ -261,16 +250,13 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
 
 
 def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[str, float]:
-    """Returns `time/*` in seconds, `tokens/*` and `memory/*` of a step.
-
-    Args:
-        rollouts: the step's rollouts.
-        phases: seconds by phase, and `memory/*` in GiB, which are returned unchanged.
+    """Returns `time/*` in seconds, `tokens/*` and `memory/*` of a step, from the seconds by phase and `memory/*` (GiB)
+    in `phases`.
     """
-    seconds = {name: value for name, value in phases.items() if not name.startswith("memory/")}
+    stats = {name: value for name, value in phases.items() if name.startswith("memory/")}
+    seconds = {phase: value for phase, value in phases.items() if phase not in stats}
     sampled = int(rollouts["response_mask"].sum())
     tokens = sampled + int(rollouts["query_attn_masks"].sum())
-    stats = {name: value for name, value in phases.items() if name not in seconds}
     if "environment_seconds" in rollouts:
         stats["time/environment_calls"] = float(rollouts["environment_seconds"].mean())
     stats |= {f"time/{phase}": value for phase, value in seconds.items()}
@@ -282,65 +268,66 @@ def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[st
 
 
 class StatsAccumulator:
-    """Combines the statistics of micro-batches exactly. The name of a statistic decides how.
+    """Combines the statistics of micro-batches exactly, by name: `loss/*`, which are divided by the denominator of the
+    whole optimizer step, are added up; of `*_min` and `*_max` the extreme is kept; all others are means over masked
+    tokens, and averaged by their number.
 
-    `loss/*` are divided by the denominator of the whole optimizer-step batch; they are added up. For `*_min`
-    and `*_max` the minimum or maximum is kept. All others are means over the micro-batch's masked tokens, and are
-    averaged with the number of tokens as weight.
+    Attributes:
+        sums: of `loss/*`.
+        means: weighted sum and sum of weights of each mean.
+        extremes: minima and maxima.
     """
 
     def __init__(self) -> None:
-        self.parts: dict[str, float] = {}
+        self.sums: dict[str, float] = {}
         self.means: dict[str, tuple[float, float]] = {}
         self.extremes: dict[str, float] = {}
 
     def add(self, stats: Mapping[str, Tensor | float], tokens: int) -> None:
-        """Adds the statistics of one micro-batch.
-
-        Args:
-            stats: scalars by name.
-            tokens: the number of masked tokens of the micro-batch. With 0, only `loss/*` are added.
+        """Adds the scalars of a micro-batch with so many masked `tokens`: of 0, only `loss/*`.
 
         Raises:
             ValueError: for a statistic that is not a scalar.
         """
-        numbers = [torch.as_tensor(value).detach().double() for value in stats.values()]
-        for name, number in zip(stats, numbers, strict=True):
-            if number.dim():
-                raise ValueError(f"the statistic {name!r} of a loss has shape {tuple(number.shape)}; return a scalar")
-        # A single transfer for all of them, because every .item() synchronizes with the device.
-        device = next((number.device for number in numbers if number.device.type != "cpu"), torch.device("cpu"))
-        values = torch.stack([number.to(device) for number in numbers]).tolist() if numbers else []
-        for name, value in zip(stats, values, strict=True):
+        if not stats:
+            return
+        scalars = {name: torch.as_tensor(value).detach().double() for name, value in stats.items()}
+        for name, scalar in scalars.items():
+            if scalar.dim():
+                raise ValueError(f"the statistic {name!r} of a loss has shape {tuple(scalar.shape)}; return a scalar")
+        # One transfer, since every .item() waits for the device.
+        device = next(
+            (scalar.device for scalar in scalars.values() if scalar.device.type != "cpu"), torch.device("cpu")
+        )
+        values = torch.stack([scalar.to(device) for scalar in scalars.values()]).tolist()
+        for name, value in zip(scalars, values, strict=True):
             if name.startswith("loss/"):
-                self.parts[name] = self.parts.get(name, 0.0) + value
+                self.sums[name] = self.sums.get(name, 0.0) + value
             elif tokens and name.endswith(("_min", "_max")):
                 self._extreme(name, value)
             elif tokens:
                 self._mean(name, value * tokens, tokens)
 
     def add_padding(self, lengths: Sequence[int], *, padded: bool) -> None:
-        """Adds a micro-batch with rows of `lengths` tokens to `padding_fraction`: `padded` to the longest, or not."""
+        """Adds a micro-batch with rows of `lengths` tokens, `padded` to the longest or not, to `padding_fraction`."""
         positions = len(lengths) * max(lengths, default=0) if padded else sum(lengths)
         if positions:
             self._mean("padding_fraction", (1.0 - sum(lengths) / positions) * positions, positions)
 
     def merge(self, other: "StatsAccumulator") -> None:
-        """Adds the statistics of other micro-batches."""
-        for name, value in other.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + value
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
         for name, (total, weight) in other.means.items():
             self._mean(name, total, weight)
         for name, value in other.extremes.items():
             self._extreme(name, value)
 
     def compute(self) -> dict[str, float]:
-        """Returns the statistics, of `loss/*` the sums."""
-        return self.parts | {name: total / weight for name, (total, weight) in self.means.items()} | self.extremes
+        return self.sums | {name: total / weight for name, (total, weight) in self.means.items()} | self.extremes
 
     def _mean(self, name: str, total: float, weight: float) -> None:
-        before = self.means.get(name, (0.0, 0.0))
-        self.means[name] = (before[0] + total, before[1] + weight)
+        total_before, weight_before = self.means.get(name, (0.0, 0.0))
+        self.means[name] = (total_before + total, weight_before + weight)
 
     def _extreme(self, name: str, value: float) -> None:
         choose = min if name.endswith("_min") else max
@@ -349,30 +336,39 @@ class StatsAccumulator:
 
 @dataclass(frozen=True)
 class BatchStats:
-    """What the losses of a micro-batch have measured."""
+    """Statistics of a micro-batch.
+
+    Attributes:
+        stats: of its losses.
+        tokens: under the mask.
+        lengths: tokens of each row.
+        padded: whether rows were padded to the longest.
+        fault: what was not finite, and where.
+    """
 
     stats: Mapping[str, Tensor]
     tokens: int
-    """Tokens under the mask."""
     lengths: Sequence[int]
-    """Tokens of each row."""
     padded: bool
-    """Whether rows were padded to the longest of them."""
     fault: str | None = None
-    """What was not finite, and where."""
 
 
 class StepStats:
-    """This rank's statistics of a step's update. `update` and `faults` are those of the optimizer step in progress."""
+    """This rank's statistics of a step's update.
+
+    Attributes:
+        update: the statistics of the optimizer step in progress.
+        faults: what was not finite in it.
+        skipped: optimizer steps that were not taken because something was not finite.
+        kl_stopped: whether the approximate KL ended the update: its last batch is counted, without an optimizer step.
+    """
 
     def __init__(self) -> None:
         self.update = StatsAccumulator()
         self.faults: list[str] = []
         self.skipped = 0
-        """Optimizer steps that were not taken because something was not finite."""
         self.kl_stopped = False
-        """Whether the approximate KL ended the update: no optimizer step was taken on the last batch counted."""
-        self._of_parts: dict[Part, StatsAccumulator] = {}
+        self._by_part: dict[Part, StatsAccumulator] = {}
         self._steps: dict[Part, int] = {}
 
     @property
@@ -383,8 +379,8 @@ class StepStats:
     def add(self, batch: BatchStats) -> None:
         """Adds a micro-batch of the optimizer step in progress.
 
-        If the policy is unchanged since the rollout, this adds how far its probability ratio is from 1; otherwise the
-        comparison with the sampler (`mismatch/*`) is left out.
+        While the policy is unchanged since the rollout, this adds how far its ratio is from 1; afterwards it leaves out
+        the comparison with the sampler (`mismatch/*`).
         """
         stats: dict[str, Tensor | float] = dict(batch.stats)
         if not self.policy_unchanged:
@@ -401,26 +397,25 @@ class StepStats:
         if skipped:
             self.skipped += 1
         else:
-            self._of_parts.setdefault(part, StatsAccumulator()).merge(self.update)
+            self._by_part.setdefault(part, StatsAccumulator()).merge(self.update)
             self._steps[part] = self._steps.get(part, 0) + taken
             self.kl_stopped = not taken
         self.update, self.faults = StatsAccumulator(), []
 
     def reduce(self, accelerator: Accelerator, *, with_critic: bool) -> dict[str, float]:
-        """The statistics of all ranks, and the optimizer steps. Every rank must call it.
+        """The statistics of all ranks, and the numbers of optimizer steps. Every rank must call it.
 
-        `loss/*` are averaged over the optimizer steps of what they trained, and then added up.
+        `loss/*` are averaged over the optimizer steps of each part, and these means added up.
         """
-        whole: dict[Part, StatsAccumulator] = {}
-        for of_rank in gather_list(self._of_parts, accelerator):
+        by_part: dict[Part, StatsAccumulator] = {}
+        for of_rank in gather_list(self._by_part, accelerator):
             for part, stats in of_rank.items():
-                whole.setdefault(part, StatsAccumulator()).merge(stats)
+                by_part.setdefault(part, StatsAccumulator()).merge(stats)
         together, losses = StatsAccumulator(), dict[str, float]()
-        for part, stats in sorted(whole.items()):
-            # The last batch of the policy is counted without a step if its KL ended the update.
-            steps = self._steps[part] + (self.kl_stopped and part != "critic")
-            for name, value in stats.parts.items():
-                losses[name] = losses.get(name, 0.0) + value / steps
+        for part, stats in sorted(by_part.items()):
+            batches = self._steps[part] + (self.kl_stopped and part != "critic")
+            for name, value in stats.sums.items():
+                losses[name] = losses.get(name, 0.0) + value / batches
             together.merge(stats)
         total = sum(self._steps.values())
         counts = {

@@ -1,6 +1,6 @@
-"""One rank's part of a rollout: its prompts, samples, log-probs and values, and the rows of all ranks put together.
+"""One rank's prompts, samples, log-probs and values, and the gathering of all ranks' rows.
 
-`PPOTrainer.rollout` decides the order of the parts and how responses are scored.
+`PPOTrainer.rollout` decides their order and how responses are scored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data import PromptDataset, collate_prompts
-from alpaca_ppo.distributed.collectives import any_rank, gather_rows, max_int_over_ranks, rank_share
+from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.episodes import Episodes
@@ -32,26 +32,28 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """What a rollout computes besides samples and scores, and what happens if rewards fail."""
+    """What a rollout computes besides samples and scores, and what happens if rewards fail.
+
+    Attributes:
+        with_policy: the policy's log-probs by the trainer, instead of the sampler's.
+        with_critic: the critic's values.
+        with_reference: the reference's log-probs, instead of a copy of the policy's.
+        with_entropies: the entropies of policy and reference.
+        greedy_baseline: the score of each prompt's greedy response, as `baseline_scores`.
+        compares_group: whether the estimator compares responses to a prompt.
+        may_fail: whether all rewards may fail; otherwise that is an error.
+    """
 
     with_policy: bool = True
-    """The policy's log-probs by the trainer; without them the sampler's are used, which saves a forward pass."""
     with_critic: bool = True
-    """The critic's values."""
     with_reference: bool = True
-    """The reference's log-probs; without them a copy of the policy's takes their place, as without a reference."""
     with_entropies: bool = False
-    """The entropies of policy and reference."""
     greedy_baseline: bool = False
-    """The score of each prompt's greedy response, as `baseline_scores`."""
     compares_group: bool = False
-    """Whether the estimator compares responses to a prompt."""
     may_fail: bool = False
-    """Whether all rewards may fail; otherwise that is an error."""
 
 
 POLICY_ALONE = RolloutOptions(with_critic=False, with_reference=False)
-"""A forward pass of the policy and nothing else."""
 
 
 def sample_responses(
@@ -66,21 +68,13 @@ def sample_responses(
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
-    Returns the keys of `types.Rollouts` from `queries` to `rollout_logprobs`; R = max_new_tokens.
-
-    Args:
-        model: the policy, not wrapped.
-        prompts: of this rank.
-        params: how to sample, and the seed and step of the random numbers.
-        backend: what samples.
-        per_device_batch_size: responses sampled at once, on which no token depends.
-        turns: as for `generate`.
-        hooks: as for `generate`.
+    Returns the keys of `types.Rollouts` from `queries` to `rollout_logprobs`, with R = max_new_tokens.
+    `per_device_batch_size` responses are sampled at once, which changes no token. `generate` documents the rest.
     """
+    n = params.num_return_sequences
     generation = generate(
         model, prompts, params, backend=backend, rows_at_once=per_device_batch_size, turns=turns, hooks=hooks
     )
-    n = params.num_return_sequences
     return {
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
@@ -94,16 +88,15 @@ def sample_responses(
 
 
 class ForwardRows:
-    """Rows for forward passes of several models: divided into batches, copied to the device and packed once for all
-    models that read them alike.
+    """Rows for forward passes of several models: batched and copied to the device once, packed once for each layout.
 
     Args:
         samples: rows with the ROW_KEYS, on the CPU.
-        device: where the models are.
+        device: of the models.
         per_device_batch_size: rows of one forward pass with padding.
         max_tokens: tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding.
-        count_of_all_ranks: from this rank's number of batches the number that all ranks need, where they have to make
-            equally many passes.
+        count_of_all_ranks: from this rank's number of batches to that of every rank, where all must make equally many
+            forward passes.
     """
 
     def __init__(
@@ -127,7 +120,7 @@ class ForwardRows:
         """The rows of each forward pass of `model`, their tensors on the device, and what `model.pack` returns."""
         free = model.padding_free
         if free not in self._batches:
-            self._batches[free] = self._divided(free)
+            self._batches[free] = self._divide(free)
         for number, (rows, batch) in enumerate(self._batches[free]):
             tensors = list(batch.device.values())
             if isinstance(model, Policy):
@@ -135,7 +128,7 @@ class ForwardRows:
             else:
                 yield rows, tensors, tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
 
-    def _divided(self, padding_free: bool) -> list[tuple[list[int], DeviceBatch]]:
+    def _divide(self, padding_free: bool) -> list[tuple[list[int], DeviceBatch]]:
         lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
         if padding_free and self._max_tokens is not None:
             chunks = chunks_by_tokens(lengths, self._max_tokens, group=self._group)
@@ -146,7 +139,7 @@ class ForwardRows:
 
     def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout]) -> PackedRows:
         if key not in self._packed:
-            # On the CPU: the device need not be asked for lengths.
+            # From the tensors on the CPU, so that reading lengths does not wait for the device.
             self._packed[key] = pack_rows(*batch.host.values(), layout=key[2], device=self._device)
         return self._packed[key]
 
@@ -162,16 +155,15 @@ def forward_responses(
     poll: Callable[[], Any] = lambda: None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies` (if asked for) and, of an `ActorCritic`, `values` and `value_means` (B, R) on the CPU,
-    from forward passes without gradients.
+    """`logprobs`, `entropies`, and of an `ActorCritic` `values`, `value_means`: (B, R), on the CPU, without gradients.
 
     Args:
-        model: what to run.
+        model: policy, or policy and critic.
         rows: the prompts and responses.
         temperature: divides the logits.
         chunk_size: tokens whose logits are in memory at once.
-        with_entropies: whether entropies are computed.
-        poll: called before each pass; it may raise.
+        with_entropies: as in `RolloutOptions`.
+        poll: called before each forward pass; may raise.
         parts: `with_policy` and `with_critic` of an `ActorCritic`.
     """
     out: dict[str, Tensor] = {}
@@ -195,17 +187,17 @@ def forward_responses(
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """What a rollout needs besides the trained models.
+    """Samples, and computes log-probs and values.
 
     Args:
         engine: of the trained models.
-        args: lengths, and the sizes of forward passes.
-        reference: provides the reference policy; None without one.
+        args: of the run.
+        reference: provides the reference policy, if any.
         scorer: the reward sources.
-        metric_scorer: what only measures the responses of an evaluation.
+        metric_scorer: the sources that only measure evaluations.
         backend: samples the responses.
         preemption: ends the sampling after a signal.
-        pad_token_id: fills prompts.
+        pad_token_id: pads prompts.
     """
 
     engine: Engine
@@ -219,11 +211,10 @@ class RolloutCollector:
 
     @property
     def accelerator(self) -> Accelerator:
-        """Of the run."""
         return self.engine.accelerator
 
     def prepare_frozen_models(self) -> None:
-        """Lets the engine prepare the frozen models of reference and rewards, as it prepares the trained ones."""
+        """Lets the engine prepare the reference and the reward models."""
         engine = self.engine
         if isinstance(self.reference, CopiedReference):
             engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
@@ -231,7 +222,7 @@ class RolloutCollector:
             if isinstance(source, ModelReward):
                 source.prepare(
                     equal_passes=engine.synced_forwards,
-                    packs_everywhere=lambda packs: not any_rank(not packs, self.accelerator),
+                    packs_everywhere=lambda packs: not collectives.any_rank(not packs, self.accelerator),
                 )
                 engine.prepare_frozen_model(source.model)
 
@@ -239,9 +230,9 @@ class RolloutCollector:
         """This rank's share of `prompts[indices]`, as one batch, which has no rows if there is nothing to share.
 
         If forward passes need every rank (`engine.synced_forwards`), a rank with fewer prompts than others gets dummies
-        after its own, so that all ranks make the same passes.
+        at the end.
         """
-        share, num_dummies = rank_share(indices, self.accelerator), 0
+        share, num_dummies = collectives.rank_share(indices, self.accelerator), 0
         if self.engine.synced_forwards:
             num_dummies = -(-len(indices) // self.accelerator.num_processes) - len(share)
         items = [prompts[i] for i in share] + [prompts[0]] * num_dummies
@@ -256,21 +247,20 @@ class RolloutCollector:
         """The rows of all ranks, on the CPU, in the prompts' order.
 
         Args:
-            rows: this rank's, without those of dummies; None if a signal stopped its part of the rollout: then all
-                ranks raise here.
-            samples_per_prompt: rows of each prompt.
+            rows: this rank's, without dummies; None if a signal stopped it: then all ranks raise here.
+            samples_per_prompt: neighbouring rows.
         """
         if self.scorer.failure_handling.mask_rows:
             rows = rewards_shaped_alike(rows, self.accelerator)
-        gathered = gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
+        gathered = collectives.gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
         if gathered is None:
             self.preemption.poll_all_ranks()
             raise AssertionError("a rank without rows has received a signal, for which poll_all_ranks raises")
         return cast(Rollouts, gathered)
 
     def sync(self) -> None:
-        """Gives a backend with weights of its own those of the engine's policy, if they have changed. Every rank must
-        call it before any of them samples.
+        """Copies the policy's weights, if they have changed, to a backend that has its own copy. Every rank must call
+        it before any of them samples.
         """
         engine, backend = self.engine, self.backend
         if backend.has_own_weights and backend.version != engine.weights_version:
@@ -280,8 +270,9 @@ class RolloutCollector:
     def sample(
         self, prompts: PromptBatch, sampling_params: SamplingParams, on_rows: Callable[[int], Any] = lambda rows: None
     ) -> dict[str, Tensor]:
-        """`sample_responses` of the engine's policy, in the run's precision, with the prompts' `episodes` if they have
-        some; `on_rows` is called with numbers of responses that are finished.
+        """`sample_responses` of the engine's policy in the run's precision, with the `episodes` of the prompts, if any.
+
+        `on_rows` is called with the number of responses that have just ended.
         """
         engine, backend = self.engine, self.backend
         episodes: Episodes | None = prompts.get("episodes")
@@ -317,22 +308,21 @@ class RolloutCollector:
     def forward(
         self, samples: Mapping[str, Tensor], options: RolloutOptions, *, temperature: float
     ) -> dict[str, Tensor]:
-        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`), and `recomputed` (B,).
+        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`).
 
-        Without `with_policy` the sampler's log-probs take the place of the policy's, and `recomputed` is left out;
-        without a reference, `ref_logprobs` is a copy of the policy's log-probs. Every rank must call it, with equally
-        many rows if forward passes need every rank (`engine.synced_forwards`).
+        With `with_policy` also `recomputed` (B,); without it, `logprobs` are the sampler's. Without a reference,
+        `ref_logprobs` are the policy's. Every rank must call it, with equally many rows if forward passes need every
+        rank (`engine.synced_forwards`).
         """
         engine, device, batch_size = self.engine, self.accelerator.device, self.args.rollout_per_device_batch_size
+        equal_passes = partial(collectives.max_int_over_ranks, accelerator=self.accelerator)
         rows = ForwardRows(
             samples,
             device,
             per_device_batch_size=batch_size,
-            # Without padding, as many tokens at once as so many of the longest rows have.
+            # The tokens of a padded batch of the longest rows.
             max_tokens=batch_size * self.args.longest_row,
-            count_of_all_ranks=partial(max_int_over_ranks, accelerator=self.accelerator)
-            if engine.synced_forwards
-            else int,
+            count_of_all_ranks=equal_passes if engine.synced_forwards else int,
         )
         run = partial(
             forward_responses,

@@ -1,8 +1,8 @@
-"""Which responses count, and for what.
+"""Which responses give a gradient, and from which ones advantages are estimated.
 
-A response without a usable reward stays in the rollouts with `rollouts["trained_rows"]` False (`failed_rewards`): it
-gives no gradient, and is left out of advantages, groups, denominators and metrics. A response that was cut off
-(`mask_truncated`) gives no gradient either, but counts in everything else.
+A response without a reward stays in the rollouts with `rollouts["trained_rows"]` False (`failed_rewards`): it gives no
+gradient, and is left out of advantages, groups, denominators and metrics. A truncated response (`mask_truncated`) gives
+no gradient, but counts in everything else.
 """
 
 import torch
@@ -25,13 +25,13 @@ def gradient_mask(rollouts: Rollouts, args: PPOConfig) -> Tensor:
     return rollouts["response_mask"] & gradient_rows(rollouts, args).unsqueeze(1)
 
 
-def compared_mask(rollouts: Rollouts) -> Tensor:
-    """(B, R) bool: the tokens from which advantages are estimated, those of responses that were cut off among them."""
+def advantage_mask(rollouts: Rollouts) -> Tensor:
+    """(B, R) bool, True = a token of which an advantage is estimated; also in truncated responses."""
     mask, rows = rollouts["response_mask"], rollouts.get("trained_rows")
     return mask if rows is None else mask & rows.unsqueeze(1)
 
 
 def with_reward(rollouts: Rollouts) -> Rollouts:
-    """The rollouts without the responses that `trained_rows` leaves out."""
+    """The rollouts of the responses that have a reward."""
     rows = rollouts.get("trained_rows")
     return rollouts if rows is None else {key: value[rows] for key, value in rollouts.items()}  # type: ignore

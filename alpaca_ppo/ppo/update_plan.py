@@ -1,6 +1,6 @@
-"""The optimizer steps of the update on a rollout: which rows each trains on, and in which order.
+"""The optimizer steps of the update on a rollout: the rows that each trains on, and their order.
 
-They depend on the configuration, the seed and the step, but not on the number of processes.
+They do not depend on the number of processes.
 """
 
 from typing import NamedTuple
@@ -14,16 +14,19 @@ from alpaca_ppo.functional.rng import seeded_permutation
 
 
 class UpdateStep(NamedTuple):
-    """An optimizer step of the update on a rollout."""
+    """An optimizer step of the update on a rollout.
+
+    Attributes:
+        part: whether it trains policy, critic or both.
+        rows: (step batch,) int64, its rows of the global rollouts.
+        step: the run's step, from 0.
+        key: the seed of its random numbers.
+    """
 
     part: Part
-    """What it trains."""
     rows: Tensor
-    """(step batch,) int64, the rows of the global rollouts that it trains on."""
     step: int
-    """The run's step, from 0."""
     key: tuple[int, ...]
-    """Seeds its random numbers."""
 
 
 def optimizer_steps(rows: int, step_batch_size: int, epochs: int) -> int:
@@ -42,9 +45,9 @@ def step_counts(rows: int, args: PPOConfig, *, critic_only: bool) -> StepCounts:
 def plan_updates(rows: int, args: PPOConfig, step: int, *, critic_only: bool) -> list[UpdateStep]:
     """The optimizer steps of the update on a rollout of `rows` responses in `step` (from 0), in their order.
 
-    Each epoch is a permutation of all rows, the same for policy and critic, split into batches, of which the last may
-    be smaller. If the critic takes steps of its own, all of them come first: so none follows a step of the policy,
-    whose base model the critic may read, and `target_kl_stop` ends the policy's steps without costing the critic any.
+    Each epoch is a permutation of all rows, the same for policy and critic, split into batches; the last may be
+    smaller. Separate steps of the critic come first: they precede changes of the base model, which the critic may
+    share with the policy, and `target_kl_stop` skips none of them.
     """
     phases: list[tuple[Part, int, int]] = []
     if args.separate_critic_steps or critic_only:

@@ -1,8 +1,8 @@
-"""`Updater`: the optimizer steps on global rollouts: the micro-batches of each rank, their backward passes, the step.
+"""`Updater`: the optimizer steps on global rollouts: each rank's micro-batches, their backward passes, the step.
 
-A micro-batch's loss is its part of the whole optimizer step's loss, so the update does not depend on the size of
-micro-batches or the number of ranks. A loss or gradient that is not finite never reaches the weights: no rank steps,
-and neither the optimizer nor the schedule counts the update, as in transformers and DeepSpeed.
+The losses of micro-batches add up to that of the optimizer step, so the update does not depend on their size or the
+number of ranks. If a loss or gradient is not finite, no rank takes the step, and neither optimizer nor schedule counts
+it, as in transformers and DeepSpeed.
 """
 
 import math
@@ -40,99 +40,113 @@ LossHook = Callable[[Rollouts, ActorCriticOutputs], Terms]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of an optimizer step, on one rank."""
+    """Some rows of an optimizer step, on one rank.
+
+    Attributes:
+        update: the optimizer step.
+        rows: on the device, with `denominator` and what else the loss needs of the whole optimizer step.
+        packed: the rows as policy and critic read them.
+        lengths: tokens of each row.
+        tokens: under the response mask.
+        last: whether it is the optimizer step's last one on this rank.
+    """
 
     update: UpdateStep
     rows: Rollouts
-    """On the device, with `denominator` and what else the loss needs of the whole optimizer step."""
     packed: tuple[PackedRows, PackedRows]
-    """The rows as policy and critic read them."""
     lengths: list[int]
-    """Tokens of each row, in the pass where it has the most."""
     tokens: int
-    """Tokens under the response mask."""
     last: bool
-    """Whether it is the optimizer step's last one on this rank."""
 
 
 class Applied(NamedTuple):
-    """What became of an optimizer step, the same on every rank."""
+    """Why an optimizer step was not taken, if it was not; the same on every rank.
+
+    Attributes:
+        fault: which loss or gradient was not finite.
+        stopped: whether the approximate KL exceeded `target_kl_stop`.
+    """
 
     fault: str | None = None
-    """Which loss or gradient was not finite; the step was not taken then."""
     stopped: bool = False
-    """Whether the approximate KL exceeded `target_kl_stop`; the step was not taken then."""
 
 
 class Updater:
-    """The optimizer steps of a run.
+    """Computes gradients and takes optimizer steps.
 
-    Args:
-        engine: computes and applies gradients; `engine.model` is the wrapped policy and critic.
-        schedules: of the learning rates, stepped once per optimizer step of what they are for.
-        args: of the run.
+    Attributes:
+        engine: computes and applies gradients.
+        schedules: of the learning rates of policy and critic, each stepped with its optimizer steps.
+        accelerator, args: of the run.
+        learning_rates: of the last optimizer step of the policy, and of the critic.
+        num_updates: optimizer steps taken by this object.
     """
 
     def __init__(self, engine: Engine, schedules: Schedules, args: PPOConfig) -> None:
         self.engine, self.accelerator, self.schedules, self.args = engine, engine.accelerator, schedules, args
         self.learning_rates: LearningRates = engine.learning_rates
-        """The learning rates of the last optimizer step of the policy, and of that of the critic."""
         self.num_updates = 0
-        """Optimizer steps taken by this object."""
         self._warned = False
 
     def micro_batches(self, rollouts: Rollouts, update: UpdateStep) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of an optimizer step: as many on every rank, some of them without rows, perhaps.
+        """This rank's micro-batches of an optimizer step: equally many on every rank, some perhaps without rows.
 
-        Rows that give no gradient (`gradient_rows`) are left out; without any other, the gradient is 0.
+        Rows that give no gradient (`gradient_rows`) are left out; if none is left, the gradient is 0.
         """
-        actor_critic, rank = self.engine.actor_critic, self.accelerator.process_index
+        actor_critic, device = self.engine.actor_critic, self.accelerator.device
         rows = update.rows[gradient_rows(rollouts, self.args)[update.rows]]
         shared = step_denominators(rollouts, rows, self.args)
         if actor_critic.critic is not None:
             taus = actor_critic.critic.head.sample_taus(seeded_generator(*update.key))
-            shared |= {} if taus is None else {"value_taus": taus}
+            if taus is not None:
+                shared["value_taus"] = taus
+        shared = {key: upload(value, device) for key, value in shared.items()}
         lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])[rows].tolist()
         plan = plan_micro_batches(
             lengths, self.args, padding_free=actor_critic.padding_free, num_ranks=self.accelerator.num_processes
-        )[rank]
-        device = self.accelerator.device
-        common = {key: upload(value, device) for key, value in shared.items()}
-        tensors: Any = rollouts
+        )[self.accelerator.process_index]
         self.engine.begin()
+        tensors: Any = rollouts
         batches = DeviceRows(tensors, [rows[positions].tolist() for positions in plan], device)
         for number, (positions, batch) in enumerate(zip(plan, batches, strict=True)):
-            # Packed on the CPU, so that no length is asked of the device.
-            packed = actor_critic.pack(*row_tensors(batch.host).values(), device=device)
-            micro: Any = {**batch.device, **common}
-            tokens = int(batch.host["response_mask"].sum())
-            own = [lengths[position] for position in positions]
-            yield MicroBatch(update, micro, packed, own, tokens, last=number + 1 == len(plan))
+            yield MicroBatch(
+                update,
+                rows={**batch.device, **shared},  # type: ignore[typeddict-item]
+                # From the tensors on the CPU, so that reading lengths does not wait for the device.
+                packed=actor_critic.pack(*row_tensors(batch.host).values(), device=device),
+                lengths=[lengths[position] for position in positions],
+                tokens=int(batch.host["response_mask"].sum()),
+                last=number + 1 == len(plan),
+            )
 
     def backward(self, batch: MicroBatch, policy_loss: LossHook, value_loss: LossHook) -> BatchStats:
-        """The forward and backward passes of a micro-batch; returns what its losses have measured.
+        """The forward and backward passes of a micro-batch; returns its statistics.
 
         Raises:
             ValueError: unless a hook returns a scalar loss with a gradient, and statistics.
-            torch.OutOfMemoryError: with what to set.
+            torch.OutOfMemoryError: with options that reduce memory.
         """
-        hooks = {"policy": policy_loss, "critic": value_loss}
-        passes, terms = self._passes(batch.update.part), dict[str, Terms]()
+        hooks, terms = {"policy": policy_loss, "critic": value_loss}, dict[str, Terms]()
+        passes = self._backward_passes(batch.update.part)
         with _memory_advice(batch, self.accelerator.process_index):
             for parts in passes:
                 terms |= self._backward_pass(batch, {part: hooks[part] for part in parts}, last=parts == passes[-1])
-        measured = [terms[part] for part in hooks if part in terms]
-        total = torch.stack([loss for loss, _ in measured]).sum()
-        stats = {name: value for _, of_hook in measured for name, value in of_hook.items()} | {"loss/total": total}
+        # The policy's first, in whatever order the passes ran.
+        ordered = [terms[part] for part in hooks if part in terms]
+        total = torch.stack([loss for loss, _ in ordered]).sum()
+        stats: dict[str, Tensor] = {}
+        for _, of_hook in ordered:
+            stats |= of_hook
+        stats["loss/total"] = total
         fault = non_finite(total, stats)
         if fault is not None:
             fault += f" on rank {self.accelerator.process_index} (prompts {batch.rows['prompt_ids'].tolist()})"
         return BatchStats(stats, batch.tokens, batch.lengths, not self.engine.actor_critic.padding_free, fault)
 
-    def _passes(self, part: Part) -> list[tuple[Part, ...]]:
-        """What each backward pass of a micro-batch trains.
+    def _backward_passes(self, part: Part) -> list[tuple[Part, ...]]:
+        """The parts that each backward pass of a micro-batch trains.
 
-        A critic that shares no activations with the policy goes first, in a pass of its own, so that the two graphs are
+        A critic that shares no activations with the policy comes first, in a separate pass, so that the two graphs are
         never in memory together.
         """
         critic = self.engine.actor_critic.critic
@@ -145,7 +159,7 @@ class Updater:
     def _backward_pass(self, batch: MicroBatch, hooks: Mapping[str, LossHook], *, last: bool) -> dict[str, Terms]:
         """One forward and backward pass for the losses of `hooks`; `last` on this micro-batch."""
         engine, with_policy, with_critic = self.engine, "policy" in hooks, "critic" in hooks
-        # Gradient checkpointing recomputes activations of the critic with its adapter.
+        # Gradient checkpointing recomputes the critic's activations during the backward pass, with its adapter.
         adapter = nullcontext() if with_policy else engine.actor_critic.critic_active()
         # A reward function or a callback may have left gradients off.
         with torch.enable_grad(), engine.gradient_sync(last_batch=batch.last, last_pass=last), adapter:
@@ -167,46 +181,44 @@ class Updater:
         return {part: (loss.detach(), stats) for part, (loss, stats) in terms.items()}
 
     def _without_gradient(self, with_policy: bool, with_critic: bool) -> list[nn.Parameter]:
-        """The parameters that a pass or step of policy, critic or both gives no gradient."""
+        """The parameters that a backward pass or an optimizer step does not train."""
         actor_critic = self.engine.actor_critic
         of_policy = [] if with_policy else actor_critic.policy_parameters()
         return of_policy + ([] if with_critic else actor_critic.critic_parameters())
 
     def apply(self, update: UpdateStep, stats: StepStats, check: Callable[[Mapping[str, float]], Any]) -> Applied:
-        """Takes the optimizer step whose gradients `backward` has added up, and counts it in `stats`; every rank must
+        """Takes the optimizer step whose gradients `backward` has added up, and counts it in `stats`. Every rank must
         call it.
 
-        Args:
-            update: the optimizer step. The parameters that it does not train, and their optimizer state, stay.
-            stats: of the step's update so far.
-            check: called with the statistics of all ranks before the first step of the policy; may raise.
+        Parameters that it does not train keep their values and optimizer state. `check` is called with the statistics
+        of all ranks before the policy's first optimizer step, and may raise.
         """
         fault, stopped = None, False
         if any_rank(bool(stats.faults), self.accelerator):
-            everywhere = gather_list(stats.faults, self.accelerator)
-            fault = "; ".join(each for of_rank in everywhere for each in of_rank)
+            faults = gather_list(stats.faults, self.accelerator)
+            fault = "; ".join(each for of_rank in faults for each in of_rank)
         elif update.part != "critic":
             stopped = self._exceeds_kl(stats, check)
         if fault is None and not stopped:
-            fault = self._take(update.part, stats)
+            fault = self._optimizer_step(update.part, stats)
         stats.end_update(update.part, taken=not stopped, skipped=fault is not None)
         return Applied(fault, stopped)
 
     def _exceeds_kl(self, stats: StepStats, check: Callable[[Mapping[str, float]], Any]) -> bool:
-        """Whether the KL(old || new) of the optimizer step's rows on all ranks, in nats per token, is above
-        `target_kl_stop`. Calls `check` before the first step of the policy.
+        """Whether KL(old || new), in nats per token over the optimizer step's rows of all ranks, exceeds
+        `target_kl_stop`. Calls `check` before the policy's first optimizer step.
         """
-        limit, first = self.args.target_kl_stop, stats.policy_unchanged
-        if limit is None and not first:
+        limit = self.args.target_kl_stop
+        if limit is None and not stats.policy_unchanged:
             return False
-        whole = StatsAccumulator()
+        of_all_ranks = StatsAccumulator()
         for of_rank in gather_list(stats.update, self.accelerator):
-            whole.merge(of_rank)
-        measured = whole.compute()
-        if not whole.means:
-            # No row of the step gives a gradient.
+            of_all_ranks.merge(of_rank)
+        if not of_all_ranks.means:
+            # No row gives a gradient.
             return False
-        if first:
+        measured = of_all_ranks.compute()
+        if stats.policy_unchanged:
             check(measured)
         if limit is None:
             return False
@@ -217,28 +229,30 @@ class Updater:
             )
         return measured["policy/approx_kl_k3"] > limit
 
-    def _take(self, part: Part, stats: StepStats) -> str | None:
-        """Clips and steps; returns whose gradient is not finite, with which the step is not taken."""
-        before, now = self.learning_rates, self.engine.learning_rates
+    def _optimizer_step(self, part: Part, stats: StepStats) -> str | None:
+        """Clips the gradients and steps, unless a gradient is not finite; then returns which."""
         with_policy, with_critic = part != "critic", part != "policy"
-        self.learning_rates = LearningRates(
-            now.policy if with_policy else before.policy, now.critic if with_critic else before.critic
-        )
+        rates = self.engine.learning_rates
+        if with_policy:
+            self.learning_rates = self.learning_rates._replace(policy=rates.policy)
+        if with_critic:
+            self.learning_rates = self.learning_rates._replace(critic=rates.critic)
         norms = self.engine.step(frozen=self._without_gradient(with_policy, with_critic))
         if norms.non_finite is not None:
             return f"{norms.non_finite}, though the losses of all ranks are finite"
         self.schedules.step(part)
         self.num_updates += 1
-        measured = {"policy/grad_norm": norms.policy} if with_policy else {}
+        grad_norms = {"policy/grad_norm": norms.policy} if with_policy else {}
         if with_critic and norms.critic is not None:
-            measured["val/grad_norm"] = norms.critic
-        stats.update.add({name: torch.tensor(n, dtype=torch.float64) for name, n in measured.items()}, tokens=1)
+            grad_norms["val/grad_norm"] = norms.critic
+        # `add` would round Python's numbers to float32.
+        stats.update.add({name: torch.tensor(n, dtype=torch.float64) for name, n in grad_norms.items()}, tokens=1)
         return None
 
     def warn_outside_support(self, train_stats: Mapping[str, float]) -> None:
         """Warns, once, if returns lie outside the critic's support."""
         outside = train_stats.get("val/outside_support", 0.0)
-        # Probability mass at the edges is no problem in itself: returns may be 0 or 1 with the support [0, 1].
+        # Returns at the edges are no problem, such as 0 and 1 with the support [0, 1].
         if outside > 0.01 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -250,7 +264,7 @@ class Updater:
 
 @contextmanager
 def _memory_advice(batch: MicroBatch, process_index: int) -> Iterator[None]:
-    """Adds to an out-of-memory error in the block what to set."""
+    """Adds the options that reduce memory to an out-of-memory error of the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -263,7 +277,7 @@ def _memory_advice(batch: MicroBatch, process_index: int) -> Iterator[None]:
 
 
 def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
-    """Describes which terms (`loss/*` in `stats`) make `loss` non-finite; None if `loss` is finite."""
+    """Which terms (`loss/*` in `stats`) make `loss` non-finite, as text; None if `loss` is finite."""
     if bool(torch.isfinite(loss)):
         return None
     terms = {name: float(value) for name, value in stats.items() if name.startswith("loss/") and name != "loss/total"}
@@ -280,12 +294,11 @@ def make_updater(
     args: PPOConfig,
     schedule: PromptSchedule,
 ) -> Updater:
-    """The updater of a run; if `optimizer` or `scheduler` is None, the default one is created. All processes must have
-    agreed on padding (`agreements`).
+    """The updater of a run, with the default for an `optimizer` or `scheduler` of None. Call `agree_on_padding` before.
 
     Raises:
-        ValueError: when `optimizer` is given together with AdamW settings of the critic, or does not hold every
-            trainable parameter; or for a learning-rate schedule that does not fit.
+        ValueError: when `optimizer` is passed together with AdamW settings of the critic, or lacks a trainable
+            parameter; or for a learning-rate schedule that does not fit.
     """
     optimizer = prepared_optimizer(optimizer, actor_critic, args, accelerator.device)
     n, pretraining = args.num_return_sequences, args.critic_pretraining_steps

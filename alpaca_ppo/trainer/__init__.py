@@ -1,9 +1,8 @@
-"""`PPOTrainer`, the loop, and how it is put together from a configuration."""
+"""`PPOTrainer`: the loop over steps, its setup and its evaluations."""
 
 from alpaca_ppo.distributed.launcher import watch_launcher
 
-# The imports below take seconds, and loading data after them longer, in which the launcher may die. This does nothing
-# in a process that no launcher started.
+# Before the imports below, which take seconds in which the launcher may die. Does nothing without a launcher.
 watch_launcher()
 
 from alpaca_ppo.trainer.ppo_trainer import PPOTrainer  # noqa: E402

@@ -1,6 +1,6 @@
 """`BaseTrainer`: the loop over steps, with evaluation, logging, checkpoints, callbacks and signals around each.
 
-What a step computes is in `ppo_trainer`, how a checkpoint is written in `checkpoint`.
+Steps are in `ppo_trainer`, the writing of checkpoints in `checkpoint`.
 """
 
 import tempfile
@@ -46,12 +46,7 @@ from alpaca_ppo.types import PromptBatch
 
 
 class BaseTrainer(ABC):
-    """The loop of a run. A subclass makes a step (`step`) and sets `evaluator`; `PPOTrainer` documents the attributes.
-
-    Args:
-        parts: what the run is made of.
-        callbacks: of the user.
-    """
+    """The loop of a run. A subclass defines `step` and sets `evaluator`; `PPOTrainer` documents the attributes."""
 
     collector: RolloutCollector
     updater: Updater
@@ -94,32 +89,33 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def check_sampler(self) -> None:
-        """Checks, before `train` makes its first rollout or evaluation, that the sampler is the policy that is trained.
+        """Checks, before the first rollout or evaluation of `train`, that the sampler agrees with the trained policy.
 
         The states of the global random generators are restored afterwards.
         """
 
     @abstractmethod
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
-        """Makes one step on this rank's prompts and returns its metrics."""
+        """Takes one step on this rank's prompts and returns its metrics."""
 
     @abstractmethod
     def log_rollouts(self) -> None:
-        """Writes the table of the rollouts of the step that was made last."""
+        """Writes the table of the last step's rollouts."""
 
     @property
     def model(self) -> Any:
-        """What a step calls: policy and critic, wrapped for DDP or mixed precision if the run needs it."""
+        """Policy and critic, wrapped for DDP or mixed precision if the run needs it."""
         return self.updater.engine.model
 
     @property
     def actor_critic(self) -> ActorCritic:
-        """Policy and critic without the wrapper of DDP or mixed precision around them."""
+        """Policy and critic without that wrapper."""
         return self.updater.engine.actor_critic
 
     def prompt_batches(self, step: int) -> list[PromptBatch]:
-        """This rank's prompts of `step` (from 0) as one batch, which has no rows if the step has fewer prompts than
-        there are ranks. A loop of your own holds the lock on the output folder from its first ones on.
+        """This rank's prompts of `step` (from 0) as one batch, which has no rows if there are fewer prompts than ranks.
+
+        Takes the lock on the output folder, for a training loop that does not call `train`.
         """
         self.run_lock.acquire()
         return self.collector.collate(self.train_prompts, self.step_prompts(step).indices)
@@ -129,14 +125,14 @@ class BaseTrainer(ABC):
         return self.schedule.prompts_of(step, self.progress.extra_prompts(step))
 
     def evaluate(self) -> dict[str, float]:
-        """Greedy (or sampled, `eval_temperature`) responses to the eval prompts: reward, length and KL to the reference
-        as `eval/*`, or `eval/<set>/*` of each of several eval sets; docs/evaluation.md has the rest.
+        """Responds to the eval prompts, greedily or sampling (`eval_temperature`), and returns metrics `eval/*`, or
+        `eval/<set>/*` with several eval sets: reward, length, KL to the reference and those of docs/evaluation.md.
 
-        If `failed_rewards: mask` leaves no response, all of them but `eval/masked_rows` are NaN.
+        If `failed_rewards: mask` leaves no response, all but `eval/masked_rows` are NaN.
 
-        Sampled evaluations use the same random numbers each time, so that differences come from the policy, and the
-        global random generators are left as they were. The table goes to eval/step_*.jsonl; called before `train`, it
-        does not replace one that a run with checkpoints has left there.
+        Every evaluation uses the same random numbers, so that differences come from the policy, and restores the global
+        random generators. The table goes to eval/step_*.jsonl, but before `train` not over that of a run with
+        checkpoints.
 
         Raises:
             ValueError: when the trainer has no eval dataset.
@@ -158,17 +154,16 @@ class BaseTrainer(ABC):
         top_p: float | None = None,
         seed: int = 0,
     ) -> list[list[str]]:
-        """Returns the policy's answers to each prompt as text, as it is now; nothing is scored or recorded.
+        """Returns the current policy's answers to each prompt as text; nothing is scored or recorded.
 
-        The same seed gives the same answers, and no random number of the run is touched. Each process samples what it
-        is given: under DDP and ZeRO 1 or 2 one of them may call this alone, under ZeRO 3 all must, with the same
-        prompts, and so must they where the sampler has weights of its own.
+        The same seed gives the same answers, and the run's random numbers are not affected. Under DDP and ZeRO 1 or 2
+        each process may call this alone; under ZeRO 3, or if the sampler has its own copy of the weights, all must,
+        with the same prompts.
 
         Args:
-            prompts: one prompt or several: texts, or conversations (lists of messages), to which the chat template is
-                applied.
+            prompts: one or several texts, or conversations (lists of messages), to which the chat template is applied.
             num_return_sequences: answers to each prompt.
-            do_sample: False takes the most likely token each time.
+            do_sample: False = the most likely token each time.
             max_new_tokens: tokens of an answer; None = `response_len`.
             temperature: None = that of the run.
             top_k: sample from the k most likely tokens only.
@@ -179,22 +174,22 @@ class BaseTrainer(ABC):
             ValueError: if there are no prompts, texts and conversations are mixed, a prompt has no tokens, prompt and
                 response are longer than the model's positions, or a number is outside its range.
         """
-        of_run = self.sampling_params
+        defaults = self.sampling_params
         params = replace(
-            of_run,
+            defaults,
             step=0,
             seed=seed,
             do_sample=do_sample,
             num_return_sequences=num_return_sequences,
-            max_new_tokens=of_run.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            temperature=of_run.temperature if temperature is None else temperature,
+            max_new_tokens=defaults.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            temperature=defaults.temperature if temperature is None else temperature,
             top_k=top_k,
             top_p=top_p,
         )
         return answer_texts(self.collector, self.processing_class, prompts, params)
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
-        """The callbacks of every run, in the order in which they are notified; stop rules are among them."""
+        """The callbacks of every run, in the order in which they are notified."""
         args, log = self.args, self.run_log
         callbacks: list[TrainerCallback] = [Console(args, log), RunDoctor(args, self.accelerator, log)]
         if args.max_kl_to_ref is not None:
@@ -204,31 +199,28 @@ class BaseTrainer(ABC):
         return callbacks
 
     def checkpoint_components(self) -> dict[str, Component]:
-        """Additional state of a subclass to save in checkpoints, by name: anything with `state_dict` and
-        `load_state_dict`.
-        """
+        """State of a subclass to save in checkpoints, by name: objects with `state_dict` and `load_state_dict`."""
         return {}
 
     def _components(self) -> dict[str, Component]:
-        """What a checkpoint holds besides weights, optimizer, schedule and random states, by name."""
-        own: dict[str, Component] = {
+        components: dict[str, Component] = {
             "progress": self.progress,
             "kl_controller": self.kl_controller,
             "sampler_check": self.sampler_check,
             "callbacks": self.callback_handler,
         }
         added = self.checkpoint_components()
-        if taken := sorted(set(own) & set(added)):
+        if taken := sorted(set(components) & set(added)):
             raise ValueError(
                 f"checkpoint_components() returned {', '.join(taken)}, which the trainer saves itself; use another name"
             )
-        return own | added
+        return components | added
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
-        """Runs all steps and saves the final models, resuming from a checkpoint if requested; returns the last metrics.
+        """Takes all steps and saves the final models; returns the last metrics.
 
         Seeds the global random generators of Python, NumPy and torch from `seed` and the rank, for reward functions and
-        callbacks that draw from them; a resumed run restores them from the checkpoint.
+        callbacks that draw from them; a resumed run restores their states.
 
         On SIGTERM or SIGINT the run stops after the current micro-batch or token, saves a checkpoint and exits.
 
@@ -237,9 +229,9 @@ class BaseTrainer(ABC):
 
         Raises:
             ValueError: if another run is writing to `output_dir`; on the other ranks a RuntimeError with the same text.
-            SamplerMismatch: if sampler and trainer disagree (`mismatch_action`), once a checkpoint of the steps before
-                is written.
-            Interrupted: after a signal, once the checkpoint is written: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
+            SamplerMismatch: if sampler and trainer disagree (`mismatch_action`), after saving a checkpoint of the
+                previous step.
+            Interrupted: after a signal, once the checkpoint is saved: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
                 After SIGINT in a notebook or an interactive interpreter, KeyboardInterrupt.
         """
         with record_error(), self.run_lock.held(), self.collector.preemption.install():
@@ -250,7 +242,7 @@ class BaseTrainer(ABC):
                 interrupted.return_to_prompt()
                 raise
             except SamplerMismatch:
-                # The next update would be meaningless; before the first one there is nothing to save.
+                # Before the first update there is nothing to save.
                 if self.progress.is_current and not self.progress.at_start:
                     self._save_interrupted("sampler and trainer disagree")
                 raise
@@ -265,7 +257,7 @@ class BaseTrainer(ABC):
                 self._notify("on_step_begin")
                 step = self.state.global_step
                 stats = self.step(self.prompt_batches(step))
-                # An overridden `step` or `step_with_rollouts` may not have counted it.
+                # Again, as an override of `step_with_rollouts` may not have counted it.
                 self.progress.count_step(step)
                 steps.update()
                 self.log_rollouts()
@@ -282,27 +274,22 @@ class BaseTrainer(ABC):
         return self.progress.stats
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback, an instance or a class, on every process alike; see `CallbackHandler.add`."""
+        """Adds a callback, an instance or a class; call it on every process. See `CallbackHandler.add`."""
         self.callback_handler.add(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Removes a callback, or the first one of a class, and returns it; None if there is none."""
+        """Removes and returns a callback, or the first one of a class; None if there is none."""
         return self.callback_handler.pop(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Removes a callback, or the first one of a class, if there is one."""
         self.callback_handler.pop(callback)
 
     def push_to_hub(self, hub_model_id: str | None = None) -> str | None:
-        """Uploads the policy as it is now, and returns the repository's URL; None on other ranks than the main one.
-
-        Every rank must call it.
-
-        Args:
-            hub_model_id: the repository; None = that of the configuration.
+        """Uploads the current policy to `hub_model_id` (None = that of the configuration); returns the repository's URL
+        on the main rank, None on others. Every rank must call it.
 
         Raises:
-            ValueError: if there is neither, or the hub cannot be written to.
+            ValueError: if there is none, or the hub cannot be written to.
         """
         with collectives.raise_on_all_ranks(self.accelerator):
             name = checked_hub_id(hub_model_id or self.args.hub_model_id)
@@ -315,23 +302,18 @@ class BaseTrainer(ABC):
         return self.state.global_step >= self.schedule.num_steps or self.callback_handler.control.should_training_stop
 
     def poll(self) -> None:
-        """Ends the run if any rank has received a stop signal; every rank must call this at the same point.
+        """Ends the run if any rank has received a signal. Every rank must call this at the same point.
 
         Raises:
-            Interrupted: on every rank, if any rank has received a signal.
+            Interrupted: on every rank.
         """
-        # Stop only where `progress` is up to date: from a checkpoint saved anywhere else, the run could not be resumed
-        # exactly.
+        # Only where `progress` is up to date, so that the run can be resumed exactly.
         if self.progress.is_current:
             self.collector.preemption.poll_all_ranks()
 
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
-        """Writes `policy/` and `value/`, folders that `from_pretrained` loads, into `output_dir` (or final/). Unlike
-        TRL's, it writes no model into the folder itself: load `<output_dir>/policy`.
-
-        Args:
-            output_dir: where to write, instead of `<output_dir>/final`.
-            stats: metrics for the model card.
+        """Writes `policy/` and `value/`, which `from_pretrained` loads, into `output_dir` (None = the run's `final/`),
+        with the metrics `stats` on the model card. Unlike with TRL, the folder itself is no model: load `policy/`.
         """
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
         scorer = self.collector.scorer
@@ -347,7 +329,7 @@ class BaseTrainer(ABC):
                     self.processing_class,
                     TrainedRun(self.weights_step, stats or {}, config, weights),
                 )
-        # Upload outside the block above, so that the other ranks do not wait while parameters are gathered.
+        # No rank holds gathered parameters during the upload.
         if self.accelerator.is_main_process and self.args.hub_model_id and output_dir is None:
             export.push_folder(folder / "policy", self.args.hub_model_id)
 
@@ -360,9 +342,9 @@ class BaseTrainer(ABC):
         return WeightsStep(best, trained, self.checkpoints.best.metric, self.state.best_metric)
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
-        """Writes `checkpoint-<step>`, all that a resumed run needs, complete or not at all; returns its path.
+        """Writes `checkpoint-<step>` atomically and returns its path.
 
-        `stats` are the step's metrics; they decide whether this becomes the best checkpoint (`metric_for_best_model`).
+        The step's metrics `stats` decide whether it becomes the best checkpoint (`metric_for_best_model`).
         """
         self.run_lock.acquire()
         folder = self.checkpoints.save(self.state.global_step, stats or {})
@@ -390,43 +372,42 @@ class BaseTrainer(ABC):
             lines = self.checkpoints.load(folder).identity["metrics"]["lines"]
             self.state.epoch = self.schedule.epoch_at(self.state.global_step)
             self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
-        # It also waits until every rank has looked at the folder before one of them writes to it.
+        # Also a barrier: every rank has looked for checkpoints before one of them writes to the folder.
         with collectives.raise_on_all_ranks(self.accelerator):
-            # A run that has no step left only writes its final models again.
+            # A run without steps left only writes its final models again.
             if not self._finished:
                 check_room(self.args, self.start.checkpoint_size, self.schedule.num_steps - self.state.global_step)
-        # Whether the evaluation before the first step has been logged.
-        begun = lines > 0 or not self.progress.at_start
-        step = self.progress.step if begun else -1
-        self.run_log.begin(
-            self.start.record.config(self.args),
-            self.start.record.provenance(hardware(self.accelerator), resumed_step=step),
-            step=step,
-            lines=lines,
-        )
+        start_is_logged = lines > 0 or not self.progress.at_start
+        step, record = self.progress.step if start_is_logged else -1, self.start.record
+        provenance = record.provenance(hardware(self.accelerator), resumed_step=step)
+        self.run_log.begin(record.config(self.args), provenance, step=step, lines=lines)
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
-        start = self.start
-        padding = f", with padding: {start.padding}" if start.padding and self.args.padding_free == "auto" else ""
-        fallback = ", sampled by model.generate" if start.sampler_fallback else ""
-        if start.sampler_fallback not in padding:
-            fallback += f": {start.sampler_fallback}"
-        self.run_log.message(
-            f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
-            f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"
-            + padding
-            + fallback
-        )
+        self.run_log.message(self._summary())
         self._notify("on_train_begin")
         if not self._finished:
             with self.run_log.bar.phase("checking the sampler"), kept_random_states():
                 self.check_sampler()
-        if self.eval_prompts and not begun:
+        if self.eval_prompts and not start_is_logged:
             stats = self._evaluate()
             self.run_log.log(stats, 0)
             self._notify("on_evaluate", metrics=EvaluationMetrics(stats))
         if not self.progress.step_ended:
             self._end_step(self.progress.stats)
+
+    def _summary(self) -> str:
+        padding = self.start.padding if self.args.padding_free == "auto" else ""
+        fallback = self.start.sampler_fallback
+        text = (
+            f"{self.train_prompts}, {self.schedule.num_steps} steps, {self.updater.schedules.totals} in micro-batches "
+            f"of at most {self.args.micro_batch_tokens} tokens on each of {self.accelerator.num_processes} processes"
+        )
+        if padding:
+            text += f", with padding: {padding}"
+        if fallback:
+            # Often for the reason that the padding has.
+            text += ", sampled by model.generate" + ("" if fallback in padding else f": {fallback}")
+        return text
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(
@@ -439,34 +420,33 @@ class BaseTrainer(ABC):
         )
 
     def _check_saved(self, folder: Path, saved: Checkpoint) -> None:
-        """Checks that the checkpoint `folder` is of this run, and metrics.jsonl of the run that wrote it.
-
-        Called on the main process only, whose identity was saved and which alone writes records.
+        """Checks on the main process that this run may resume from the checkpoint `folder`, whose run wrote
+        metrics.jsonl.
         """
         check_identity(folder, saved.identity, self._identity(), self.args)
         check_metrics(Path(self.args.output_dir), saved.identity["metrics"])
 
     def _end_step(self, stats: dict[str, float]) -> None:
-        """Evaluates, logs and saves after the update. A run that was interrupted in here resumes here."""
+        """Evaluates, logs and saves after the update; a run that is interrupted here resumes here."""
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.progress.advance(stats, step_ended=False)
         self._notify("on_step_end", metrics=stats)
+        args, control, last = self.args, self.callback_handler.control, self._finished
         step, stats = self.state.global_step, dict(stats)
-        last = self._finished
-        due = last or (self.args.eval_steps and step % self.args.eval_steps == 0)
-        if self.eval_prompts and (due or self.callback_handler.control.should_evaluate):
+        eval_is_due = last or (args.eval_steps and step % args.eval_steps == 0)
+        if self.eval_prompts and (eval_is_due or control.should_evaluate):
             stats.update(self._evaluate())
             self._notify("on_evaluate", metrics=EvaluationMetrics(stats))
         self.checkpoints.best.require(stats, evaluation=False)
-        report = step % self.args.logging_steps == 0 or last or self.callback_handler.control.should_log
+        report = step % args.logging_steps == 0 or last or control.should_log
         self.run_log.log(stats, step, report=report)
         self.progress.advance(stats, step_ended=True)
         if report:
             self.state.log_history.append({"step": step, **stats})
             self._notify("on_log", logs=stats)
-        # Also after the last step, so that a run killed while it writes the final models need not repeat any training.
-        due = self.args.save_steps and (step % self.args.save_steps == 0 or step == self.schedule.num_steps)
-        if self.checkpoints.is_best_evaluation(stats) or due or self.callback_handler.control.should_save:
+        # Also after the last step, so that a run that is killed while it writes the final models loses no training.
+        save_is_due = args.save_steps and (step % args.save_steps == 0 or step == self.schedule.num_steps)
+        if self.checkpoints.is_best_evaluation(stats) or save_is_due or control.should_save:
             with self.run_log.bar.phase("saving"):
                 self.save_checkpoint(stats)
             self._notify("on_save")
@@ -478,7 +458,6 @@ class BaseTrainer(ABC):
         return stats
 
     def _notify(self, event: str, **context: Any) -> None:
-        """Calls `event` of each callback, with the model and optimizer arguments that transformers' Trainer passes."""
         self.callback_handler.notify(
             event,
             self.args,

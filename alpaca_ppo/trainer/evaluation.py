@@ -1,5 +1,4 @@
-"""`Evaluator`: the policy's responses to the eval sets, their table and metrics, and comparisons with an opponent's
-answers; `answer_texts` for answers that nothing measures.
+"""`Evaluator`: responses to the eval sets, their tables and metrics, and comparisons with an opponent; `answer_texts`.
 
 The statistics, judges and stored answers are in `evaluation`.
 """
@@ -32,7 +31,7 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 
 Prompt = str | list[dict[str, Any]]
 Measure = Callable[[Mapping[str, Tensor], list[dict[str, Any]]], dict[str, Tensor]]
-"""From this rank's samples and the dataset row of each to further tensors with one entry per row."""
+"""From this rank's samples and their dataset rows to further tensors with one entry per row."""
 
 
 class Evaluator:
@@ -41,6 +40,10 @@ class Evaluator:
     Args:
         parts: of the run.
         rollout: `PPOTrainer.collect_rollouts`.
+
+    Attributes:
+        settings: what is computed.
+        answers: prompt, response, set and scores of the last evaluation; `stored_answers` reads the first two.
     """
 
     def __init__(self, parts: RunParts, rollout: Callable[..., Rollouts]) -> None:
@@ -48,16 +51,15 @@ class Evaluator:
         self._collector, self._processing_class = parts.collector, parts.processing_class
         self._prompts, self._sampling_params = parts.eval_prompts, parts.sampling_params
         self._has_environments = parts.environments is not None
+        # Of each eval set, the opponent's answers with their scores, which stay the same for the whole run.
         self._opponents: dict[str, list[tuple[str, float]]] = {}
-        """The opponent's answer to each prompt of an eval set, with its score: the same ones for the whole run."""
         self.answers: list[dict[str, Any]] = []
-        """Prompt, response, set and scores of the last evaluation; `stored_answers` reads the first two."""
 
     def run(self, step: int) -> dict[str, float]:
-        """Returns the metrics of all eval sets after `step` steps, and writes their tables. Every rank must call it."""
+        """Returns the metrics of all eval sets after `step` steps and writes their tables. Every rank must call it."""
         args, accelerator = self._collector.args, self._collector.accelerator
         if self._has_environments:
-            # Those that draw their tasks from the global generators have the same ones each time.
+            # So that environments that draw tasks from the global generators draw the same ones each time.
             seed_random_states(args.seed, accelerator.process_index)
         self.answers.clear()
         stats: dict[str, float] = {}
@@ -71,9 +73,9 @@ class Evaluator:
         return stats | {"time/eval": seconds}
 
     def _evaluate_set(self, name: str, folder: str, step: int, record: metrics.StepRecord) -> dict[str, float]:
-        """The metrics of the eval set `name`, without those that functions log; its table is written to `folder`."""
+        """Returns the metrics of the eval set `name`, without logged ones, and writes its table to `folder`."""
         collector, prompts, args = self._collector, self._prompts[name], self._collector.args
-        # The same random numbers each time, whatever the step.
+        # The same random numbers at every step.
         params = replace(
             self._sampling_params,
             seed=args.seed + 1,
@@ -87,10 +89,10 @@ class Evaluator:
         batches = collector.collate(prompts, range(len(prompts)))
         options = RolloutOptions(with_critic=False, may_fail=True)
         measure = self._measure if collector.metric_scorer.sources else None
-        every = self._rollout(batches, params, options, record, measure)
+        all_rollouts = self._rollout(batches, params, options, record, measure)
         for failure in collector.metric_scorer.pop_failures():
             self._run_log.message(f"not measured: {failure}")
-        rollouts = with_reward(every)
+        rollouts = with_reward(all_rollouts)
         records = self._records(rollouts)
         if self.settings.compares:
             if name not in self._opponents:
@@ -98,15 +100,20 @@ class Evaluator:
             self._compare(prompts, records, self._opponents[name])
         table = rollout_tables.evaluation_rows(rollouts, self._processing_class)
         for entry, response in zip(table, records, strict=True):
-            columns, prompt = self._columns(response), prompts[response.prompt_id]["row"]["prompt"]
+            columns = self._columns(response)
             entry |= columns
-            answer = {"prompt": prompt, "response": response.response, "set": name}
-            self.answers.append(answer | {"scores": rollout_tables.rounded(response.values["scores"])} | columns)
+            answer = {
+                "prompt": prompts[response.prompt_id]["row"]["prompt"],
+                "response": response.response,
+                "set": name,
+                "scores": rollout_tables.rounded(response.values["scores"]),
+            }
+            self.answers.append(answer | columns)
         rollout_tables.add_columns(table, prompts, args.prompt_column)
         if name == next(iter(self._prompts)):
-            add_tokens(collector, self._processing_class, every, table)
+            add_tokens(collector, self._processing_class, rollouts, table)
         self._run_log.log_table(folder, table, step)
-        return summarize(records, self.settings) | metrics.evaluation_stats(every)
+        return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts)
 
     def _measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """`metrics` (B, metrics), NaN where a function returned None or failed."""
@@ -114,9 +121,10 @@ class Evaluator:
         return {"metrics": torch.stack(list(scored.values()), dim=1)}
 
     def _records(self, rollouts: Rollouts) -> list[ResponseRecord]:
-        found: Any = rollouts
-        columns = [rollouts["scores"].unsqueeze(1), sequence_scores(rollouts["rewards"]).unsqueeze(1)]
-        columns += [rollouts["scores_by_source"], *([found["metrics"]] if "metrics" in found else [])]
+        rewards, tensors = sequence_scores(rollouts["rewards"]), dict[str, Any](rollouts)
+        columns = [rollouts["scores"].unsqueeze(1), rewards.unsqueeze(1), rollouts["scores_by_source"]]
+        if "metrics" in tensors:
+            columns.append(tensors["metrics"])
         values = torch.cat([column.double() for column in columns], dim=1).tolist()
         names, texts = self.settings.names, response_texts(self._processing_class, rollouts)[1]
         return [
@@ -125,7 +133,6 @@ class Evaluator:
         ]
 
     def _columns(self, record: ResponseRecord) -> dict[str, Any]:
-        """What the table shows of a response beside its score."""
         names = [name for name in self.settings.names if name not in ("scores", "rewards")]
         shown: dict[str, Any] = {name: rollout_tables.rounded(record.values[name]) for name in names}
         if (correct := correctness(record, self.settings)) is not None:
@@ -136,16 +143,17 @@ class Evaluator:
         self, prompts: PromptDataset, records: Sequence[ResponseRecord], opponent: Sequence[tuple[str, float]]
     ) -> None:
         """Sets the win, the opponent's answer and the difference in length of each of the `records`."""
-        pairs, judge = [], self.settings.judge
+        judge, source = self.settings.judge, self.settings.judged_by
+        pairs = []
         for record in records:
-            record.opponent, theirs = opponent[record.prompt_id]
+            record.opponent, opponent_score = opponent[record.prompt_id]
             record.length_difference = float(len(record.response) - len(record.opponent))
-            if self.settings.judged_by is None:
+            if source is not None:
+                score = record.values[source]
+                record.win = None if math.isnan(score + opponent_score) else compare(score, opponent_score)
+            else:
                 columns = dict(prompts[record.prompt_id]["row"])
                 pairs.append(Comparison(columns.pop("prompt"), record.response, record.opponent, columns))
-            else:
-                mine = record.values[self.settings.judged_by]
-                record.win = None if math.isnan(mine + theirs) else compare(mine, theirs)
         if judge is not None and pairs:
             wins = collectives.on_main_process(lambda: judge(pairs), self._collector.accelerator)
             for record, win in zip(records, wins, strict=True):
@@ -154,43 +162,44 @@ class Evaluator:
     def _opponent(
         self, prompts: PromptDataset, batches: Sequence[PromptBatch], params: SamplingParams
     ) -> list[tuple[str, float]]:
-        """The opponent's answer to each of `prompts`, of which `batches` are this rank's share, with what the judging
-        score gives it: NaN where it fails or returns None, and without one.
+        """The opponent's answer to each of `prompts`, of which `batches` are this rank's share, and its score by the
+        source that decides (NaN without one).
         """
-        name, opponent = self.settings.judged_by, str(self._collector.args.eval_opponent)
-        rows, accelerator = [prompts[i]["row"] for i in range(len(prompts))], self._collector.accelerator
+        rows = [prompts[i]["row"] for i in range(len(prompts))]
+        opponent, source = str(self._collector.args.eval_opponent), self.settings.judged_by
         if opponent == REFERENCE:
             answers = self._in_order(self._reference_answers(batches, params), len(rows))
         else:
             texts = stored_answers(opponent, rows)
-            # The tokens that the policy's tokenizer makes of them.
             ids = self._processing_class(texts, add_special_tokens=False)["input_ids"]
             answers = list(zip(ids, texts, strict=True))
-        if name is None:
-            return [(text, math.nan) for _, text in answers]
+        scores = [math.nan] * len(rows) if source is None else self._scores_by(source, rows, answers)
+        return [(text, score) for (_, text), score in zip(answers, scores, strict=True)]
+
+    def _scores_by(self, source: str, rows: Sequence[Any], answers: Sequence[tuple[Any, str]]) -> list[float]:
+        """The scores of `answers`, tokens and text, by `source`; NaN where it fails or returns None."""
+        collector, accelerator = self._collector, self._collector.accelerator
         share = list(collectives.rank_share(range(len(rows)), accelerator))
-        if self._collector.engine.synced_forwards:
+        if collector.engine.synced_forwards:
             share += [0] * (collectives.max_int_over_ranks(len(share), accelerator) - len(share))
-        from_rewards = name == "scores" or name.startswith("scores/")
-        scorer = self._collector.scorer if from_rewards else self._collector.metric_scorer
-        own = [rows[i] for i in share]
-        result = scorer(
-            [row["prompt"] for row in own], [answers[i][1] for i in share], [answers[i][0] for i in share], own
-        )
-        failed = set(result.failures)
+        is_reward = source == "scores" or source.startswith("scores/")
+        scorer = collector.scorer if is_reward else collector.metric_scorer
+        prompts, texts = [rows[i]["prompt"] for i in share], [answers[i][1] for i in share]
+        result = scorer(prompts, texts, [answers[i][0] for i in share], [rows[i] for i in share])
         scorer.pop_failures()
-        # What functions log about the opponent is not about the next step.
+        # What functions log about the opponent does not belong to the next step.
         scorer.logged.pop()
-        found = result.by_source[name.removeprefix("scores/")] if name != "scores" else sequence_scores(result.rewards)
-        scores = [math.nan if i in failed else value for i, value in enumerate(found.tolist())]
-        return [(text, score) for (_, text), score in zip(answers, self._in_order(scores, len(rows)), strict=True)]
+        of_source = source.removeprefix("scores/")
+        values = sequence_scores(result.rewards) if source == "scores" else result.by_source[of_source]
+        scores = [math.nan if i in result.failures else value for i, value in enumerate(values.tolist())]
+        return self._in_order(scores, len(rows))
 
     def _reference_answers(self, batches: Sequence[PromptBatch], params: SamplingParams) -> list[tuple[Any, str]]:
-        """One response of the reference to each of this rank's prompts, as tokens and text, with the random numbers of
-        the policy's first.
+        """The reference's response (tokens and text) to each of this rank's prompts, with the random numbers of the
+        policy's first one.
         """
-        collector, (own_prompts,) = self._collector, batches
-        if not own_prompts["rows"]:
+        collector, (prompts,) = self._collector, batches
+        if not prompts["rows"]:
             return []
         assert collector.reference is not None
         with (
@@ -200,16 +209,16 @@ class Evaluator:
         ):
             samples = sample_responses(
                 model,
-                own_prompts,
+                prompts,
                 replace(params, num_return_sequences=1),
-                # A sampler with weights of its own has those of the policy.
+                # A sampler with its own copy of the weights has those of the policy.
                 backend="auto" if collector.backend.has_own_weights else collector.backend,
                 per_device_batch_size=collector.args.rollout_per_device_batch_size,
             )
         return list(zip(*response_texts(self._processing_class, samples), strict=True))
 
     def _in_order(self, share: list[Any], count: int) -> list[Any]:
-        """What every rank has for its own prompts, in the order of all; a rank's dummies come after its own."""
+        """Gathers all ranks' entries in the order of the `count` prompts, without those of dummies."""
         parts = collectives.gather_list(share, self._collector.accelerator)
         return [parts[i % len(parts)][i // len(parts)] for i in range(count)]
 
@@ -217,18 +226,18 @@ class Evaluator:
 def answer_texts(
     collector: RolloutCollector, processing_class: Any, prompts: Prompt | Sequence[Prompt], params: SamplingParams
 ) -> list[list[str]]:
-    """The policy's answers to each prompt as text; see `PPOTrainer.generate`."""
-    one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
-    texts: list[Any] = [prompts] if one else list(prompts)
-    if not texts or any(type(text) is not type(texts[0]) for text in texts):
+    """The policy's answers to each prompt; see `PPOTrainer.generate`."""
+    is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
+    several: list[Any] = [prompts] if is_one else list(prompts)
+    if not several or any(type(prompt) is not type(several[0]) for prompt in several):
         raise ValueError(
-            f"prompts is {texts!r:.200}; give at least one, and either texts or conversations (lists of messages)"
+            f"prompts is {several!r:.200}; give at least one, and either texts or conversations (lists of messages)"
         )
-    ids = tokenize_prompts(texts, processing_class, collector.args.chat_template_kwargs)
+    ids = tokenize_prompts(several, processing_class, collector.args.chat_template_kwargs)
     query_len = max(map(len, ids))
     model = collector.engine.actor_critic.policy.model
     check_lengths(model.config, {"the prompt": query_len, "max_new_tokens": params.max_new_tokens})
-    items = [{"input_ids": own, "row": {}} for own in ids]
+    items = [{"input_ids": tokens, "row": {}} for tokens in ids]
     batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)
     collector.sync()
     samples = collector.sample(batch, params)

@@ -1,7 +1,5 @@
-"""A run from its options alone: `train_from_arguments` loads what `ScriptArguments` names and trains, and
-`evaluate_from_arguments` evaluates a model with a trainer that never trains.
-
-The command `alpaca-ppo train` and `examples/train_ppo.py` differ in nothing that is here.
+"""A run from its options alone: `train_from_arguments` loads what `ScriptArguments` names and trains;
+`evaluate_from_arguments` evaluates a model.
 """
 
 from dataclasses import replace
@@ -34,8 +32,8 @@ def train_from_arguments(
     """Trains and returns the last step's metrics.
 
     Raises:
-        ValueError: for a run that could not start, before anything is loaded if that can be known.
-        SystemExit: with status 3, if an error of the doctor that is in `stop_on` has ended the run.
+        ValueError: for a run that cannot start, before anything is loaded if possible.
+        SystemExit: with status 3, if an error in `stop_on` has ended the run.
     """
     resume, peft_config = script_args.resume_from_checkpoint, lora.peft_config("CAUSAL_LM")
     check_start(args, resume)
@@ -43,9 +41,8 @@ def train_from_arguments(
     environments, rewards = named_environments(script_args), reward_sources(script_args)
     if not resume and peft_config is None:
         check_room_for_policy(args, policy)
-    name, config = script_args.dataset_name, script_args.dataset_config
-    split = script_args.dataset_train_split
-    # Models are given by name, so that the trainer checks prompts, tokens and reward functions before it loads one.
+    name, config, split = script_args.dataset_name, script_args.dataset_config, script_args.dataset_train_split
+    # Models are passed by name, so that the trainer checks prompts, tokens and reward functions before it loads one.
     trainer = PPOTrainer(
         model=policy,
         reward_funcs=rewards,
@@ -60,23 +57,18 @@ def train_from_arguments(
     trainer.start = replace(trainer.start, record=record)
     stats = trainer.train(resume_from_checkpoint=resume)
     trainer.accelerator.end_training()
-    doctors = [callback for callback in trainer.callback_handler.built_in if isinstance(callback, RunDoctor)]
-    # A run that a warning has ended is one that ended as it was told to.
-    if any(finding.severity == "error" for doctor in doctors for finding in doctor.ended_by):
-        raise SystemExit(ENDED_BY_ERROR)
+    for callback in trainer.callback_handler.built_in:
+        # A run that a warning has ended is successful.
+        if isinstance(callback, RunDoctor) and any(finding.severity == "error" for finding in callback.ended_by):
+            raise SystemExit(ENDED_BY_ERROR)
     return stats
 
 
 def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> dict[str, Any] | None:
-    """Evaluates `model` and writes results.json, answers.jsonl and the tables; returns what results.json holds, on the
-    main process only.
+    """Evaluates `model` and writes results.json, answers.jsonl and the tables; returns the content of results.json on
+    the main process, None on others.
 
-    The reference is that of the configuration, or the model that the run started from, or an adapter's base.
-
-    Args:
-        model: folder or hub id.
-        script_args: the eval sets, rewards and metrics (`ScriptArguments`), and `results_dir`.
-        args: the configuration.
+    `model` is a folder or hub id; `script_args` name the eval sets, rewards and metrics (`ScriptArguments`).
 
     Raises:
         ValueError: without prompts or a reward.
@@ -92,7 +84,7 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
         model,
         rewards,
         replace(args, reference=_reference_of(model, script_args, args)),
-        # It is never trained on.
+        # Never trained on.
         train_dataset=next(iter(datasets.values())) if isinstance(datasets, dict) else datasets,
         eval_dataset=datasets,
         processing_class=load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model"),
@@ -119,11 +111,15 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
 
 
 def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:
-    """What the KL is measured to: the reference that the configuration names, or what `model` started from."""
+    """The reference of the KL: that of the configuration, else the model that the run started from, else an adapter's
+    base.
+    """
     if args.reference not in REFERENCES or args.reference == "none":
         return args.reference
-    base = script_args.model_name_or_path and model_folder("model_name_or_path", script_args.model_name_or_path)
-    if not base and is_adapter(model):
+    base = None
+    if script_args.model_name_or_path:
+        base = model_folder("model_name_or_path", script_args.model_name_or_path)
+    elif is_adapter(model):
         base = PeftConfig.from_pretrained(model).base_model_name_or_path
     return base if base and base != model else "none"
 
@@ -132,14 +128,14 @@ def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
     """The arguments of `PPOTrainer` that the options `environments`, `tools` and `tool_call_parser` name.
 
     Raises:
-        ValueError: for what cannot be imported, and for several environments of which one has no name of its own.
+        ValueError: for what cannot be imported, and for several environments without distinct names.
     """
     specs = [spec.rpartition("=") for spec in script_args.environments or ()]
+    names = [name for name, _, _ in specs]
     factory: Any = None
-    if len(specs) == 1 and not specs[0][0]:
+    if names == [""]:
         factory = load_function(specs[0][2], what="environment")
     elif specs:
-        names = [name for name, _, _ in specs]
         if not all(names) or len(set(names)) < len(names):
             raise ValueError(
                 f"environments is {script_args.environments}; give each of several a name of its own: "

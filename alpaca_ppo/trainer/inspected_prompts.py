@@ -1,7 +1,7 @@
-"""Tables for the report's token inspector: the step's logged rollouts, and a few prompts followed through training.
+"""Tables for the report's token inspector: logged rollouts, and a few prompts that are answered again and again.
 
-Nothing here is trained on or enters a metric: a run learns the same with these tables and without them. Every rank
-makes the same passes over the same few rows, so that sharded models can take part; the main process writes.
+They change nothing that is learned or measured. Every rank makes the same forward passes over these few rows, as
+sharded models need; the main process writes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,11 @@ from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.device_rows import row_tensors
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector, RolloutOptions
-from alpaca_ppo.ppo.row_masks import with_reward
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 NUM_INSPECTIONS = 10
-"""Steps of a run at which prompts of the training data are answered, besides its start."""
+"""How often training prompts are answered during a run, besides its start."""
 
 
 def logged_rollouts(
@@ -30,47 +29,40 @@ def logged_rollouts(
 ) -> list[dict[str, Any]]:
     """Returns the rows of the table of rollouts of `step` (from 1), after its update.
 
-    In steps that log entropies they have the ratio of the updated policy to the old one, for which the policy makes a
-    pass over these rows.
+    In steps that log entropies they have the ratio of the updated policy to the old one, which takes a forward pass.
     """
     args = collector.args
-    first: Any = {name: value[: args.num_logged_rollouts] for name, value in rollouts.items()}  # type: ignore[index]
+    logged: Any = {name: value[: args.num_logged_rollouts] for name, value in rollouts.items()}  # type: ignore[index]
     if metrics.logs_entropies(step - 1) and step > args.critic_pretraining_steps:
-        now = collector.forward(row_tensors(first), POLICY_ALONE, temperature=args.temperature)
-        first["ratio"] = torch.exp(now["logprobs"] - first["logprobs"]) * first["response_mask"]
-    return rollout_tables.rollout_rows(first, processing_class, source_names=collector.scorer.names)
+        updated = collector.forward(row_tensors(logged), POLICY_ALONE, temperature=args.temperature)
+        logged["ratio"] = torch.exp(updated["logprobs"] - logged["logprobs"]) * logged["response_mask"]
+    return rollout_tables.rollout_rows(logged, processing_class, source_names=collector.scorer.names)
 
 
 def add_tokens(
     collector: RolloutCollector, processing_class: Any, rollouts: Rollouts, rows: Sequence[dict[str, Any]]
 ) -> None:
-    """Adds `tokens` to those of an evaluation's `rows` that answer its first `num_inspected_prompts` prompts.
+    """Adds `tokens` to the table's `rows` of an evaluation's first `num_inspected_prompts` prompts.
 
-    Values and entropies take a pass of the models over these rows.
-
-    Args:
-        collector: of the run.
-        processing_class: the policy's tokenizer.
-        rollouts: the global rollouts of the evaluation.
-        rows: of those that have a reward, in the same order.
+    Values and entropies take a forward pass over these rows. `rollouts` are those of all ranks that have a reward, one
+    for each row of the table.
     """
-    rollouts = with_reward(rollouts)
-    followed = (rollouts["prompt_ids"] < collector.args.num_inspected_prompts) & (rollouts["sample_ids"] == 0)
-    chosen = followed.nonzero().squeeze(1)
-    if not len(chosen):
+    inspected = (rollouts["prompt_ids"] < collector.args.num_inspected_prompts) & (rollouts["sample_ids"] == 0)
+    indices = inspected.nonzero().squeeze(1)
+    if not len(indices):
         return
-    few: Any = {name: value[chosen] for name, value in rollouts.items()}  # type: ignore[index]
-    few |= token_numbers(collector, few)
-    for place, i in enumerate(chosen.tolist()):
-        rows[i]["tokens"] = rollout_tables.token_entries(few, processing_class, place)
+    chosen: Any = {name: value[indices] for name, value in rollouts.items()}  # type: ignore[index]
+    chosen |= token_statistics(collector, chosen)
+    for position, i in enumerate(indices.tolist()):
+        rows[i]["tokens"] = rollout_tables.token_entries(chosen, processing_class, position)
 
 
-def token_numbers(collector: RolloutCollector, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Log-probs, entropies, KL and values of `samples` under the policy as it is now, its reference and the critic."""
+def token_statistics(collector: RolloutCollector, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Log-probs, entropies, KL and values of `samples` under the current policy, the reference and the critic."""
     rows = row_tensors(samples) | {"rollout_logprobs": samples["rollout_logprobs"]}
     options = RolloutOptions(with_critic=collector.engine.actor_critic.critic is not None, with_entropies=True)
-    numbers = collector.forward(rows, options, temperature=collector.args.temperature)
-    return numbers | {"kl": numbers["logprobs"] - numbers["ref_logprobs"]}
+    statistics = collector.forward(rows, options, temperature=collector.args.temperature)
+    return statistics | {"kl": statistics["logprobs"] - statistics["ref_logprobs"]}
 
 
 def greedy_answers(
@@ -79,35 +71,32 @@ def greedy_answers(
     sampling_params: SamplingParams,
     generate: Callable[[PromptBatch, SamplingParams], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """The policy's most likely answer to each of `prompts`, by the hook `generate`, with the numbers of its tokens; it
-    has no score (NaN).
+    """The policy's greedy answer to each of `prompts`, by the hook `generate`, with `token_statistics` and scores of
+    NaN.
     """
     params = replace(sampling_params, do_sample=False, num_return_sequences=1)
     samples = hook_checks.complete_samples(
         generate(prompts, params), prompts, num_return_sequences=1, max_new_tokens=params.max_new_tokens
     )
     unscored = torch.full((len(prompts["rows"]),), torch.nan)
-    return {**samples, **token_numbers(collector, samples), "scores": unscored}
+    return {**samples, **token_statistics(collector, samples), "scores": unscored}
 
 
 class TrainingPromptInspector(TrainerCallback):
-    """Without an eval dataset and without environments: the policy's greedy answers to a few training prompts, before
-    training and at `NUM_INSPECTIONS` steps of it, in inspected/step_*.jsonl.
+    """Has a few training prompts answered before training and at `NUM_INSPECTIONS` steps, in inspected/step_*.jsonl.
 
     Args:
-        answer: writes the table of a step.
+        answer: answers them and writes the table of a step.
     """
 
     def __init__(self, answer: Callable[[int], None]) -> None:
         self._answer = answer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Before the first step."""
         if state.global_step == 0:
             self._answer(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """At the steps that divide the run into `NUM_INSPECTIONS` parts."""
         total, step = state.max_steps, state.global_step
         if step * NUM_INSPECTIONS // total > (step - 1) * NUM_INSPECTIONS // total:
             self._answer(step)

@@ -1,9 +1,9 @@
-"""`PPOTrainer`: one step of PPO as a chain of hooks, each of which a subclass may override, in the order in which they
-run: rollout (_generate, _score) -> _shape_reward -> _estimate_advantage -> step_with_rollouts (compute_policy_loss,
+"""`PPOTrainer`: one step of PPO as a chain of hooks that a subclass may override, in the order in which they run:
+rollout (_generate, _score) -> _shape_reward -> _estimate_advantage -> step_with_rollouts (compute_policy_loss,
 compute_value_loss) -> record_step_stats.
 
-The mathematics is in `functional`, the parts of a step in `ppo`. What the trainer is made of is built in `setup`; the
-loop over steps, with evaluation, logging and checkpoints, is in `base_trainer`.
+The mathematics is in `functional`, the parts of a step in `ppo`, the building of a trainer in `setup`, the loop over
+steps, with evaluation, logging and checkpoints, in `base_trainer`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from alpaca_ppo.ppo.losses import checked_loss, correction_weights, policy_terms
 from alpaca_ppo.ppo.metrics import StepRecord, StepStats
 from alpaca_ppo.ppo.mismatch import spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutOptions
-from alpaca_ppo.ppo.row_masks import compared_mask
+from alpaca_ppo.ppo.row_masks import advantage_mask
 from alpaca_ppo.ppo.update_plan import plan_updates
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.batch import RowFailure
@@ -56,30 +56,30 @@ class PPOTrainer(BaseTrainer):
     """Trains a causal language model with PPO and a critic against any reward.
 
     Args:
-        model: the policy: a path or hub id (of an adapter too), a model in memory, trained in place (for a `PeftModel`,
-            its adapter is trained further), or an `ActorCritic`, which includes its critic.
-        reward_funcs: one source or a list: python functions with TRL's signature, `module:function` names, and
+        model: the policy: a path or hub id (also of an adapter), a model in memory, trained in place (of a `PeftModel`,
+            its adapter), or an `ActorCritic`, which includes its critic.
+        reward_funcs: one source or a list: Python functions with TRL's signature, `module:function` names, and
             sequence classifiers (a path, a hub id or a model) with one label. None if environments give all rewards.
         args: the configuration.
         train_dataset: rows with a prompt column, or the columns that `args.prompt_template` names.
         eval_dataset: held-out rows of the same form, for `evaluate`; or several eval sets by name.
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
         value_model: what the critic starts from, by default the policy: the `final/value` folder of a run with the same
-            `critic_layout`, or, for a critic with a backbone of its own, a sequence classifier with one label or a
-            causal language model of any size with the policy's tokenizer.
+            `critic_layout`, or, for a critic with a separate backbone, a sequence classifier with one label or a causal
+            language model of any size with the policy's tokenizer.
         ref_model: the reference policy; by default chosen by `args.reference`.
         peft_config: a `peft.LoraConfig`: the policy's base is frozen, and adapters are trained.
-        reward_processing_classes: the tokenizers of reward models that were built in memory, one or a list as long as
-            `reward_funcs`; for a model from a folder it is loaded from there.
+        reward_processing_classes: the tokenizers of reward models in memory, one or a list as long as `reward_funcs`;
+            that of a model in a folder is loaded from there.
         callbacks: `transformers.TrainerCallback`s.
         optimizers: an optimizer over `ActorCritic` parameters and a schedule, each None for the default.
         accelerator: an existing Accelerator; by default one is built from `args`.
-        metric_funcs: sources like those of `reward_funcs` that only measure the responses of evaluations.
+        metric_funcs: sources like `reward_funcs` that only measure the responses of evaluations.
         metric_processing_classes: the tokenizers of their models, like `reward_processing_classes`.
         tools: functions that the policy can call, with type hints and Google-style docstrings; sync or async.
-        environment_factory: a class, or a function, that makes environments, or several by the names in the dataset's
-            column `environment`. `environments.kinds` says what an environment is. Without `train_dataset`, one
-            environment makes the prompts, and `max_steps` sets the length.
+        environment_factory: a class or function that makes environments (`environments.kinds`), or several by the names
+            in the dataset's column `environment`. Without `train_dataset`, one environment makes the prompts, and
+            `max_steps` sets the length.
         tool_call_parser: finds the tool calls in a turn's text (`environments.tool_calls.ToolCallParser`); by default
             the tokenizer's `response_template`, or JSON between <tool_call> tags.
 
@@ -88,12 +88,12 @@ class PPOTrainer(BaseTrainer):
         accelerator: Accelerate's object for processes and devices.
         processing_class: the policy's tokenizer.
         train_prompts: the tokenized prompts of `train_dataset`.
-        eval_prompts: those of each eval set by name, "" for the only one without a name; empty without evaluation.
+        eval_prompts: those of each eval set by name, "" for a single one; empty without evaluation.
         schedule: which prompts each step takes, and how many steps there are.
-        sampling_params: how responses are sampled in training.
-        environments: what answers the policy between its turns; None without tools and environments.
-        updater: the optimizer steps; `updater.engine` holds the models and the optimizer.
-        collector: samples, log-probs and values of this rank; holds the reference and the reward sources.
+        sampling_params: of training.
+        environments: reply to the policy between its turns; None without tools and environments.
+        updater: takes the optimizer steps; `updater.engine` holds the models and the optimizer.
+        collector: samples, and computes log-probs and values; holds the reference and the reward sources.
         sampler_check: compares sampler and trainer.
         kl_controller: holds the current `kl_coef` and adapts it.
         evaluator: evaluates the policy on `eval_prompts`.
@@ -108,7 +108,7 @@ class PPOTrainer(BaseTrainer):
         last_rollouts: the rollouts of the last step, until their table is written.
 
     Raises:
-        ValueError: for arguments that cannot work together, and for those of another trainer, with what they are here.
+        ValueError: for arguments that cannot work together, and for those of another trainer, with their names here.
     """
 
     def __init__(
@@ -137,19 +137,16 @@ class PPOTrainer(BaseTrainer):
             peft_config, reward_processing_classes, callbacks, optimizers, accelerator, metric_funcs,
             metric_processing_classes, tools, environment_factory, tool_call_parser,
         )  # fmt: skip
-        parts = setup.make_parts(
-            given,
-            type(self),
-            samples_itself=type(self)._generate is not PPOTrainer._generate,
-            scores_itself=type(self)._score is not PPOTrainer._score,
-        )
+        cls = type(self)
+        samples_itself, scores_itself = cls._generate is not PPOTrainer._generate, cls._score is not PPOTrainer._score
+        parts = setup.make_parts(given, cls, samples_itself=samples_itself, scores_itself=scores_itself)
         super().__init__(parts, callbacks or [])
         self.evaluator = Evaluator(parts, self.collect_rollouts)
         self.step_record = setup.make_step_record(self.run_log)
         self.last_rollouts: Rollouts | None = None
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
-        """One rollout on this rank's prompts and the updates on the global batch; returns the step's metrics."""
+        """A rollout on this rank's prompts and the update on the global rollouts; returns the step's metrics."""
         step = self.state.global_step
         rollouts = self.step_rollouts(prompt_batches)
         shaped = self._shape_reward(
@@ -163,7 +160,7 @@ class PPOTrainer(BaseTrainer):
         estimated = self._estimate_advantage(
             rewards=rollouts["shaped_rewards"],
             values=rollouts.get("values"),
-            response_mask=compared_mask(rollouts),
+            response_mask=advantage_mask(rollouts),
             scores=rollouts["rewards"],
             prompt_ids=rollouts["prompt_ids"],
             baseline_scores=rollouts.get("baseline_scores"),
@@ -174,9 +171,7 @@ class PPOTrainer(BaseTrainer):
         return self.record_step_stats(train_stats, rollouts, step + 1)
 
     def step_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
-        """The global rollouts of a step (`rollout`), in which fresh prompts have taken the places of those without
-        spread (`dynamic_sampling`).
-        """
+        """The global rollouts of a step (`rollout`), after `dynamic_sampling` has replaced uninformative prompts."""
         rollouts, step = self.rollout(prompt_batches), self.state.global_step
         hook_checks.check_rollouts(rollouts)
         if self.args.dynamic_sampling:
@@ -196,8 +191,8 @@ class PPOTrainer(BaseTrainer):
         """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and computes their log-probs
         and values under policy, critic and reference.
 
-        Returns the global rollouts of all ranks, on the CPU, in the prompts' order; `types.Rollouts` lists the keys
-        up to `rewards`.
+        Returns the rollouts of all ranks, on the CPU, in the prompts' order: the keys of `types.Rollouts` up to
+        `rewards`.
         """
         step, args = self.state.global_step, self.args
         self.sampling_params.check_full_softmax()
@@ -223,14 +218,9 @@ class PPOTrainer(BaseTrainer):
         record: StepRecord,
         measure: Measure | None = None,
     ) -> Rollouts:
-        """The global rollouts of a step or an evaluation.
+        """The global rollouts of a step or an evaluation, from this rank's prompts.
 
-        Args:
-            prompt_batches: of this rank.
-            sampling_params: how to sample, and the seed and step of the random numbers.
-            options: which log-probs and values are computed.
-            record: gets the timings, and what reward functions log.
-            measure: adds tensors to this rank's scored samples.
+        `record` gets the timings and what reward functions log; `measure` adds tensors to this rank's scored samples.
         """
         n, ways = sampling_params.num_return_sequences, [sampling_params]
         if options.greedy_baseline:
@@ -259,9 +249,8 @@ class PPOTrainer(BaseTrainer):
             local = {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
         rollouts = self.collector.gather(local, samples_per_prompt=n)
         if "trained_rows" in rollouts:
-            compares, may_fail = options.compares_group, options.may_fail
             report = leave_out_failures(
-                rollouts, failures, self.accelerator, compares_group=compares, may_fail=may_fail
+                rollouts, failures, self.accelerator, compares_group=options.compares_group, may_fail=options.may_fail
             )
             if report:
                 self.run_log.message(report)
@@ -299,19 +288,19 @@ class PPOTrainer(BaseTrainer):
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
 
-        Override it to sample with another engine. The random numbers of each response are a function of its key
-        alone (`sampling_params.random_keys(prompts["prompt_ids"])`), so that a run does not depend on batches or ranks.
+        Override it to sample with another engine. The random numbers of a response depend on its key alone
+        (`sampling_params.random_keys(prompts["prompt_ids"])`), so that a run does not depend on batches or ranks.
 
         Args:
             prompts: token ids, left-padded, with the dataset's rows.
             sampling_params: lengths, temperature, stop tokens, and the seed and step of the random numbers.
 
         Returns:
-            tensors on the CPU with P * n rows, the samples of a prompt next to one another: `responses` (P * n, R)
-            int64 with R = max_new_tokens; `response_mask` (P * n, R) bool, True = a token the policy chose (holes are
+            tensors on the CPU with P * n rows, those of a prompt next to one another: `responses` (P * n, R) int64 with
+            R = max_new_tokens; `response_mask` (P * n, R) bool, True = a token that the policy chose (holes are
             allowed); `rollout_logprobs` (P * n, R) float, the chosen tokens' log-probs in nats; `stopped` (P * n,)
-            bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any extra
-            tensors with one entry per row, which are passed on to `_score` and the later hooks.
+            bool. Also `queries` and `query_attn_masks` (P * n, Q) if the hook changed a sample's prompt, and any other
+            tensors with one entry per row, which `_score` and the later hooks get too.
         """
         with self.run_log.bar.phase("sampling") as count_rows:
             return self.collector.sample(prompts, sampling_params, count_rows)
@@ -320,9 +309,9 @@ class PPOTrainer(BaseTrainer):
         """Scores finished responses with the run's reward sources.
 
         Args:
-            samples: the checked samples of C responses: what `_generate` returned, with `queries`, `query_attn_masks`,
-                `prompt_ids` and `sample_ids` added.
-            rows: the dataset's row of each of them.
+            samples: of C responses: what `_generate` returned, checked, with `queries`, `query_attn_masks`,
+                `prompt_ids` and `sample_ids`.
+            rows: the dataset's row of each response.
 
         Returns:
             `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
@@ -337,8 +326,8 @@ class PPOTrainer(BaseTrainer):
     def _shape_reward(
         self, rewards: Tensor, responses: Tensor, logprobs: Tensor, ref_logprobs: Tensor, response_mask: Tensor
     ) -> dict[str, Tensor]:
-        """Turns (B,) or (B, R) rewards into `shaped_rewards` by adding the KL penalty (by `kl_coef`); also
-        returns `non_score_rewards` and `kl`. All are (B, R).
+        """Adds the KL penalty (`kl_coef`) to (B,) or (B, R) rewards; returns `shaped_rewards`, `non_score_rewards` and
+        `kl`, (B, R) each.
         """
         return shape_rewards(
             rewards,
@@ -361,9 +350,9 @@ class PPOTrainer(BaseTrainer):
         return estimate_advantages(inputs, self.args)._asdict()
 
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
-        """The optimizer steps on the global rollouts (`ppo.update_plan`); returns the statistics of all ranks.
+        """Takes the optimizer steps on the global rollouts (`ppo.update_plan`); returns the statistics of all ranks.
 
-        Counts the step, so that the next `rollout` of a loop of your own uses new random numbers.
+        Counts the step, so that the next `rollout` uses new random numbers.
         """
         step, stats = self.state.global_step, StepStats()
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
@@ -386,15 +375,15 @@ class PPOTrainer(BaseTrainer):
     def compute_policy_loss(self, batch: Rollouts, outputs: ActorCriticOutputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and statistics of the policy in one micro-batch, on the device: policy gradient, successes, KL, entropy.
 
-        The loss is this micro-batch's part of the optimizer step's loss: a masked sum divided by
-        `batch["denominator"]`, so that the parts add up. Statistics named `loss/*` add up in the same way, `*_min` and
-        `*_max` are extremes, all others means over the micro-batch's masked tokens.
+        The loss is a masked sum divided by `batch["denominator"]`, so that the losses of micro-batches add up to that
+        of the optimizer step. So do statistics named `loss/*`; `*_min` and `*_max` are extremes, all others means over
+        the micro-batch's masked tokens.
         """
         return policy_terms(batch, outputs, self.args)
 
     def compute_value_loss(self, batch: Rollouts, outputs: ActorCriticOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same of the critic: the loss of its head times `vf_coef`. It has a backward pass of its own if the critic
-        shares no activations with the policy; `outputs` then has the critic's part only.
+        """The same of the critic: the loss of its head times `vf_coef`. If the critic shares no activations with the
+        policy, it has a separate backward pass, and `outputs` has the critic's part only.
         """
         assert self.actor_critic.critic is not None and outputs.predictions is not None
         head = self.actor_critic.critic.head
@@ -403,8 +392,8 @@ class PPOTrainer(BaseTrainer):
         return self.args.vf_coef * value.loss, {name: stat.detach() for name, stat in stats.items()}
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
-        """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them. `kl_controller`
-        then sets `kl_coef` for the next step.
+        """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them. Also updates
+        `kl_coef` for the next step (`kl_controller`).
         """
         record, self.step_record = self.step_record, setup.make_step_record(self.run_log)
         self.last_rollouts = rollouts
@@ -420,7 +409,7 @@ class PPOTrainer(BaseTrainer):
             **record.drawn,
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
-        # A controller holds the KL of a policy that moves near its target, and a frozen one does not move.
+        # While the policy is frozen, its KL says nothing about `kl_coef`.
         if step > self.args.critic_pretraining_steps:
             kl = float(rollouts["kl"].sum(dim=1).mean())
             scores_std = stats["objective/scores_std"]
@@ -433,10 +422,10 @@ class PPOTrainer(BaseTrainer):
         return self.state.global_step < self.args.critic_pretraining_steps
 
     def _record_skip(self, cause: str, prompt_ids: list[int]) -> None:
-        """Counts and logs a skipped optimizer step. The count covers the whole run, including the time before a resume.
+        """Counts and logs a skipped optimizer step.
 
         Raises:
-            FloatingPointError: when more than `max_skipped_updates` have been skipped in total.
+            FloatingPointError: when more than `max_skipped_updates` have been skipped, also before the run was resumed.
         """
         self.progress.skipped_updates += 1
         number, step, limit = self.progress.skipped_updates, self.state.global_step + 1, self.args.max_skipped_updates
@@ -455,10 +444,10 @@ class PPOTrainer(BaseTrainer):
         different as possible, unless `rollout` or `_generate` is overridden: a subclass may sample in another way.
 
         Raises:
-            ValueError: if the two disagree and `mismatch_action` is stop.
+            ValueError: if they disagree and `mismatch_action` is stop.
         """
-        own = type(self)
-        inherited = own.rollout is PPOTrainer.rollout and own._generate is PPOTrainer._generate
+        cls = type(self)
+        inherited = cls.rollout is PPOTrainer.rollout and cls._generate is PPOTrainer._generate
         if self.sampler_check.compares and inherited and not self.train_prompts.any_blank:
             # The same on every rank.
             ids = self.step_prompts(self.state.global_step).indices[:16]
@@ -468,7 +457,6 @@ class PPOTrainer(BaseTrainer):
             self.sampler_check.before_training(prompts, self.sampling_params)
 
     def log_rollouts(self) -> None:
-        """Writes the table of the last step's rollouts, after its update."""
         step, rollouts, self.last_rollouts = self.state.global_step, self.last_rollouts, None
         if rollouts is not None and self.args.num_logged_rollouts:
             rows = logged_rollouts(self.collector, self.processing_class, rollouts, step)
@@ -479,19 +467,21 @@ class PPOTrainer(BaseTrainer):
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """Also the one that answers training prompts for the report's inspector."""
-        follows = self.args.num_inspected_prompts and not self.eval_prompts and self.environments is None
-        inspectors: list[TrainerCallback] = [TrainingPromptInspector(self._inspect_training_prompts)] if follows else []
-        return [*inspectors, *super().built_in_callbacks()]
+        callbacks = super().built_in_callbacks()
+        if self.args.num_inspected_prompts and not self.eval_prompts and self.environments is None:
+            callbacks.insert(0, TrainingPromptInspector(self._inspect_training_prompts))
+        return callbacks
 
     def _inspect_training_prompts(self, step: int) -> None:
-        """Writes the table of the policy's greedy answers to the first `num_inspected_prompts` training prompts, which
-        are not scored: a reward function may count its calls, or cost money. The global random generators are left as
-        they were.
+        """Writes the table of the policy's greedy answers to the first `num_inspected_prompts` training prompts.
+
+        They are not scored, since a reward function may count its calls or cost money. The global random generators are
+        restored.
         """
         ids = range(min(self.args.num_inspected_prompts, len(self.train_prompts)))
         batch = self.collector.prompt_batch([self.train_prompts[i] for i in ids], ids)
         rollouts: Any = None
-        # A signal leaves the inner block, and `poll` raises on every rank if one of them was stopped.
+        # A signal ends the block, and `poll` then raises on every rank.
         with kept_random_states(), self.collector.preemption.rollout(can_stop=self.progress.is_current):
             rollouts = greedy_answers(self.collector, batch, self.sampling_params, self._generate)
         self.poll()

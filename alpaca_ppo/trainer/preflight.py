@@ -1,8 +1,8 @@
-"""Checks of a run before anything is loaded: its output folder and disk, its trackers, its hub repository, the
-checkpoint to resume from, the columns that rewards require, and the scores that options of evaluation name.
+"""Checks before anything is loaded: output folder and disk, trackers, hub repository, the checkpoint to resume from,
+the columns that rewards require, and the scores that evaluation options name.
 
-Single values are checked in `config`, prompts and rewards in `data` and `rewards`, the tokenizer's ids and the lengths
-in `models.loading`, after the policy has been loaded.
+Single options are checked in `config`, prompts in `data`, rewards in `rewards`, token ids and lengths in
+`models.loading`.
 """
 
 import dataclasses
@@ -33,21 +33,21 @@ from alpaca_ppo.rewards.build import check_columns, source_names
 from alpaca_ppo.tracking.run_log import tracker_names
 
 Kinds = Mapping[str | None, EnvironmentKind]
-"""Of environments, by the value of a row's `environment` column; under None, the kind of every row."""
+"""Environments by the value of a row's `environment` column; None = every row's."""
 REWARD_ADAPTER = "reward_adapter"
-"""The name of its reward source."""
+"""The name of the reward source that is an adapter."""
 
 
 def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> None:
-    """Checks, before a script loads anything, that `train` could start, or resume, in `output_dir`.
+    """Checks, before a script loads anything, that `train` could start or resume in `output_dir`.
 
     Raises:
-        ValueError: see `check_output_dir`; also for a folder in which another run is writing, for a checkpoint that is
-            missing or incomplete, and for a run that would overwrite an older one.
+        ValueError: see `check_output_dir`; also if another run is writing to the folder, a checkpoint is missing or
+            incomplete, or the run would overwrite an older one.
     """
     watch_launcher()
     check_output_dir(args)
-    # Only the main process locks the folder. It may do so before the others have come this far.
+    # The main process may have locked the folder before the others come here.
     if launched_rank() == 0:
         check_unlocked(args.output_dir)
     folder = resolve_checkpoint(resume_from_checkpoint, args.output_dir, overwrite=args.overwrite_output_dir)
@@ -57,8 +57,8 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
 
 
 def check_room_for_policy(args: PPOConfig, policy: str) -> None:
-    """Checks the disk of a new run, before a script loads anything, for the weights of the policy, all of which it
-    trains. What the critic adds, and what an earlier run leaves, is checked by `train`.
+    """Checks, before a script loads anything, that the disk has room for checkpoints of a policy that is trained whole.
+    `train` checks it again, with the critic and with what an earlier run has left.
 
     Raises:
         ValueError: see `check_room`; also for a `policy` that has no configuration.
@@ -72,14 +72,14 @@ def check_config_class(args: Any) -> PPOConfig:
     """Returns `args`, a configuration of this package.
 
     Raises:
-        ValueError: for anything else; of another trainer's configuration, with what its values are here.
+        ValueError: for anything else; for another trainer's configuration, with the options to set instead.
     """
     if isinstance(args, PPOConfig):
         return args
     changed: dict[str, Any] = {}
     if dataclasses.is_dataclass(args) and not isinstance(args, type):
-        fields = [field for field in dataclasses.fields(args) if field.init]
-        changed = {field.name: value for field in fields if (value := vars(args).get(field.name)) != field.default}
+        defaults = {field.name: field.default for field in dataclasses.fields(args) if field.init}
+        changed = {name: value for name in defaults if (value := vars(args).get(name)) != defaults[name]}
     lines = explain_names(changed, [field.name for field in dataclasses.fields(PPOConfig)], CONFIG_SECTIONS)
     raise ValueError(
         f"args is of the class {type(args).__module__}.{type(args).__qualname__}; PPOTrainer takes a PPOConfig, "
@@ -91,18 +91,17 @@ def check_output_dir(args: PPOConfig) -> None:
     """Checks the trackers, the hub repository and the login, and that files can be written to `output_dir`.
 
     Raises:
-        ValueError: for a tracker that is not installed, a `hub_model_id` that the hub would refuse or that is set
-            without a login, and an `output_dir` in which the main process can create no file, or that holds something
-            else under a name of the run's.
+        ValueError: for a tracker that is not installed, a `hub_model_id` that is invalid or set without a login, and an
+            `output_dir` that is not writable, or has a file where the run has a folder or the other way round.
     """
     tracker_names(args.report_to)
     if args.hub_model_id:
         checked_hub_id(args.hub_model_id)
-    # Other ranks write nothing there; on another node the folder may not even exist.
+    # Other ranks write nothing there, and on another node the folder may not exist.
     if launched_rank() == 0:
         check_kinds(args.output_dir)
         try:
-            # Permissions alone tell little: root ignores them, and a disk may be mounted read-only.
+            # Permissions are not enough: root ignores them, and a disk may be mounted read-only.
             with tempfile.NamedTemporaryFile(dir=_existing_folder(args), prefix=".", suffix=TEMPORARY_SUFFIX):
                 pass
         except OSError as error:
@@ -113,28 +112,31 @@ def check_output_dir(args: PPOConfig) -> None:
 
 
 def check_room(args: PPOConfig, checkpoint_size: int, steps_left: int = 1) -> None:
-    """Checks that the disk has room for the checkpoints that the run will keep, or for the final models of a run that
-    saves none. The main process alone writes there.
+    """Checks on the main process that the disk has room for the checkpoints that the run will keep, or for the final
+    models of a run that saves none.
 
     Args:
         args: of the run.
-        checkpoint_size: least number of bytes of one, or of the final models.
-        steps_left: steps that the run will make.
+        checkpoint_size: bytes of one at least, or of the final models.
+        steps_left: that the run will take.
 
     Raises:
-        ValueError: when there is too little; names both numbers and the remedy.
+        ValueError: when there is too little.
     """
-    usage, count = shutil.disk_usage(_existing_folder(args)), int(args.save_steps > 0)
-    if args.save_steps and args.save_total_limit is not None:
-        present = len(list_committed(args.output_dir, "checkpoint-*"))
-        # A new one is complete before the oldest is deleted. Without a limit the user may delete them meanwhile.
-        kept = min(present + math.ceil(steps_left / args.save_steps), args.save_total_limit + 1)
-        count = max(1, kept - present)
-    needed = checkpoint_size * max(1, count)
-    # Some file systems, such as those in user space, do not say how large they are.
-    if launched_rank() != 0 or usage.total == 0 or usage.free >= needed:
+    if launched_rank() != 0:
         return
-    what = "the final models" if not count else "one checkpoint" if count == 1 else f"{count} checkpoints"
+    # Without a limit, one: the user may delete checkpoints meanwhile.
+    count, limit = int(args.save_steps > 0), args.save_total_limit
+    if count and limit is not None:
+        present = len(list_committed(args.output_dir, "checkpoint-*"))
+        # A new checkpoint is complete before the oldest is deleted.
+        most = min(present + math.ceil(steps_left / args.save_steps), limit + 1)
+        count = max(1, most - present)
+    usage, needed = shutil.disk_usage(_existing_folder(args)), checkpoint_size * max(1, count)
+    # Some file systems, such as those in user space, report no size.
+    if usage.total == 0 or usage.free >= needed:
+        return
+    what = {0: "the final models", 1: "one checkpoint"}.get(count, f"{count} checkpoints")
     raise ValueError(
         f"output_dir ({args.output_dir}) has too little room: {what} will have more than {needed} bytes, and the disk "
         f"has {usage.free} left; free some space, or lower save_total_limit ({args.save_total_limit})"
@@ -147,10 +149,10 @@ def _existing_folder(args: PPOConfig) -> Path:
 
 
 def checked_hub_id(name: str | None) -> str:
-    """Returns the name of a hub repository that this user may be able to write to.
+    """Returns `name`, if it is a valid name of a hub repository.
 
     Raises:
-        ValueError: if there is none, the hub does not accept it, or, on the main process, see `export.check_login`.
+        ValueError: if it is not; on the main process also without a login (`export.check_login`).
     """
     try:
         validate_repo_id(name or "")
@@ -165,10 +167,10 @@ def checked_hub_id(name: str | None) -> str:
 
 
 def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kinds: Kinds) -> EvaluationSettings:
-    """What evaluations compute from the values of the sources, by the names that these will have.
+    """What evaluations compute from the values of the sources, by the sources' names.
 
     Raises:
-        ValueError: as `make_settings`, for an entry that is no source, and for an opponent in conversations.
+        ValueError: see `make_settings`; also for an invalid source, and for an opponent in multi-turn conversations.
     """
     if args.eval_opponent is not None and any(kind.answers for kind in kinds.values()):
         raise ValueError(
@@ -182,9 +184,7 @@ def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kind
 def check_reward_columns(
     train_dataset: Any, eval_dataset: Any, reward_funcs: Any, metric_funcs: Any, kinds: Kinds
 ) -> None:
-    """Checks that the datasets have the columns which reward and metric functions require.
-
-    What is no `Dataset` is left to `prepare_prompts`, which refuses it.
+    """Checks that the datasets have the columns that reward and metric functions require.
 
     Raises:
         ValueError: see `rewards.build.check_columns`.
@@ -192,6 +192,7 @@ def check_reward_columns(
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
     sets = {f"eval set {name!r}" if name else "eval set": rows for name, rows in named.items()}
     for what, rows in {"train set": train_dataset, **sets}.items():
+        # Anything else is refused by `prepare_prompts`.
         if isinstance(rows, Dataset):
             columns = [*rows.column_names, *(OF_EPISODES if kinds else ())]
             check_columns(reward_funcs, what, columns)

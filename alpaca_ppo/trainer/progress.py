@@ -1,7 +1,6 @@
-"""Where a resumed run continues: after a step, or before the end of one (its evaluation and logging).
+"""Where a resumed run continues: after a step, or before its evaluation and logging.
 
-`TrainProgress` holds plain values that a checkpoint stores besides weights, optimizer and schedule. How they are
-written is in `checkpoint`.
+The values are stored in checkpoints (`checkpoint`), besides weights, optimizer and schedule.
 """
 
 from collections.abc import Mapping
@@ -15,9 +14,9 @@ from alpaca_ppo.ppo.updates import Updater
 
 
 class TrainProgress:
-    """How far the run has come: the point from which it would resume if it were interrupted now.
+    """The point from which the run would resume if it were interrupted now.
 
-    A step is the unit: rollouts that are interrupted are made again, and an update is finished before the run ends.
+    Interrupted rollouts are repeated, and an update is finished before the run ends.
 
     Args:
         state: of the run; `global_step` counts completed steps.
@@ -25,12 +24,11 @@ class TrainProgress:
 
     Attributes:
         step: completed steps.
-        stats: the metrics of the last of them.
+        stats: the metrics of the last completed step.
         step_ended: whether it has been evaluated and logged.
         skipped_updates: optimizer steps that were skipped in the whole run.
         saved: whether this point has been saved in a checkpoint of the output folder.
-        drawn: how many prompts a step (from 0) has drawn beyond those that the schedule gives it, since the run began
-            or was resumed.
+        drawn: prompts that each step (from 0) has drawn beyond the scheduled ones, since the start or resumption.
     """
 
     def __init__(self, state: TrainerState, updater: Updater) -> None:
@@ -46,7 +44,7 @@ class TrainProgress:
         self._random = random_states()
 
     def count_step(self, step: int) -> None:
-        """Counts `step` (from 0) as completed; once more does nothing."""
+        """Counts `step` (from 0) as completed; may be repeated."""
         self._state.global_step = step + 1
 
     def advance(self, stats: Mapping[str, float], *, step_ended: bool) -> None:
@@ -56,24 +54,19 @@ class TrainProgress:
         self.saved, self._random = False, random_states()
 
     def extra_prompts(self, step: int) -> int:
-        """How many prompts the steps before `step` have drawn beyond those that the schedule gives them."""
+        """How many prompts the steps before `step` have drawn beyond the scheduled ones."""
         return self._drawn_before + sum(count for earlier, count in self.drawn.items() if earlier < step)
 
     @property
     def is_current(self) -> bool:
-        """Whether the recorded point is up to date.
-
-        False if a step was completed or an optimizer step taken since the last `advance`, as during an update.
-        """
+        """Whether no step was completed and no optimizer step taken since the last `advance`."""
         return (self.step, self._num_updates) == (self._state.global_step, self._updater.num_updates)
 
     @property
     def at_start(self) -> bool:
-        """Whether nothing has been trained yet."""
         return self.step == 0
 
     def rewind(self) -> None:
-        """Restores the random states recorded at this point."""
         set_random_states(self._random)
 
     def state_dict(self) -> dict[str, Any]:

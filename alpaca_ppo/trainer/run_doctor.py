@@ -15,12 +15,15 @@ from alpaca_ppo.tracking.run_log import RunLog
 
 
 class RunDoctor(TrainerCallback):
-    """Examines the run after every step and evaluation, reports what is new, and ends the run for findings that
-    `stop_on` names.
+    """Examines the run after every step and evaluation, reports new findings, and ends the run for those that `stop_on`
+    names.
 
-    Every rank examines its metrics, which are the same on all; with `stop_on`, the main process's findings decide, so
-    that all of them end the run together. What an interrupted run has found and measured is read from its files, and
-    reported no second time: a run that was ended by a finding can be resumed, and goes on until there is another one.
+    A resumed run reads what was measured and found before, and reports it no second time: a run that a finding has
+    ended can be resumed, and goes on until there is another one.
+
+    Attributes:
+        doctor: examines the metrics.
+        ended_by: the findings that have ended the run.
     """
 
     def __init__(self, args: PPOConfig, accelerator: Accelerator, log: RunLog) -> None:
@@ -29,27 +32,26 @@ class RunDoctor(TrainerCallback):
         self.ended_by: list[Finding] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Reads what the run has measured and found before it was interrupted."""
-        self.ended_by, records = [], (list[Any](), list[Finding]())
+        self.ended_by = []
+        rows: list[Any] = []
+        known: list[Finding] = []
         folder = Path(self._args.output_dir)
         if self._log.is_main and (folder / "metrics.jsonl").exists():
-            records = (list(read_lines(folder / "metrics.jsonl")), read_findings(folder))
-        # The other nodes may not see the main process's disk.
-        rows, known = gather_list(records, self._accelerator)[0]
-        history = History(asdict(self._args))
+            rows, known = list(read_lines(folder / "metrics.jsonl")), read_findings(folder)
+        # Other nodes may not see the main process's disk.
+        rows, known = gather_list((rows, known), self._accelerator)[0]
+        self.doctor = Doctor(History(asdict(self._args)), known)
         for row in rows:
-            history.add(row["step"], row)
-        self.doctor = Doctor(history, known)
+            self.doctor.history.add(row["step"], row)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Examines the run after a step, or an evaluation."""
         self.doctor.history.add(state.global_step, context["metrics"])
         if state.global_step == 0:
             # A run can only be ended after a step.
             return
         findings, stop_on = self.doctor.examine(), self._args.stop_on or ()
         if stop_on:
-            # A callback or a hook of the user's may have made a metric that differs between ranks.
+            # Every rank must end the run, even if a metric of a user's hook or callback differs between ranks.
             findings = gather_list(findings, self._accelerator)[0]
         for finding in findings:
             self._log.message(str(finding))

@@ -1,6 +1,6 @@
-"""What a trainer is made of, from the constructor's arguments (`make_parts`) and the options of its configuration.
+"""Builds what a trainer is made of from the constructor's arguments and the configuration (`make_parts`).
 
-The models are built in `models.factory`, accelerator and engine in `distributed.accelerator`.
+Models are built in `models.factory`, accelerator and engine in `distributed.accelerator`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ from alpaca_ppo.trainer import preflight
 from alpaca_ppo.trainer.preflight import REWARD_ADAPTER, Kinds
 
 _SHOWN_PHASES = {"rollout": "sampling", "score": "scoring", "logprobs": "log-probs"}
-"""The names of timed phases in the progress bar, where they differ from those in `time/*`."""
+"""Names of phases in the progress bar that differ from those in `time/*`."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ class TrainerArguments:
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run started from, for its records, and for the checkpoint that a resumed run is compared with.
+    """What a run started from, for its records and its checkpoints.
 
     Attributes:
         record: what run.yaml holds beyond the configuration.
-        identity: the models and rewards (`compatibility.start_identity`).
-        checkpoint_size: the least number of bytes of a checkpoint, or of the final models without one.
+        identity: of models and rewards (`compatibility.start_identity`), which a resumed run must share.
+        checkpoint_size: bytes of a checkpoint at least, or of the final models without one.
         padding: which models' rows have padding, and why; empty if none has.
         sampler_fallback: why `auto` samples by `model.generate`; empty if it does not.
-        has_own_schedule: whether the learning-rate schedule was passed in, so that `lr_scheduler_type` does not decide.
+        has_own_schedule: whether a learning-rate schedule was passed, which replaces `lr_scheduler_type`.
     """
 
     record: RunRecord
@@ -116,7 +116,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a trainer is made of; `PPOTrainer` documents the attributes that it takes from here."""
+    """What a trainer is made of; `PPOTrainer` documents the attributes."""
 
     args: PPOConfig
     accelerator: Accelerator
@@ -137,13 +137,13 @@ class RunParts:
 
 
 def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: bool, scores_itself: bool) -> RunParts:
-    """Builds a run: what can be checked without loading a model is checked first.
+    """Builds a run. What can be checked without a model is checked before one is loaded.
 
     Args:
         given: the constructor's arguments.
-        trainer_class: of the trainer, for the record.
-        samples_itself: whether a subclass overrides `_generate`: it may leave holes in responses, at which turns end.
-        scores_itself: whether a subclass overrides `_score`: it may give reward functions more than the dataset has.
+        trainer_class: of the trainer.
+        samples_itself: whether it overrides `_generate`, so that responses may have several turns.
+        scores_itself: whether it overrides `_score`, so that reward functions may get other columns than the dataset's.
 
     Raises:
         ValueError: for arguments that cannot work together.
@@ -160,14 +160,14 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         preflight.check_reward_columns(
             given.train_dataset, given.eval_dataset, given.reward_funcs, given.metric_funcs, kinds
         )
-    accelerator, trust = make_accelerator(args, given.accelerator), args.trust_remote_code
+    accelerator = make_accelerator(args, given.accelerator)
+    device, trust = accelerator.device, args.trust_remote_code
     processing_class = given.processing_class or load_processing_class(model, trust_remote_code=trust)
     train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
     for line in introduction(train_prompts, processing_class):
         accelerator.print(line)
     eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
     chat = any(prompts.are_messages for prompts in (train_prompts, *eval_prompts.values()))
-    device = accelerator.device
     scorer = make_scorer(given.reward_funcs, given.reward_processing_classes, args, device, kinds)
     metric_scorer = build_scorer(given.metric_funcs, given.metric_processing_classes, args, device, measures=True)
     check_needs(
@@ -179,18 +179,13 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     )
     schedule = make_schedule(len(train_prompts), args)
 
-    actor_critic = factory.make_actor_critic(model, value_model, given.reward_funcs, given.peft_config, args)
+    actor_critic = _make_actor_critic(given, model, value_model, processing_class, args)
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
     checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
-    critic_start = factory.first_reward_model(given.reward_funcs) if args.init_value_with_reward else value_model
-    # Of a model in memory the tokenizer is not known.
-    if args.uses_critic and args.critic_layout == "separate" and isinstance(critic_start, str):
-        check_same_tokenizer(critic_start, processing_class, trust_remote_code=trust)
     sampling_params = make_sampling_params(actor_critic, processing_class, args, chat=chat)
     add_reward_adapter(scorer, actor_critic, args, device)
-    environments = make_environments(
-        kinds, given.tool_call_parser, processing_class, sampling_params, args, messages=chat
-    )
+    parser = given.tool_call_parser
+    environments = make_environments(kinds, parser, processing_class, sampling_params, args, messages=chat)
     if environments is not None:
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)
@@ -199,28 +194,23 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
 
     padding = agree_on_padding(actor_critic, reference, accelerator)
     updater = make_updater(accelerator, actor_critic, *given.optimizers, args=args, schedule=schedule)
-    backend, preemption = make_backend(args.generation_backend, args), PreemptionHandler(accelerator)
-    preemption.lockstep = updater.engine.synced_forwards
     collector = RolloutCollector(
         updater.engine,
         args,
         reference,
         scorer,
         metric_scorer,
-        backend,
-        preemption,
+        make_backend(args.generation_backend, args),
+        PreemptionHandler(accelerator),
         pad_token_id=sampling_params.pad_token_id,
     )
-    answered = environments is not None and environments.answer
-    fallback = agree_on_backend(backend, updater.engine, answered=answered)
+    collector.preemption.lockstep = updater.engine.synced_forwards
+    multi_turn = environments is not None and environments.answer
+    fallback = agree_on_backend(collector.backend, updater.engine, multi_turn=multi_turn)
     collector.prepare_frozen_models()
     run_log = RunLog(accelerator, args)
     state = TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
-    metric_scorer.logged = scorer.logged
-    for each in (scorer, metric_scorer):
-        each.offer(state)
-        each.interruptible_call = partial(preemption.part, at_once=True)
-    scorer.on_source = lambda name: run_log.bar.detail(name)
+    _connect_scorers(collector, state, run_log)
     return RunParts(
         args=args,
         accelerator=accelerator,
@@ -232,7 +222,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         environments=environments,
         updater=updater,
         collector=collector,
-        sampler_check=SamplerCheck(collector, answered=answered, report=run_log.message),
+        sampler_check=SamplerCheck(collector, multi_turn=multi_turn, report=run_log.message),
         kl_controller=make_kl_controller(args),
         evaluation=evaluation,
         run_log=run_log,
@@ -248,19 +238,39 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     )
 
 
+def _make_actor_critic(
+    given: TrainerArguments, model: Any, value_model: Any, processing_class: Any, args: PPOConfig
+) -> ActorCritic:
+    """Policy and critic, which must share the tokenizer."""
+    actor_critic = factory.make_actor_critic(model, value_model, given.reward_funcs, given.peft_config, args)
+    critic_start = factory.first_reward_model(given.reward_funcs) if args.init_value_with_reward else value_model
+    # The tokenizer of a model in memory is not known.
+    if args.uses_critic and args.critic_layout == "separate" and isinstance(critic_start, str):
+        check_same_tokenizer(critic_start, processing_class, trust_remote_code=args.trust_remote_code)
+    return actor_critic
+
+
+def _connect_scorers(collector: RolloutCollector, state: TrainerState, run_log: RunLog) -> None:
+    """Offers the state to reward functions, shows their names in the progress bar, and lets signals interrupt them."""
+    collector.metric_scorer.logged = collector.scorer.logged
+    for scorer in (collector.scorer, collector.metric_scorer):
+        scorer.offer(state)
+        scorer.interruptible_call = partial(collector.preemption.part, at_once=True)
+    collector.scorer.on_source = lambda name: run_log.bar.detail(name)
+
+
 def make_step_record(run_log: RunLog) -> StepRecord:
     """An empty record, whose timed phases the progress bar shows."""
     return StepRecord(lambda phase, parts: run_log.bar.phase(_SHOWN_PHASES.get(phase, phase), parts))
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds) -> PromptDataset:
-    """The tokenized prompts of `dataset`, which show the tools of `kinds`; overlong ones are dropped or raise an error
-    (`overlong_prompts`). Prompts are blank where environments make them: without a dataset or the prompt column.
+    """The tokenized prompts of `dataset`, with the tools of `kinds`; overlong ones are dropped or raise an error
+    (`overlong_prompts`). Without a dataset or its prompt column, prompts are blank: environments make them.
 
     Raises:
         ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary, for no
-            dataset with several environments or without `max_steps`, and for a column that a `reset` requires and no
-            row has.
+            dataset with several environments or without `max_steps`, and for a missing column that a `reset` requires.
     """
     resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     blank: Any = [{"role": "user", "content": ""}] if processing_class.chat_template else ""
@@ -277,7 +287,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         if args.max_steps is None:
             raise ValueError("train_dataset is None, but max_steps is null; set max_steps to the length of the run")
         (name,) = kinds
-        row = {args.prompt_column: blank, **({} if name is None else {"environment": name})}
+        row = {args.prompt_column: blank} | ({} if name is None else {"environment": name})
         dataset = Dataset.from_list([row] * args.rollout_batch_size)
     elif kinds and isinstance(dataset, Dataset) and not (args.prompt_template or args.user_template):
         if not {args.prompt_column, "instruction"} & {*dataset.column_names}:
@@ -298,10 +308,10 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
 
 
 def make_eval_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds) -> dict[str, PromptDataset]:
-    """The tokenized prompts of each eval set by its name, which is empty for a dataset that is given without one.
+    """The tokenized prompts of each eval set by its name, "" for a single dataset.
 
     Raises:
-        ValueError: see `prepare_prompts`, with the set's name; also for a name that no metric can have.
+        ValueError: see `make_prompts`, with the set's name; also for a name that no metric can have.
     """
     if dataset is None:
         return {}
@@ -318,11 +328,7 @@ def make_eval_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kind
 
 
 def build_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.device, **options: Any) -> RewardScorer:
-    """The scorer of functions and models, which are moved to `device`; `options` are those of `build_reward`.
-
-    Raises:
-        ValueError: see `build_reward`.
-    """
+    """The scorer of functions and models, which are moved to `device`; see `build_reward` for `options` and errors."""
     scorer = build_reward(
         sources,
         reward_processing_classes=tokenizers,
@@ -352,13 +358,8 @@ def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
 def make_sampling_params(
     actor_critic: ActorCritic, processing_class: Any, args: PPOConfig, *, chat: bool
 ) -> SamplingParams:
-    """How the policy is sampled in training.
-
-    Args:
-        actor_critic: policy and critic.
-        processing_class: the policy's tokenizer.
-        args: of the run.
-        chat: whether there are prompts that are messages. What ends a turn in the chat template then ends a response.
+    """How the policy is sampled in training. If some prompts are messages (`chat`), the chat template's end of a turn
+    ends a response.
 
     Raises:
         ValueError: when no token stops a response, when the tokenizer does not allow `stop_strings`, or when it has
@@ -368,14 +369,14 @@ def make_sampling_params(
     check_token_ids(policy, processing_class)
     truncate = resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     turn_end = resolve_turn_end(processing_class, args.chat_template_kwargs) if chat else None
-    # A turn end among truncate_tokens ends a response from truncate_after on, as the user wants.
+    # As one of truncate_tokens it ends a response from truncate_after on.
     extra = () if turn_end is None or turn_end in truncate else (turn_end,)
     stop = resolve_stop_tokens(processing_class, policy.generation_config, extra)
     pad = processing_class.pad_token_id
     return SamplingParams(
         max_new_tokens=args.response_len,
         temperature=args.temperature,
-        # Masks come from lengths, so any id can stand for padding.
+        # Masks come from lengths, so any id can be that of padding.
         pad_token_id=pad if pad is not None else stop[0],
         stop_token_ids=stop,
         truncate_token_ids=truncate,
@@ -392,22 +393,24 @@ def make_sampling_params(
 def make_scorer(
     reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device, kinds: Kinds
 ) -> RewardScorer:
-    """The reward sources with their weights; reward models are moved to `device`. A reward adapter is added later, once
-    its base is loaded (`add_reward_adapter`); its weight is the last one. So are the rewards of environments.
+    """The reward sources with their weights; reward models are moved to `device`. The rewards of environments are added
+    later, and so is a reward adapter (`add_reward_adapter`), which needs its base; it has the last weight.
 
     Raises:
         ValueError: for an invalid source, a wrong number of weights, no source at all, or a reward adapter that cannot
-            be read or has no tokenizer. The reward adapter is checked before any model is loaded.
+            be read or has no tokenizer.
     """
     given = [] if reward_funcs is None else reward_funcs
     given, weights = given if isinstance(given, (list, tuple)) else [given], args.reward_weights
     if args.reward_adapter is not None:
-        if weights is not None and len(weights) != len(given) + 1:
-            raise ValueError(
-                f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs and a reward_adapter; give "
-                "one each, the adapter's last"
-            )
-        weights = weights and weights[:-1] or None
+        if weights is not None:
+            if len(weights) != len(given) + 1:
+                raise ValueError(
+                    f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs and a reward_adapter; "
+                    "give one each, the adapter's last"
+                )
+            weights = weights[:-1] or None
+        # Fail before any model is loaded.
         model_folder("reward_adapter", args.reward_adapter, part=None, writes_text=False)
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
@@ -429,10 +432,10 @@ def _reward_tokenizer(args: PPOConfig) -> Any:
 
 
 def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PPOConfig, device: torch.device) -> None:
-    """Adds the reward source `args.reward_adapter` on the policy's base, and moves its head to `device`.
+    """Adds the reward source `args.reward_adapter`, if any, with its head on `device`.
 
     Raises:
-        ValueError: when the reward adapter does not fit the base, or its tokenizer has tokens without an embedding.
+        ValueError: when it does not fit the policy's base, or its tokenizer has tokens without an embedding.
     """
     if args.reward_adapter is None:
         return
@@ -444,7 +447,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
         adapters,
         args.reward_adapter,
         pad_token_id=tokenizer.pad_token_id,
-        # Known since the policy's trial, while the layers hold no other adapters and before an engine shards them.
+        # The policy's trial has cached it, before other adapters are added and an engine shards the layers.
         padding_free=bool(args.padding_free) and packing_problem(adapters.model) is None,
     )
     size, padding_free = args.rollout_per_device_batch_size, bool(args.padding_free)
@@ -462,15 +465,7 @@ def make_environments(
     *,
     messages: bool,
 ) -> Environments | None:
-    """What answers the policy, or None without tools and environments.
-
-    Args:
-        kinds: of environments.
-        tool_call_parser: of the user; None = the tokenizer's own, or JSON.
-        processing_class: the policy's tokenizer.
-        sampling_params: of the run.
-        args: of the run.
-        messages: whether the prompts are messages.
+    """What replies to the policy; None without tools and environments. `messages` = whether the prompts are messages.
 
     Raises:
         ValueError: when tools or replies cannot be written in the conversation.
