@@ -17,21 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alpaca_ppo.adapters.checks import (
-    belongs_to,
-    check_active_adapter,
-    check_head,
-    delete_owned_adapters,
-    inject_adapter,
-    mark_as_owned,
-    raise_precision,
-    remove_adapter,
-)
+from alpaca_ppo.adapters import checks
 from alpaca_ppo.adapters.files import check_adapter_shapes, is_head, lora_config, weight_shapes, weights_file
 from alpaca_ppo.saved_models import loading
 
+# Names of the adapters. The policy's is PEFT's default, which is saved without a sub-folder.
 POLICY, VALUE, REWARD, REFERENCE = "default", "value", "reward", "reference"
-"""Names of the adapters. The policy's is PEFT's default, which is saved without a sub-folder."""
 
 
 class AdapterSet:
@@ -59,11 +50,11 @@ class AdapterSet:
             if name is not None:
                 self.peft.set_adapter(name)
             with self.peft.disable_adapter() if name is None else nullcontext():
-                _restore(flags)
+                checks.restore_requires_grad(flags)
                 yield
         finally:
             self.peft.set_adapter(before)
-            _restore(flags)
+            checks.restore_requires_grad(flags)
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
         """Adds an adapter `name`, initialized by PEFT (to a product of zero), in place of one that a run added. PEFT
@@ -72,12 +63,12 @@ class AdapterSet:
         Raises:
             ValueError: when the model has an adapter of this name that was not added by a run.
         """
-        delete_owned_adapters((name,), self.peft)
+        checks.delete_owned_adapters((name,), self.peft)
         flags = [(parameter, parameter.requires_grad) for parameter in self.peft.parameters()]
         self.peft.add_adapter(name, config)
-        mark_as_owned(name, self.peft)
+        checks.mark_as_owned(name, self.peft)
         self.peft.set_adapter(POLICY)
-        _restore(flags)
+        checks.restore_requires_grad(flags)
         _start_magnitudes(self.peft, name)
         for parameter in self.parameters_of(name):
             parameter.requires_grad_(trainable)
@@ -109,7 +100,7 @@ class AdapterSet:
         return {key: value for key, value in tensors.items() if is_head(key)}
 
     def parameters_of(self, name: str) -> list[nn.Parameter]:
-        return [parameter for key, parameter in self.peft.named_parameters() if belongs_to(name, key)]
+        return [parameter for key, parameter in self.peft.named_parameters() if checks.belongs_to(name, key)]
 
     def tensors_of(self, name: str) -> dict[str, Tensor]:
         """The weights of the adapter `name` under the names of an adapter folder, contiguous and on the CPU."""
@@ -160,12 +151,12 @@ def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
             "pass their PeftModel without peft_config to train them further, or remove them (base = peft.unload())"
         )
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    adapters = AdapterSet(inject_adapter(PeftModel, model, config))
+    adapters = AdapterSet(checks.inject_adapter(PeftModel, model, config))
     try:
-        check_head(adapters.model, config)
-        raise_precision(adapters.peft)
+        checks.check_head(adapters.model, config)
+        checks.raise_precision(adapters.peft)
     except ValueError:
-        remove_adapter(adapters.peft, flags)
+        checks.remove_adapter(adapters.peft, flags)
         raise
     _start_magnitudes(adapters.peft, POLICY)
     return adapters
@@ -213,11 +204,11 @@ def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
         raise ValueError(f"the model's adapters are {sorted(peft.peft_config)}; the policy's must be named {POLICY!r}")
     config = lora_config(peft.peft_config[POLICY], field)
     adapters = AdapterSet(peft)
-    check_head(adapters.model, config)
-    check_active_adapter(POLICY, peft)
-    raise_precision(peft)
+    checks.check_head(adapters.model, config)
+    checks.check_active_adapter(POLICY, peft)
+    checks.raise_precision(peft)
     # Of an earlier trainer on the same model; this run starts from the policy it left.
-    delete_owned_adapters((VALUE, REWARD, REFERENCE), peft)
+    checks.delete_owned_adapters((VALUE, REWARD, REFERENCE), peft)
     # Training starts from this adapter: the base with adapters switched off would not do as the reference.
     adapters.copy(POLICY, REFERENCE)
     return adapters
@@ -239,8 +230,3 @@ def _start_magnitudes(peft: PeftModel, name: str) -> None:
                 scaling=layer.scaling[name],
             )
             magnitudes.weight.requires_grad_(trainable)
-
-
-def _restore(flags: list[tuple[nn.Parameter, bool]]) -> None:
-    for parameter, requires_grad in flags:
-        parameter.requires_grad_(requires_grad)

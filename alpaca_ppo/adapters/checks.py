@@ -56,6 +56,11 @@ def remove_adapter(peft: Any, flags: Iterable[tuple[nn.Parameter, bool]]) -> Non
     peft.unload()
     # modules_to_save had replaced layers by copies, possibly the embedding that the head is tied to.
     base.tie_weights()
+    restore_requires_grad(flags)
+
+
+def restore_requires_grad(flags: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    """Sets each parameter's `requires_grad` to the value beside it."""
     for parameter, required in flags:
         parameter.requires_grad_(required)
 

@@ -21,16 +21,17 @@ from transformers.pytorch_utils import Conv1D
 from alpaca_ppo.saved_models import loading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Names of a sequence classifier's head, which PEFT saves as a whole module beside the adapter.
 _HEADS = {"score", "classifier"}
-"""Names of a sequence classifier's head, which PEFT saves as a whole module beside the adapter."""
+# Fields of a LoraConfig that need not have PEFT's default. All others select variants of LoRA, of which some train or
+# rewrite the base and some depend on the tokens.
 _PLAIN_FIELDS = set(
     "r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern rank_pattern "
     "alpha_pattern use_rslora use_dora modules_to_save fan_in_fan_out init_lora_weights task_type inference_mode "
     "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
 )
-"""Fields of a LoraConfig that need not have PEFT's default. All others select variants of LoRA, of which some train or
-rewrite the base and some depend on the tokens."""
 _NAMES = list | set
+# Of entries of an adapter's configuration that PEFT does not check.
 _ENTRY_TYPES: dict[str, Any] = {
     **dict.fromkeys(("base_model_name_or_path", "task_type"), str),
     **dict.fromkeys(("modules_to_save", "target_parameters"), _NAMES),
@@ -38,7 +39,6 @@ _ENTRY_TYPES: dict[str, Any] = {
     **dict.fromkeys(("r", "lora_alpha", "lora_dropout"), int | float),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), dict),
 }
-"""Of entries of an adapter's configuration that PEFT does not check."""
 
 
 def is_adapter(name: str) -> bool:

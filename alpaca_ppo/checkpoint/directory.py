@@ -64,16 +64,14 @@ def check_kinds(output_dir: StrPath) -> None:
     for a folder with the name of such a file.
     """
     for path in sorted(Path(output_dir).glob("*")):
-        if re.fullmatch(r"(abandoned-)?checkpoint-\d+|final|rollouts|eval|runs", path.name) and not path.is_dir():
-            kind = "folder"
-        elif path.name in (LOCK_FILE, HOLDER_FILE, *_RECORDS_OF_A_RUN) and not path.is_file():
-            kind = "file"
-        else:
-            continue
-        raise ValueError(
-            f"output_dir ({output_dir}) holds {path.name}, which is no {kind}, as a run would write one; move it "
-            "away, or choose another output_dir"
-        )
+        names_folder = re.fullmatch(r"(abandoned-)?checkpoint-\d+|final|rollouts|eval|runs", path.name)
+        names_file = path.name in (LOCK_FILE, HOLDER_FILE, *_RECORDS_OF_A_RUN)
+        if (names_folder and not path.is_dir()) or (names_file and not path.is_file()):
+            kind = "folder" if names_folder else "file"
+            raise ValueError(
+                f"output_dir ({output_dir}) holds {path.name}, which is no {kind}, as a run would write one; move it "
+                "away, or choose another output_dir"
+            )
 
 
 def check_no_earlier_run(output_dir: StrPath) -> None:

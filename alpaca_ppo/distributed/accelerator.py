@@ -9,6 +9,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, parse_flag_from_env, patch_environment
+from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -27,9 +28,7 @@ from alpaca_ppo.models import ActorCritic
 ENGINES: tuple[type[Engine], ...] = (FSDPEngine, DeepSpeedEngine, Engine)
 
 
-def make_engine(
-    accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
-) -> Engine:
+def make_engine(accelerator: Accelerator, actor_critic: ActorCritic, optimizer: Optimizer, args: PPOConfig) -> Engine:
     """The engine of a run; raises what its class does."""
     engine = next(engine for engine in ENGINES if engine.is_chosen(args, accelerator))
     return engine(accelerator, actor_critic, optimizer, args)

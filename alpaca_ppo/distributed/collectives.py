@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -96,8 +96,7 @@ def on_main_process(compute: Callable[[], T], accelerator: Accelerator) -> T:
     """
     with raise_on_all_ranks(accelerator):
         result: Any = compute() if accelerator.is_main_process else None
-    found: T = gather_list(result, accelerator)[0]
-    return found
+    return cast(T, gather_list(result, accelerator)[0])
 
 
 def gather_rows(

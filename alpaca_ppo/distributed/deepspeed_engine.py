@@ -6,6 +6,7 @@ The code follows DeepSpeed 0.19.8.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -256,7 +257,7 @@ class _Clipping:
             self._parts = [parts[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
         # The second takes the place of the first if the optimizer is offloaded.
         for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
-            setattr(zero, name, self._recording(getattr(zero, name)))
+            setattr(zero, name, partial(self._record_norm, getattr(zero, name)))
         self._clip = zero.unscale_and_clip_grads
         zero.unscale_and_clip_grads = self._clip_next_group
         if stage != 3:
@@ -281,12 +282,9 @@ class _Clipping:
         combined: Tensor | float = combine_grad_norm_groups(norms) if norms else 0.0
         return combined
 
-    def _recording(self, compute_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def compute_and_record(*arguments: Any) -> Tensor:
-            self._group_norms.append(compute_norm(*arguments))
-            return self._group_norms[-1]
-
-        return compute_and_record
+    def _record_norm(self, compute_norm: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        self._group_norms.append(compute_norm(*arguments))
+        return self._group_norms[-1]
 
     def _clip_next_group(self, gradients: Any, total_norm: Tensor) -> None:
         """Clips one group, given its gradients or, under stage 3, its number."""

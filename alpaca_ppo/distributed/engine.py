@@ -7,7 +7,7 @@ The base class is the engine for one process and for DDP; those that shard are i
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -66,10 +66,9 @@ class Engine:
         optimizer: over their parameters, in any groups.
     """
 
+    # Whether all ranks must make the same forward passes, also without gradients, because these gather parameters.
     synced_forwards = False
-    """Whether all ranks must make the same forward passes, also without gradients, because these gather parameters."""
-    weights_version = 0
-    """How often the weights have changed."""
+    weights_version = 0  # how often the weights have changed
 
     @staticmethod
     def is_chosen(args: PPOConfig, accelerator: Accelerator) -> bool:
@@ -100,12 +99,11 @@ class Engine:
     @property
     def learning_rates(self) -> LearningRates:
         """Of the next optimizer step: the largest among the groups with parameters of the policy, or of the critic."""
-        rates = {"policy": 0.0, "critic": 0.0}
-        for group, part in zip(self.optimizer.param_groups, self._parts, strict=True):
-            for role, rate in rates.items():
-                if part in (role, "both"):
-                    rates[role] = max(rate, float(group["lr"]))
-        return LearningRates(rates["policy"], None if self.actor_critic.critic is None else rates["critic"])
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        groups = list(zip(rates, self._parts, strict=True))
+        policy = max((rate for rate, part in groups if part != "critic"), default=0.0)
+        critic = max((rate for rate, part in groups if part != "policy"), default=0.0)
+        return LearningRates(policy, None if self.actor_critic.critic is None else critic)
 
     def begin(self) -> None:
         """Starts an optimizer step: drops gradients left by one that was skipped or interrupted."""
@@ -162,8 +160,7 @@ class Engine:
         """Wraps passes without gradients in the run's precision: one block per model, because autocast keeps its casts
         of the weights until the block ends.
         """
-        block: AbstractContextManager[None] = self.accelerator.autocast()
-        return block
+        return cast(AbstractContextManager[None], self.accelerator.autocast())
 
     @contextmanager
     def sampling(self, policy: Policy | None = None) -> Iterator[PreTrainedModel]:

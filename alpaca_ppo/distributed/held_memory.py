@@ -20,8 +20,8 @@ class Sharding:
 
     processes: int = 1
     stage: int = 0
+    # Elements of the buffer in which ZeRO reduces gradients; 0 = "auto", which is small and left out.
     bucket: int = 0
-    """Elements of the buffer in which ZeRO reduces gradients; 0 = "auto", which is small and left out."""
     offload_optimizer: bool = False
     offload_weights: bool = False
     fsdp: bool = False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -19,7 +20,7 @@ Part = Literal["both", "policy", "critic"]
 _FUSED_DEVICES = ("cpu", "cuda")
 
 
-def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> Optimizer:
     """AdamW over the trainable parameters, with weight decay only of matrices, not of biases and norms.
 
     On CPU and CUDA a fused kernel computes in float32 (float64 weights: float64) and rounds once at its end.
@@ -36,9 +37,7 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True if device.type in _FUSED_DEVICES else None)
 
 
-def prepared_optimizer(
-    given: torch.optim.Optimizer | None, model: ActorCritic, args: PPOConfig, device: torch.device
-) -> torch.optim.Optimizer:
+def prepared_optimizer(given: Optimizer | None, model: ActorCritic, args: PPOConfig, device: torch.device) -> Optimizer:
     """The user's optimizer without frozen parameters, or else AdamW. Raises a ValueError for a user's optimizer
     together with `critic_learning_rate`, or without some trainable parameter.
     """
@@ -63,7 +62,7 @@ def prepared_optimizer(
     return given
 
 
-def group_parts(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> list[Part]:
+def group_parts(optimizer: Optimizer, actor_critic: ActorCritic) -> list[Part]:
     """Whose parameters each of the optimizer's groups holds."""
     critic = {id(parameter) for parameter in actor_critic.critic_parameters()}
     parts: list[Part] = []
@@ -98,13 +97,7 @@ class Schedules:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        actor_critic: ActorCritic,
-        args: PPOConfig,
-        totals: StepCounts,
-        *,
-        own: Any = None,
+        self, optimizer: Optimizer, actor_critic: ActorCritic, args: PPOConfig, totals: StepCounts, *, own: Any = None
     ) -> None:
         self.totals = totals
         parts = group_parts(optimizer, actor_critic)
@@ -150,10 +143,10 @@ class Schedules:
             schedule.load_state_dict(state[part])
 
 
-class _Groups(torch.optim.Optimizer):
+class _Groups(Optimizer):
     """The groups of `optimizer` that hold `part`, for a schedule that sets their learning rates; updates nothing."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[Part], part: Part) -> None:
+    def __init__(self, optimizer: Optimizer, parts: Sequence[Part], part: Part) -> None:
         self._optimizer, self._indices = optimizer, [i for i, of_group in enumerate(parts) if of_group == part]
         self.defaults = optimizer.defaults
 
@@ -166,7 +159,7 @@ class _Groups(torch.optim.Optimizer):
         """Does nothing: the whole optimizer has taken the step."""
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, args: PPOConfig, warmup: float, total_steps: int) -> Any:
+def make_scheduler(optimizer: Optimizer, args: PPOConfig, warmup: float, total_steps: int) -> Any:
     """The schedule that `args` name. A `warmup` below 1 is a share of `total_steps`, rounded up as in transformers."""
     steps = math.ceil(warmup * total_steps) if warmup < 1 else int(warmup)
     return get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=steps, num_training_steps=total_steps)

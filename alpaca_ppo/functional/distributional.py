@@ -29,18 +29,14 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from alpaca_ppo.functional.masked import Loss, aggregate_loss, at_least_float32, masked_mean, zero_outside
 from alpaca_ppo.registry import CVaRTail
 
 
 def c51_atoms(
-    num_atoms: int,
-    *,
-    v_min: float,
-    v_max: float,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
+    num_atoms: int, *, v_min: float, v_max: float, dtype: torch.dtype = torch.float32, device: Device = None
 ) -> Tensor:
     """The support of C51, (num_atoms,): at least two evenly spaced returns from v_min to v_max inclusive."""
     if num_atoms < 2:
@@ -99,12 +95,7 @@ def c51_loss(
 
 
 def hl_gauss_centres(
-    num_bins: int,
-    *,
-    v_min: float,
-    v_max: float,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
+    num_bins: int, *, v_min: float, v_max: float, dtype: torch.dtype = torch.float32, device: Device = None
 ) -> Tensor:
     """(num_bins,): the centres of at least two bins of equal width that cover [v_min, v_max], ascending."""
     edges = _bin_edges(num_bins, v_min=v_min, v_max=v_max, dtype=dtype, device=device)
@@ -166,9 +157,7 @@ def hl_gauss_value(logits: Tensor, *, v_min: float, v_max: float) -> Tensor:
     return probs @ hl_gauss_centres(probs.size(-1), v_min=v_min, v_max=v_max, dtype=probs.dtype, device=probs.device)
 
 
-def quantile_midpoints(
-    num_quantiles: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
-) -> Tensor:
+def quantile_midpoints(num_quantiles: int, *, dtype: torch.dtype = torch.float32, device: Device = None) -> Tensor:
     """The levels tau_i = (i + 1/2) / K, i = 0 .. K - 1, at which K quantiles of equal mass approximate a distribution
     best (arXiv:1710.10044, lemma 2), (num_quantiles,).
     """
@@ -280,9 +269,7 @@ def _check_tail(alpha: float, tail: str) -> None:
         raise ValueError(f"tail is {tail!r}; choose one of {', '.join(get_args(CVaRTail))}")
 
 
-def _bin_edges(
-    num_bins: int, *, v_min: float, v_max: float, dtype: torch.dtype, device: torch.device | str | None
-) -> Tensor:
+def _bin_edges(num_bins: int, *, v_min: float, v_max: float, dtype: torch.dtype, device: Device) -> Tensor:
     """(num_bins + 1,): the edges of bins of equal width from v_min to v_max."""
     if num_bins < 2:
         raise ValueError(f"num_bins is {num_bins}; it must be at least 2, or there is nothing to predict")

@@ -12,9 +12,8 @@ from torch import Tensor
 from alpaca_ppo.functional.masked import at_least_float32
 from alpaca_ppo.registry import KL_ESTIMATORS
 
+# Nats: log-ratios are clamped to +- this before `exp`, which keeps float32 finite.
 LOG_RATIO_LIMIT = 20.0
-"""Nats: log-ratios are clamped to +- this before `exp`, which keeps float32 finite."""
-
 K3_LIMIT = 10.0
 
 KLEstimator = Callable[[Tensor], Tensor]

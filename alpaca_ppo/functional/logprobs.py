@@ -21,19 +21,18 @@ from torch.autograd.function import once_differentiable
 
 from alpaca_ppo.functional.masked import at_least_float32
 
+# An elementwise, differentiable function of raw logits.
 LogitTransform = Callable[[Tensor], Tensor]
-"""An elementwise, differentiable function of raw logits."""
 
+# Replaces -inf, whose product with a probability of 0 would be NaN; its exp is 0 even in float64.
 LOWEST_LOGPROB = -1e4
-"""Replaces -inf, whose product with a probability of 0 would be NaN; its exp is 0 even in float64."""
 
 
 class ChunkedLogprobs(NamedTuple):
     """The result of `chunked_logprobs`, each in the shape of the labels."""
 
     logprobs: Tensor
-    entropies: Tensor | None
-    """None with `with_entropy=False`."""
+    entropies: Tensor | None  # None with `with_entropy=False`
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -93,8 +92,9 @@ def chunked_logprobs(
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 token")
     needs_grad = any(tensor is not None and tensor.requires_grad for tensor in (hidden, lm_head_weight, bias))
-    has_backward = torch.is_grad_enabled() and needs_grad
-    matmul_dtype, kept_bytes = _matmul_dtype(hidden, lm_head_weight), kept_bytes if has_backward else 0
+    if not (torch.is_grad_enabled() and needs_grad):
+        kept_bytes = 0
+    matmul_dtype = _matmul_dtype(hidden, lm_head_weight)
     settings = _Settings(matmul_dtype, temperature, chunk_size, with_entropy, kept_bytes, logit_transform)
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.size(-1)), lm_head_weight, bias, labels.reshape(-1), settings
@@ -111,12 +111,14 @@ class _Settings(NamedTuple):
     logit_transform: LogitTransform | None
 
 
-class _Saved(NamedTuple):
+class _Tokens(NamedTuple):
     """What the backward pass needs of each token, all (N,)."""
 
     labels: Tensor
     normalizers: Tensor
     entropies: Tensor
+    grad_logprobs: Tensor
+    grad_entropies: Tensor
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -146,11 +148,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, *per_token = ctx.saved_tensors
-        settings, saved = ctx.settings, _Saved(*per_token)
-        settings = settings._replace(with_entropy=grad_entropies is not None)
-        grad_logprobs = torch.zeros_like(saved.entropies) if grad_logprobs is None else grad_logprobs
+        hidden, weight, bias, labels, normalizers, entropies = ctx.saved_tensors
+        settings = ctx.settings._replace(with_entropy=grad_entropies is not None)
+        grad_logprobs = torch.zeros_like(entropies) if grad_logprobs is None else grad_logprobs
         grad_entropies = grad_logprobs if grad_entropies is None else grad_entropies
+        tokens = _Tokens(labels, normalizers, entropies, grad_logprobs, grad_entropies)
         inputs = (hidden, weight, bias)
         grads = [
             torch.zeros_like(tensor, dtype=_softmax_dtype(settings)) if needed else None
@@ -160,11 +162,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             head = _head(weight, bias, settings)
             for chunk in _chunks(hidden.size(0), settings.chunk_size):
                 states = hidden[chunk].to(settings.matmul_dtype)
-                saved_of_chunk = _Saved(*(tensor[chunk] for tensor in saved))
+                tokens_of_chunk = _Tokens(*(tensor[chunk] for tensor in tokens))
                 kept = ctx.kept.pop(chunk.start, None)
-                grad_logits = _grad_logits(
-                    states, head, saved_of_chunk, grad_logprobs[chunk], grad_entropies[chunk], settings, kept
-                )
+                grad_logits = _grad_logits(states, head, tokens_of_chunk, settings, kept)
                 _add_chunk(grads, chunk, grad_logits, states, head.weight)
                 # Otherwise they would stay in memory beside the tensors of the next chunk.
                 del kept, grad_logits
@@ -201,15 +201,7 @@ def _forward_chunk(
     return logprobs, normalizers, -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1)
 
 
-def _grad_logits(
-    states: Tensor,
-    head: _Head,
-    saved: _Saved,
-    grad_logprobs: Tensor,
-    grad_entropies: Tensor,
-    settings: _Settings,
-    kept: Tensor | None,
-) -> Tensor:
+def _grad_logits(states: Tensor, head: _Head, tokens: _Tokens, settings: _Settings, kept: Tensor | None) -> Tensor:
     """Gradient of a chunk's raw logits, (chunk, V), in the softmax dtype; `kept`, those logits, is overwritten.
 
     With p = softmax(z), H its entropy and y the label: d log p_y / dz_j = [j = y] - p_j and
@@ -223,15 +215,15 @@ def _grad_logits(
             transformed = settings.logit_transform(raw.requires_grad_())
         # A new tensor: what the transform saved for its own backward must stay as it is.
         scaled = transformed.detach() / settings.temperature
-    logprobs = scaled.sub_(saved.normalizers.unsqueeze(-1)).clamp_min_(LOWEST_LOGPROB)
-    grad_logprobs = grad_logprobs.unsqueeze(-1)
+    logprobs = scaled.sub_(tokens.normalizers.unsqueeze(-1)).clamp_min_(LOWEST_LOGPROB)
+    grad_logprobs, grad_entropies = tokens.grad_logprobs.unsqueeze(-1), tokens.grad_entropies.unsqueeze(-1)
     if settings.with_entropy:
         grad = logprobs.exp()
-        factor = logprobs.add_(saved.entropies.unsqueeze(-1)).mul_(grad_entropies.unsqueeze(-1)).add_(grad_logprobs)
+        factor = logprobs.add_(tokens.entropies.unsqueeze(-1)).mul_(grad_entropies).add_(grad_logprobs)
         grad.mul_(factor).neg_()
     else:
         grad = logprobs.exp_().mul_(-grad_logprobs)
-    grad.scatter_add_(-1, saved.labels.unsqueeze(-1), grad_logprobs).div_(settings.temperature)
+    grad.scatter_add_(-1, tokens.labels.unsqueeze(-1), grad_logprobs).div_(settings.temperature)
     if settings.logit_transform is None:
         return grad
     (grad_raw,) = torch.autograd.grad(transformed, raw, grad)

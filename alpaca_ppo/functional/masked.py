@@ -15,9 +15,8 @@ from alpaca_ppo.registry import LossAggMode
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 
 WHITEN_EPSILON = 1e-8
-
+# In units of `torch.finfo.eps`: the relative difference up to which two numbers count as equal.
 ROUNDING_ERROR = 4.0
-"""In units of `torch.finfo.eps`: the relative difference up to which two numbers count as equal."""
 
 
 class Loss(NamedTuple):

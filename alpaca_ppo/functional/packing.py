@@ -18,44 +18,47 @@ class Span(NamedTuple):
     which several spans may share.
     """
 
-    start: int
-    """The column of its first token."""
+    start: int  # the column of its first token
     length: int
-    prefix_start: int = 0
-    """The column of the first token of the prefix."""
-    prefix_length: int = 0
-    """0 = no prefix."""
+    prefix_start: int = 0  # the column of the first token of the prefix
+    prefix_length: int = 0  # 0 = no prefix
 
 
 class RowLayout(NamedTuple):
-    """How a model reads rows."""
+    """How a model reads rows.
+
+    Attributes:
+        padding_free: rows lie end to end. Their indices are computed on the CPU: rows on another device are copied
+            there, which waits for the device.
+        share_prompts: a prompt that several rows have is kept once; only with `padding_free`.
+    """
 
     padding_free: bool = False
-    """Rows lie end to end. Their indices are computed on the CPU: rows on another device are copied there, which waits
-    for the device."""
     share_prompts: bool = False
-    """A prompt that several rows have is kept once; only with `padding_free`."""
 
 
 PADDED = RowLayout()
 
 
 class PackedRows(NamedTuple):
-    """Rows of prompt and response that start at column 0; or, with `spans`, as one sequence without padding."""
+    """Rows of prompt and response that start at column 0; or, with `spans`, as one sequence without padding.
+
+    Attributes:
+        input_ids: (B, L) int64; L = longest prompt + response - 1 (the last response token predicts nothing). With
+            `spans` (1, T): all tokens of all rows.
+        rows: (N,) int64, the row of each of the N tokens under response_mask.
+        states: (N,) int64, the column in `input_ids` of the hidden state that chose the token.
+        actions: (N,) int64, the column of the token in `responses`.
+        position_ids: (1, T) int64 with `spans`, positions that start at 0 in each row.
+        spans: what the tokens of the one sequence see; None for separate rows.
+    """
 
     input_ids: Tensor
-    """(B, L) int64; L = longest prompt + response - 1 (the last response token predicts nothing). With `spans` (1, T):
-    all tokens of all rows."""
     rows: Tensor
-    """(N,) int64: the row of each of the N tokens under response_mask."""
     states: Tensor
-    """(N,) int64: the column in `input_ids` of the hidden state that chose the token."""
     actions: Tensor
-    """(N,) int64: the column of the token in `responses`."""
     position_ids: Tensor | None = None
-    """(1, T) int64 with `spans`: positions that start at 0 in each row."""
     spans: tuple[Span, ...] | None = None
-    """What the tokens of the one sequence see; None for separate rows."""
 
 
 def pack_rows(
@@ -93,7 +96,7 @@ def pack_rows(
         raise ValueError(f"query_attn_masks has no real token in row {row}; a prompt needs at least one token")
     both = torch.cat([queries, responses.to(queries.device)], dim=1)
     if layout.padding_free:
-        return _one_sequence(both, prompt_lengths, queries.size(1), response_mask, layout.share_prompts, device)
+        return _one_sequence(both, prompt_lengths, response_mask, layout.share_prompts, device)
     lengths = response_lengths(response_mask)
     # A row without a response (a dummy, where ranks must make the same number of passes) costs one column.
     kept = torch.where(lengths > 0, prompt_lengths + lengths - 1, 1)
@@ -107,18 +110,14 @@ def pack_rows(
 
 
 def _one_sequence(
-    both: Tensor,
-    prompt_lengths: Tensor,
-    prompt_columns: int,
-    response_mask: Tensor,
-    share_prompts: bool,
-    device: torch.device,
+    both: Tensor, prompt_lengths: Tensor, response_mask: Tensor, share_prompts: bool, device: torch.device
 ) -> PackedRows:
     """`both` (B, Q + R) as one sequence on `device`; what is given is on the CPU.
 
     Rows without a response are left out. If that leaves none (a dummy, where ranks must make the same number of
     passes), one token stays.
     """
+    prompt_columns = both.size(1) - response_mask.size(1)
     prompts, lengths = prompt_lengths.tolist(), response_lengths(response_mask).tolist()
     # Rows of equal length become neighbours, so that their attention is one batch.
     order = sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -prompts[row] - lengths[row])
@@ -138,14 +137,12 @@ def _one_sequence(
         for row in group:
             first_state[row], second_state[row] = start + prompt - 1, end
             end += lengths[row] - 1
-        if len(group) == 1:
-            spans.append(Span(start, end - start))
-            origins.append((group[0], 0))
-            continue
-        spans.append(Span(start, prompt))
+        # The response of a row alone goes with its prompt.
+        alone = len(group) == 1
+        spans.append(Span(start, end - start if alone else prompt))
         origins.append((group[0], 0))
         for row in group:
-            if lengths[row] > 1:
+            if lengths[row] > 1 and not alone:
                 spans.append(Span(int(second_state[row]), lengths[row] - 1, start, prompt))
                 origins.append((row, prompt))
     if not spans:
@@ -168,8 +165,3 @@ def _one_sequence(
 def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> Tensor:
     """(B,) int64: the number of tokens of prompt and response, holes included."""
     return query_attn_masks.long().sum(dim=1) + response_lengths(response_mask)
-
-
-def position_ids(attention_mask: Tensor) -> Tensor:
-    """(B, T): positions that count real tokens (1 in `attention_mask`) from 0, and 0 on the padding before them."""
-    return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)

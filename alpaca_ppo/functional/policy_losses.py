@@ -38,8 +38,8 @@ from alpaca_ppo.registry import POLICY_LOSSES, DppoDivergence, RolloutCorrection
 ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = get_args(RolloutCorrectionLevel)
 DIVERGENCES: tuple[str, ...] = get_args(DppoDivergence)
 
+# Added to 1 - p, which may round to 0.
 _KL_EPSILON = 1e-8
-"""Added to 1 - p, which may round to 0."""
 
 PolicyLoss = Callable[..., Loss]
 

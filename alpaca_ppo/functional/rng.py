@@ -44,10 +44,9 @@ def stream_keys(
     if sampling_round:
         # Outputs that no prompt takes, because prompts count from 0.
         state = _next(state, -sampling_round)
-    samples = torch.arange(num_return_sequences, device=prompt_ids.device)
     if sample_ids is not None:
-        assert num_return_sequences == 1, num_return_sequences
         return _next(_next(state, prompt_ids), sample_ids)
+    samples = torch.arange(num_return_sequences, device=prompt_ids.device)
     return _next(_next(state, prompt_ids).unsqueeze(1), samples).flatten()
 
 

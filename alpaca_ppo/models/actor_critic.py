@@ -20,18 +20,21 @@ class ActorCriticOutputs(NamedTuple):
     """The outputs of one forward pass for the response tokens, zero outside the response mask, float32 or wider.
 
     A field is None if that part of the pass was not requested.
+
+    Attributes:
+        logprobs: (B, R), nats.
+        entropies: (B, R), nats.
+        values: (B, R), value of the state before the token, in reward units; used by GAE.
+        value_means: (B, R), mean of the return that a distributional critic predicts; differs from `values` at a risk
+            level.
+        predictions: the input of the critic's loss: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles.
     """
 
     logprobs: Tensor | None
-    """(B, R), nats."""
     entropies: Tensor | None
-    """(B, R), nats."""
     values: Tensor | None
-    """(B, R) value of the state before the token, in reward units; used by GAE."""
     value_means: Tensor | None
-    """(B, R) mean of the return that a distributional critic predicts; differs from `values` at a risk level."""
     predictions: Tensor | None
-    """The input of the critic's loss: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles."""
 
 
 class Critic(nn.Module):
@@ -120,13 +123,12 @@ class ActorCritic(nn.Module):
             packed: `pack` of these rows, if the caller has it.
         """
         packed_rows, packed_critic_rows = packed or self.pack(queries, query_attn_masks, responses, response_mask)
-        logprobs = entropies = states = None
+        logprobs = entropies = None
         critic = self.critic if with_critic else None
         if with_policy or (critic is not None and critic.shares_states):
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy):
                 states = self.policy.states(packed_rows)
         if with_policy:
-            assert states is not None
             logprobs, entropies = self.policy.outputs_from_states(
                 states,
                 packed_rows,
@@ -138,7 +140,7 @@ class ActorCritic(nn.Module):
         if critic is None:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
         if not critic.shares_states:
-            states = self._critic_states(packed_critic_rows)
+            states = self._critic_states(critic, packed_critic_rows)
         flat = critic.head(states, value_taus)
         values = scatter_tokens(flat.values, packed_critic_rows, responses)
         predictions = scatter_tokens(flat.predictions, packed_critic_rows, responses)
@@ -164,10 +166,9 @@ class ActorCritic(nn.Module):
         adapters = self.policy.adapters if self.critic is not None and self.critic.has_adapter else None
         return nullcontext() if adapters is None else adapters.active(VALUE)
 
-    def _critic_states(self, packed: PackedRows) -> Tensor:
-        assert self.critic is not None
-        if self.critic.backbone is not None:
-            return response_states(self.critic.backbone, packed)
+    def _critic_states(self, critic: Critic, packed: PackedRows) -> Tensor:
+        if critic.backbone is not None:
+            return response_states(critic.backbone, packed)
         adapters, model = self.policy.adapters, self.policy.model
         assert adapters is not None
         recomputes = torch.is_grad_enabled() and model.training and model.is_gradient_checkpointing

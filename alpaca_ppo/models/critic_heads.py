@@ -14,20 +14,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from alpaca_ppo import functional
 from alpaca_ppo.config.learning_options import RiskLevel
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.functional import (
-    Loss,
-    c51_atoms,
-    c51_loss,
-    cvar_from_categorical,
-    cvar_from_quantiles,
-    hl_gauss_centres,
-    hl_gauss_loss,
-    quantile_huber_loss,
-    quantile_midpoints,
-    value_loss,
-)
 from alpaca_ppo.registry import CRITIC_HEADS, CVaRTail
 from alpaca_ppo.types import Rollouts
 
@@ -35,14 +24,17 @@ HeadClass = TypeVar("HeadClass", bound=type["CriticHead"])
 
 
 class HeadOutputs(NamedTuple):
-    """What a head reads from N hidden states."""
+    """What a head reads from N hidden states.
+
+    Attributes:
+        values: (N,), what GAE uses: the mean of the return, or of the tail that the head's `risk_level` names.
+        means: (N,), the mean of the return.
+        predictions: (N,) or (N, M), the input of the head's loss: values, logits or quantiles.
+    """
 
     values: Tensor
-    """(N,), what GAE uses: the mean of the return, or of the tail that the head's `risk_level` names."""
     means: Tensor
-    """(N,), the mean of the return."""
     predictions: Tensor
-    """(N,) or (N, M), the input of the head's loss: values, logits or quantiles."""
 
 
 class CriticHead(nn.Module, ABC):
@@ -100,7 +92,7 @@ class CriticHead(nn.Module, ABC):
         """The outputs for `states` (N, H), already in the dtype to compute in; `taus` as in `forward`."""
 
     @abstractmethod
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> functional.Loss:
         """The loss of a micro-batch, and statistics that are logged as `ppo/val/<name>`.
 
         It is computed outside of the model's forward pass, so it must not use parameters of the head.
@@ -142,7 +134,7 @@ class CriticHead(nn.Module, ABC):
         values do not depend on them.
         """
         first, rows = next(self.parameters(), None), len(states)
-        dtype = torch.float32 if first is None else _at_least_float32(first.dtype)
+        dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
         with torch.autocast(states.device.type, enabled=False):
             outputs: Any = self.read(states.to(dtype), taus)
         if not isinstance(outputs, HeadOutputs):
@@ -185,7 +177,7 @@ def register_critic_head(
 def build_head(make: Callable[[int], CriticHead], hidden_size: int, dtype: torch.dtype) -> CriticHead:
     """`make(hidden_size)`, such as a head's class, with weights in float32, or float64 where `dtype` is."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(_at_least_float32(dtype))
+    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     try:
         return make(hidden_size)
     finally:
@@ -200,8 +192,14 @@ class HeadLinear(nn.Linear):
         return nn.functional.linear(inputs, self.weight.to(inputs.dtype), self.bias.to(inputs.dtype))
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _loss_arguments(batch: Rollouts, args: PPOConfig) -> dict[str, Any]:
+    """What all losses take besides the predictions."""
+    return {
+        "returns": batch["returns"],
+        "response_mask": batch["response_mask"],
+        "loss_agg_mode": args.loss_agg_mode,
+        "denominator": batch["denominator"],
+    }
 
 
 def _zero_linear(inputs: int, outputs: int) -> HeadLinear:
@@ -226,17 +224,10 @@ class ScalarHead(CriticHead):
         values = nn.functional.linear(states, self.weight.to(states.dtype)).squeeze(-1)
         return HeadOutputs(values, values, values)
 
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> functional.Loss:
         """The squared error, clipped with `cliprange_value`."""
-        return value_loss(
-            predictions,
-            batch["values"],
-            batch["returns"],
-            batch["response_mask"],
-            cliprange_value=args.cliprange_value,
-            loss_agg_mode=args.loss_agg_mode,
-            denominator=batch["denominator"],
-        )
+        shared = _loss_arguments(batch, args)
+        return functional.value_loss(predictions, batch["values"], cliprange_value=args.cliprange_value, **shared)
 
     def load_score_weight(self, weight: Tensor) -> None:
         """Copies `weight`."""
@@ -279,7 +270,7 @@ class _CategoricalCritic(CriticHead):
         probabilities = logits.softmax(dim=-1)
         means = probabilities @ support
         values = self.value_of(
-            means, lambda alpha, tail: cvar_from_categorical(probabilities, support, alpha=alpha, tail=tail)
+            means, lambda alpha, tail: functional.cvar_from_categorical(probabilities, support, alpha=alpha, tail=tail)
         )
         return HeadOutputs(values, means, logits)
 
@@ -294,19 +285,11 @@ class C51Head(_CategoricalCritic):
 
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The atoms."""
-        return c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
+        return functional.c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> functional.Loss:
         """The cross-entropy of the projected returns."""
-        return c51_loss(
-            predictions,
-            batch["returns"],
-            batch["response_mask"],
-            v_min=self.v_min,
-            v_max=self.v_max,
-            loss_agg_mode=args.loss_agg_mode,
-            denominator=batch["denominator"],
-        )
+        return functional.c51_loss(predictions, v_min=self.v_min, v_max=self.v_max, **_loss_arguments(batch, args))
 
 
 @CRITIC_HEADS.implement("hl_gauss")
@@ -317,25 +300,19 @@ class HLGaussHead(_CategoricalCritic):
     """
 
     kind = "hl_gauss"
-    sigma = 0.75
-    """The standard deviation of the smoothing, in widths of a bin."""
+    sigma = 0.75  # the standard deviation of the smoothing, in widths of a bin
 
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The centres of the bins."""
-        return hl_gauss_centres(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
-
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
-        """The cross-entropy of the smoothed returns."""
-        return hl_gauss_loss(
-            predictions,
-            batch["returns"],
-            batch["response_mask"],
-            v_min=self.v_min,
-            v_max=self.v_max,
-            sigma=self.sigma * (self.v_max - self.v_min) / self.num_atoms,
-            loss_agg_mode=args.loss_agg_mode,
-            denominator=batch["denominator"],
+        return functional.hl_gauss_centres(
+            self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device
         )
+
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> functional.Loss:
+        """The cross-entropy of the smoothed returns."""
+        sigma = self.sigma * (self.v_max - self.v_min) / self.num_atoms
+        shared = _loss_arguments(batch, args)
+        return functional.hl_gauss_loss(predictions, v_min=self.v_min, v_max=self.v_max, sigma=sigma, **shared)
 
 
 class _QuantileCritic(CriticHead):
@@ -356,20 +333,14 @@ class _QuantileCritic(CriticHead):
 
     def midpoints(self, like: Tensor) -> Tensor:
         """(K,): the levels at which values are read."""
-        return quantile_midpoints(self.num_quantiles, dtype=like.dtype, device=like.device)
+        return functional.quantile_midpoints(self.num_quantiles, dtype=like.dtype, device=like.device)
 
-    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> Loss:
+    def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> functional.Loss:
         """The quantile Huber loss at the levels of `sample_taus`, or else at the midpoints."""
         sampled = batch.get("value_taus")
-        return quantile_huber_loss(
-            predictions,
-            batch["returns"],
-            self.midpoints(predictions) if sampled is None else sampled.to(predictions.dtype),
-            batch["response_mask"],
-            kappa=args.quantile_huber_kappa,
-            loss_agg_mode=args.loss_agg_mode,
-            denominator=batch["denominator"],
-        )
+        taus = self.midpoints(predictions) if sampled is None else sampled.to(predictions.dtype)
+        shared = _loss_arguments(batch, args)
+        return functional.quantile_huber_loss(predictions, taus=taus, kappa=args.quantile_huber_kappa, **shared)
 
 
 @CRITIC_HEADS.implement("quantile")
@@ -386,7 +357,9 @@ class QuantileHead(_QuantileCritic):
         """`predictions` (N, K) are the quantiles."""
         quantiles = self.linear(states)
         means = quantiles.mean(dim=-1)
-        values = self.value_of(means, lambda alpha, tail: cvar_from_quantiles(quantiles, alpha=alpha, tail=tail))
+        values = self.value_of(
+            means, lambda alpha, tail: functional.cvar_from_quantiles(quantiles, alpha=alpha, tail=tail)
+        )
         return HeadOutputs(values, means, quantiles)
 
 

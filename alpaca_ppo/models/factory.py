@@ -13,19 +13,13 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.adapters.adapter_set import (
-    POLICY,
-    VALUE,
-    AdapterSet,
-    add_policy_adapter,
-    from_peft_model,
-    load_adapters,
-)
+from alpaca_ppo.adapters import adapter_set
+from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
 from alpaca_ppo.adapters.files import read_policy_adapter
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
-from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm
+from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.models.saved_critic import has_adapter, load_value_model, name_of, start_on_policy
@@ -98,8 +92,8 @@ def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
 
 
 def make_actor_critic(
-    model: str | PreTrainedModel | PeftModel | ActorCritic,
-    value_model: str | PreTrainedModel | None,
+    model: ModelSource | ActorCritic,
+    value_model: ModelSource | None,
     reward_funcs: Any,
     peft_config: Any,
     args: PPOConfig,
@@ -159,9 +153,7 @@ def _check_actor_critic(
         wanted.check_like(model.critic.head)
 
 
-def _critic_start(
-    value_model: str | PreTrainedModel | None, reward_funcs: Any, args: PPOConfig
-) -> str | PreTrainedModel | None:
+def _critic_start(value_model: ModelSource | None, reward_funcs: Any, args: PPOConfig) -> ModelSource | None:
     """What the critic starts from: `value_model`, the first reward model, or None."""
     if value_model is not None and not args.uses_critic:
         raise ValueError(
@@ -185,7 +177,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
             "leave peft_config (--use_peft) out to train it further, or merge it (merge_and_unload) first"
         )
     if isinstance(model, PeftModel):
-        return from_peft_model(model)
+        return adapter_set.from_peft_model(model)
     adapter = read_policy_adapter(model) if has_adapter(model) else None
     language_model = load_causal_lm(
         model if adapter is None else str(adapter.base_model_name_or_path),
@@ -195,11 +187,11 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
         arguments=args.model_init_kwargs,
     )
     if adapter is not None:
-        return load_adapters(language_model, model)
+        return adapter_set.load_adapters(language_model, model)
     if peft_config is not None:
         with torch.random.fork_rng():
             torch.manual_seed(args.seed)
-            return add_policy_adapter(language_model, peft_config)
+            return adapter_set.add_policy_adapter(language_model, peft_config)
     if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
         raise ValueError(
             f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "

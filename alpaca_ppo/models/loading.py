@@ -6,7 +6,7 @@ saved by a run are in `saved_critic`.
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from peft import PeftModel
@@ -25,6 +25,7 @@ from alpaca_ppo.models.actor_critic import ActorCritic
 from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.saved_models import loading, remote_code
 
+ModelSource: TypeAlias = str | PreTrainedModel | PeftModel  # a folder, a hub id, or a model in memory
 LOADING_REMEDY = (
     "check model_name_or_path, reference and value_model_name_or_path: each is an existing folder with safetensors "
     "weights, or a hub id that can be downloaded"
@@ -75,10 +76,8 @@ def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = Fals
     """
     if not isinstance(model, str):
         return "score" not in dict(model.named_children()) and model.get_output_embeddings() is not None
-    with (
-        remote_code(model, trust=trust_remote_code),
-        loading(f"no model can be loaded from {model!r}", model, LOADING_REMEDY),
-    ):
+    problem = f"no model can be loaded from {model!r}"
+    with remote_code(model, trust=trust_remote_code), loading(problem, model, LOADING_REMEDY):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     # The class of code that comes with the model, as file.Class.
@@ -96,19 +95,18 @@ def load_sequence_classifier(
     Raises:
         ValueError: as `load_complete`; if its head is not a linear layer named `score` with one label.
     """
-    classifier: PreTrainedModel = model  # type: ignore[assignment]
     if isinstance(model, str):
-        classifier = load_complete(
+        model = load_complete(
             AutoModelForSequenceClassification, model, trust_remote_code=trust_remote_code, **(arguments or {})
         )
-    labels, head = classifier.config.num_labels, dict(classifier.named_children()).get("score")
+    labels, head = model.config.num_labels, dict(model.named_children()).get("score")
     if labels != 1 or not isinstance(head, torch.nn.Linear):
         raise ValueError(
-            f"{classifier.config.name_or_path or type(classifier).__name__} has num_labels {labels} and the head "
+            f"{model.config.name_or_path or type(model).__name__} has num_labels {labels} and the head "
             f"{type(head).__name__}; a critic needs a decoder-only classifier with one linear head `score` of one label"
         )
-    disable_dropout(classifier)
-    return classifier
+    disable_dropout(model)
+    return model
 
 
 def load_complete(
@@ -143,10 +141,7 @@ def load_complete(
 
 
 def load_processing_class(
-    model: str | PreTrainedModel | PeftModel | ActorCritic,
-    *,
-    trust_remote_code: bool = False,
-    field: str = "model_name_or_path",
+    model: ModelSource | ActorCritic, *, trust_remote_code: bool = False, field: str = "model_name_or_path"
 ) -> Any:
     """The tokenizer that was saved with `model`, a folder, a hub id, or a model in memory that was loaded from one.
     `field` is the option that names it, for errors.

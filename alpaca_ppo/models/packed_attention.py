@@ -13,7 +13,7 @@ transformers take the lengths of the rows instead. Which models can have rows wi
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,9 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span
 
+# The `attention_mask` that goes with `packing`, to be moved to the model's device: because of its four dimensions,
+# transformers builds no mask and does not ask the device whether `position_ids` are those of packed sequences.
 DUMMY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-"""The `attention_mask` that goes with `packing`, to be moved to the model's device: because of its four dimensions,
-transformers builds no mask and does not ask the device whether `position_ids` are those of packed sequences."""
 
 _PREFIX = "packed_"
 
@@ -36,14 +36,11 @@ _PREFIX = "packed_"
 class AttentionSettings(NamedTuple):
     """What a layer's attention computes with, besides which keys a query sees."""
 
-    scaling: float | None = None
-    """Of the scores; None = 1 / sqrt(d)."""
-    sliding_window: int | None = None
-    """Keys that a query sees, itself included; None = all before it."""
+    scaling: float | None = None  # of the scores; None = 1 / sqrt(d)
+    sliding_window: int | None = None  # keys that a query sees, itself included; None = all before it
+    # Scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118).
     softcap: float | None = None
-    """Scores become softcap * tanh(scores / softcap) (Gemma 2, arXiv:2408.00118); None leaves them."""
-    sinks: Tensor | None = None
-    """(heads,) the score in each head of a key without a value (gpt-oss); None without."""
+    sinks: Tensor | None = None  # (heads,) the score in each head of a key without a value (gpt-oss)
 
 
 class Packing(Protocol):
@@ -94,17 +91,11 @@ def underlying_attention(model: PreTrainedModel) -> str:
 
 
 def _attention(
-    underlying: Callable[..., Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    packing: Packing | None = None,
-    **kwargs: Any,
+    underlying: Callable[..., Any], module: nn.Module, *args: Any, packing: Packing | None = None, **kwargs: Any
 ) -> Any:
     if packing is None:
-        return underlying(module, query, key, value, *args, **kwargs)
+        return underlying(module, *args, **kwargs)
+    query, key, value, *_ = args
     settings = AttentionSettings(*map(kwargs.get, ("scaling", "sliding_window", "softcap", "s_aux")))
     return packing.attend(module, query, key, value, settings), None
 
@@ -283,9 +274,7 @@ class PackedSequences:
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
     """(rows + 1,) int32: 0 and the cumulative sums of `lengths`."""
-    ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    ends[1:] = torch.tensor(lengths).cumsum(0)
-    return ends.to(device)
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> torch.dtype | None:

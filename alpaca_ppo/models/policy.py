@@ -7,7 +7,7 @@ computed only for the hidden states that predict response tokens, one chunk at a
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,18 @@ from alpaca_ppo.functional import chunked_logprobs
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.packed_attention import row_layout, sequence_keywords
 
+# Bytes of a micro-batch's logits that are kept for the backward pass, which recomputes the others: those of 3,500
+# tokens in bfloat16 at a vocabulary of 150,000. Results do not depend on it.
 KEPT_LOGITS = 2**30
-"""Bytes of a micro-batch's logits that are kept for the backward pass, which recomputes the others: those of 3,500
-tokens in bfloat16 at a vocabulary of 150,000. Results do not depend on it."""
 
 
 class PolicyOutputs(NamedTuple):
-    """Zero outside the response mask, float32 or wider, in nats."""
+    """(B, R), zero outside the response mask, float32 or wider, in nats. The entropies are those of the distributions
+    that the tokens were drawn from; None if not requested.
+    """
 
     logprobs: Tensor
-    """(B, R)."""
     entropies: Tensor | None
-    """(B, R), of the distribution that each token was drawn from; None if not requested."""
 
 
 class Policy(nn.Module):
@@ -67,9 +67,7 @@ class Policy(nn.Module):
     @property
     def head(self) -> nn.Linear:
         """The language-model head, of weight (V, H)."""
-        head = self.model.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
-        return head
+        return cast(nn.Linear, self.model.get_output_embeddings())
 
     @property
     def padding_free(self) -> bool:
@@ -189,12 +187,9 @@ def logit_scaling(config: object) -> tuple[float, Callable[[Tensor], Tensor] | N
 
 def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
     """The hidden states (N, H) of `backbone` that predict the N response tokens of `packed`."""
-    if packed.spans is not None:
-        keywords = sequence_keywords(backbone, packed)
-        sequence: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
-        return sequence[0, packed.states]
-    hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False).last_hidden_state
-    return hidden[packed.rows, packed.states]
+    keywords = {} if packed.spans is None else sequence_keywords(backbone, packed)
+    hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
+    return hidden[packed.rows, packed.states] if packed.spans is None else hidden[0, packed.states]
 
 
 def scatter_tokens(flat: Tensor, packed: PackedRows, responses: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic
-from alpaca_ppo.models.loading import load_causal_lm
+from alpaca_ppo.models.loading import ModelSource, load_causal_lm
 from alpaca_ppo.models.policy import Policy
 from alpaca_ppo.models.trial import fit_rows
 
@@ -53,12 +53,9 @@ class AdapterReference:
 
 
 Reference = CopiedReference | AdapterReference
-"""Provides the reference policy for a pass over the rollouts."""
 
 
-def make_reference(
-    actor_critic: ActorCritic, ref_model: str | PreTrainedModel | PeftModel | None, args: PPOConfig
-) -> Reference | None:
+def make_reference(actor_critic: ActorCritic, ref_model: ModelSource | None, args: PPOConfig) -> Reference | None:
     """The reference that `args.reference` names; with `auto`, `ref_model` if it is given.
 
     Raises:
@@ -83,7 +80,7 @@ def make_reference(
     return CopiedReference(reference, offloaded=choice == "copy_offloaded")
 
 
-def _other_policy(policy: Policy, source: str | PreTrainedModel | PeftModel, args: PPOConfig) -> Policy:
+def _other_policy(policy: Policy, source: ModelSource, args: PPOConfig) -> Policy:
     """The reference `source`, another model than the policy. One in memory is copied: it may be trained elsewhere."""
     model: Any = source
     if isinstance(source, PeftModel):

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -23,15 +23,13 @@ from alpaca_ppo.adapters.files import WEIGHTS, adapter_base, is_adapter, read_va
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, build_head
-from alpaca_ppo.models.loading import is_causal_lm, load_causal_lm, load_complete, load_sequence_classifier
+from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm, load_complete, load_sequence_classifier
 from alpaca_ppo.models.policy import check_architecture, disable_dropout
 from alpaca_ppo.registry import CRITIC_HEADS
 from alpaca_ppo.saved_models import has_remote_code, loading
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
 _REMEDY = "copy the folder again from the run that saved it (final/value)"
-
-ValueModel: TypeAlias = str | PreTrainedModel | PeftModel
 
 
 def is_critic_folder(name: str) -> bool:
@@ -110,7 +108,7 @@ def _load_head(folder: str) -> CriticHead:
     return head
 
 
-def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPOConfig) -> Any:
+def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PPOConfig) -> Any:
     """The `Critic`, sequence classifier or language model that a critic with a backbone starts from, trainable. It
     shares no weights with another model.
 
@@ -147,7 +145,7 @@ def load_value_model(value_model: ValueModel, policy: PreTrainedModel, args: PPO
     return start
 
 
-def start_on_policy(built: ActorCritic, value_model: ValueModel, args: PPOConfig) -> None:
+def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfig) -> None:
     """Loads the head, and the adapter, of a critic without a backbone (of `built`) from the folder `value_model`. Its
     values must be those that were saved, so a `shared` critic needs a policy with the same weights.
 

@@ -13,17 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span, pack_rows
+from alpaca_ppo.models import packed_attention
 from alpaca_ppo.models.actor_critic import Critic
 from alpaca_ppo.models.loading import check_lengths
-from alpaca_ppo.models.packed_attention import (
-    AttentionSettings,
-    dense_attention,
-    install_attention,
-    is_installed,
-    sequence_keywords,
-    underlying_attention,
-    uninstall_attention,
-)
 from alpaca_ppo.models.policy import Policy, eval_mode
 
 _LENGTHS = (6, 5, 3, 3)
@@ -49,7 +41,8 @@ class Trial:
         if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules()):
             return self._try(model)
         classes = tuple(type(module) for module in model.modules())
-        key = (classes, model.config.to_json_string(), model.dtype, model.device.type, underlying_attention(model))
+        attention = packed_attention.underlying_attention(model)
+        key = (classes, model.config.to_json_string(), model.dtype, model.device.type, attention)
         if key in self.found:
             return self.found[key]
         problem = self._try(model)
@@ -84,10 +77,10 @@ def packing_problem(model: PreTrainedModel) -> str | None:
     if backbone.get_input_embeddings().weight.device.type == "meta":
         return "its weights are on the meta device"
     problem = packing_trial(backbone)
-    if problem is None and not _has_flash_attention(backbone):
-        install_attention(backbone)
-    elif is_installed(backbone):
-        uninstall_attention(backbone)
+    if problem is None and not packed_attention.underlying_attention(backbone).startswith(_FLASH):
+        packed_attention.install_attention(backbone)
+    elif packed_attention.is_installed(backbone):
+        packed_attention.uninstall_attention(backbone)
     return problem
 
 
@@ -117,19 +110,16 @@ def fit_rows(reader: Policy | Critic, backbone: Any, args: PPOConfig, *, owner: 
             reader.padding_reason = padding_reason(backbone, args.padding_free)
 
 
-def _has_flash_attention(backbone: PreTrainedModel) -> bool:
-    return underlying_attention(backbone).startswith(_FLASH)
-
-
 def _try_packing(backbone: PreTrainedModel) -> str | None:
     """Compares rows end to end with padded ones; the caller then chooses the attention that `backbone` keeps."""
     padded_rows, packed = _trial_rows(backbone)
-    if is_installed(backbone):
-        uninstall_attention(backbone)
+    if packed_attention.is_installed(backbone):
+        packed_attention.uninstall_attention(backbone)
     padded = _padded_states(backbone, padded_rows)
-    if not _has_flash_attention(backbone):
-        if not install_attention(backbone):
-            return f"its attention ({underlying_attention(backbone)}) cannot be replaced"
+    attention = packed_attention.underlying_attention(backbone)
+    if not attention.startswith(_FLASH):
+        if not packed_attention.install_attention(backbone):
+            return f"its attention ({attention}) cannot be replaced"
         if not torch.equal(_padded_states(backbone, padded_rows), padded):
             return "its results depend on the name of its attention"
         if problem := _mask_problem(backbone, padded_rows.input_ids[:1]):
@@ -177,7 +167,7 @@ def _packed_states(backbone: PreTrainedModel, packed: PackedRows, nan_row: Span 
             output[:, nan_row.start : nan_row.start + nan_row.length] = torch.nan
         return output
 
-    keywords = sequence_keywords(backbone, packed)
+    keywords = packed_attention.sequence_keywords(backbone, packed)
     with backbone.get_input_embeddings().register_forward_hook(set_nan):
         hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
     return hidden[0]
@@ -216,7 +206,8 @@ def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
             problems.append(f"a layer with a window of {window} tokens has the keyword {keyword}")
         if keywords.get("is_causal") is False or keywords.get("position_bias") is not None:
             problems.append("a layer is not causal, or has biases of positions")
-        out = dense_attention(query, key, value, None, AttentionSettings(keywords.get("scaling")))
+        settings = packed_attention.AttentionSettings(keywords.get("scaling"))
+        out = packed_attention.dense_attention(query, key, value, None, settings)
         return out.transpose(1, 2).contiguous(), None
 
     before = backbone.config._attn_implementation

@@ -113,8 +113,8 @@ def test_the_graphs_of_critic_and_policy_are_never_alive_together(layout, tmp_pa
     built, alive, seen = trainer.actor_critic, [], []
     critic_states, policy_states = built._critic_states, built.policy.states
 
-    def of_critic(packed):
-        states = critic_states(packed)
+    def of_critic(critic, packed):
+        states = critic_states(critic, packed)
         if torch.is_grad_enabled():
             alive.append(weakref.ref(states))
         return states

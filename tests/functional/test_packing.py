@@ -1,15 +1,10 @@
-"""Positions, and rows that are left-aligned and trimmed, worked out by hand."""
+"""Rows that are left-aligned and trimmed, worked out by hand."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from alpaca_ppo.functional.packing import RowLayout, Span, pack_rows, position_ids, row_lengths
-
-
-def test_positions_count_real_tokens():
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
-    assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]
+from alpaca_ppo.functional.packing import RowLayout, Span, pack_rows, row_lengths
 
 
 def test_the_length_of_a_row_counts_the_holes_before_its_last_token():
