@@ -1,6 +1,6 @@
 """Policy and critic in one module, so that a single wrapper (DDP, DeepSpeed) covers everything that is trained.
 
-Critic heads are in `critic_heads`; the losses are in `ppo.losses`.
+Critic heads, with the critic's losses, are in `critic_heads`; the policy's losses are in `ppo.losses`.
 """
 
 from contextlib import AbstractContextManager, nullcontext

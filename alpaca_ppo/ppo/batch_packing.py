@@ -71,8 +71,8 @@ def plan_packed_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tok
 def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
     """Micro-batches of rows of similar length, each of at most `max_tokens` tokens with padding, or of one row.
 
-    There are as few of them as possible, and the largest is then as small as possible. Rows are not bounded, which
-    would make micro-batches of short rows small.
+    There are as few of them as possible, and the largest is then as small as possible. The number of rows is not
+    limited: a limit would leave micro-batches of short rows small.
     """
     order = _longest_first(lengths)
     count = -(-max(1, len(_cut_runs(order, lengths, max_tokens))) // num_ranks)

@@ -16,9 +16,9 @@ class KLController:
 
     With e = clip(kl / target_kl - 1, -0.2, 0.2), an update multiplies it by 1 (`fixed`), by 1 + k_beta * e
     (`proportional`: AlpacaFarm's, for any number of sequences), or by 1 + e * num_sequences / horizon (`horizon`:
-    Ziegler et al., arXiv:1909.08593, section 2.2). `scaled` sets it to kl_coef * sqrt(the mean of scores_std ** 2 over
-    the updates so far whose scores differed), so that rewards times c give shaped rewards times c. Until scores have
-    differed it stays at kl_coef, so that a policy without a first success does not drift.
+    Ziegler et al., arXiv:1909.08593, section 2.2). `scaled` sets it to kl_coef times the root mean square
+    of scores_std over the steps so far whose scores differed. If all rewards are multiplied by c, so is the KL penalty.
+    Until scores have differed it stays at kl_coef, so that a policy without a first success does not drift.
 
     Args:
         kind: `fixed`, `proportional`, `horizon` or `scaled`; settings that it does not use are ignored.

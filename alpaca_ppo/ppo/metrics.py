@@ -65,13 +65,13 @@ class StepRecord:
     Attributes:
         timers: seconds by phase.
         logged: sum and number of the values of each metric that reward functions have logged, on all ranks.
-        drawn: the metrics of `dynamic_sampling`.
+        redraw_stats: the metrics of `dynamic_sampling`.
     """
 
     def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
         self.timers = Timers(during)
         self.logged: dict[str, list[float]] = {}
-        self.drawn: dict[str, float] = {}
+        self.redraw_stats: dict[str, float] = {}
 
     def logged_means(self) -> dict[str, float]:
         """The means of `logged`, as `reward/*`."""
@@ -284,7 +284,7 @@ class StatsAccumulator:
         self.extremes: dict[str, float] = {}
 
     def add(self, stats: Mapping[str, Tensor | float], tokens: int) -> None:
-        """Adds the scalars of a micro-batch with so many masked `tokens`: of 0, only `loss/*`.
+        """Adds the statistics of a micro-batch with `tokens` response tokens. If it has none, only `loss/*` count.
 
         Raises:
             ValueError: for a statistic that is not a scalar.

@@ -97,10 +97,12 @@ class SamplerCheck:
     `old_policy: auto` whether the sampler's log-probs are used as the old policy's, which saves a forward pass.
 
     They are used if sampler and trainer agree within the rounding of float32 on short responses before the first
-    rollout. A checkpoint keeps the decision, unless backend, dtype or engine change. They are never used in half
-    precision; with a critic that shares the policy's hidden states, whose pass computes all of the policy but its head;
-    with environments, since the rounding then depends on when they reply; and with a backend that has its own copy of
-    the weights.
+    rollout. A checkpoint keeps the decision, unless backend, dtype or engine change. They are never used
+
+    - in half precision;
+    - with a critic that shares the policy's hidden states: its pass computes all of the policy but the head;
+    - with environments: the rounding then depends on when they reply;
+    - with a backend that has its own copy of the weights.
 
     With `old_policy: correct`, whose weights correct a mismatch, a run is never ended.
 

@@ -95,8 +95,8 @@ class ForwardRows:
         device: of the models.
         per_device_batch_size: rows of one forward pass with padding.
         max_tokens: tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding.
-        count_of_all_ranks: from this rank's number of batches to that of every rank, where all must make equally many
-            forward passes.
+        count_of_all_ranks: maps this rank's number of batches to the number that every rank makes; the identity (`int`)
+            where ranks may differ.
     """
 
     def __init__(

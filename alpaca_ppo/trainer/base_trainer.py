@@ -131,8 +131,8 @@ class BaseTrainer(ABC):
         If `failed_rewards: mask` leaves no response, all but `eval/masked_rows` are NaN.
 
         Every evaluation uses the same random numbers, so that differences come from the policy, and restores the global
-        random generators. The table goes to eval/step_*.jsonl, but before `train` not over that of a run with
-        checkpoints.
+        random generators. It writes the table to eval/step_*.jsonl; called before `train`, it does not overwrite the
+        table of an earlier run that has checkpoints.
 
         Raises:
             ValueError: when the trainer has no eval dataset.

@@ -157,6 +157,7 @@ class PPOTrainer(BaseTrainer):
             response_mask=rollouts["response_mask"],
         )
         rollouts |= hook_checks.checked("_shape_reward", shaped, rollouts)
+        # The hook calls the shaped rewards `rewards`, and those before shaping `scores`.
         estimated = self._estimate_advantage(
             rewards=rollouts["shaped_rewards"],
             values=rollouts.get("values"),
@@ -176,7 +177,9 @@ class PPOTrainer(BaseTrainer):
         hook_checks.check_rollouts(rollouts)
         if self.args.dynamic_sampling:
             prompts = self.step_prompts(step)
-            rollouts, self.step_record.drawn = replace_uninformative(rollouts, prompts, self._redraw, args=self.args)
+            rollouts, self.step_record.redraw_stats = replace_uninformative(
+                rollouts, prompts, self._redraw, args=self.args
+            )
             self.progress.drawn[step] = prompts.extra_prompts
         return rollouts
 
@@ -222,30 +225,20 @@ class PPOTrainer(BaseTrainer):
 
         `record` gets the timings and what reward functions log; `measure` adds tensors to this rank's scored samples.
         """
-        n, ways = sampling_params.num_return_sequences, [sampling_params]
-        if options.greedy_baseline:
-            ways.append(replace(sampling_params, do_sample=False, num_return_sequences=1))
-        counts = [len(batch["rows"]) - batch.get("num_dummies", 0) for batch in prompt_batches]
+        n = sampling_params.num_return_sequences
+        num_prompts = sum(len(batch["rows"]) - batch.get("num_dummies", 0) for batch in prompt_batches)
         self.collector.sync()
         local, failures = None, list[RowFailure]()
-        shown = self.run_log.bar.phase("sampling", sum(counts) * (n + options.greedy_baseline))
-        # A signal leaves the block with `local` None; then `gather` raises on every rank.
+        shown = self.run_log.bar.phase("sampling", num_prompts * (n + options.greedy_baseline))
+        # After a signal, `preemption.rollout` ends the block early and `local` stays None: `gather` raises everywhere.
         with shown, self.collector.preemption.rollout(can_stop=self.progress.is_current):
             parts: list[dict[str, Tensor]] = []
-            for prompts, count in zip(prompt_batches, counts, strict=True):
-                if not prompts["rows"]:
-                    continue
-                rows, *greedy = [self._sample_and_score(prompts, way, record, measure) for way in ways]
-                for baseline in greedy:
-                    rows["baseline_scores"] = sequence_scores(baseline["rewards"]).repeat_interleave(n)
-                    if "trained_rows" in rows:
-                        rows["trained_rows"] = rows["trained_rows"] & baseline["trained_rows"].repeat_interleave(n)
-                with record.timers.measure("logprobs"):
-                    rows |= self.collector.forward(rows, options, temperature=sampling_params.temperature)
-                failed = self.collector.scorer.pop_failures()
-                failures += [failure for failure in failed if (failure.row or 0) < count * n]
-                if count:
-                    parts.append({key: value[: count * n] for key, value in rows.items()})
+            for batch in prompt_batches:
+                if batch["rows"]:
+                    rows, failed = self._local_rollouts(batch, sampling_params, options, record, measure)
+                    failures += failed
+                    if len(rows["responses"]):
+                        parts.append(rows)
             local = {key: torch.cat([part[key] for part in parts]) for key in parts[0]} if parts else {}
         rollouts = self.collector.gather(local, samples_per_prompt=n)
         if "trained_rows" in rollouts:
@@ -256,6 +249,31 @@ class PPOTrainer(BaseTrainer):
                 self.run_log.message(report)
         record.logged = merged([record.logged, *gather_list(self.collector.scorer.logged.pop(), self.accelerator)])
         return rollouts
+
+    def _local_rollouts(
+        self,
+        prompts: PromptBatch,
+        sampling_params: SamplingParams,
+        options: RolloutOptions,
+        record: StepRecord,
+        measure: Measure | None,
+    ) -> tuple[dict[str, Tensor], list[RowFailure]]:
+        """The samples of a batch of this rank with scores, log-probs and values, and the rewards that failed, both
+        without those of dummies.
+        """
+        n = sampling_params.num_return_sequences
+        rows = self._sample_and_score(prompts, sampling_params, record, measure)
+        if options.greedy_baseline:
+            greedy_params = replace(sampling_params, do_sample=False, num_return_sequences=1)
+            greedy = self._sample_and_score(prompts, greedy_params, record)
+            rows["baseline_scores"] = sequence_scores(greedy["rewards"]).repeat_interleave(n)
+            if "trained_rows" in rows:
+                rows["trained_rows"] = rows["trained_rows"] & greedy["trained_rows"].repeat_interleave(n)
+        with record.timers.measure("logprobs"):
+            rows |= self.collector.forward(rows, options, temperature=sampling_params.temperature)
+        count = (len(prompts["rows"]) - prompts.get("num_dummies", 0)) * n
+        failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count]
+        return {key: value[:count] for key, value in rows.items()}, failures
 
     def _sample_and_score(
         self, prompts: PromptBatch, sampling_params: SamplingParams, record: StepRecord, measure: Measure | None = None
@@ -375,15 +393,16 @@ class PPOTrainer(BaseTrainer):
     def compute_policy_loss(self, batch: Rollouts, outputs: ActorCriticOutputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and statistics of the policy in one micro-batch, on the device: policy gradient, successes, KL, entropy.
 
-        The loss is a masked sum divided by `batch["denominator"]`, so that the losses of micro-batches add up to that
-        of the optimizer step. So do statistics named `loss/*`; `*_min` and `*_max` are extremes, all others means over
-        the micro-batch's masked tokens.
+        The loss is a masked sum divided by `batch["denominator"]`. Losses, and statistics named `loss/*`, therefore add
+        up over the micro-batches of an optimizer step. Statistics named `*_min` and `*_max` are extremes, all others
+        means over the micro-batch's response tokens.
         """
         return policy_terms(batch, outputs, self.args)
 
     def compute_value_loss(self, batch: Rollouts, outputs: ActorCriticOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same of the critic: the loss of its head times `vf_coef`. If the critic shares no activations with the
-        policy, it has a separate backward pass, and `outputs` has the critic's part only.
+        """Loss and statistics of the critic in one micro-batch: the loss of its head (`models.critic_heads`) times
+        `vf_coef`. If the critic shares no activations with the policy, it has a separate backward pass, and `outputs`
+        has the critic's part only.
         """
         assert self.actor_critic.critic is not None and outputs.predictions is not None
         head = self.actor_critic.critic.head
@@ -406,7 +425,7 @@ class PPOTrainer(BaseTrainer):
             **metrics.objective_stats(rollouts, source_names=self.collector.scorer.names),
             **self.sampler_check.stats(rollouts),
             **record.logged_means(),
-            **record.drawn,
+            **record.redraw_stats,
             **{name if name.startswith("mismatch/") else f"ppo/{name}": v for name, v in train_stats.items()},
         }
         # While the policy is frozen, its KL says nothing about `kl_coef`.

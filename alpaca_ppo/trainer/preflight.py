@@ -117,7 +117,7 @@ def check_room(args: PPOConfig, checkpoint_size: int, steps_left: int = 1) -> No
 
     Args:
         args: of the run.
-        checkpoint_size: bytes of one at least, or of the final models.
+        checkpoint_size: least size in bytes of a checkpoint, or of the final models.
         steps_left: that the run will take.
 
     Raises:

@@ -100,7 +100,7 @@ class RunStart:
     Attributes:
         record: what run.yaml holds beyond the configuration.
         identity: of models and rewards (`compatibility.start_identity`), which a resumed run must share.
-        checkpoint_size: bytes of a checkpoint at least, or of the final models without one.
+        checkpoint_size: least size of a checkpoint in bytes; if the run saves none, of the final models.
         padding: which models' rows have padding, and why; empty if none has.
         sampler_fallback: why `auto` samples by `model.generate`; empty if it does not.
         has_own_schedule: whether a learning-rate schedule was passed, which replaces `lr_scheduler_type`.

@@ -167,7 +167,7 @@ def test_fresh_prompts_whose_rewards_all_fail_replace_nothing(tmp_path):
     rollouts = with_advantages(trainer, trainer.prompt_batches(0))
     assert rollouts["prompt_ids"].tolist()[::2] == trainer.schedule.prompts_of(0).indices
     assert rollouts["scores"].tolist() == [0.0] * 12
-    counts = trainer.step_record.drawn
+    counts = trainer.step_record.redraw_stats
     assert counts["objective/sampling_rounds"] == 2 and counts["objective/redrawn_prompts"] == 12
     assert counts["objective/uninformative_prompts"] == 6 and counts["tokens/discarded"] == 0
     assert counts["objective/extra_prompts"] == 12 and rollouts["trained_rows"].all()
