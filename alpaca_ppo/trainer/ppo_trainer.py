@@ -262,13 +262,14 @@ class PPOTrainer(BaseTrainer):
         without those of dummies.
         """
         n = sampling_params.num_return_sequences
-        rows = self._sample_and_score(prompts, sampling_params, record, measure)
+        samplings = [sampling_params]
         if options.greedy_baseline:
-            greedy_params = replace(sampling_params, do_sample=False, num_return_sequences=1)
-            greedy = self._sample_and_score(prompts, greedy_params, record)
-            rows["baseline_scores"] = sequence_scores(greedy["rewards"]).repeat_interleave(n)
+            samplings.append(replace(sampling_params, do_sample=False, num_return_sequences=1))
+        rows, *greedy = [self._sample_and_score(prompts, params, record, measure) for params in samplings]
+        for baseline in greedy:
+            rows["baseline_scores"] = sequence_scores(baseline["rewards"]).repeat_interleave(n)
             if "trained_rows" in rows:
-                rows["trained_rows"] = rows["trained_rows"] & greedy["trained_rows"].repeat_interleave(n)
+                rows["trained_rows"] = rows["trained_rows"] & baseline["trained_rows"].repeat_interleave(n)
         with record.timers.measure("logprobs"):
             rows |= self.collector.forward(rows, options, temperature=sampling_params.temperature)
         count = (len(prompts["rows"]) - prompts.get("num_dummies", 0)) * n
