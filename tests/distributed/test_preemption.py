@@ -97,7 +97,7 @@ def test_a_run_interrupted_again_and_again_is_the_run_that_never_was(
     torch.manual_seed(0)
     whole = tiny_trainer(tmp_path / "whole", **run)
     # Ten prompts and four slots: a signal comes while slots are refilled, too.
-    assert not whole.sampler_fallback
+    assert not whole.start.sampler_fallback
     assert whole.args.rollout_batch_size > whole.args.rollout_per_device_batch_size
     torch.manual_seed(1)
     whole.train()
