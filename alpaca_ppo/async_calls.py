@@ -241,7 +241,8 @@ class RowCalls:
         while self._waiting and len(self._running) < self._most:
             row, call = self._waiting.popleft()
             deadline = math.inf if call.timeout is None else time.monotonic() + call.timeout
-            running, loop = RowCall(row, deadline), _event_loop().loop
+            running = RowCall(row, deadline)
+            loop = _event_loop().loop
             if inspect.iscoroutinefunction(call.function):
                 running.task = asyncio.run_coroutine_threadsafe(_await_call(call, running.outcome), loop)
             else:

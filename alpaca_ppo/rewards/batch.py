@@ -42,13 +42,17 @@ class RewardBatch:
         one = slice(index, index + 1)
         columns = {name: values[one] for name, values in self.columns.items()}
         return RewardBatch(
-            self.prompts[one], self.completions[one], self.completion_ids[one], columns, self.episodes[one]
+            prompts=self.prompts[one],
+            completions=self.completions[one],
+            completion_ids=self.completion_ids[one],
+            columns=columns,
+            episodes=self.episodes[one],
         )
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of a reward function by name, uncopied."""
-        own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
-        return own | self.columns
+        responses = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
+        return responses | self.columns
 
     def objects(self) -> dict[str, list[Any]]:
         """Returns the arguments that belong to the run and are never copied (`OF_EPISODES`)."""
