@@ -157,8 +157,12 @@ def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """A function of the user to be called, sync or async, within `timeout` seconds (None sets no limit). `finish` is
-    part of the call: from the function's result to the call's.
+    """A call of a user's function, sync or async, that is to be made.
+
+    Attributes:
+        timeout: in seconds; None sets no limit.
+        finish: turns what the function returns into the value of the call. It runs in the function's thread, and its
+            errors are those of the call.
     """
 
     function: Callable[..., Any]
@@ -241,8 +245,7 @@ class RowCalls:
         while self._waiting and len(self._running) < self._most:
             row, call = self._waiting.popleft()
             deadline = math.inf if call.timeout is None else time.monotonic() + call.timeout
-            running = RowCall(row, deadline)
-            loop = _event_loop().loop
+            running, loop = RowCall(row, deadline), _event_loop().loop
             if inspect.iscoroutinefunction(call.function):
                 running.task = asyncio.run_coroutine_threadsafe(_await_call(call, running.outcome), loop)
             else:

@@ -34,12 +34,11 @@ def _control_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
     # token may be the pad token under another name.
     unknown = {tokenizer.unk_token_id} & set(tokenizer(_RARE, add_special_tokens=False)["input_ids"])
     unknown -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    tokens: dict[int, AddedToken] = {}
-    for number, token in tokenizer.added_tokens_decoder.items():
-        is_control = token.special or _NO_WORD.search(token.content)
-        if is_control and token.content.strip() and number not in unknown:
-            tokens[number] = token
-    return tokens
+    return {
+        number: token
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if (token.special or _NO_WORD.search(token.content)) and token.content.strip() and number not in unknown
+    }
 
 
 class ControlTokens:
@@ -117,8 +116,9 @@ class ControlTokens:
         return self.protect(value)
 
     def protect_turn(self, text: str) -> str:
-        """A turn of the policy with only special tokens protected: its text leaves out those that it chose, so any that
-        it contains are spelled out. Other control tokens, such as <think>, may have been chosen.
+        """The text of a turn of the policy, with its special tokens protected. The text is decoded without special
+        tokens, so one that it contains is not the token, but the policy has spelled it. Other control tokens, such as
+        <think>, are not protected, because the policy may have chosen them.
         """
         return self._special.sub(lambda found: _stand_in(found[0][0]) + found[0][1:], text.replace(_GUARD, ""))
 
@@ -128,8 +128,8 @@ class ControlTokens:
         return self._parts.sub(lambda part: chr(int(part[1])) if part[1] else names.get(part[2], part[2]), text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of text with protected parts: those of the tokenizer if they contain just the control tokens
-        that the text may write, otherwise those of `_rename`.
+        """The token ids of text with protected parts. They are the tokenizer's ids for the restored text, unless these
+        contain other control tokens than the text may write; then the ids come from the tokenizer of `_rename`.
         """
         plain = self.restored(text)
         ids = list(self._tokenizer(plain, add_special_tokens=False)["input_ids"])
@@ -148,7 +148,7 @@ class ControlTokens:
         return self._control_of(ids) == [self._ids[text]] != ids
 
     def _rename(self) -> Tokenizer:
-        """The tokenizer with names of its control tokens that occur in no text.
+        """A copy of the tokenizer in which its control tokens have names that occur in no text.
 
         `split_special_tokens` would still find added tokens that are not special, and those in the vocabulary itself,
         as that of a unigram model.

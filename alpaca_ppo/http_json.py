@@ -68,8 +68,7 @@ async def ask_json(
     Raises:
         RequestFailed: see there.
     """
-    parts = urlsplit(url)
-    key = key_from(key_variable)
+    parts, key = urlsplit(url), key_from(key_variable)
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
     if key and not parts.username:
         headers["Authorization"] = f"Bearer {key}"

@@ -108,8 +108,7 @@ def _load_folder(path: Path, config_name: str | None) -> DatasetDict:
 
 def _read_files(paths: Sequence[Path]) -> Dataset:
     """Returns the rows of files with the same suffix."""
-    suffix = paths[0].suffix
-    options: dict[str, Any] = {}
+    suffix, options = paths[0].suffix, dict[str, Any]()
     if _BUILDERS[suffix] == "json":
         return _read_json(paths)
     if _BUILDERS[suffix] == "csv":

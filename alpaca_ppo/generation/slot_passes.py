@@ -26,11 +26,12 @@ class Pass(NamedTuple):
     """Where the tokens of one forward pass go, and what attention reads.
 
     Attributes:
-        slots: (N,) int64, the slot of each new token. In a step, which reads the first k slots, they are these;
-            otherwise the tokens are packed as (1, N).
+        slots: (N,) int64, the slot of each new token: in a step the first k slots (N = k); otherwise, of tokens that
+            are packed as (1, N), any.
         columns: (N,) int64, its column.
-        read_slots: whose states attention reads: the first k, a selection (k,) int64, or None for the new states alone.
-        read_columns: columns of each of them; only idle slots have tokens beyond these.
+        read_slots: the slots whose states attention reads: k for the first k, or a selection (k,) int64. With None
+            attention reads only the new states.
+        read_columns: how many columns of these slots it reads; only idle slots have tokens beyond these.
     """
 
     slots: Tensor
@@ -118,8 +119,8 @@ def _zeros(states: Tensor, cache: SlotCache) -> Tensor:
 def visible_columns(at: Tensor, columns: int, *, sliding_window: int | None) -> Tensor:
     """Returns (..., columns) bool, True = the token in column `at` (...) of its slot sees this column.
 
-    A token beyond `columns`, of an idle slot or of padding, sees what the last column's sees: with an empty row of the
-    mask the softmax may be NaN.
+    A token beyond `columns` is that of an idle slot or padding. It sees what the token in the last column sees, because
+    the softmax may be NaN if the mask has an empty row.
     """
     each, at = torch.arange(columns, device=at.device), at.unsqueeze(-1)
     visible = each <= at
@@ -143,8 +144,9 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
     # Sorted, because attention can compute neighbours of equal length together.
     order = sorted(range(len(new)), key=lambda i: len(new[i].tokens))
     packed = [new[i] for i in order]
-    flat = [(token, entry.slot, entry.past + i) for entry in packed for i, token in enumerate(entry.tokens)]
-    tokens, slots, columns = torch.tensor(flat, device=device).T.contiguous()
+    # One tensor, so that a device is written to once.
+    numbers = [(token, entry.slot, entry.past + i) for entry in packed for i, token in enumerate(entry.tokens)]
+    tokens, slots, columns = torch.tensor(numbers, device=device).T.contiguous()
     counts = [len(entry.tokens) for entry in packed]
     ends = list(itertools.accumulate(counts))
     end_of = dict(zip(order, ends, strict=True))

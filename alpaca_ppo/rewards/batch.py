@@ -42,11 +42,7 @@ class RewardBatch:
         one = slice(index, index + 1)
         columns = {name: values[one] for name, values in self.columns.items()}
         return RewardBatch(
-            prompts=self.prompts[one],
-            completions=self.completions[one],
-            completion_ids=self.completion_ids[one],
-            columns=columns,
-            episodes=self.episodes[one],
+            self.prompts[one], self.completions[one], self.completion_ids[one], columns, self.episodes[one]
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -56,10 +56,8 @@ def build_reward(
     """
     given = _resolve_sources(reward_funcs)
     weights = [1.0] * len(given) if reward_weights is None else [float(weight) for weight in reward_weights]
-    if isinstance(reward_processing_classes, (list, tuple)):
-        tokenizers = list(reward_processing_classes)
-    else:
-        tokenizers = [reward_processing_classes] * len(given)
+    classes: Any = reward_processing_classes
+    tokenizers = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(given)
     kind = "metric" if measures else "reward"
     for name, values in (("reward_weights", weights), (f"{kind}_processing_classes", tokenizers)):
         if len(values) != len(given):

@@ -99,14 +99,16 @@ class RemoteReward:
         calls = [
             self._ask(body, completion_ids[part], turn) for body, part, turn in zip(bodies, parts, turns, strict=True)
         ]
-        outcomes = await asyncio.gather(*calls)
-        answers = [answer for answer, _ in outcomes]
+        answers = await asyncio.gather(*calls)
         if log_metric is not None:
-            for answer in answers:
-                _log_metrics(answer, log_metric)
+            for answer, _ in answers:
+                for name, value in (answer.get("metrics") or {}).items():
+                    # A single number for the whole request counts once for each of its rows.
+                    for row_value in value if isinstance(value, list) else [value] * len(answer["rewards"]):
+                        log_metric(name, row_value)
             if len(self.urls) > 1:
-                log_metric(f"{self.__name__}/failed_requests", sum(failures for _, failures in outcomes))
-        return [reward for answer in answers for reward in answer["rewards"]]
+                log_metric(f"{self.__name__}/failed_requests", sum(failed_servers for _, failed_servers in answers))
+        return [reward for answer, _ in answers for reward in answer["rewards"]]
 
     async def _ask(self, body: bytes, completion_ids: list[list[int]], turn: int) -> tuple[dict[str, Any], int]:
         """Returns the first answer, from server `turn` on, and how many servers failed before."""
@@ -125,13 +127,6 @@ class RemoteReward:
             except RequestFailed as failure:
                 failures.append(failure)
         raise RemoteServersFailed("the reward server " + ", and ".join(map(str, failures)))
-
-
-def _log_metrics(answer: dict[str, Any], log_metric: Callable[[str, float], None]) -> None:
-    for name, value in (answer.get("metrics") or {}).items():
-        # A single number for the whole request counts once for each of its rows.
-        for row_value in value if isinstance(value, list) else [value] * len(answer["rewards"]):
-            log_metric(name, row_value)
 
 
 def _split_between_prompts(prompts: Sequence[Prompt], count: int) -> list[slice]:

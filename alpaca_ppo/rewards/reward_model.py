@@ -126,8 +126,7 @@ class ModelReward:
         order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
         if self._equal_passes or not order:
             return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        max_tokens = self.batch_size * lengths[order[0]]
-        groups = [order[:1]]
+        max_tokens, groups = self.batch_size * lengths[order[0]], [order[:1]]
         for row in order[1:]:
             group = [*groups[-1], row]
             # With padding, every row is as wide as the first, the longest.
@@ -235,8 +234,7 @@ def build_model_reward(
             weights (a language model has no trained score head), comes with code that it may not run, or has no
             tokenizer.
     """
-    origin = _origin(source)
-    name = model_name(source)
+    origin, name = _origin(source), model_name(source)
     model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
     if tokenizer is None:
         remedy = "pass one in reward_processing_classes"
@@ -254,7 +252,8 @@ def _load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> Any
     model_folder(field, folder, part=None, writes_text=False)
     if is_adapter(folder):
         raise ValueError(
-            f"{field} is {folder!r}, an adapter and not a full model; pass it as reward_adapter, or merge it into its base"
+            f"{field} is {folder!r}, an adapter and not a full model; pass it as reward_adapter, or merge it into its "
+            "base"
         )
     remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
     options: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}

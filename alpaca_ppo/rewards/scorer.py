@@ -65,8 +65,7 @@ class RewardScorer:
         failure_handling: FailureHandling | None = None,
         measures: bool = False,
     ) -> None:
-        self.failure_handling = failure_handling or FailureHandling()
-        self.measures = measures
+        self.failure_handling, self.measures = failure_handling or FailureHandling(), measures
         self.failures: list[RowFailure] = []
         self.logged = LoggedMetrics()
         self.interruptible_call: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -148,11 +147,10 @@ class RewardScorer:
         """Returns the scores by row and source, None in failed rows, and the failures by row."""
         scores: list[list[RowScore]] = []
         failures: dict[int, RowFailure] = {}
+        by_source = list(zip(self.names, raw, strict=True))
         for row in range(len(batch)):
             try:
-                row_scores = [
-                    check_row(name, column[row], batch, row) for name, column in zip(self.names, raw, strict=True)
-                ]
+                row_scores = [check_row(name, column[row], batch, row) for name, column in by_source]
                 if not self.measures and all(score is None for score in row_scores):
                     problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
                     raise RowFailure(", ".join(self.names), problem, batch, row)
@@ -167,8 +165,7 @@ class RewardScorer:
     def _weighted_sum(self, scores: list[list[RowScore]], lengths: list[int]) -> Tensor:
         """Returns `RewardResult.rewards` from scores by row and source, and the number of tokens of each row."""
         any_per_token = any(isinstance(score, list) for row_scores in scores for score in row_scores)
-        width = max([1, *lengths]) if any_per_token else 1
-        total = torch.zeros(len(lengths), width, dtype=torch.float64)
+        total = torch.zeros(len(lengths), max([1, *lengths]) if any_per_token else 1, dtype=torch.float64)
         for row, row_scores in enumerate(scores):
             for weight, score in zip(self.weights, row_scores, strict=True):
                 if isinstance(score, list):

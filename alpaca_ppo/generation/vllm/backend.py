@@ -59,10 +59,8 @@ class VLLMBackend(Backend):
         self._local: LocalServer | None = None
         self._publications = 0
         # Set by `_prepare`. The first process of a machine writes the files.
-        self._writes = True
-        self._folder = Path()
-        self._dtype = torch.float32
-        self._lora_rank = 0
+        self._writes, self._folder = True, Path()
+        self._dtype, self._lora_rank = torch.float32, 0
         # Removes the folder when this process ends.
         self._guard: ServerProcess | None = None
 
@@ -73,8 +71,7 @@ class VLLMBackend(Backend):
             ValueError: if there is no room for them, or a server does not load them.
             RuntimeError: if that happened on another process.
         """
-        number = self._publications
-        adapted = policy.adapters is not None
+        number, adapted = self._publications, policy.adapters is not None
         if number == 0:
             self._prepare(policy)
         folder, version = self._folder / str(number), f"{self._folder.name}-{number}"
@@ -151,10 +148,10 @@ class VLLMBackend(Backend):
         self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
         longest = int(prompts["query_attn_masks"].sum(dim=1).max()) + params.max_new_tokens
-        limit = min(server.longest_row for server in self.servers)
-        if longest > limit:
+        most = min(server.longest_row for server in self.servers)
+        if longest > most:
             raise ValueError(
-                f"prompt and response have up to {longest} tokens, but the vLLM server takes {limit}; start it with a "
+                f"prompt and response have up to {longest} tokens, but the vLLM server takes {most}; start it with a "
                 "longer --max-model-len (vllm_args)"
             )
         return Sampling(self.servers, self.args.ddp_timeout, model, prompts, params, options).run()

@@ -35,9 +35,13 @@ _CONSEQUENCE = re.compile("EngineDeadError|root cause|Engine core initialization
 
 
 def check_options(args: PPOConfig) -> None:
-    """Raises ValueError for options that start no server of a tested version, or a flag that the run sets itself."""
-    python = args.vllm_python
-    remedy = "alpaca-ppo vllm-env DIR makes one"
+    """Checks the options of a server that the run starts itself.
+
+    Raises:
+        ValueError: if `vllm_python` is missing, cannot be run or has no vLLM of a tested version, or `vllm_args` has a
+            flag that the run sets itself.
+    """
+    python, remedy = args.vllm_python, "alpaca-ppo vllm-env DIR makes one"
     if python is None:
         raise ValueError("vllm_python and vllm_urls are null, but generation_backend vllm needs one; see docs/vllm.md")
     for word in args.vllm_args or []:

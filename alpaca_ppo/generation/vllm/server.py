@@ -26,8 +26,11 @@ _NOT_FINITE = -9999.0
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights as files: the folder of a whole model, which is the policy or the base of its `adapter`, and that of the
-    adapter.
+    """A version of the policy's weights as files.
+
+    Attributes:
+        model: the folder of a whole model: the policy, or, with an `adapter`, its base.
+        adapter: the folder of the policy's adapter, if it has one.
     """
 
     version: str
@@ -169,8 +172,8 @@ class Server:
 
 
 def _parsed(found: Any, params: dict[str, Any], version: str) -> tuple[list[int], list[float]]:
-    """The tokens and log-probs of an answer; raises ValueError if it does not fit a request with `params` to weights of
-    `version`, other errors for another form.
+    """The tokens and log-probs of an answer to a request with `params`. Raises ValueError if it does not fit the
+    request or is not of the weights `version`, and other errors if a field is missing or of another type.
     """
     most, stops = params["max_tokens"], params["stop_token_ids"]
     (choice,) = found["choices"]
