@@ -180,9 +180,9 @@ class Conversation:
             answer = _words("answer", turn)
             messages += [_assistant(thought + answer, self._without_arguments(calls)), *answers]
             written += self._control_tokens.restored(first.text).replace(_ANSWER, answer)
-            found = self._render(messages, schemas, add_generation_prompt=True)
-            if found != written:
-                raise self._error(f"writes a message in another way later: {_difference(written, found)}")
+            rendered = self._render(messages, schemas, add_generation_prompt=True)
+            if rendered != written:
+                raise self._error(f"writes a message in another way later: {_difference(written, rendered)}")
 
     def _thought(self, turn: int) -> str:
         """The thought before the text of a turn in `check`, in every other turn. The policy writes none where the

@@ -119,17 +119,17 @@ class SlotPrompts:
             if prompt != next_prompt:
                 self._split = None
         slots = {prompt: placed[prompt][0] for prompt in new}
-        whole, rests = [], list(appended)
+        without_past, with_past = [], list(appended)
         for prompt, slot in slots.items():
             tokens, group = self._prompts[prompt], self._group[prompt]
             if group.common:
-                rests.append(NewTokens(slot, group.common, tokens[group.common :]))
+                with_past.append(NewTokens(slot, group.common, tokens[group.common :]))
             if not group.common or prompt == group.prompts[0]:
-                whole.append(NewTokens(slot, 0, tokens[: group.common or len(tokens)]))
+                without_past.append(NewTokens(slot, 0, tokens[: group.common or len(tokens)]))
         # In a separate pass, because attention without earlier tokens needs no padding.
-        logits |= self._extend(whole)
+        logits |= self._extend(without_past)
         self._share_beginnings(slots, next_prompt)
-        logits |= self._extend(rests)
+        logits |= self._extend(with_past)
         for prompt in new:
             first, *others = placed[prompt]
             self._cache.copy(first, others, len(self._prompts[prompt]))

@@ -149,7 +149,7 @@ class ServerProcess:
         status = self._process.wait()
         ending = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
         text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
-        errors = [found[1] for line in text.splitlines() if (found := _ERROR.search(line))]
+        errors = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
         causes = [error for error in errors if not _CONSEQUENCE.search(error)] or errors
         message = causes[-1] if causes else " ".join(text.split()[-30:])
         return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"

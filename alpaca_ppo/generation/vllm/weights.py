@@ -54,9 +54,9 @@ def make_folder(shared: Path | None, size: int) -> Path:
             save_file({}, str(folder / SAFE_WEIGHTS_NAME))
             return folder
     raise ValueError(
-        f"no room for the policy's weights, which vLLM reads from files: two versions have {2 * size} bytes, but "
-        + " and ".join(f"{place} has {free}" for place, free in room.items())
-        + " left; free some, or give the container more shared memory (--shm-size)"
+        f"no room for files of the policy's weights: two versions have {2 * size} bytes, but there are "
+        + " and ".join(f"{free} in {place}" for place, free in room.items())
+        + "; free some, or give the container more shared memory (--shm-size)"
     )
 
 
@@ -64,8 +64,8 @@ def bytes_of(policy: Policy, dtype: torch.dtype) -> int:
     """The bytes of the policy's model in `dtype`, with a tied head, which may be written."""
     # The policy's own parameters may be shards.
     with torch.device("meta"):
-        whole = type(policy.model)(policy.model.config)
-    return sum(tensor.numel() for _, tensor in whole.named_parameters(remove_duplicate=False)) * dtype.itemsize
+        model = type(policy.model)(policy.model.config)
+    return sum(tensor.numel() for _, tensor in model.named_parameters(remove_duplicate=False)) * dtype.itemsize
 
 
 def write_model(folder: Path, policy: Policy, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
