@@ -157,8 +157,12 @@ def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """A function of the user to be called, sync or async, within `timeout` seconds (None sets no limit). `finish` is
-    part of the call: from the function's result to the call's.
+    """A call of a user's function, sync or async, that is to be made.
+
+    Attributes:
+        timeout: in seconds; None sets no limit.
+        finish: turns what the function returns into the value of the call. It runs in the function's thread, and its
+            errors are those of the call.
     """
 
     function: Callable[..., Any]

@@ -88,12 +88,12 @@ def is_full(error: BaseException) -> bool:
 
 
 def list_committed(parent: StrPath, pattern: str) -> list[Path]:
-    """The complete folders in `parent` whose names match the glob `pattern`; included is one that a killed process was
-    about to replace, which `clean_leftovers` will move back to the path returned here.
+    """The complete folders in `parent` whose names match the glob `pattern`, sorted. If a killed process was about to
+    replace a folder, that is included under its path, to which `clean_leftovers` will move it back.
     """
-    found = {path for path in Path(parent).glob(pattern) if path.is_dir()}
+    visible = {path for path in Path(parent).glob(pattern) if path.is_dir()}
     hidden = {_visible(work) for work in Path(parent).glob(f".{pattern}{TEMPORARY_SUFFIX}")}
-    return sorted(found | {path for path in hidden if committed_path(path).is_dir()})
+    return sorted(visible | {path for path in hidden if committed_path(path).is_dir()})
 
 
 def committed_path(path: Path) -> Path:

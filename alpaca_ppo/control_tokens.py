@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 # A code point that Unicode reserves for use within a program.
 _GUARD = "\ufdd0"
@@ -28,15 +28,27 @@ def _stand_in(letter: str) -> str:
     return f"{_GUARD}{ord(letter)}{_GUARD}"
 
 
+def _control_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
+    """The special tokens, and the added ones that are no words, by their ids."""
+    # The unknown token, if the tokenizer writes it for text that it does not know. One of bytes never does; its unknown
+    # token may be the pad token under another name.
+    unknown = {tokenizer.unk_token_id} & set(tokenizer(_RARE, add_special_tokens=False)["input_ids"])
+    unknown -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    return {
+        number: token
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if (token.special or _NO_WORD.search(token.content)) and token.content.strip() and number not in unknown
+    }
+
+
 class ControlTokens:
     """The control tokens of one tokenizer: its special tokens, and added ones that are no words, such as <tool_call>.
 
-    White space does not count, nor does the unknown token if it stands for other text. (A tokenizer of bytes has no
-    unknown token; some name the pad token as theirs.)
+    White space does not count, nor does the unknown token if it stands for other text.
 
     Args:
         tokenizer: of the policy or of a reward model.
-        trusting: whether protected text may write them nevertheless; this works with every tokenizer.
+        trusting: True lets protected text write them all; this works with every tokenizer.
 
     Raises:
         ValueError: for a tokenizer that cannot write its control tokens as ordinary text.
@@ -44,22 +56,24 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any, *, trusting: bool = False) -> None:
         self._tokenizer = tokenizer
-        unknown = {tokenizer.unk_token_id} & set(tokenizer(_RARE, add_special_tokens=False)["input_ids"])
-        unknown -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
-        tokens = {
-            number: token
-            for number, token in ({} if trusting else tokenizer.added_tokens_decoder).items()
-            if (token.special or _NO_WORD.search(token.content)) and token.content.strip() and number not in unknown
-        }
+        tokens = {} if trusting else _control_tokens_of(tokenizer)
+        # The id of each control token: {"<|im_end|>": 7}, which is the example below.
         self._ids = {token.content: number for number, token in tokens.items()}
-        self._parts = re.compile(f"{_GUARD}([0-9]+){_GUARD}|({_any_of(self._ids)})")
-        self._special = re.compile(_any_of(token.content for token in tokens.values() if token.special))
-        # A control token is broken up without its first character; a text may also complete one that begins before it.
-        self._starts = frozenset(text.strip()[0] for text in self._ids)
-        self._rests = tuple({text[i:] for text in self._ids for i in range(1, len(text))})
-        self._insides = "\0".join(text[1:] for text in self._ids)
-        self._names = {text: f"{_GUARD}<{number}>{_GUARD}" for text, number in self._ids.items()}
         self._control = frozenset(self._ids.values())
+        # What `_rename` calls them: {"<|im_end|>": "\ufdd0<7>\ufdd0"}.
+        self._names = {text: f"{_GUARD}<{number}>{_GUARD}" for text, number in self._ids.items()}
+        # Finds what `_stand_in` writes (group 1 is the number of the character), and control tokens (group 2).
+        self._parts = re.compile(f"{_GUARD}([0-9]+){_GUARD}|({_any_of(self._ids)})")
+        # Finds the special ones among them.
+        self._special = re.compile(_any_of(token.content for token in tokens.values() if token.special))
+        # Their first characters, {"<"}: without these, a text holds no whole control token.
+        self._starts = frozenset(text.strip()[0] for text in self._ids)
+        # Their ends, "|im_end|>", "im_end|>" to ">": a text that begins with one may complete a token that a template
+        # or another text has begun.
+        self._rests = tuple({text[i:] for text in self._ids for i in range(1, len(text))})
+        # All of them without the first characters, "|im_end|>\0...": a text that is part of this, such as "im_end",
+        # may be the middle of a token.
+        self._insides = "\0".join(text[1:] for text in self._ids)
         try:
             self._renamed = self._rename() if self._ids else None
             faults = [text for text in self._ids if not self._is_text(text)]
@@ -102,8 +116,9 @@ class ControlTokens:
         return self.protect(value)
 
     def protect_turn(self, text: str) -> str:
-        """A turn of the policy with only special tokens protected: its text leaves out those that it chose, so any that
-        it contains are spelled out. Other control tokens, such as <think>, may have been chosen.
+        """The text of a turn of the policy, with its special tokens protected. The text is decoded without special
+        tokens, so one that it contains is not the token, but the policy has spelled it. Other control tokens, such as
+        <think>, are not protected, because the policy may have chosen them.
         """
         return self._special.sub(lambda found: _stand_in(found[0][0]) + found[0][1:], text.replace(_GUARD, ""))
 
@@ -113,8 +128,8 @@ class ControlTokens:
         return self._parts.sub(lambda part: chr(int(part[1])) if part[1] else names.get(part[2], part[2]), text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of text with protected parts: those of the tokenizer if they contain just the control tokens
-        that the text may write, otherwise those of `_rename`.
+        """The token ids of text with protected parts. They are the tokenizer's ids for the restored text, unless these
+        contain other control tokens than the text may write; then the ids come from the tokenizer of `_rename`.
         """
         plain = self.restored(text)
         ids = list(self._tokenizer(plain, add_special_tokens=False)["input_ids"])
@@ -133,7 +148,7 @@ class ControlTokens:
         return self._control_of(ids) == [self._ids[text]] != ids
 
     def _rename(self) -> Tokenizer:
-        """The tokenizer with names of its control tokens that occur in no text.
+        """A copy of the tokenizer in which its control tokens have names that occur in no text.
 
         `split_special_tokens` would still find added tokens that are not special, and those in the vocabulary itself,
         as that of a unigram model.

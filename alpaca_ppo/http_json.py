@@ -68,9 +68,11 @@ async def ask_json(
     Raises:
         RequestFailed: see there.
     """
-    parts, key, answer = urlsplit(url), key_from(key_variable), bytearray()
+    parts, key = urlsplit(url), key_from(key_variable)
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
-    headers |= {"Authorization": f"Bearer {key}"} if key and not parts.username else {}
+    if key and not parts.username:
+        headers["Authorization"] = f"Bearer {key}"
+    answer = bytearray()
     try:
         async with (
             asyncio.timeout(seconds),

@@ -47,7 +47,7 @@ def loading(problem: str, name: str, remedy: str) -> Iterator[None]:
 
 
 def damaged_file(folder: Path) -> str | None:
-    """The first file of `folder` that is not the JSON or safetensors that its name says, and why; None without."""
+    """The first .json or .safetensors file of `folder` that cannot be read as such, and why; None if all can."""
     for path in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
         try:
             if path.suffix == ".json":

@@ -52,10 +52,10 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
             cannot be loaded.
     """
     if script_args.eval_datasets:
-        found: dict[str, Dataset] = {}
+        eval_datasets: dict[str, Dataset] = {}
         for entry in script_args.eval_datasets:
             name, _, dataset = entry.partition("=")
-            if not name or not dataset or name in found:
+            if not name or not dataset or name in eval_datasets:
                 raise ValueError(
                     f"eval_datasets has {entry!r}, which is not of the form set=dataset with a new name; write "
                     "gsm8k=data/gsm8k.jsonl, gsm8k=openai/gsm8k@test or gsm8k=openai/gsm8k:main@test"
@@ -66,8 +66,8 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
                 dataset, _, split = dataset.partition("@")
             if not os.path.exists(dataset):
                 dataset, _, config = dataset.partition(":")
-            found[name] = load_prompt_dataset(dataset, split=split or None, config_name=config or None)
-        return found
+            eval_datasets[name] = load_prompt_dataset(dataset, split=split or None, config_name=config or None)
+        return eval_datasets
     split = script_args.dataset_test_split
     if script_args.eval_dataset_name:
         return load_prompt_dataset(script_args.eval_dataset_name, split=split)
@@ -139,17 +139,17 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of one file: an array, one per line, or a single one over many lines."""
     text = path.read_text("utf-8-sig")
     if text.lstrip().startswith("["):
-        found = [(f"{path} entry {number}", row) for number, row in enumerate(_parse(text, str(path)))]
+        rows = [(f"{path} entry {number}", row) for number, row in enumerate(_parse(text, str(path)))]
     else:
         try:
-            found = [(str(path), json.loads(text))]
+            rows = [(str(path), json.loads(text))]
         except ValueError:
             lines = [(f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), 1)]
-            found = [(place, _parse(line, place)) for place, line in lines if line.strip()]
-    for place, row in found:
+            rows = [(place, _parse(line, place)) for place, line in lines if line.strip()]
+    for place, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{place} is a {type(row).__name__}; every row must be a JSON object")
-    return [row for _, row in found]
+    return [row for _, row in rows]
 
 
 def _parse(text: str, place: str) -> Any:

@@ -24,6 +24,10 @@ from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
+# Of the tools that one prompt shows, for chat templates; and the function from a row to these.
+Schemas = Sequence[Mapping[str, Any]]
+ToolsOf = Callable[[Mapping[str, Any]], Schemas]
+
 _CHUNK = 1000
 # The entry of a tokenizer's configuration for the `wording` on which its model was trained.
 _WORDING = "prompt_wording"
@@ -103,7 +107,7 @@ def prepare_prompts(
     limit: str = "query_len",
     form: PromptForm | None = None,
     overlong: str = "drop",
-    tools_of: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None,
+    tools_of: ToolsOf | None = None,
     control_tokens: ControlTokens | None = None,
 ) -> PromptDataset:
     """Returns the dataset's prompts as token ids, at most `query_len` tokens each.
@@ -130,29 +134,20 @@ def prepare_prompts(
     _check_dataset(dataset)
     form = (form or PromptForm()).resolved(dataset.column_names, chat=bool(tokenizer.chat_template))
     digest = hashlib.sha256()
-    kept, lengths, input_ids, num_cut = list[int](), list[int](), list["array[int]"](), 0
+    # The rows that are kept, and their token ids; the lengths are those of all prompts.
+    kept: list[int] = []
+    input_ids: list[array[int]] = []
+    lengths: list[int] = []
+    num_cut = 0
     kind: type | None = None
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        prompts, tools = list[Any](), list[Sequence[Mapping[str, Any]]]()
-        for number, row in enumerate(rows, start):
-            try:
-                prompt = form.prompt_of(row)
-                tools += [tools_of(row)] if tools_of else []
-            except ValueError as error:
-                raise ValueError(f"row {number}: {error}") from error
-            _check_prompt(prompt, number, may_be_blank=tools_of is not None)
-            kind = kind or type(prompt)
-            if type(prompt) is not kind:
-                raise ValueError(
-                    f"the prompt in row {number} is {shown(prompt)}, but that in row 0 is "
-                    f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
-                )
-            prompts.append(prompt)
+        prompts, tools = _prompts_of_rows(rows, start, form, tools_of, kind)
+        kind = type(prompts[0])
         tokenized = tokenize_prompts(
-            [control_tokens.protect(prompt) for prompt in prompts] if control_tokens else prompts,
+            control_tokens.protect(prompts) if control_tokens else prompts,
             tokenizer,
             form.chat_template_kwargs,
             tools=tools if tools_of else None,
@@ -176,10 +171,9 @@ def prepare_prompts(
             input_ids.append(array("i", ids))
             digest.update(input_ids[-1])
     if not kept:
-        shortest, median, longest = min(lengths), median_low(lengths), max(lengths)
         raise ValueError(
             f"all {len(dataset)} prompts of {form} have more tokens than {limit} ({query_len}): the shortest "
-            f"{shortest}, the median {median}, the longest {longest}; raise {limit}"
+            f"{min(lengths)}, the median {median_low(lengths)}, the longest {max(lengths)}; raise {limit}"
         )
     return PromptDataset(
         dataset.select(kept),
@@ -190,6 +184,32 @@ def prepare_prompts(
         num_dropped=len(dataset) - len(kept),
         num_cut=num_cut,
     )
+
+
+def _prompts_of_rows(
+    rows: list[dict[str, Any]], start: int, form: PromptForm, tools_of: ToolsOf | None, kind: type | None
+) -> tuple[list[Any], list[Schemas]]:
+    """Returns the checked prompts of `rows`, the first of which is row `start`, and, with `tools_of`, the schemas of
+    their tools. All must be of one type: that of earlier rows, `kind`, if there are any.
+    """
+    prompts: list[Any] = []
+    tools: list[Schemas] = []
+    for number, row in enumerate(rows, start):
+        try:
+            prompt = form.prompt_of(row)
+            if tools_of is not None:
+                tools.append(tools_of(row))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from error
+        _check_prompt(prompt, number, may_be_blank=tools_of is not None)
+        kind = kind or type(prompt)
+        if type(prompt) is not kind:
+            raise ValueError(
+                f"the prompt in row {number} is {shown(prompt)}, but that in row 0 is "
+                f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
+            )
+        prompts.append(prompt)
+    return prompts, tools
 
 
 def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -276,7 +296,7 @@ def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     *,
-    tools: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+    tools: Sequence[Schemas] | None = None,
     control_tokens: ControlTokens | None = None,
     start: int = 0,
 ) -> list[list[int]]:

@@ -29,8 +29,12 @@ _MARGIN = 32
 
 @dataclass(frozen=True)
 class _Written:
-    """How the template writes a turn of the policy with the text `_ANSWER`, and what follows it: `text` is all from the
-    end of the prompt to the policy's next turn, `closing` the end of a turn, and `suffix` what is between both turns.
+    """How the template writes a turn of the policy with the text `_ANSWER`, and the replies to it.
+
+    Attributes:
+        text: everything from the end of the prompt to the start of the policy's next turn.
+        closing: what ends a turn, after `_ANSWER`.
+        suffix: what comes after `closing`, up to the start of the next turn.
     """
 
     text: str
@@ -147,9 +151,9 @@ class Conversation:
         """Checks at the start of a run that the chat template only appends as a conversation grows.
 
         Args:
-            schemas: of the tools; without any, `replies` is True.
+            schemas: of the tools; may be empty if `replies`.
             replies: whether a conversation partner answers, as the user.
-            max_turns: only the beginning of long conversations is tried.
+            max_turns: of the run; of very many turns, only the first are tried.
 
         Raises:
             ValueError: when the template cannot write the messages, or `reply_ids` would append something else.
@@ -166,7 +170,8 @@ class Conversation:
         # Each turn appends what `reply_ids` appends for it; the template must write the same for the whole.
         messages, written = [_USER], self._render([_USER], schemas, add_generation_prompt=True)
         for turn in range(min(max(_TURNS, max_turns or 0), _MOST_TURNS)):
-            thought, calls, answers = self._thought(turn), *_replies(turn, schemas, replies=replies)
+            thought = self._thought(turn)
+            calls, answers = _replies(turn, schemas, replies=replies)
             first = self._written(thought + _ANSWER, self._control_tokens.protect(answers), calls, schemas)
             if thought and _ANSWER in first.text and _THOUGHT not in first.text:
                 raise self._error("leaves out what the policy thinks between <think> and </think>")
@@ -175,9 +180,9 @@ class Conversation:
             answer = _words("answer", turn)
             messages += [_assistant(thought + answer, self._without_arguments(calls)), *answers]
             written += self._control_tokens.restored(first.text).replace(_ANSWER, answer)
-            found = self._render(messages, schemas, add_generation_prompt=True)
-            if found != written:
-                raise self._error(f"writes a message in another way later: {_difference(written, found)}")
+            rendered = self._render(messages, schemas, add_generation_prompt=True)
+            if rendered != written:
+                raise self._error(f"writes a message in another way later: {_difference(written, rendered)}")
 
     def _thought(self, turn: int) -> str:
         """The thought before the text of a turn in `check`, in every other turn. The policy writes none where the
@@ -197,18 +202,19 @@ class Conversation:
         schemas: Sequence[Mapping[str, Any]],
     ) -> _Written:
         """How the template writes a first turn with the text `answer`, and the replies to it."""
-        plain, called = _assistant(answer), _assistant(answer, self._without_arguments(tool_calls))
+        called = _assistant(answer, self._without_arguments(tool_calls))
         start = self._render([_USER], schemas, add_generation_prompt=True)
         after = self._render([_USER, called, *replies], schemas, add_generation_prompt=True)
         if not after.startswith(start):
             raise self._error(f"writes a message in another way later: {_difference(start, after)}")
-        before, earlier = (self._render([_USER, message], schemas) for message in (plain, called))
+        before = self._render([_USER, _assistant(answer)], schemas)
+        earlier = self._render([_USER, called], schemas)
         # Some templates write an EOS at the end of the text.
         for end in ("", self.tokenizer.eos_token or ""):
             closed, rest = before.removesuffix(end), earlier.removesuffix(end)
-            if not after.startswith(rest):
+            if _ANSWER in rest and not after.startswith(rest):
                 # Some write more before the text of the last message than they do once others follow.
-                rest = after.rpartition(_ANSWER)[0] + rest[rest.rfind(_ANSWER) :] if _ANSWER in rest else rest
+                rest = after.rpartition(_ANSWER)[0] + rest[rest.rfind(_ANSWER) :]
             closing = closed.rpartition(_ANSWER)[2]
             if _ANSWER in closed and after.startswith(rest):
                 return _Written(after.removeprefix(start), closing, after[len(rest) :])

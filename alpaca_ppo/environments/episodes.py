@@ -233,12 +233,12 @@ def _with_prompts(
                 f"query_len ({query_len}); raise query_len, or let reset return less\n  row: {shown(episode.row)}"
             )
     samples_share_prompt = all(ids[i] == ids[i - i % n] for i in range(len(ids)))
-    kept = range(0, len(ids), n if samples_share_prompt else 1)
-    queries, masks = left_padded([ids[i] for i in kept], query_len, params.pad_token_id)
-    source = torch.tensor([i // n for i in kept], dtype=torch.long)
+    prompt_rows = range(0, len(ids), n if samples_share_prompt else 1)
+    queries, masks = left_padded([ids[i] for i in prompt_rows], query_len, params.pad_token_id)
+    source = torch.tensor([i // n for i in prompt_rows], dtype=torch.long)
     batch: Any = {key: value[source] for key, value in prompts.items() if isinstance(value, Tensor)}
     batch |= {"queries": queries, "query_attn_masks": masks}
-    batch["rows"] = [{**episodes[i].row, "prompt": episodes[i].prompt} for i in kept]
+    batch["rows"] = [{**episodes[i].row, "prompt": episodes[i].prompt} for i in prompt_rows]
     if samples_share_prompt:
         return batch, params
     sample_ids = tuple(range(n)) * len(prompts["rows"])

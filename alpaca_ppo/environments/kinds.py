@@ -44,7 +44,7 @@ class EnvironmentKind:
         name: the factory's key; if empty, the name of the class that it makes.
         factory: makes an environment.
         tools: that the policy can call besides the environment's methods.
-        routed: whether the column `environment`, which `reset` then does not get, names it in each row.
+        routed: whether the column `environment` names the environment of each row; `reset` does not get that column.
 
     Attributes:
         has_reply: whether it answers as a conversation partner.
@@ -73,18 +73,18 @@ class EnvironmentKind:
         # Properties are skipped: before `reset` they may not have a value.
         static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
         public = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
-        methods = {name: each for name, each in public.items() if inspect.ismethod(each) and name not in _RESERVED}
+        methods = {name: value for name, value in public.items() if inspect.ismethod(value) and name not in _RESERVED}
         self.has_reward = callable(getattr(instance, "get_reward", None))
         # Another method of this name is a tool, as in TRL.
         self.has_reply = "reply" in methods and parameters_of(methods["reply"]).names[:1] == ["completion"]
         if self.has_reply:
             del methods["reply"]
-        owner = f"the method {{}} of environment {self.name!r}"
-        own = [Tool(name, tool_schema(method, owner.format(name))) for name, method in methods.items()]
-        self.tools = [*tools, *own]
+        self.tools = list(tools)
+        for key, method in methods.items():
+            self.tools.append(Tool(key, tool_schema(method, f"the method {key} of environment {self.name!r}")))
         names = [tool.name for tool in self.tools]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"environment {self.name!r} has several tools named {twice[0]!r}; rename all but one")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"environment {self.name!r} has several tools named {duplicates[0]!r}; rename all but one")
         self._of_reset = parameters_of(instance.reset)
         self.resets_together = _SEED in self._of_reset.names or inspect.iscoroutinefunction(instance.reset)
         self._free, self._made = [instance], [instance]
@@ -157,15 +157,15 @@ def make_kinds(
     Raises:
         ValueError: for a tool without type hints or a docstring, for duplicate names, and for what is no factory.
     """
-    own = [Tool(_name(tool), tool_schema(tool, f"the tool {_name(tool)}"), tool) for tool in tools or ()]
+    shared = [Tool(_name(tool), tool_schema(tool, f"the tool {_name(tool)}"), tool) for tool in tools or ()]
     if environment_factory is None:
-        return {None: EnvironmentKind("tools", NoEnvironment, own)} if own else {}
+        return {None: EnvironmentKind("tools", NoEnvironment, shared)} if shared else {}
     if not isinstance(environment_factory, Mapping):
-        return {None: EnvironmentKind("", environment_factory, own)}
+        return {None: EnvironmentKind("", environment_factory, shared)}
     if not environment_factory:
         raise ValueError("environment_factory is an empty dictionary; name at least one environment")
     return {
-        name: EnvironmentKind(name, factory, own, routed=bool(name)) for name, factory in environment_factory.items()
+        name: EnvironmentKind(name, factory, shared, routed=bool(name)) for name, factory in environment_factory.items()
     }
 
 

@@ -92,13 +92,13 @@ def _value_problem(value: Any, depth: int = 0) -> str:
 def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
     """The calls that a parser of the user finds in `text`; raises TypeError if it returns no list of mappings."""
     try:
-        found = list(parser(text))
+        calls = list(parser(text))
     # The second of text that nests too deeply.
     except (ValueError, RecursionError) as error:
         return [ToolCall("", {}, str(error))]
-    if not all(isinstance(call, Mapping) for call in found):
-        raise TypeError(f"it returned {shown(found)}, which is no list of mappings with 'name' and 'arguments'")
-    return [_checked(call) for call in found]
+    if not all(isinstance(call, Mapping) for call in calls):
+        raise TypeError(f"it returned {shown(calls)}, which is no list of mappings with 'name' and 'arguments'")
+    return [_checked(call) for call in calls]
 
 
 def find_template_calls(tokenizer: Any, text: str, prefix: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
@@ -119,11 +119,11 @@ def call_problem(call: ToolCall, function: Callable[..., Any], schema: Mapping[s
         return f"wrong arguments for {call.name}: {error}"
     properties = schema["function"]["parameters"].get("properties", {})
     for name, value in call.arguments.items():
-        wanted = properties.get(name, {}).get("type")
-        types = _JSON_TYPES.get(wanted, ()) if isinstance(wanted, str) else ()
+        json_type = properties.get(name, {}).get("type")
+        types = _JSON_TYPES.get(json_type, ()) if isinstance(json_type, str) else ()
         nullable = properties.get(name, {}).get("nullable", False)
         if not types or (value is None and nullable):
             continue
-        if not isinstance(value, types) or (isinstance(value, bool) and wanted != "boolean"):
-            return f"wrong arguments for {call.name}: {name} must be of type {wanted}, not {json.dumps(value)[:80]}"
+        if not isinstance(value, types) or (isinstance(value, bool) and json_type != "boolean"):
+            return f"wrong arguments for {call.name}: {name} must be of type {json_type}, not {json.dumps(value)[:80]}"
     return ""

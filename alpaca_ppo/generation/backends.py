@@ -201,9 +201,9 @@ def generate(
     # A user's backend may have returned anything.
     shape = (rows, params.max_new_tokens)
     wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": (rows,)}
-    found = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
-    if found != wanted:
-        raise ValueError(f"generation_backend {backend.name!r} returned {found}; it must be a Generation of {wanted}")
+    shapes = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
+    if shapes != wanted:
+        raise ValueError(f"generation_backend {backend.name!r} returned {shapes}; it must be a Generation of {wanted}")
     if unreported:
         remaining = sorted(unreported)
         report(remaining, generation[remaining])

@@ -212,16 +212,16 @@ class ResponseRows:
         self._scratch_row = rows
         logprob_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.outputs = unfilled(params, rows + 1, dtype=logprob_dtype, device=device)
-        self._of_slots = torch.zeros(8, slots, dtype=torch.long, device=device)
-        self.tokens, self.lengths, self.positions, self.turn_starts, *others = self._of_slots.unbind()
+        self._slot_state = torch.zeros(8, slots, dtype=torch.long, device=device)
+        self.tokens, self.lengths, self.positions, self.turn_starts, *others = self._slot_state.unbind()
         self.limits, self.rows, self.keys, self.matched = others
         self.rows.fill_(rows)
         self.running = torch.zeros(slots, dtype=torch.bool, device=device)
 
-    def move(self, of: Tensor, to: Tensor) -> None:
-        """Moves the state of the slots `of` (k,) int64 to the slots `to`, which may overlap."""
-        self._of_slots[:, to] = self._of_slots[:, of]
-        self.running[to] = self.running[of]
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Moves the state of the slots `sources` (k,) int64 to `targets` (k,), which may be some of the same slots."""
+        self._slot_state[:, targets] = self._slot_state[:, sources]
+        self.running[targets] = self.running[sources]
 
     def choose(self, logits: Tensor, slots: Tensor | slice) -> None:
         """Chooses and records the next token of the rows in `slots` that run, and advances them by one position.

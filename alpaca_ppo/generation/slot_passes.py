@@ -26,11 +26,12 @@ class Pass(NamedTuple):
     """Where the tokens of one forward pass go, and what attention reads.
 
     Attributes:
-        slots: (N,) int64, the slot of each new token. In a step, which reads the first k slots, they are these;
-            otherwise the tokens are packed as (1, N).
+        slots: (N,) int64, the slot of each new token: in a step the first k slots (N = k); otherwise, of tokens that
+            are packed as (1, N), any.
         columns: (N,) int64, its column.
-        read_slots: whose states attention reads: the first k, a selection (k,) int64, or None for the new states alone.
-        read_columns: columns of each of them; only idle slots have tokens beyond these.
+        read_slots: the slots whose states attention reads: k for the first k, or a selection (k,) int64. With None
+            attention reads only the new states.
+        read_columns: how many columns of these slots it reads; only idle slots have tokens beyond these.
     """
 
     slots: Tensor
@@ -68,9 +69,9 @@ class SlotCache(Cache):
             self._storage[layer_idx] = (_zeros(key_states, self), _zeros(value_states, self))
         keys, values = self._storage[layer_idx]
         index = self._index(key_states.size(1))
-        for kept, new in ((keys, key_states), (values, value_states)):
-            size = new.size(-1)
-            kept.view(-1, size).index_copy_(0, index, new.reshape(-1, size).to(kept.dtype))
+        for stored, states in ((keys, key_states), (values, value_states)):
+            size = states.size(-1)
+            stored.view(-1, size).index_copy_(0, index, states.reshape(-1, size).to(stored.dtype))
         read, columns = self._pass.read_slots, self._pass.read_columns
         if read is None:
             return key_states, value_states
@@ -82,31 +83,31 @@ class SlotCache(Cache):
         """(N * heads,) int64: where each new state goes in the storage, flattened to (slots * heads * columns, d)."""
         assert self._pass is not None
         if heads not in self._indices:
-            each = torch.arange(heads, device=self._pass.slots.device)
-            index = (self._pass.slots.unsqueeze(1) * heads + each) * self.columns + self._pass.columns.unsqueeze(1)
+            head = torch.arange(heads, device=self._pass.slots.device)
+            index = (self._pass.slots.unsqueeze(1) * heads + head) * self.columns + self._pass.columns.unsqueeze(1)
             # Packed tokens are the inner dimension of their states, slots the outer one.
             self._indices[heads] = (index if isinstance(self._pass.read_slots, int) else index.T).flatten()
         return self._indices[heads]
 
     def copy(self, source: int, targets: Sequence[int], columns: int) -> None:
         """Copies the first `columns` columns of slot `source` to the slots `targets`."""
-        for kept in (kept for storage in self._storage.values() for kept in storage):
-            states = kept[source, :, :columns]
+        for stored in (stored for storage in self._storage.values() for stored in storage):
+            states = stored[source, :, :columns]
             for target in targets:
-                kept[target, :, :columns].copy_(states)
+                stored[target, :, :columns].copy_(states)
 
     def swap(self, one: int, other: int, columns: int) -> None:
         """Exchanges the first `columns` columns of two slots."""
-        for kept in (kept for storage in self._storage.values() for kept in storage):
-            states = kept[one, :, :columns].clone()
-            kept[one, :, :columns].copy_(kept[other, :, :columns])
-            kept[other, :, :columns].copy_(states)
+        for stored in (stored for storage in self._storage.values() for stored in storage):
+            states = stored[one, :, :columns].clone()
+            stored[one, :, :columns].copy_(stored[other, :, :columns])
+            stored[other, :, :columns].copy_(states)
 
     def reserve(self, columns: int) -> None:
         """Enlarges the cache to `columns` columns, and copies the states."""
         filled, self.columns = self.columns, columns
         for layer, storage in self._storage.items():
-            keys, values = (_zeros(kept, self) for kept in storage)
+            keys, values = (_zeros(stored, self) for stored in storage)
             keys[:, :, :filled], values[:, :, :filled] = storage
             self._storage[layer] = (keys, values)
 
@@ -118,13 +119,13 @@ def _zeros(states: Tensor, cache: SlotCache) -> Tensor:
 def visible_columns(at: Tensor, columns: int, *, sliding_window: int | None) -> Tensor:
     """Returns (..., columns) bool, True = the token in column `at` (...) of its slot sees this column.
 
-    A token beyond `columns`, of an idle slot or of padding, sees what the last column's sees: with an empty row of the
-    mask the softmax may be NaN.
+    A token beyond `columns` is that of an idle slot or padding. It sees what the token in the last column sees, because
+    the softmax may be NaN if the mask has an empty row.
     """
-    each, at = torch.arange(columns, device=at.device), at.unsqueeze(-1)
-    visible = each <= at
+    column, at = torch.arange(columns, device=at.device), at.unsqueeze(-1)
+    visible = column <= at
     if sliding_window is not None:
-        visible = visible & (each > at.clamp(max=columns - 1) - sliding_window)
+        visible = visible & (column > at.clamp(max=columns - 1) - sliding_window)
     return visible
 
 
@@ -143,8 +144,9 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
     # Sorted, because attention can compute neighbours of equal length together.
     order = sorted(range(len(new)), key=lambda i: len(new[i].tokens))
     packed = [new[i] for i in order]
-    flat = [(token, entry.slot, entry.past + i) for entry in packed for i, token in enumerate(entry.tokens)]
-    tokens, slots, columns = torch.tensor(flat, device=device).T.contiguous()
+    # One tensor, so that a device is written to once.
+    numbers = [(token, entry.slot, entry.past + i) for entry in packed for i, token in enumerate(entry.tokens)]
+    tokens, slots, columns = torch.tensor(numbers, device=device).T.contiguous()
     counts = [len(entry.tokens) for entry in packed]
     ends = list(itertools.accumulate(counts))
     end_of = dict(zip(order, ends, strict=True))
@@ -160,8 +162,8 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
         cache.start(Pass(slots, columns))
     # The class's signature, because the instance's forward may be wrapped.
     selects = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    kept = {"logits_to_keep": last} if selects else {}
-    logits = _forward(model, cache, tokens.unsqueeze(0), columns.unsqueeze(0), attention, **kept)[0]
+    selection = {"logits_to_keep": last} if selects else {}
+    logits = _forward(model, cache, tokens.unsqueeze(0), columns.unsqueeze(0), attention, **selection)[0]
     return logits if selects else logits[last]
 
 

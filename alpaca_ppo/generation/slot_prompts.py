@@ -60,8 +60,8 @@ def group_prompts(prompts: Sequence[Sequence[int]]) -> list[PromptGroup]:
 
 
 def _joined(prompts: Sequence[Sequence[int]], common: int, groups: list[PromptGroup]) -> list[PromptGroup]:
-    """`groups`, whose prompts have `common` tokens in common, with those joined that save fewer tokens per prompt, if
-    that saves more.
+    """Joins the groups that save fewer than `common` tokens per prompt, if they save more as one group. The prompts of
+    all `groups` have `common` tokens in common. Returns the groups that result.
     """
     kept = [group for group in groups if group.saved >= common * len(group.prompts)]
     replaced = [group for group in groups if group.saved < common * len(group.prompts)]
@@ -83,8 +83,8 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 class SlotPrompts:
     """Reads prompts, each for n rows, into the slots of `cache`, which has `extra_slots` beyond those of the steps.
 
-    They come in the order of their groups, all samples of a prompt in a row, so one slot is enough for the beginning of
-    a group, and one for a prompt.
+    Prompts come in the order of their groups, and all samples of a prompt one after the other. So one extra slot is
+    enough to keep the beginning of a group, and one to keep a prompt whose samples wait.
     """
 
     def __init__(
@@ -105,29 +105,31 @@ class SlotPrompts:
         self, placed: dict[int, list[int]], appended: Sequence[NewTokens], next_prompt: int | None
     ) -> dict[int, Tensor]:
         """Reads prompts into the slots of `placed`, and the tokens of rows that go on; returns the logits (V,) after
-        each slot. `next_prompt` is that of the first row that still waits.
+        each slot. `next_prompt` is the prompt of the first row that still waits.
         """
         logits: dict[int, Tensor] = {}
         new = list(placed)
         if new and self._split is not None:
             # Its samples were the first that waited.
-            prompt, known = self._split
-            assert new.pop(0) == prompt, "rows wait in the order of their prompts"
+            prompt, known_logits = self._split
+            assert new[0] == prompt, "rows wait in the order of their prompts"
+            del new[0]
             self._cache.copy(self._split_slot, placed[prompt], len(self._prompts[prompt]))
-            logits |= dict.fromkeys(placed[prompt], known)
-            self._split = self._split if prompt == next_prompt else None
+            logits |= dict.fromkeys(placed[prompt], known_logits)
+            if prompt != next_prompt:
+                self._split = None
         slots = {prompt: placed[prompt][0] for prompt in new}
-        whole, rests = [], list(appended)
+        without_past, with_past = [], list(appended)
         for prompt, slot in slots.items():
             tokens, group = self._prompts[prompt], self._group[prompt]
             if group.common:
-                rests.append(NewTokens(slot, group.common, tokens[group.common :]))
+                with_past.append(NewTokens(slot, group.common, tokens[group.common :]))
             if not group.common or prompt == group.prompts[0]:
-                whole.append(NewTokens(slot, 0, tokens[: group.common or len(tokens)]))
+                without_past.append(NewTokens(slot, 0, tokens[: group.common or len(tokens)]))
         # In a separate pass, because attention without earlier tokens needs no padding.
-        logits |= self._extend(whole)
+        logits |= self._extend(without_past)
         self._share_beginnings(slots, next_prompt)
-        logits |= self._extend(rests)
+        logits |= self._extend(with_past)
         for prompt in new:
             first, *others = placed[prompt]
             self._cache.copy(first, others, len(self._prompts[prompt]))

@@ -85,8 +85,8 @@ def sample_in_slots(
 
 @dataclass
 class _Row:
-    """What the host knows of the row in a slot; exact once its turn has ended (`_SlotLoop._end_turns`). `length`,
-    `position`, `turn_start` and `limit` are as in `ResponseRows`.
+    """What the host knows of the row in a slot. `length`, `position`, `turn_start` and `limit` are those of
+    `ResponseRows`; during a turn the first two may be too large, until `_SlotLoop._end_turns` corrects them.
 
     Attributes:
         index: of the response.
@@ -108,7 +108,7 @@ class _Row:
 class _SlotLoop:
     """The rows that wait, the rows in slots, and the tensors of the steps. Arguments are those of `sample_in_slots`.
 
-    `_busy` has the rows that steps advance, by their slots, and `_between_turns` the others in slots.
+    Each row in a slot is either in `_busy`, if steps advance it, or in `_between_turns`; both are keyed by slot.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class _SlotLoop:
                 self._cache.swap(mover, hole, max(row.length, other.length))
             else:
                 self._cache.copy(mover, [hole], row.length)
-        of, to = torch.tensor([holes + movers, movers + holes], device=self._keys.device)
-        self._out.move(of, to)
+        sources, targets = torch.tensor([holes + movers, movers + holes], device=self._keys.device)
+        self._out.move(sources, targets)
 
     def _step_slots(self, slots: int) -> int:
         return min(self._shapes.slot_unit(slots), self._slots)
@@ -301,7 +301,7 @@ class _SlotLoop:
             self._hooks.on_finished(indices, self._out.outputs[torch.tensor(indices, device=self._keys.device)])
 
     def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
-        """Finishes the rows of `ended`, by slot, that have no tokens left, and asks how the others go on."""
+        """Finishes the rows of `ended` (by slot) that have reached their limit, and asks how the others go on."""
         out, width = self._out, self._params.max_new_tokens
         slots, rows = torch.tensor([list(ended), [row.index for row in ended.values()]], device=self._keys.device)
         # The host may have counted steps that a row no longer took.
@@ -323,12 +323,12 @@ class _SlotLoop:
             asked[slot] = Turn(row.index, response, mask, row.turn_start, stopped=stopped[i])
         self._count_turns(ended.values())
         self._finish(complete)
-        complete = []
+        ended_by_reply: list[_Row] = []
         for slot, turn in asked.items():
             reply = turns.handler.on_stop(turn)
             if not isinstance(reply, Pending):
-                complete += self._append_reply(slot, reply)
-        self._finish(complete)
+                ended_by_reply += self._append_reply(slot, reply)
+        self._finish(ended_by_reply)
 
     def _receive_replies(self, *, timeout: float) -> None:
         """Appends the replies that have come, or come within `timeout` seconds."""
@@ -342,7 +342,7 @@ class _SlotLoop:
         self._finish(complete)
 
     def _append_reply(self, slot: int, reply: Reply) -> list[_Row]:
-        """Appends the reply to the turn of the row in `slot`; returns the row if its response ends there."""
+        """Appends the reply to the turn of the row in `slot`; returns the row if its response ends there, else []."""
         row, width = self._between_turns[slot], self._params.max_new_tokens
         appended = check_reply(reply, row.index, self._model.config.get_text_config().vocab_size)
         if appended is not None:
@@ -376,6 +376,7 @@ def _compare_slots(model: PreTrainedModel) -> str | None:
     """Compares two prompts, a step and appended tokens in slots with plain passes over the rows."""
     vocabulary, device = model.config.get_text_config().vocab_size, model.device
     rows = [[(7 * i + 3 * j + 1) % vocabulary for j in range(length)] for i, length in enumerate((8, 5))]
+    # Of the prompts; the step reads the next token of each row, and the last pass the rest.
     lengths, cache = (5, 2), SlotCache(slots=2, columns=8)
     in_slots = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(lengths)])]
     tokens = torch.tensor([row[n] for row, n in zip(rows, lengths, strict=True)], device=device)

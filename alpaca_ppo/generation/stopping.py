@@ -37,14 +37,14 @@ def resolve_stop_tokens(
     and `extra_ids`. Raises ValueError if there are none.
     """
     configured = None if generation_config is None else generation_config.eos_token_id
-    found = {configured} if isinstance(configured, int) else set(configured or ())
-    found |= {*extra_ids, processing_class.eos_token_id} - {None}
-    if not found:
+    ids = {configured} if isinstance(configured, int) else set(configured or ())
+    ids |= {*extra_ids, processing_class.eos_token_id} - {None}
+    if not ids:
         raise ValueError(
             "eos_token_id is None in both the tokenizer and the model's generation config, so no response would ever "
             "stop; set processing_class.eos_token to the token that ends a response"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(ids))
 
 
 def resolve_turn_end(
@@ -52,10 +52,14 @@ def resolve_turn_end(
 ) -> int | None:
     """Returns the token with which the tokenizer's chat template ends a turn of the assistant, or None.
 
-    That is the first special or added token after a rendered answer: Phi-3's `<|end|>`, before the eos that follows
-    it. If the conversation ends with several such tokens, the eos among them, it is the first of these, so that tokens
-    of a section between answer and end of turn do not count (without an eos, they do). The pad token counts only if no
-    other follows. If the template writes none there, it is the token that starts the next turn, unless that is the bos.
+    That is a special or added token which the template writes after an answer:
+
+    - the first one, such as Phi-3's `<|end|>`, which precedes the eos;
+    - if the conversation ends with several that are not separated by words, the eos among them, the first of these:
+      earlier ones belong to a section between the answer and the end of the turn;
+    - the pad token only if there is no other;
+    - if there is none, the token that starts the next turn, unless that is the bos.
+
     None for a template that cannot render an answer, changes its text, or ends turns with plain text.
 
     `chat_template_kwargs` are further arguments of the template.
@@ -191,14 +195,13 @@ def token_bytes(processing_class: PreTrainedTokenizerBase, vocab_size: int) -> l
         ValueError: see `StopStrings`.
     """
     before: list[int] = processing_class("a", add_special_tokens=False)["input_ids"]
-    texts = _decoded(processing_class, [before, *([*before, token] for token in range(vocab_size))])
-    start = texts[0]
+    start, *rows = _decoded(processing_class, [before, *([*before, token] for token in range(vocab_size))])
     names = {token: name for name, token in processing_class.get_vocab().items()}
-    own = [text[len(start) :] if text.startswith(start) else _UNKNOWN for text in texts[1:]]
-    _check_concatenation(processing_class, before, start, own)
+    texts = [row[len(start) :] if row.startswith(start) else _UNKNOWN for row in rows]
+    _check_concatenation(processing_class, before, start, texts)
     return [
         _part_of_character(names.get(token, "")) if _UNKNOWN in text else text.encode()
-        for token, text in enumerate(own)
+        for token, text in enumerate(texts)
     ]
 
 
@@ -210,16 +213,17 @@ def _decoded(processing_class: PreTrainedTokenizerBase, rows: list[list[int]]) -
 def _check_concatenation(
     processing_class: PreTrainedTokenizerBase, before: list[int], start: str, texts: Sequence[str]
 ) -> None:
+    """Checks on some tokens that the text of a row is that of its tokens one after the other."""
     # Without parts of characters, which form characters together.
-    whole = [token for token, text in enumerate(texts) if _UNKNOWN not in text]
-    some = whole[:: max(1, len(whole) // _CHECKED_TOKENS)]
-    some += reversed(some)
-    expected = start + "".join(texts[token] for token in some)
-    (found,) = _decoded(processing_class, [[*before, *some]])
-    if found != expected:
+    with_text = [token for token, text in enumerate(texts) if _UNKNOWN not in text]
+    checked = with_text[:: max(1, len(with_text) // _CHECKED_TOKENS)]
+    checked += reversed(checked)
+    expected = start + "".join(texts[token] for token in checked)
+    (decoded,) = _decoded(processing_class, [[*before, *checked]])
+    if decoded != expected:
         raise ValueError(
             f"stop_strings: {type(processing_class).__name__} writes tokens in another way together than one after the "
-            f"other ({found!r} for {expected!r}), so it cannot be said which token completes a string; use "
+            f"other ({decoded!r} for {expected!r}), so it cannot be said which token completes a string; use "
             "truncate_tokens, or another tokenizer"
         )
 
@@ -252,7 +256,8 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
     for byte, child in children[0].items():
         steps[0, byte] = child
     # The longest proper suffix of each state's text that is also a state; shorter texts come first.
-    suffix, waiting = {child: 0 for child in children[0].values()}, deque(children[0].values())
+    suffix = dict.fromkeys(children[0].values(), 0)
+    waiting = deque(suffix)
     while waiting:
         state = waiting.popleft()
         if suffix[state] in complete:

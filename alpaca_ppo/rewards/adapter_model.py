@@ -31,9 +31,11 @@ class AdapterClassifier(nn.Module):
     ) -> None:
         super().__init__()
         config = read_reward_adapter(folder)
-        (weight,) = adapters.load(REWARD, "reward_adapter", folder, config, trainable=False).values()
+        # Loads the adapter onto the base, and returns the weights of the classifier's head, of which there is one.
+        (score_weight,) = adapters.load(REWARD, "reward_adapter", folder, config, trainable=False).values()
         self.adapters, self.padding_free = adapters, padding_free
-        self.score = nn.Parameter(weight.to(torch.float32), requires_grad=False)
+        self.score = nn.Parameter(score_weight.to(torch.float32), requires_grad=False)
+        # A copy, because the policy keeps its own settings.
         self.config: Any = adapters.model.config.__class__(**{**adapters.model.config.to_dict(), "num_labels": 1})
         self.config.name_or_path = folder
         if pad_token_id is not None:

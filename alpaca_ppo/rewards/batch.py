@@ -47,8 +47,8 @@ class RewardBatch:
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of a reward function by name, uncopied."""
-        own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
-        return own | self.columns
+        responses = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
+        return responses | self.columns
 
     def objects(self) -> dict[str, list[Any]]:
         """Returns the arguments that belong to the run and are never copied (`OF_EPISODES`)."""

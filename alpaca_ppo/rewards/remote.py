@@ -107,7 +107,7 @@ class RemoteReward:
                     for row_value in value if isinstance(value, list) else [value] * len(answer["rewards"]):
                         log_metric(name, row_value)
             if len(self.urls) > 1:
-                log_metric(f"{self.__name__}/failed_requests", sum(failed for _, failed in answers))
+                log_metric(f"{self.__name__}/failed_requests", sum(failed_servers for _, failed_servers in answers))
         return [reward for answer, _ in answers for reward in answer["rewards"]]
 
     async def _ask(self, body: bytes, completion_ids: list[list[int]], turn: int) -> tuple[dict[str, Any], int]:

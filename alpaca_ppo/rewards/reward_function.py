@@ -50,10 +50,10 @@ class FunctionReward:
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
         """Returns the function's arguments for `batch`; columns are copied, because it may change them."""
-        columns, objects = batch.arguments(), batch.objects()
+        columns = batch.arguments()
         accepted, _, takes_any = self.parameters
         wanted = {*accepted, "environments", *columns} if takes_any else {*accepted}
-        uncopied = {name: value for name, value in (self.context | objects).items() if name in wanted}
+        uncopied = {name: value for name, value in (self.context | batch.objects()).items() if name in wanted}
         return uncopied | {name: [copied(v) for v in values] for name, values in columns.items() if name in wanted}
 
 
@@ -77,15 +77,17 @@ def call_functions(
     failure_handling: FailureHandling,
     on_source: Callable[[str], Any] = lambda name: None,
 ) -> list[Any]:
-    """Returns what each function returned for `batch`, unchecked. Only a function that raises is called again; after
-    the last retry on each row separately, to find the rows at fault. With `mask_rows`, a `RowFailure` takes the place
-    of their scores.
+    """Returns what each function returned for `batch`, unchecked.
+
+    Functions that raise are called again, those that succeed are not. If a function still raises in the last attempt,
+    it is called for each row separately to find the rows at fault. With `mask_rows`, a `RowFailure` then takes the
+    place of their scores.
 
     `on_source` is called with the name of a source before its calls.
 
     Raises:
-        RewardError: without `mask_rows`, if a function raises: chained to its exception, naming the first row that
-            raises. Also if a call for a single row does not return one score.
+        RewardError: without `mask_rows`, if a function raises in all attempts; it is chained to the exception and names
+            the first row for which the function raises. Also if a call for a single row does not return one score.
     """
 
     def call(source: FunctionReward, keywords: dict[str, Any]) -> Any:
@@ -109,16 +111,18 @@ def call_functions(
 
 
 def _call_on_rows(
-    source: FunctionReward, batch: RewardBatch, raised: BaseException, failure_handling: FailureHandling
+    source: FunctionReward, batch: RewardBatch, error: BaseException, failure_handling: FailureHandling
 ) -> list[Any]:
-    """Calls `source` on each row, after the last call with the whole batch has `raised`."""
+    """Calls `source` for each row, after its last call with the whole batch has raised `error`; returns a score or a
+    `RowFailure` for each row. Without `mask_rows` it always raises, after it has found the first row at fault.
+    """
     rows = [batch.row(i) for i in range(len(batch))]
     outcomes = _call_all([partial(source.function, **source.keywords(row)) for row in rows])
     if not failure_handling.mask_rows:
         first = next((i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)), None)
         retries = failure_handling.retries
         attempts = f" in the last of {retries + 1} attempts" if retries else ""
-        raise RewardError(source.name, f"raised {type(raised).__name__}: {raised}{attempts}", batch, first) from raised
+        raise RewardError(source.name, f"raised {type(error).__name__}: {error}{attempts}", batch, first) from error
     scores: list[Any] = []
     for i, outcome in enumerate(outcomes):
         if isinstance(outcome, BaseException):
@@ -224,6 +228,6 @@ def merged(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[flo
     """Adds up [sum, number] of each name over `parts`, such as those of all ranks."""
     totals = {}
     for name in sorted({name for part in parts for name in part}):
-        found = [part[name] for part in parts if name in part]
-        totals[name] = [math.fsum(total for total, _ in found), sum(number for _, number in found)]
+        pairs = [part[name] for part in parts if name in part]
+        totals[name] = [math.fsum(total for total, _ in pairs), sum(number for _, number in pairs)]
     return totals

@@ -235,17 +235,7 @@ def build_model_reward(
             tokenizer.
     """
     origin, name = _origin(source), model_name(source)
-    if isinstance(source, str):
-        field = "reward_model_name_or_path (or an entry of reward_funcs, whose functions are module:function)"
-        model_folder(field, source, part=None, writes_text=False)
-        if is_adapter(source):
-            raise ValueError(
-                f"{field} is {source!r}, an adapter and not a full model; pass it as reward_adapter, or merge it into "
-                "its base"
-            )
-        remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
-        options: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}
-        source = load_complete(AutoModelForSequenceClassification, source, **options)
+    model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
     if tokenizer is None:
         remedy = "pass one in reward_processing_classes"
         if not origin:
@@ -253,7 +243,21 @@ def build_model_reward(
         problem = f"reward model {origin!r} has no tokenizer in its folder"
         with remote_code(origin, trust=trust_remote_code), loading(problem, origin, remedy):
             tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
-    return ModelReward(source, tokenizer, name=name, batch_size=batch_size, padding_free=padding_free)
+    return ModelReward(model, tokenizer, name=name, batch_size=batch_size, padding_free=padding_free)
+
+
+def _load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Loads the classifier in `folder`, or of this hub id; raises ValueError as `build_model_reward` does."""
+    field = "reward_model_name_or_path (or an entry of reward_funcs, whose functions are module:function)"
+    model_folder(field, folder, part=None, writes_text=False)
+    if is_adapter(folder):
+        raise ValueError(
+            f"{field} is {folder!r}, an adapter and not a full model; pass it as reward_adapter, or merge it into its "
+            "base"
+        )
+    remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
+    options: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}
+    return load_complete(AutoModelForSequenceClassification, folder, **options)
 
 
 def model_name(source: Any) -> str:

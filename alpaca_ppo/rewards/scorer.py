@@ -137,7 +137,7 @@ class RewardScorer:
         scores, failures = self._check(raw, batch)
         self.failures += failures.values()
         by_source = {
-            name: torch.tensor([_sequence_score(of_row[i]) for of_row in scores], dtype=torch.float32)
+            name: torch.tensor([_sequence_score(row_scores[i]) for row_scores in scores], dtype=torch.float32)
             for i, name in enumerate(self.names)
         }
         lengths = [len(ids) for ids in batch.completion_ids]
@@ -147,30 +147,33 @@ class RewardScorer:
         """Returns the scores by row and source, None in failed rows, and the failures by row."""
         scores: list[list[RowScore]] = []
         failures: dict[int, RowFailure] = {}
+        by_source = list(zip(self.names, raw, strict=True))
         for row in range(len(batch)):
             try:
-                found = [check_row(name, column[row], batch, row) for name, column in zip(self.names, raw, strict=True)]
-                if not self.measures and all(score is None for score in found):
+                row_scores = [check_row(name, column[row], batch, row) for name, column in by_source]
+                if not self.measures and all(score is None for score in row_scores):
                     problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
                     raise RowFailure(", ".join(self.names), problem, batch, row)
             except RowFailure as failure:
                 if not self.failure_handling.mask_rows:
                     raise
-                failures[row], found = failure, [None] * len(raw)
-            scores.append(found)
+                failures[row] = failure
+                row_scores = [None] * len(raw)
+            scores.append(row_scores)
         return scores, failures
 
     def _weighted_sum(self, scores: list[list[RowScore]], lengths: list[int]) -> Tensor:
-        per_token = any(isinstance(score, list) for of_row in scores for score in of_row)
-        total = torch.zeros(len(lengths), max([1, *lengths]) if per_token else 1, dtype=torch.float64)
-        for row, of_row in enumerate(scores):
-            for weight, score in zip(self.weights, of_row, strict=True):
+        """Returns `RewardResult.rewards` from scores by row and source, and the number of tokens of each row."""
+        any_per_token = any(isinstance(score, list) for row_scores in scores for score in row_scores)
+        total = torch.zeros(len(lengths), max([1, *lengths]) if any_per_token else 1, dtype=torch.float64)
+        for row, row_scores in enumerate(scores):
+            for weight, score in zip(self.weights, row_scores, strict=True):
                 if isinstance(score, list):
                     total[row, : len(score)] += weight * torch.tensor(score, dtype=torch.float64)
                 elif score is not None:
-                    last = max(lengths[row] - 1, 0) if per_token else 0
+                    last = max(lengths[row] - 1, 0) if any_per_token else 0
                     total[row, last] += weight * score
-        return (total if per_token else total[:, 0]).float()
+        return (total if any_per_token else total[:, 0]).float()
 
     def to(self, device: torch.device | str) -> "RewardScorer":
         """Moves the reward models to `device`; returns itself."""

@@ -58,8 +58,10 @@ class VLLMBackend(Backend):
         self.servers: list[Server] = []
         self._local: LocalServer | None = None
         self._publications = 0
-        # What `_prepare` finds out; `_writes`: whether this process writes the files.
-        self._writes, self._folder, self._dtype, self._lora_rank = True, Path(), torch.float32, 0
+        # Set by `_prepare`. The first process of a machine writes the files.
+        self._writes, self._folder = True, Path()
+        self._dtype, self._lora_rank = torch.float32, 0
+        # Removes the folder when this process ends.
         self._guard: ServerProcess | None = None
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:
@@ -91,7 +93,7 @@ class VLLMBackend(Backend):
     def _prepare(self, policy: Policy) -> None:
         """Makes the folder of the weights and the servers. All ranks must call this."""
         files.check_policy(policy)
-        args, state, device = self.args, PartialState(), policy.model.device
+        args, state = self.args, PartialState()
         self._dtype = getattr(torch, args.vllm_dtype or ("bfloat16" if args.bf16 else str(policy.model.dtype)[6:]))
         if policy.adapters is not None:
             config = policy.adapters.config_of(POLICY)
@@ -100,8 +102,8 @@ class VLLMBackend(Backend):
         remote = any(urlsplit(url).hostname not in _THIS_MACHINE for url in self._urls)
         machines = gather_list("" if remote else platform.node(), state)
         peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
-        place = peers.index(state.process_index)
-        self._writes = place == 0
+        local_rank = peers.index(state.process_index)
+        self._writes = local_rank == 0
         with raise_on_all_ranks(state):
             if self._writes:
                 output_dir = Path(args.output_dir).absolute()
@@ -113,12 +115,12 @@ class VLLMBackend(Backend):
         if self._urls:
             # Each process sends its first prompt to another server.
             servers = deque(map(Server, self._urls))
-            servers.rotate(-place)
+            servers.rotate(-local_rank)
             self.servers = list(servers)
             with raise_on_all_ranks(state):
                 together(server.check(self._folder, lora=self._lora_rank > 0) for server in servers)
         else:
-            self._local = LocalServer(args, self._folder, self._dtype, self._lora_rank, device)
+            self._local = LocalServer(args, self._folder, self._dtype, self._lora_rank, policy.model.device)
             self.servers = [self._local]
 
     def _load(self, new: Publication) -> None:

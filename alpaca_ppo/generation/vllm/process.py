@@ -35,7 +35,12 @@ _CONSEQUENCE = re.compile("EngineDeadError|root cause|Engine core initialization
 
 
 def check_options(args: PPOConfig) -> None:
-    """Raises ValueError for options that start no server of a tested version, or a flag that the run sets itself."""
+    """Checks the options of a server that the run starts itself.
+
+    Raises:
+        ValueError: if `vllm_python` is missing, cannot be run or has no vLLM of a tested version, or `vllm_args` has a
+            flag that the run sets itself.
+    """
     python, remedy = args.vllm_python, "alpaca-ppo vllm-env DIR makes one"
     if python is None:
         raise ValueError("vllm_python and vllm_urls are null, but generation_backend vllm needs one; see docs/vllm.md")
@@ -92,18 +97,26 @@ def environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 class ServerProcess:
-    """A server, whose output goes to `log`, and the watchdog that ends it with this process, and then removes
-    `folders`. An empty `command` starts the watchdog alone. `variables` are added to the environment of this process.
+    """The process of a server, started on construction under a watchdog. When this process ends, however it does, the
+    watchdog ends the server and removes `folders`; `stop` does the same at once.
+
+    Args:
+        command: of the server; if empty, only the watchdog is started, to remove the folders.
+        variables: added to the environment variables of this process.
+        log: the file to which the output is appended.
+        folders: to be removed.
     """
 
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str], log: Path, folders: Sequence[Path]
     ) -> None:
-        self._log, self._log_start = log, log.stat().st_size if log.exists() else 0
-        lists = [json.dumps([str(folder) for folder in folders]), json.dumps(list(command))]
+        self._log = log
+        # Where the output of this server begins, after that of earlier ones.
+        self._log_start = log.stat().st_size if log.exists() else 0
+        watchdog_args = [str(os.getpid()), json.dumps([str(folder) for folder in folders]), json.dumps(list(command))]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-S", watchdog.__file__, str(os.getpid()), *lists],
+                [sys.executable, "-S", watchdog.__file__, *watchdog_args],
                 env=environment(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -114,7 +127,7 @@ class ServerProcess:
         self.stop = weakref.finalize(self, _stop, self._process, os.getpid(), list(folders))
 
     def ends(self, within: float = 20.0) -> bool:
-        """Whether the server no longer runs, or ends `within` seconds."""
+        """Whether the server has ended; waits for that up to `within` seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(within)
         return self._process.returncode is not None
@@ -130,11 +143,13 @@ class ServerProcess:
                 raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
 
     def reason(self) -> str:
-        """Its exit status, and the last error in its log that is no consequence of another."""
+        """Why the server has ended, for which this waits: its exit status, and the last error in its log that is no
+        consequence of another.
+        """
         status = self._process.wait()
         ending = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
         text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
-        errors = [found[1] for line in text.splitlines() if (found := _ERROR.search(line))]
+        errors = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
         causes = [error for error in errors if not _CONSEQUENCE.search(error)] or errors
         message = causes[-1] if causes else " ".join(text.split()[-30:])
         return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"

@@ -27,14 +27,19 @@ _MOST_REQUESTS = 256
 _WAIT = 0.05
 # Seconds until a request that has failed is made again.
 RETRY_DELAYS = (0.5, 2.0, 8.0)
-# Tokens of a request where the server, which knows stop tokens alone, would sample beyond the end of a turn.
+# The most tokens of a request if something else than stop tokens may end a turn. The server knows only stop tokens, and
+# samples these many tokens even if the turn ends earlier.
 _PIECE = 64
 
 
 @dataclass
 class _Row:
-    """A response so far; `chosen` counts the policy's tokens in earlier turns, `failures` those of its request, and
-    `matched` is the state of `StopStrings.advance`.
+    """A response so far.
+
+    Attributes:
+        chosen: how many tokens the policy chose in earlier turns.
+        failures: how often the current request has failed.
+        matched: the state of `StopStrings.advance`.
     """
 
     index: int

@@ -26,8 +26,11 @@ _NOT_FINITE = -9999.0
 
 @dataclass(frozen=True)
 class Publication:
-    """Weights as files: the folder of a whole model, which is the policy or the base of its `adapter`, and that of the
-    adapter.
+    """A version of the policy's weights as files.
+
+    Attributes:
+        model: the folder of a whole model: the policy, or, with an `adapter`, its base.
+        adapter: the folder of the policy's adapter, if it has one.
     """
 
     version: str
@@ -160,20 +163,20 @@ class Server:
         model = self._model if self.loaded.adapter is None else self.loaded.version
         body = {"model": model, "token_ids": tokens, "sampling_params": params}
         max_bytes = 2**20 + 2048 * params["max_tokens"]
-        found = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
+        answer = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
         try:
-            return _parsed(found, params, self.loaded.version)
+            return _parsed(answer, params, self.loaded.version)
         # Whatever is missing, or of another type.
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise ValueError(f"the vLLM server at {self.name} gave a wrong answer: {error_text(error)}") from error
 
 
-def _parsed(found: Any, params: dict[str, Any], version: str) -> tuple[list[int], list[float]]:
-    """The tokens and log-probs of an answer; raises ValueError if it does not fit a request with `params` to weights of
-    `version`, other errors for another form.
+def _parsed(answer: Any, params: dict[str, Any], version: str) -> tuple[list[int], list[float]]:
+    """The tokens and log-probs of an answer to a request with `params`. Raises ValueError if it does not fit the
+    request or is not of the weights `version`, and other errors if a field is missing or of another type.
     """
     most, stops = params["max_tokens"], params["stop_token_ids"]
-    (choice,) = found["choices"]
+    (choice,) = answer["choices"]
     tokens = [int(token) for token in choice["token_ids"]]
     entries = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
     versions = sorted({str(span["version"]) for span in choice["weight_versions"]})

@@ -22,7 +22,9 @@ _END_SECONDS = 10.0
 
 
 def watch(parent: int, folders: list[str], command: list[str]) -> int:
-    """Returns the exit status of the server that `command` starts."""
+    """Runs `command`, and ends the whole session when that or `parent` has ended; in the second case, also removes
+    `folders`. Returns the exit status of the command.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL) if command else None
@@ -50,15 +52,16 @@ def end_session(leader: int) -> None:
 
 def _others(leader: int) -> list[int]:
     """The other live processes of the session, except Python's tracker of shared memory, which ends after them."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
             # After the name, which may hold blanks: state, parent, group, session.
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            others = int(session) == leader != int(folder.name) and state != "Z"
-            if others and b"resource_tracker" not in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+            # Z is a zombie.
+            is_other = int(session) == leader != int(folder.name) and state != "Z"
+            if is_other and b"resource_tracker" not in (folder / "cmdline").read_bytes():
+                processes.append(int(folder.name))
+    return processes
 
 
 if __name__ == "__main__":

@@ -37,9 +37,14 @@ def check_policy(policy: Policy) -> None:
 
 
 def make_folder(shared: Path | None, size: int) -> Path:
-    """Returns a new folder with room for two versions of `size` bytes: in memory, on disk if that is full, or in
-    `shared`, which servers on other machines see. It has an empty file of weights, by which `Server.check` finds out
-    whether a server sees it. Raises ValueError if there is no room.
+    """Makes a folder with room for two versions of `size` bytes, and returns it.
+
+    It is made in `shared`, a folder that servers on other machines see, or, if that is None, in memory or else in the
+    folder for temporary files. In it is a file without weights, which `Server.check` lets a server load to see whether
+    the server finds the folder.
+
+    Raises:
+        ValueError: if there is no room.
     """
     places = [MEMORY, Path(tempfile.gettempdir())] if shared is None else [shared]
     room = {place: shutil.disk_usage(place).free for place in places if place.is_dir()}
@@ -49,7 +54,7 @@ def make_folder(shared: Path | None, size: int) -> Path:
             save_file({}, str(folder / SAFE_WEIGHTS_NAME))
             return folder
     raise ValueError(
-        f"vLLM reads the policy's weights from files, two versions of which have {2 * size} bytes, but there are "
+        f"no room for files of the policy's weights: two versions have {2 * size} bytes, but there are "
         + " and ".join(f"{free} in {place}" for place, free in room.items())
         + "; free some, or give the container more shared memory (--shm-size)"
     )
@@ -59,8 +64,8 @@ def bytes_of(policy: Policy, dtype: torch.dtype) -> int:
     """The bytes of the policy's model in `dtype`, with a tied head, which may be written."""
     # The policy's own parameters may be shards.
     with torch.device("meta"):
-        whole = type(policy.model)(policy.model.config)
-    return sum(tensor.numel() for _, tensor in whole.named_parameters(remove_duplicate=False)) * dtype.itemsize
+        model = type(policy.model)(policy.model.config)
+    return sum(tensor.numel() for _, tensor in model.named_parameters(remove_duplicate=False)) * dtype.itemsize
 
 
 def write_model(folder: Path, policy: Policy, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -89,7 +94,9 @@ def write_adapter(folder: Path, policy: Policy, tensors: dict[str, Tensor]) -> N
 
 
 def copied(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
-    """Reads all `weights`; returns copies on the CPU if `keep`, floating-point ones as `dtype`."""
+    """Takes all `weights`, as every process must; returns copies on the CPU, with floating-point ones as `dtype`, or
+    nothing unless `keep`.
+    """
     copies: dict[str, Tensor] = {}
     for name, tensor in weights:
         if keep:
