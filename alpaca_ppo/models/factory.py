@@ -43,14 +43,15 @@ def build_actor_critic(
             for no critic.
         value_model: a `Critic`, or a causal language model of any size or a sequence classifier with one label, from
             which the critic takes the backbone, and the `score` if the head can start from it; not copied.
-        head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
+        head: called with the hidden size, returns the critic's head: a head's class, or a `functools.partial` of one.
 
     Raises:
-        ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head.
+        ValueError: if `value_model` is given in a layout other than `separate`, or is a `Critic` with another head.
     """
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(
-            f"a value model is given, but critic_layout is {critic_layout!r}; leave it out, or set that to separate"
+            f"a value model is given, but critic_layout is {critic_layout!r}; leave the value model out, or "
+            "set critic_layout to separate"
         )
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     if critic_layout is None:

@@ -161,8 +161,8 @@ def load_processing_class(
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
-    """Checks that a row of `lengths` tokens (by the option that sets each part) fits the model (`owner` in errors) of
-    `config`, a configuration of transformers.
+    """Checks that a row fits a model. `lengths` has the tokens of each part of the row, by the option that sets it;
+    `config` is the model's configuration of transformers, and `owner` its name in errors.
 
     With the rope types `longrope` and `dynamic` the frequencies depend on the longest row of the batch at the time of
     the pass (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so a longer row
@@ -207,7 +207,8 @@ def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
 
 def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:
     """Raises a `ValueError` if the tokenizer (`owner` in errors) has a token without an embedding in `model`."""
-    embeddings, added = int(model.config.get_text_config().vocab_size), tokenizer.added_tokens_decoder
+    embeddings = int(model.config.get_text_config().vocab_size)
+    added = tokenizer.added_tokens_decoder
     in_use = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     for token, i in tokenizer.get_vocab().items():
         # The last token of Gemma 3's tokenizer represents an image; its text-only models have no embedding for it.
