@@ -129,8 +129,7 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
     """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it. Raises as
     `verify_files`, and a ValueError for weights of other models.
     """
-    saved = read_weights(folder)
-    targets = actor_critic.state_dict()
+    saved, targets = read_weights(folder), actor_critic.state_dict()
     # Frozen weights are not saved, and the model may have been loaded in another type.
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     target_shapes = {name: tuple(tensor.shape) for name, tensor in targets.items() if name in saved}

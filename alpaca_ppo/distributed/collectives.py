@@ -122,8 +122,7 @@ def gather_rows(
         local = torch.arange(len(next(iter(part.values()))))
         prompt, sample = local // samples_per_prompt, local % samples_per_prompt
         places.append((prompt * len(gathered) + rank) * samples_per_prompt + sample)
-    order = torch.cat(places).argsort()
-    nonempty = list(parts.values())
+    order, nonempty = torch.cat(places).argsort(), list(parts.values())
     for key, first in nonempty[0].items():
         if any(part[key].shape[1:] != first.shape[1:] for part in nonempty):
             shapes = ", ".join(str(tuple(part[key].shape)) for part in nonempty)

@@ -113,7 +113,6 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
         "gradient_clipping": args.max_grad_norm,
     }
     zero: dict[str, Any] = dict(config.get("zero_optimization", {}))
-    bf16: dict[str, Any] = dict(config.get("bf16", {}))
     given = {name: config.get(name, "auto") for name in ours}
     given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
     for name, expected in {**ours, "bf16.enabled": args.bf16, "fp16.enabled": False}.items():
@@ -134,7 +133,7 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     zero |= {name: value for name, value in automatic.items() if zero.get(name) == "auto"}
-    bf16 |= {"enabled": args.bf16, "check_grad_overflow": args.bf16}
-    # torch's optimizer, even if its state is offloaded.
+    bf16 = {**config.get("bf16", {}), "enabled": args.bf16, "check_grad_overflow": args.bf16}
+    # Keeps torch's optimizer, even if its state is offloaded.
     optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     return {**config, **ours, "zero_optimization": zero, "bf16": bf16, **optimizer}

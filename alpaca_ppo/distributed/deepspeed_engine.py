@@ -119,14 +119,13 @@ class DeepSpeedEngine(Engine):
 
         if isinstance(model, Policy):
             self._samplers[model] = Sampler(model.model, self.accelerator.device)
-        zero_config = dict(self.config["zero_optimization"])
-        zero_config.pop("offload_optimizer", None)
+        zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         if offload:
-            zero_config["offload_param"] = {"device": "cpu"}
+            zero["offload_param"] = {"device": "cpu"}
         # DeepSpeed's bf16 casts all parameters. Float32 adapters on a bfloat16 base must not be rounded, because those
         # of the policy are not.
         bf16 = all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero_config, "bf16": {"enabled": bf16}}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": bf16}}
         engine, *_ = deepspeed.initialize(model=model, config=config)
         self._frozen_optimizers.append(engine.optimizer)
         if isinstance(model, Policy):

@@ -44,8 +44,7 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
         )
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     offloads = [(zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")]
-    optimizer, weights = offloads
-    return Sharding(processes, file_stage, bucket, offload_optimizer=optimizer, offload_weights=weights)
+    return Sharding(processes, file_stage, bucket, offload_optimizer=offloads[0], offload_weights=offloads[1])
 
 
 @dataclass
@@ -150,7 +149,7 @@ def _held_by_zero(measured: Measured, weights: float, sharding: Sharding, args: 
     backward = {1: measured.gradients + share + 2 * bucket, 2: 2 * share + 4 * bucket, 3: gradients}[stage]
     # The step reads gradients in float32. The state is two moments and a master copy, all in float32.
     step = gradients + share * (stage < 3) + 4 * elements / sharding.processes
-    held = _Held(weights, 12 * elements / sharding.processes, gradients, backward_gradients=backward, step_gradients=step)
+    held = _Held(weights, 12 * elements / sharding.processes, gradients, backward, step_gradients=step)
     if sharding.offload_optimizer and not args.use_cpu:
         held.on_host = held.optimizer + share
         held.optimizer = 0.0

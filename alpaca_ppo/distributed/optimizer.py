@@ -148,8 +148,7 @@ class _Groups(Optimizer):
     """The groups of `optimizer` that hold `part`, for a schedule that sets their learning rates; updates nothing."""
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Part], part: Part) -> None:
-        self._optimizer = optimizer
-        self._indices = [i for i, part_of_group in enumerate(parts) if part_of_group == part]
+        self._optimizer, self._indices = optimizer, [i for i, group_part in enumerate(parts) if group_part == part]
         self.defaults = optimizer.defaults
 
     @property

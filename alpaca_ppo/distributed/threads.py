@@ -10,7 +10,6 @@ import math
 import os
 import platform
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -18,14 +17,6 @@ from accelerate import Accelerator
 from accelerate.utils import get_cpu_distributed_information
 
 from alpaca_ppo.distributed.collectives import gather_list
-
-
-class _Cores(NamedTuple):
-    """What a rank knows of the cores of its machine."""
-
-    machine: str
-    allowed: set[int]
-    busy: frozenset[int]
 
 
 def limit_threads(accelerator: Accelerator) -> None:
@@ -39,10 +30,11 @@ def limit_threads(accelerator: Accelerator) -> None:
     # No rank measures while another one still computes.
     accelerator.wait_for_everyone()
     busy_here = frozenset() if keep else busy_cores()
-    everywhere = [_Cores(*there) for there in gather_list((platform.node(), cores, busy_here), accelerator)]
-    ranks = [rank for rank, there in enumerate(everywhere) if there.machine == platform.node()]
-    allowed = set().union(*(everywhere[rank].allowed for rank in ranks))
-    busy = set().union(*(everywhere[rank].busy for rank in ranks))
+    everywhere = gather_list((platform.node(), cores, busy_here), accelerator)
+    machines, cores_by_rank, busy_by_rank = zip(*everywhere, strict=True)
+    ranks = [rank for rank, machine in enumerate(machines) if machine == platform.node()]
+    allowed = set().union(*(cores_by_rank[rank] for rank in ranks))
+    busy = set().union(*(busy_by_rank[rank] for rank in ranks))
     usable = math.ceil(min(len(allowed), cpu_quota()))
     idle = len(allowed - busy)
     share = max(1, min(len(cores - busy), min(usable, idle) // len(ranks)))

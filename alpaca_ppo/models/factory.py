@@ -50,8 +50,7 @@ def build_actor_critic(
     """
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(
-            f"a value model is given, but critic_layout is {critic_layout!r}; leave the value model out, or "
-            "set critic_layout to separate"
+            f"value_model is given, but critic_layout is {critic_layout!r}; leave value_model out, or choose separate"
         )
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     if critic_layout is None:

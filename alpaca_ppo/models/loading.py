@@ -207,8 +207,7 @@ def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
 
 def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:
     """Raises a `ValueError` if the tokenizer (`owner` in errors) has a token without an embedding in `model`."""
-    embeddings = int(model.config.get_text_config().vocab_size)
-    added = tokenizer.added_tokens_decoder
+    embeddings, added = int(model.config.get_text_config().vocab_size), tokenizer.added_tokens_decoder
     in_use = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     for token, i in tokenizer.get_vocab().items():
         # The last token of Gemma 3's tokenizer represents an image; its text-only models have no embedding for it.

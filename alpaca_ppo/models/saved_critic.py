@@ -135,8 +135,7 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
         else:
             start = load_sequence_classifier(source, **options)
         config = start.config
-    vocabulary = config.get_text_config().vocab_size
-    needed = policy.config.get_text_config().vocab_size
+    vocabulary, needed = config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
     # Larger is fine: models of one tokenizer pad their embeddings differently.
     if vocabulary < needed:
         raise ValueError(
