@@ -218,7 +218,7 @@ class DeepSpeedEngine(Engine):
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:
-        """Links parameters to their optimizer state; stages 1 and 2 did so when only the first group had any."""
+        """Links parameters to their optimizer state. Stages 1 and 2 did so when only the first group had one."""
         if self.stage != 3:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -235,7 +235,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _register_head_use(module: nn.Module, policy: Policy) -> None:
-    """Makes DeepSpeed gather the head's parameters in the forward pass of `module`, which reads them itself."""
+    """Makes DeepSpeed gather the head's parameters for the forward pass of `module`, which does not call the head."""
     import deepspeed
 
     for parameter in policy.head.parameters():

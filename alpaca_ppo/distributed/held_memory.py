@@ -49,8 +49,8 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
 
 @dataclass
 class Measured:
-    """Bytes of a run's models and passes on one device that shards nothing: passes without KV cache, and the backward
-    pass without gradients.
+    """Bytes of a run's models and passes on one device that shards nothing. Those of passes leave out the KV cache, and
+    those of the backward pass the gradients.
     """
 
     weights: dict[str, float]  # of policy, critic, reference, reward0, reward1 and so on
@@ -98,7 +98,7 @@ class _Held:
 
 
 def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[list[PhaseMemory], float]:
-    """The peak of each phase on one device, in the order of PHASES; and the bytes in host memory instead."""
+    """The peak of each phase on one device, in the order of PHASES; and the bytes offloaded to host memory."""
     offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
     reference = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
     weights = sum(measured.weights.values()) - reference

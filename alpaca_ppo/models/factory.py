@@ -136,7 +136,7 @@ def make_actor_critic(
 def _check_actor_critic(
     model: ActorCritic, value_model: Any, peft_config: Any, make_head: Callable[[int], CriticHead], args: PPOConfig
 ) -> None:
-    """Checks that `model` is what `args` describe, and that nothing that it holds is given as well."""
+    """Checks that `model` is what `args` describe, and that no argument gives what it already holds."""
     parts = {"peft_config": peft_config, "value_model": value_model}
     parts["init_value_with_reward"] = args.init_value_with_reward or None
     if given := [name for name, value in parts.items() if value is not None]:
