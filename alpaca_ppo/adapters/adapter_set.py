@@ -57,8 +57,8 @@ class AdapterSet:
             checks.restore_requires_grad(flags)
 
     def add(self, name: str, config: LoraConfig, *, trainable: bool) -> None:
-        """Adds an adapter `name`, initialized by PEFT (to a product of zero), in place of one that a run added. PEFT
-        may modify `config`.
+        """Adds an adapter `name`, which PEFT initializes to a product of zero; it replaces one of this name that an
+        earlier run added. PEFT may modify `config`.
 
         Raises:
             ValueError: when the model has an adapter of this name that was not added by a run.
@@ -87,13 +87,13 @@ class AdapterSet:
         try:
             # Again, because PEFT may have resolved older layer names to parameters of experts of this base.
             lora_config(config, f"{field} {folder}")
-            given = {key: value for key, value in tensors.items() if not is_head(key)}
-            if different := sorted(set(get_peft_model_state_dict(self.peft, adapter_name=name)) ^ set(given)):
+            weights = {key: value for key, value in tensors.items() if not is_head(key)}
+            if different := sorted(set(get_peft_model_state_dict(self.peft, adapter_name=name)) ^ set(weights)):
                 raise ValueError(
                     f"the adapter in {folder} does not fit {type(self.model).__name__}: missing or unexpected weights: "
                     f"{', '.join(different[:3])}; use an adapter of this base"
                 )
-            set_peft_model_state_dict(self.peft, given, adapter_name=name)
+            set_peft_model_state_dict(self.peft, weights, adapter_name=name)
         except ValueError:
             self.peft.delete_adapter(name)
             raise
@@ -186,7 +186,7 @@ def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_train
         peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=is_trainable)
     # Loading translates the names of an older PEFT, and only then the layers of experts show as parameters.
     lora_config(peft.peft_config[POLICY], field)
-    # PEFT only warns of these, and starts them at random.
+    # PEFT only warns of missing weights, and initializes them at random.
     if missing := sorted(set(get_peft_model_state_dict(peft, adapter_name=POLICY)) - set(weight_shapes(field, folder))):
         raise ValueError(f"{field} lacks weights of its adapter_config.json: {', '.join(missing[:3])}; save it again")
     return peft
@@ -207,7 +207,7 @@ def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
     checks.check_head(adapters.model, config)
     checks.check_active_adapter(POLICY, peft)
     checks.raise_precision(peft)
-    # Of an earlier trainer on the same model; this run starts from the policy it left.
+    # Those of an earlier trainer on the same model; this run starts from the policy that it trained.
     checks.delete_owned_adapters((VALUE, REWARD, REFERENCE), peft)
     # Training starts from this adapter: the base with adapters switched off would not do as the reference.
     adapters.copy(POLICY, REFERENCE)

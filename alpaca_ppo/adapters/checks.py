@@ -25,9 +25,10 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
             parameters of experts. `model` is restored then, unless PEFT itself failed.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    kind, whole = type(model).__name__, sorted(config.modules_to_save or ())
-    wanted = [] if isinstance(config.target_modules, str | None) else sorted(config.target_modules)
-    problem = f"target_modules (--lora_target_modules) is {wanted or config.target_modules}"
+    kind = type(model).__name__
+    modules = sorted(config.modules_to_save or ())
+    target_modules = [] if isinstance(config.target_modules, str | None) else sorted(config.target_modules)
+    problem = f"target_modules (--lora_target_modules) is {target_modules or config.target_modules}"
     remedy = f"name linear layers ({_linear(model)}), or leave it out for every linear layer"
     try:
         # A copy, because PEFT writes resolved names into the configuration, which the user may reuse.
@@ -40,10 +41,10 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
     # On mixtures of experts PEFT maps all-linear, and layer names from before transformers 5, to expert parameters.
     if reached := sorted(peft.peft_config["default"].target_parameters or ()):
         fault = f"{problem}, which adapts the parameters {reached} of experts of {kind} or of their router; {remedy}"
-    elif lost := [name for name in wanted if not any(f".{key}".endswith(f".{name}") for key in adapted)]:
-        fault = f"{problem}, but {kind} has no layers {lost} that PEFT can adapt; {remedy}"
-    elif lost := [name for name in whole if not any(key.endswith(name) for key in saved)]:
-        fault = f"modules_to_save is {whole}, but {kind} has no layers {lost}; correct the names, or leave them out"
+    elif absent := [name for name in target_modules if not any(f".{key}".endswith(f".{name}") for key in adapted)]:
+        fault = f"{problem}, but {kind} has no layers {absent} that PEFT can adapt; {remedy}"
+    elif absent := [name for name in modules if not any(key.endswith(name) for key in saved)]:
+        fault = f"modules_to_save is {modules}, but {kind} has no layers {absent}; correct the names, or leave them out"
     if fault is not None:
         remove_adapter(peft, flags)
         raise ValueError(fault)

@@ -31,7 +31,7 @@ _PLAIN_FIELDS = set(
     "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
 )
 _NAMES = list | set
-# Of entries of an adapter's configuration that PEFT does not check.
+# The types of entries of an adapter's configuration, which PEFT does not check.
 _ENTRY_TYPES: dict[str, Any] = {
     **dict.fromkeys(("base_model_name_or_path", "task_type"), str),
     **dict.fromkeys(("modules_to_save", "target_parameters"), _NAMES),
@@ -142,12 +142,13 @@ def read_reward_adapter(name: str) -> LoraConfig:
             f"reward_adapter {name} has modules_to_save {layers} beside its score head; train without them"
         )
     heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
-    if [(len(shape), *shape[:1]) for shape in heads.values()] != [(2, 1)]:
+    if [len(shape) == 2 and shape[0] == 1 for shape in heads.values()] != [True]:
         raise ValueError(
             f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
             "alpaca-ppo reward --use_peft"
         )
-    config.modules_to_save, config.task_type, config.inference_mode = None, None, True
+    config.modules_to_save = config.task_type = None
+    config.inference_mode = True
     config.lora_dropout = 0.0
     return config
 
@@ -178,7 +179,7 @@ def weights_file(field: str, name: str) -> Path:
     """
     path = Path(name) / WEIGHTS
     if not Path(name).exists():
-        # What is missing is reported below, as for a folder.
+        # A file that is missing is reported below, as for a folder.
         with suppress(EntryNotFoundError, HfHubHTTPError):
             path = Path(hf_hub_download(name, WEIGHTS))
     if not path.is_file():
@@ -207,6 +208,7 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
     for key, shape in weight_shapes(field, name).items():
         layer, _, factor = key.removeprefix("base_model.model.").partition(".lora_")
         sizes = _sizes(layers.get(layer))
+        # Of layers that are not linear, such as embeddings, any shape is accepted; None = there is no such layer.
         needed: tuple[int, ...] | None = shape
         if factor and layer not in layers:
             needed = None

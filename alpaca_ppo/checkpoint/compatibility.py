@@ -38,14 +38,14 @@ FREE_TO_CHANGE = frozenset(
     vllm_python vllm_urls vllm_gpu_memory_utilization
     """.split()
 )
-# `start_identity` has what they name, so that a folder may be moved.
+# Options that name folders, which may be moved: `start_identity` has what the folders hold.
 _COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights"}
 # Location, origin and outputs of a model. transformers changes some of these fields when it saves a model.
 _NOT_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
 output_hidden_states
 """.split()
-# By entry of an identity, the name in `ignore_changes` that allows a change.
+# For an entry of an identity, the name in `ignore_changes` that allows it to change.
 _IGNORED_BY = {"train_dataset": "data", "weights": "model", "rewards": "reward", "environments": "reward"}
 _MAX_NAMED, _ABSENT = 5, "absent"
 
@@ -71,11 +71,11 @@ def start_identity(
     rewards = {}
     for i, (source, weight) in enumerate(zip(scorer.sources, scorer.weights, strict=True)):
         rewards[str(i)] = {**_source_identity(source), "weight": weight}
-    answering = {}
+    kinds = {}
     for kind in () if environments is None else environments.kinds.values():
         tools = [callable_identity(tool.function) for tool in kind.tools if tool.function is not None]
-        answering[kind.name] = {"environment": callable_identity(kind.environment_class), "tools": tools}
-    return {"weights": weights, "rewards": rewards, "environments": answering}
+        kinds[kind.name] = {"environment": callable_identity(kind.environment_class), "tools": tools}
+    return {"weights": weights, "rewards": rewards, "environments": kinds}
 
 
 def _reference_identity(reference: Reference | None) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 
-# About as many weights of a tensor are hashed, but all of one that is less than twice as large.
+# About this many weights of a tensor are hashed, and all of a tensor with less than twice as many.
 SAMPLED_WEIGHTS = 16384
 # Characters; longer texts of a function's arguments are replaced by their hash.
 _MAX_READABLE = 200
@@ -65,10 +65,10 @@ def callable_identity(function: Callable[..., Any]) -> str:
 
 
 def _identity(value: Any, inside: tuple[int, ...]) -> str:
-    """The identity of a callable or one of its arguments; `inside` has the ids of the values that contain it.
+    """The identity of `value`, a callable or one of its arguments; `inside` are the ids of the values that contain it.
 
-    Numbers are readable. Text is hashed, because it may be long, or secret. Of an object that is no plain data, array,
-    model or dataclass, only the class counts.
+    Numbers are readable. Text is hashed, because it may be long, or secret. An object counts by its class alone, unless
+    it is plain data, an array, a model or a dataclass.
     """
     if value is None or isinstance(value, bool | int | float | complex | Enum):
         return repr(value)

@@ -37,8 +37,8 @@ class Component(Protocol):
 class BestCheckpoint:
     """The best checkpoint of a run by `metric_for_best_model`, also kept in `TrainerState` under transformers' names.
 
-    Only steps with a checkpoint are compared. By a metric of evaluations that is all that matter, because the trainer
-    saves a checkpoint with every evaluation that `improves`.
+    Only steps with a checkpoint are compared. With a metric of evaluations no better step is missed, because the
+    trainer saves a checkpoint after every evaluation that `improves`.
     """
 
     def __init__(self, state: TrainerState, args: PPOConfig) -> None:
@@ -47,12 +47,14 @@ class BestCheckpoint:
         self._state, self._greater_is_better = state, args.greater_is_better
         self._criterion = {"metric": self.metric, "greater_is_better": self._greater_is_better}
         self.by_evaluation = self.metric is not None and self.metric.startswith("eval/")
-        # Of the best checkpoint so far.
+        # The metrics and the folder of the best checkpoint so far.
         self.stats: dict[str, float] = {}
         self.folder: Path | None = None
 
     def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
-        """Raises a ValueError if `stats`, of an evaluation or of a step, lack the metric though it is of that kind."""
+        """Raises a ValueError if `stats` lack the metric. `evaluation` says whether they are those of an evaluation or
+        of a step; stats of the kind to which the metric does not belong are not checked.
+        """
         if self.metric is not None and self.metric not in stats and self.by_evaluation == evaluation:
             raise ValueError(
                 f"metric_for_best_model is {self.metric!r}, which is not a metric of "
@@ -78,7 +80,7 @@ class BestCheckpoint:
         return self._criterion | {"step": self._state.best_global_step, "stats": self.stats}
 
     def load_state_dict(self, saved: Mapping[str, Any], output_dir: Path) -> None:
-        """Restores the best checkpoint of the run in `output_dir`, unless it was chosen by another metric or is gone;
+        """Restores which checkpoint in `output_dir` is the best, unless it was chosen by another metric or is gone;
         then the best is chosen among later ones.
         """
         if saved["step"] is None or not self._criterion.items() <= saved.items():
@@ -100,7 +102,7 @@ class CheckpointManager:
     Args:
         components: returns what else a checkpoint holds, by name.
         identity: returns `compatibility.run_identity`; called on the main process when saving.
-        check: called on the main process with the folder and what it holds, before anything changes; raises if the run
+        check: called on the main process with the folder and its checkpoint, before anything changes; raises if the run
             cannot resume from it. It must not contain collectives.
     """
 
@@ -146,7 +148,8 @@ class CheckpointManager:
         with collectives.raise_on_all_ranks(self._accelerator):
             if self._accelerator.is_main_process:
                 best, schedule = self.best.state_dict(), self._scheduler.state_dict()
-                Checkpoint(weights, optimizer, schedule, rng, states, best, self._identity()).write(folder)
+                saved = Checkpoint(weights, optimizer, schedule, rng, states, best=best, identity=self._identity())
+                saved.write(folder)
                 clean_leftovers(self._output_dir)
                 kept = [folder] if self.best.folder is None else [folder, self.best.folder]
                 directory.rotate_checkpoints(self._output_dir, self._args.save_total_limit, keep=kept)

@@ -103,14 +103,14 @@ def _read_run(output_dir: str | None) -> tuple[list[dict[str, Any]], str | None]
 
 
 def _key_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Ends]:
-    """The measured ones of `_KEY_FIGURES`, each at the start and the end of the run."""
-    found = {}
+    """Those of `_KEY_FIGURES` that were measured, each at the start and the end of the run."""
+    figures = {}
     for meaning, names in _KEY_FIGURES.items():
         measured = [ends for name in names if (ends := start_and_end(records, name))]
         if measured:
             # Which of the two entropies is measured in every step depends on old_policy.
-            found[meaning] = max(measured, key=lambda ends: ends.measured)
-    return found
+            figures[meaning] = max(measured, key=lambda ends: ends.measured)
+    return figures
 
 
 def _write_curve(records: Sequence[Mapping[str, Any]], path: Path) -> bool:

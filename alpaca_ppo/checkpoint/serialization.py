@@ -23,7 +23,8 @@ from alpaca_ppo.models import ActorCritic
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
 # `torch.load(weights_only=True)` reads the second, which holds everything but the weights.
-FILES = _WEIGHTS, _STATE = ("model.safetensors", "state.pt")
+_WEIGHTS, _STATE = "model.safetensors", "state.pt"
+FILES = (_WEIGHTS, _STATE)
 # No older checkpoint is chosen automatically, because that would silently lose steps.
 _REMEDY = "set resume_from_checkpoint to another checkpoint, or start a new run"
 
@@ -93,13 +94,15 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
         )
     for name, (size, digest) in files.items():
         path = there / name
-        size_now = path.stat().st_size if path.is_file() else 0
-        digest_now = _hash(path) if size_now and name in hashed else digest
-        if (size_now, digest_now) != (size, digest):
-            raise ValueError(
-                f"checkpoint file {folder / name} is damaged: it was written with {size} bytes and hash "
-                f"{digest[:12]}, and has {size_now} and {digest_now[:12]}; {_REMEDY}"
-            )
+        if not path.is_file():
+            problem = "is missing"
+        elif (size_now := path.stat().st_size) != size:
+            problem = f"is damaged: it has {size_now} bytes instead of {size}"
+        elif name in hashed and _hash(path) != digest:
+            problem = "is damaged: its content has changed"
+        else:
+            continue
+        raise ValueError(f"checkpoint file {folder / name} {problem}; {_REMEDY}")
 
 
 def _hash(path: Path) -> str:
@@ -126,25 +129,27 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
     """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it. Raises as
     `verify_files`, and a ValueError for weights of other models.
     """
-    saved, own = read_weights(folder), actor_critic.state_dict()
+    saved, targets = read_weights(folder), actor_critic.state_dict()
     # Frozen weights are not saved, and the model may have been loaded in another type.
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    own_shapes = {name: tuple(tensor.shape) for name, tensor in own.items() if name in saved}
-    _check_same(folder, "tensor", saved_shapes, own_shapes)
+    target_shapes = {name: tuple(tensor.shape) for name, tensor in targets.items() if name in saved}
+    _check_same(folder, "tensor", saved_shapes, target_shapes)
     for name, tensor in saved.items():
-        own[name].copy_(tensor)
+        targets[name].copy_(tensor)
 
 
 def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:
     """The least number of bytes of a checkpoint: the `trained` parameters in float32 or wider and, with `adamw`, two
-    moments of each. Without, what the final models need at least.
+    moments of each. Without `adamw`, the least number of bytes of the final models.
     """
     weights = sum(tensor.numel() * max(4, tensor.element_size()) for tensor in trained)
     return weights * (3 if adamw else 1)
 
 
 def _stored(value: Any, name: str) -> Any:
-    """`value` as plain values and tensors; `name` is for the error."""
+    """`value` as plain values and tensors, which `torch.load(weights_only=True)` can read. Raises a ValueError for any
+    other object in it, where `name` is the place of `value`.
+    """
     if value is None:
         return value
     for kind in (bool, int, float, str):
@@ -174,8 +179,8 @@ def _groups(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(folder: Path, what: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    if found := list(differences(what, saved, here)):
+    if first := next(differences(what, saved, here), None):
         raise ValueError(
-            f"checkpoint {folder} does not match this run: {found[0]}; use the models and the optimizer of the "
+            f"checkpoint {folder} does not match this run: {first}; use the models and the optimizer of the "
             "checkpoint's run"
         )

@@ -35,8 +35,9 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
         read_deepspeed_file(file)
     from deepspeed.ops import __compatible_ops__
 
-    # A collective for inference, which DeepSpeed would compile at the first start without a GPU. A start that is killed
-    # meanwhile leaves a lock file on which all later ones wait.
+    # Without a GPU, DeepSpeed would compile this collective for inference at the first start (`build_shm_op` in
+    # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/comm/torch.py). A start that is killed meanwhile
+    # leaves a lock file on which all later ones wait. Delete this once DeepSpeed compiles it only when it is used.
     __compatible_ops__["deepspeed_shm_comm"] = False
     # Models are sharded after they are built, because building them reads the weights.
     plugin = DeepSpeedPlugin(hf_ds_config=file, zero3_init_flag=False)
@@ -103,7 +104,7 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
                 "fields of the run decide it"
             )
     rows = args.step_per_device_batch_size
-    # Only for DeepSpeed's check of the batch size; optimizer steps may have other numbers.
+    # Only for DeepSpeed's check of the batch size; optimizer steps may have other numbers of micro-batches.
     micro_batches = math.ceil(args.step_batch_size / (rows * processes))
     ours = {
         "gradient_accumulation_steps": micro_batches,
@@ -112,7 +113,6 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
         "gradient_clipping": args.max_grad_norm,
     }
     zero: dict[str, Any] = dict(config.get("zero_optimization", {}))
-    half: dict[str, Any] = dict(config.get("bf16", {}))
     given = {name: config.get(name, "auto") for name in ours}
     given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
     for name, expected in {**ours, "bf16.enabled": args.bf16, "fp16.enabled": False}.items():
@@ -133,7 +133,7 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
     zero |= {name: value for name, value in automatic.items() if zero.get(name) == "auto"}
-    half |= {"enabled": args.bf16, "check_grad_overflow": args.bf16}
-    # torch's optimizer, even if its state is offloaded.
+    bf16 = {**config.get("bf16", {}), "enabled": args.bf16, "check_grad_overflow": args.bf16}
+    # Keeps torch's optimizer, even if its state is offloaded.
     optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-    return {**config, **ours, "zero_optimization": zero, "bf16": half, **optimizer}
+    return {**config, **ours, "zero_optimization": zero, "bf16": bf16, **optimizer}

@@ -108,7 +108,8 @@ class DeepSpeedEngine(Engine):
 
     def prepare_frozen_model(self, model: nn.Module, *, offload: bool = False) -> None:
         if isinstance(model, Policy) and self.config["bf16"]["enabled"]:
-            # DeepSpeed casts the policy's parameters (not its buffers); the KL to an uncast reference would not be 0.
+            # As DeepSpeed casts the policy's parameters, but not its buffers. With a reference in float32, the KL of
+            # the first step would not be 0.
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch.bfloat16)
@@ -121,10 +122,12 @@ class DeepSpeedEngine(Engine):
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         if offload:
             zero["offload_param"] = {"device": "cpu"}
-        # bf16 would round the float32 adapters on a bfloat16 base, unlike the policy's.
-        half = {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": half}}
-        self._frozen_optimizers.append(deepspeed.initialize(model=model, config=config)[0].optimizer)
+        # DeepSpeed's bf16 casts all parameters. Float32 adapters on a bfloat16 base must not be rounded, because those
+        # of the policy are not.
+        bf16 = all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": bf16}}
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        self._frozen_optimizers.append(engine.optimizer)
         if isinstance(model, Policy):
             _register_head_use(model, model)
 
@@ -139,14 +142,14 @@ class DeepSpeedEngine(Engine):
             yield [tensor.detach() for tensor in tensors]
 
     def _drop_prefetched(self) -> None:
-        """Releases parameters that stage 3 has prefetched for a pass that did not run, such as the critic's. Otherwise
-        gathering would skip them, and leave them empty.
+        """Releases parameters that stage 3 has prefetched for a pass that did not run, such as the critic's. Gathering
+        would skip them and leave them empty.
         """
         for optimizer in (self._zero, *self._frozen_optimizers):
             optimizer.empty_partition_cache()
 
     def _to_save(self, tensor: Tensor) -> Tensor:
-        """Of a parameter, the float32 master."""
+        """A parameter as its float32 master copy; a buffer as it is."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         return self._on_writer(safe_get_full_fp32_param(tensor)) if isinstance(tensor, nn.Parameter) else tensor
@@ -180,7 +183,7 @@ class DeepSpeedEngine(Engine):
                     if torch.is_tensor(value) and value.shape == flat.shape:
                         saved = self._on_writer(safe_get_full_optimizer_state(parameter, key))
                     else:
-                        # A number of steps that parameters shared would be counted up by each where torch resumes it.
+                        # A copy for each parameter: torch would count up a shared number of steps once for each.
                         saved = copy.deepcopy(value)
                     state.setdefault(number, {})[key] = saved
             settings = {key: value for key, value in self.optimizer.param_groups[i].items() if key != "params"}
@@ -215,7 +218,7 @@ class DeepSpeedEngine(Engine):
         self._link_optimizer_state()
 
     def _link_optimizer_state(self) -> None:
-        """Links parameters to their optimizer state; stages 1 and 2 did so when only the first group had any."""
+        """Links parameters to their optimizer state. Stages 1 and 2 did so when only the first group had one."""
         if self.stage != 3:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -232,7 +235,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _register_head_use(module: nn.Module, policy: Policy) -> None:
-    """Makes DeepSpeed gather the head's parameters in the forward pass of `module`, which reads them itself."""
+    """Makes DeepSpeed gather the head's parameters for the forward pass of `module`, which does not call the head."""
     import deepspeed
 
     for parameter in policy.head.parameters():
@@ -261,8 +264,8 @@ class _Clipping:
         self._clip = zero.unscale_and_clip_grads
         zero.unscale_and_clip_grads = self._clip_next_group
         if stage != 3:
-            # In bfloat16 these stages would look for inf and NaN first, and end the step without telling whose gradient
-            # it was. The norm, which is not finite then, ends it too.
+            # In bfloat16 these stages look for inf and NaN before they compute norms, and would end the step without
+            # telling whose gradient it was. The norm, which is not finite then, ends the step too.
             zero.check_overflow = lambda partition_gradients: None
 
     def begin_step(self) -> None:
@@ -271,14 +274,14 @@ class _Clipping:
         self._clipped_groups = 0
 
     def norm(self, part: Part) -> float:
-        """Of the policy's or critic's gradient in the last step, before clipping; inf if one is not finite."""
+        """The norm of the policy's or critic's gradient in the last step, before clipping; inf if it is not finite."""
         assert self._clipped_groups == (0 if self._zero.overflow else len(self._parts))
         return float(self._scaled_norm(part)) / float(self._zero.loss_scale)
 
     def _scaled_norm(self, part: Part) -> Tensor | float:
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        norms = [norm for norm, of in zip(self._group_norms, self._parts, strict=True) if of == part]
+        norms = [norm for norm, group_part in zip(self._group_norms, self._parts, strict=True) if group_part == part]
         combined: Tensor | float = combine_grad_norm_groups(norms) if norms else 0.0
         return combined
 

@@ -98,7 +98,9 @@ class Engine:
 
     @property
     def learning_rates(self) -> LearningRates:
-        """Of the next optimizer step: the largest among the groups with parameters of the policy, or of the critic."""
+        """The rates of the next optimizer step: the largest of the groups with parameters of the policy, and the
+        largest of those with parameters of the critic.
+        """
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         groups = list(zip(rates, self._parts, strict=True))
         policy = max((rate for rate, part in groups if part != "critic"), default=0.0)

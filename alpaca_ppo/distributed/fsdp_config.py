@@ -21,12 +21,14 @@ def check_fsdp(args: PPOConfig, accelerator: Accelerator | None = None) -> None:
     """
     if not asks_for_fsdp(args):
         return
-    launched, by_deepspeed = parse_flag_from_env("ACCELERATE_USE_FSDP"), parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    launched = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    deepspeed = args.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     offloads = launched and parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
     version = os.environ.get("FSDP_VERSION", "1") if launched else "2"
     given = None if accelerator is None else accelerator.distributed_type
+    # Name, value, whether FSDP2 excludes this value, and the remedy.
     refused = [
-        ("deepspeed", args.deepspeed or by_deepspeed, bool(args.deepspeed or by_deepspeed), "use one of the two"),
+        ("deepspeed", deepspeed, bool(deepspeed), "use one of the two"),
         ("load_in_4bit", args.load_in_4bit, args.load_in_4bit, "use DDP or ZeRO 2, or dtype: bfloat16"),
         ("reference", args.reference, args.reference == "copy_offloaded", "set reference: copy, or use ZeRO 3"),
         ("fsdp_version", version, version != "2", "set it to 2"),

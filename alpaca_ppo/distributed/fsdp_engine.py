@@ -48,14 +48,14 @@ class FSDPEngine(Engine):
             )
         policy, critic = self.actor_critic.policy, self.actor_critic.critic
         self._mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
-        whole = dict(self.actor_critic.named_parameters())
+        unsharded = dict(self.actor_critic.named_parameters())
         # Only for autocast: `fully_shard` moves the parameters to the device, one group at a time.
         model = self.accelerator.prepare_model(self.actor_critic, device_placement=False, evaluation_mode=True)
         if critic is not None and critic.backbone is not None:
             self._shard(critic.backbone, critic.backbone)
         self._samplers[policy] = Sampler(policy.model, self.accelerator.device)
         self._shard(model, policy.model)
-        sharded = {id(whole[name]): parameter for name, parameter in model.named_parameters()}
+        sharded = {id(unsharded[name]): parameter for name, parameter in model.named_parameters()}
         for group in self.optimizer.param_groups:
             group["params"] = [sharded[id(parameter)] for parameter in group["params"]]
         self._prepared_optimizer = self.accelerator.prepare_optimizer(self.optimizer)
@@ -133,8 +133,10 @@ class FSDPEngine(Engine):
 
     @contextmanager
     def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
-        """In host memory."""
-        # Tied parameters have several places.
+        """Puts whole copies of the parameters in host memory into `modules`; the shards are put back at the end, so
+        changes to the copies are lost.
+        """
+        # A tied parameter has several places.
         places = [
             (part, name, parameter)
             for module in modules

@@ -42,14 +42,15 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
         raise ValueError(
             f"zero_stage is {stage}, but deepspeed {args.deepspeed!r} has stage {file_stage}; leave zero_stage out"
         )
+    bucket = int(zero.get("reduce_bucket_size", 5e8))
     offloads = [(zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")]
-    return Sharding(processes, file_stage, int(zero.get("reduce_bucket_size", 5e8)), *offloads)
+    return Sharding(processes, file_stage, bucket, offload_optimizer=offloads[0], offload_weights=offloads[1])
 
 
 @dataclass
 class Measured:
-    """Bytes of a run's models and passes on one device that shards nothing: passes without KV cache, and the backward
-    pass without gradients.
+    """Bytes of a run's models and passes on one device that shards nothing. Those of passes leave out the KV cache, and
+    those of the backward pass the gradients.
     """
 
     weights: dict[str, float]  # of policy, critic, reference, reward0, reward1 and so on
@@ -97,7 +98,7 @@ class _Held:
 
 
 def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[list[PhaseMemory], float]:
-    """The peak of each phase on one device, in the order of PHASES; and the bytes in host memory instead."""
+    """The peak of each phase on one device, in the order of PHASES; and the bytes offloaded to host memory."""
     offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
     reference = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
     weights = sum(measured.weights.values()) - reference
@@ -124,16 +125,19 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
 
 def _held_by_ddp(measured: Measured, weights: float, processes: int) -> _Held:
     # Gradients are reduced in buckets as large as all of them together.
-    buckets = measured.gradients * (processes > 1)
-    gradients = measured.gradients + buckets
-    return _Held(weights, 8 * measured.elements, buckets, gradients, gradients)
+    buckets = measured.gradients if processes > 1 else 0.0
+    total = measured.gradients + buckets
+    return _Held(weights, 8 * measured.elements, gradients=buckets, backward_gradients=total, step_gradients=total)
 
 
 def _held_by_fsdp(measured: Measured, weights: float, processes: int) -> _Held:
-    # A layer's whole gradients take no more than its activations, which are freed before.
-    share, layer = measured.gradients / processes, measured.layer
+    # The whole gradients of a layer take no more memory than its activations, which are freed before.
+    share = measured.gradients / processes
     optimizer = 8 * measured.elements / processes
-    return _Held(weights / processes, optimizer, 0.0, share, share, layer, layer, measured.weights["policy"])
+    held = _Held(weights / processes, optimizer, gradients=0.0, backward_gradients=share, step_gradients=share)
+    held.gathered = held.backward_gathered = measured.layer
+    held.sampling_gathered = measured.weights["policy"]
+    return held
 
 
 def _held_by_zero(measured: Measured, weights: float, sharding: Sharding, args: PPOConfig) -> _Held:
@@ -145,11 +149,12 @@ def _held_by_zero(measured: Measured, weights: float, sharding: Sharding, args: 
     backward = {1: measured.gradients + share + 2 * bucket, 2: 2 * share + 4 * bucket, 3: gradients}[stage]
     # The step reads gradients in float32. The state is two moments and a master copy, all in float32.
     step = gradients + share * (stage < 3) + 4 * elements / sharding.processes
-    held = _Held(weights, 12 * elements / sharding.processes, gradients, backward, step)
+    held = _Held(weights, 12 * elements / sharding.processes, gradients, backward, step_gradients=step)
     if sharding.offload_optimizer and not args.use_cpu:
-        held.on_host, held.optimizer = held.optimizer + share, 0.0
-        held.gradients, held.backward_gradients = max(0.0, gradients - share), backward - share
-        held.step_gradients = held.gradients
+        held.on_host = held.optimizer + share
+        held.optimizer = 0.0
+        held.gradients = held.step_gradients = max(0.0, gradients - share)
+        held.backward_gradients = backward - share
     if stage == 3:
         held.weights /= sharding.processes
         policy = held.sampling_gathered = measured.weights["policy"]
@@ -158,8 +163,9 @@ def _held_by_zero(measured: Measured, weights: float, sharding: Sharding, args: 
         # Passes of one base with different adapters have no common order that DeepSpeed could record.
         unordered = args.uses_critic and args.critic_layout == "adapter"
         held.gathered = min(measured.layer, most) if unordered else whole
-        # Passes of the critic alone have one.
+        # Passes of the critic alone have such an order.
         held.backward_gathered = held.gathered + (whole - held.gathered) * args.separate_critic_steps
         if sharding.offload_weights and not args.use_cpu:
-            held.on_host, held.weights = held.on_host + held.weights, 0.0
+            held.on_host += held.weights
+            held.weights = 0.0
     return held

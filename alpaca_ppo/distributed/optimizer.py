@@ -29,7 +29,8 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
     groups: list[dict[str, Any]] = []
     parts = ((model.policy_parameters(), args.learning_rate), (model.critic_parameters(), args.critic_rate))
     for parameters, rate in parts:
-        matrices, vectors = [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
+        matrices = [p for p in parameters if p.dim() >= 2]
+        vectors = [p for p in parameters if p.dim() < 2]
         for members, decay in ((matrices, args.weight_decay), (vectors, 0.0)):
             if members:
                 groups.append({"params": members, "weight_decay": decay, "lr": rate, **common})
@@ -104,9 +105,9 @@ class Schedules:
         self._schedules: dict[Part, Any]
         if own is not None or "both" in parts:
             if args.critic_lr_warmup_steps is not None:
-                one = "`optimizers` has a schedule" if own is not None else "a group of the optimizer trains both"
+                reason = "`optimizers` has a schedule" if own is not None else "a group of the optimizer trains both"
                 raise ValueError(
-                    f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {one}, so policy and critic have "
+                    f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {reason}, so policy and critic have "
                     "one schedule; set critic_lr_warmup_steps: null"
                 )
             self._schedules = {"both": own or make_scheduler(optimizer, args, args.warmup_steps, totals.total)}
@@ -147,7 +148,7 @@ class _Groups(Optimizer):
     """The groups of `optimizer` that hold `part`, for a schedule that sets their learning rates; updates nothing."""
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Part], part: Part) -> None:
-        self._optimizer, self._indices = optimizer, [i for i, of_group in enumerate(parts) if of_group == part]
+        self._optimizer, self._indices = optimizer, [i for i, group_part in enumerate(parts) if group_part == part]
         self.defaults = optimizer.defaults
 
     @property

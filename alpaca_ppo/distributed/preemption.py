@@ -59,6 +59,8 @@ class PreemptionHandler:
         self.lockstep = False
         self._accelerator = accelerator
         self._signum = 0
+        # Whether a rollout runs that may be left, whether it is in a `part`, and whether a signal interrupts that part
+        # anywhere.
         self._stoppable = self._in_part = self._at_once = False
         self._requested_at = 0.0
         self._pid = os.getpid()

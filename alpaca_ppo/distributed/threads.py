@@ -20,10 +20,10 @@ from alpaca_ppo.distributed.collectives import gather_list
 
 
 def limit_threads(accelerator: Accelerator) -> None:
-    """Lowers torch's number of threads to this process's share of the idle cores, unless the user chose it; prints so
-    once on each machine. All ranks must call this, because not all launchers say how many are on a machine.
+    """Lowers torch's number of threads to this process's share of the idle cores, unless the user chose the number, and
+    prints that once on each machine. All ranks must call this, because not all launchers say how many are on a machine.
     """
-    # A launcher may have bound each rank to some cores. macOS and Windows do not say to which.
+    # A launcher may have bound each rank to some cores. macOS and Windows do not tell to which ones.
     cores = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     threads = torch.get_num_threads()
     keep = threads == 1 or _chosen_by_user(threads, len(cores))
@@ -31,9 +31,10 @@ def limit_threads(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     busy_here = frozenset() if keep else busy_cores()
     everywhere = gather_list((platform.node(), cores, busy_here), accelerator)
-    ranks = [rank for rank, (machine, _, _) in enumerate(everywhere) if machine == platform.node()]
-    allowed = set().union(*(everywhere[rank][1] for rank in ranks))
-    busy = set().union(*(everywhere[rank][2] for rank in ranks))
+    machines, cores_by_rank, busy_by_rank = zip(*everywhere, strict=True)
+    ranks = [rank for rank, machine in enumerate(machines) if machine == platform.node()]
+    allowed = set().union(*(cores_by_rank[rank] for rank in ranks))
+    busy = set().union(*(busy_by_rank[rank] for rank in ranks))
     usable = math.ceil(min(len(allowed), cpu_quota()))
     idle = len(allowed - busy)
     share = max(1, min(len(cores - busy), min(usable, idle) // len(ranks)))
@@ -54,8 +55,8 @@ def limit_threads(accelerator: Accelerator) -> None:
 
 @functools.cache
 def busy_cores() -> frozenset[int]:
-    """The cores that are busy for most of a third of a second, in which this process sleeps. Measured once, so that all
-    trainers of a process compute with as many threads.
+    """The cores that are busy for most of a third of a second, while this process sleeps. Measured once, so that all
+    trainers of a process use the same number of threads.
     """
     shares = psutil.cpu_percent(interval=1 / 3, percpu=True)
     return frozenset(core for core, percent in enumerate(shares) if percent > 50)
@@ -67,7 +68,8 @@ def _chosen_by_user(threads: int, num_allowed: int) -> bool:
     """
     cores = os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or cores
-    # The launcher exports it where OMP_NUM_THREADS is missing; without the launcher, `PartialState` sets it in torch.
+    # The launcher exports this number as OMP_NUM_THREADS if there is none; without the launcher, `PartialState` sets it
+    # in torch.
     accelerates = max(1, physical // max(1, get_cpu_distributed_information().local_world_size))
     if "MKL_NUM_THREADS" in os.environ:
         return True
@@ -91,13 +93,22 @@ def cpu_quota(root: Path = Path("/")) -> float:
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # "150000 100000" or "max 100000"; in version 1 two files, of which the first has -1 for no limit.
-        names = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+        read_quota = _quota_of_version_1 if controllers else _quota_of_version_2
         top = root / "sys/fs/cgroup" / controllers
         innermost = top / group.lstrip("/")
-        for folder in (innermost, *innermost.parents):
-            if folder.is_relative_to(top) and all((folder / name).exists() for name in names):
-                quota, period = " ".join((folder / name).read_text() for name in names).split()
-                if quota not in ("max", "-1"):
-                    quotas.append(int(quota) / int(period))
+        quotas += [read_quota(folder) for folder in (innermost, *innermost.parents) if folder.is_relative_to(top)]
     return min(quotas)
+
+
+def _quota_of_version_1(folder: Path) -> float:
+    """In cores; a file holds -1 if there is no limit."""
+    files = (folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+    quota, period = (int(file.read_text()) if file.exists() else -1 for file in files)
+    return math.inf if -1 in (quota, period) else quota / period
+
+
+def _quota_of_version_2(folder: Path) -> float:
+    """In cores; the file holds "150000 100000", or "max 100000" if there is no limit."""
+    file = folder / "cpu.max"
+    quota, period = file.read_text().split() if file.exists() else ("max", "100000")
+    return math.inf if quota == "max" else int(quota) / int(period)

@@ -93,10 +93,11 @@ def gdpo_advantages(
 
     Args:
         scores_by_source: (B, S). A response that a source did not score (NaN) has no part in that source's comparison.
-            Nor has the only response of a larger group that a source scored: its advantage would be its bare score.
+            Nor has a response that is the only one of a larger group with a score of the source: its advantage would be
+            its bare score.
         weights: (S,), one for each source.
-        penalties: (B,), what else a response is rewarded for, such as a KL penalty. Minus its group's mean, it is added
-            to the weighted sum as it is: a division by its std would undo its coefficient. (Not in the paper.)
+        penalties: (B,), other terms of the reward, such as a KL penalty. Minus their group's mean, they are added to
+            the weighted sum without a division by their std, which would undo their coefficient. (Not in the paper.)
     """
     if scores_by_source.dim() != 2 or weights.shape != scores_by_source.shape[1:]:
         raise ValueError(
@@ -190,5 +191,5 @@ def _group_sum(values: Tensor, group: Tensor) -> Tensor:
 
 def _group_extreme(values: Tensor, member: Tensor, group: Tensor, kind: Literal["amin", "amax"]) -> Tensor:
     """(B,): for each row, the smallest or largest of `values` over the members of its group, or an infinity."""
-    none = torch.full_like(values, torch.inf if kind == "amin" else -torch.inf)
-    return none.scatter_reduce(0, group, torch.where(member, values, none), kind)[group]
+    initial = torch.full_like(values, torch.inf if kind == "amin" else -torch.inf)
+    return initial.scatter_reduce(0, group, torch.where(member, values, initial), kind)[group]

@@ -66,8 +66,8 @@ def chunked_logprobs(
     kept_bytes: float = 0,
     logit_transform: LogitTransform | None = None,
 ) -> ChunkedLogprobs:
-    """`token_logprobs` and `entropy_from_logits` of hidden @ lm_head_weight.T + bias, with the logits of only one chunk
-    of tokens in memory, and of those that `kept_bytes` has room for.
+    """`token_logprobs` and `entropy_from_logits` of the logits hidden @ lm_head_weight.T + bias, which are computed for
+    one chunk of tokens at a time, and kept for the backward pass only as far as `kept_bytes` has room.
 
     Both passes hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform` saves. The backward
     pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were kept; the gradients
@@ -172,6 +172,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return (*cast, None, None)
 
 
+class _ForwardChunk(NamedTuple):
+    """What the forward pass computes of each token of a chunk, all (chunk,)."""
+
+    logprobs: Tensor
+    normalizers: Tensor
+    entropies: Tensor | float  # 0.0 if they are not asked for
+
+
 class _Head(NamedTuple):
     """The language-model head in the dtype of the matrix product."""
 
@@ -185,9 +193,9 @@ class _Head(NamedTuple):
 
 def _forward_chunk(
     states: Tensor, head: _Head, labels: Tensor, settings: _Settings, kept: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Log-probs, normalizers and entropies of a chunk, each (chunk,). `kept` are its raw logits (chunk, V), if they are
-    kept and must stay as they are.
+) -> _ForwardChunk:
+    """The outputs of a chunk. `kept` are its raw logits (chunk, V) if the backward pass will read them: they are not
+    written to. Everything else happens in place, so that few (chunk, V) tensors are in memory.
     """
     scaled = at_least_float32(head.raw_logits(states) if kept is None else kept)
     if settings.logit_transform is not None:
@@ -196,9 +204,9 @@ def _forward_chunk(
     normalizers = scaled.logsumexp(dim=-1)
     logprobs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers
     if not settings.with_entropy:
-        return logprobs, normalizers, 0.0
+        return _ForwardChunk(logprobs, normalizers, 0.0)
     all_logprobs = scaled.sub_(normalizers.unsqueeze(-1)).clamp_min_(LOWEST_LOGPROB)
-    return logprobs, normalizers, -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1)
+    return _ForwardChunk(logprobs, normalizers, -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1))
 
 
 def _grad_logits(states: Tensor, head: _Head, tokens: _Tokens, settings: _Settings, kept: Tensor | None) -> Tensor:

@@ -112,7 +112,7 @@ def pack_rows(
 def _one_sequence(
     both: Tensor, prompt_lengths: Tensor, response_mask: Tensor, share_prompts: bool, device: torch.device
 ) -> PackedRows:
-    """`both` (B, Q + R) as one sequence on `device`; what is given is on the CPU.
+    """`both` (B, Q + R), queries and responses, as one sequence on `device`. The arguments are on the CPU.
 
     Rows without a response are left out. If that leaves none (a dummy, where ranks must make the same number of
     passes), one token stays.
@@ -137,7 +137,7 @@ def _one_sequence(
         for row in group:
             first_state[row], second_state[row] = start + prompt - 1, end
             end += lengths[row] - 1
-        # The response of a row alone goes with its prompt.
+        # The response of a row without others of its prompt lies in the prompt's span.
         alone = len(group) == 1
         spans.append(Span(start, end - start if alone else prompt))
         origins.append((group[0], 0))
@@ -151,12 +151,12 @@ def _one_sequence(
     origin_rows, origin_positions = torch.tensor(origins).T
     offsets = torch.arange(end) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     positions = origin_positions.repeat_interleave(sizes) + offsets
-    # Of the first token of each prompt in the flattened `both`.
+    # The index of each row's first prompt token in the flattened `both`.
     row_starts = torch.arange(len(lengths)) * both.size(1) + prompt_columns - prompt_lengths
     ids = both.flatten()[row_starts[origin_rows].repeat_interleave(sizes) + positions]
     rows, actions = response_mask.nonzero(as_tuple=True)
     states = torch.where(actions == 0, first_state[rows], second_state[rows] + actions - 1)
-    # One upload.
+    # One copy to the device instead of five.
     parts = [ids, positions, rows, states, actions]
     ids, positions, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
     return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(spans))

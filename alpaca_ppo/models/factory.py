@@ -43,14 +43,14 @@ def build_actor_critic(
             for no critic.
         value_model: a `Critic`, or a causal language model of any size or a sequence classifier with one label, from
             which the critic takes the backbone, and the `score` if the head can start from it; not copied.
-        head: makes the critic's head for a hidden size: a head's class, or a `functools.partial` of one.
+        head: called with the hidden size, returns the critic's head: a head's class, or a `functools.partial` of one.
 
     Raises:
-        ValueError: if a value model is given but the layout does not use its backbone, or a `Critic` has another head.
+        ValueError: if `value_model` is given in a layout other than `separate`, or is a `Critic` with another head.
     """
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(
-            f"a value model is given, but critic_layout is {critic_layout!r}; leave it out, or set that to separate"
+            f"value_model is given, but critic_layout is {critic_layout!r}; leave value_model out, or choose separate"
         )
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     if critic_layout is None:
@@ -136,7 +136,7 @@ def make_actor_critic(
 def _check_actor_critic(
     model: ActorCritic, value_model: Any, peft_config: Any, make_head: Callable[[int], CriticHead], args: PPOConfig
 ) -> None:
-    """Checks that `model` is what `args` describe, and that nothing that it holds is given as well."""
+    """Checks that `model` is what `args` describe, and that no argument gives what it already holds."""
     parts = {"peft_config": peft_config, "value_model": value_model}
     parts["init_value_with_reward"] = args.init_value_with_reward or None
     if given := [name for name, value in parts.items() if value is not None]:

@@ -161,8 +161,8 @@ def load_processing_class(
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
-    """Checks that a row of `lengths` tokens (by the option that sets each part) fits the model (`owner` in errors) of
-    `config`, a configuration of transformers.
+    """Checks that a row fits a model. `lengths` has the tokens of each part of the row, by the option that sets it;
+    `config` is the model's configuration of transformers, and `owner` its name in errors.
 
     With the rope types `longrope` and `dynamic` the frequencies depend on the longest row of the batch at the time of
     the pass (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so a longer row

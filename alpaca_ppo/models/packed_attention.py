@@ -180,6 +180,15 @@ def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]
     return {"position_ids": packed.position_ids, **flash}
 
 
+class _KernelRows(NamedTuple):
+    """What torch's kernel is told of the rows."""
+
+    key_columns: Tensor | None  # None = the kernel reads each key once, in order
+    query_ends: Tensor  # cumulative lengths
+    key_ends: Tensor
+    longest_query: int
+
+
 class PackedSequences:
     """The `packing` of rows in one sequence, whose tokens see what `spans` say."""
 
@@ -189,7 +198,7 @@ class PackedSequences:
         # Neighbours of equal lengths and prefix, which are computed in one batch.
         self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
         self._masks: dict[int | None, Tensor] = {}
-        self._kernel_rows: tuple[Any, ...] | None = None
+        self._kernel_rows: _KernelRows | None = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
@@ -235,9 +244,9 @@ class PackedSequences:
         """
         if self._kernel_rows is None:
             self._kernel_rows = self._prepare_kernel(query.device)
-        key_columns, query_ends, key_ends, longest_query = self._kernel_rows
-        if key_columns is not None:
-            key, value = key[key_columns], value[key_columns]
+        rows = self._kernel_rows
+        if rows.key_columns is not None:
+            key, value = key[rows.key_columns], value[rows.key_columns]
         # The kernel takes one width; multi-head latent attention has values that are narrower than its keys.
         width = value.size(-1)
         if width < query.size(-1):
@@ -246,9 +255,9 @@ class PackedSequences:
             query,
             key,
             value,
-            query_ends,
-            key_ends,
-            longest_query,
+            rows.query_ends,
+            rows.key_ends,
+            rows.longest_query,
             self.longest,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
@@ -257,19 +266,18 @@ class PackedSequences:
         assert isinstance(out, Tensor)
         return out[..., :width]
 
-    def _prepare_kernel(self, device: torch.device) -> tuple[Any, ...]:
-        """Columns of the keys (None = each once, in order), cumulative lengths of queries and keys, longest query."""
+    def _prepare_kernel(self, device: torch.device) -> _KernelRows:
         query_ends = _cumulative([span.length for span in self.spans], device)
         longest = max(span.length for span in self.spans)
         if not any(span.prefix_length for span in self.spans):
-            return None, query_ends, query_ends, longest
+            return _KernelRows(None, query_ends, key_ends=query_ends, longest_query=longest)
         columns = [
             torch.arange(start, start + length)
             for span in self.spans
             for start, length in ((span.prefix_start, span.prefix_length), (span.start, span.length))
         ]
         key_ends = _cumulative([span.prefix_length + span.length for span in self.spans], device)
-        return torch.cat(columns).to(device), query_ends, key_ends, longest
+        return _KernelRows(torch.cat(columns).to(device), query_ends, key_ends, longest)
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -297,7 +305,8 @@ def kernel_works(
     if dtype not in (torch.float16, torch.bfloat16):
         return False
     sequences = PackedSequences([Span(0, 5), Span(5, 3), Span(8, 2, 0, 5)])
-    generator, window = torch.Generator().manual_seed(0), 2 if windowed else None
+    generator = torch.Generator().manual_seed(0)
+    window = 2 if windowed else None
     drawn = [
         torch.randn(10, number, size, generator=generator)
         for number, size in ((heads, d), (kv_heads, d), (kv_heads, width), (heads, width))
@@ -319,7 +328,7 @@ def kernel_works(
             by_kernel = partial(sequences._by_kernel, scaling=None, window=window)
             found = outputs_and_gradients([part.to(device, dtype) for part in drawn], by_kernel)
         except torch.OutOfMemoryError:
-            # That says nothing about the kernel.
+            # Running out of memory says nothing about the kernel.
             raise
         except (RuntimeError, ValueError, TypeError, NotImplementedError):
             # torch 2.11 has the function without some of the keywords.

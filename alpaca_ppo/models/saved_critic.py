@@ -54,7 +54,8 @@ def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
     if critic.backbone is None and policy.adapters is not None:
         name = VALUE if critic.has_adapter else POLICY
         config = policy.adapters.config_of(name)
-        config.inference_mode, config.base_model_name_or_path = True, policy.model.config.name_or_path
+        config.inference_mode = True
+        config.base_model_name_or_path = policy.model.config.name_or_path
         config.save_pretrained(str(folder))
         save_file(policy.adapters.tensors_of(name), folder / WEIGHTS, metadata={"format": "pt"})
     else:
@@ -146,8 +147,9 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
 
 
 def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfig) -> None:
-    """Loads the head, and the adapter, of a critic without a backbone (of `built`) from the folder `value_model`. Its
-    values must be those that were saved, so a `shared` critic needs a policy with the same weights.
+    """Loads the head, and the adapter if there is one, from the critic's folder `value_model` into the critic of
+    `built`, which has no backbone. The critic must compute the values that it computed when it was saved, so a `shared`
+    critic needs a policy with the same weights.
 
     Raises:
         ValueError: when `value_model` is not a critic of the same layout, has another head, or adapts or reads another

@@ -24,7 +24,8 @@ _FLASH = ("flash_attention_", "kernels-community/")
 
 
 class Trial:
-    """Tells why a model cannot do what `attempt` tries; tried once for models of the same classes and configuration.
+    """Finds out by trying (`attempt`) why a model cannot do something, once for all models of the same classes and
+    configuration.
 
     Args:
         attempt: returns the problem, or None. An error that it raises is a problem too, such as that of a keyword which

@@ -205,7 +205,7 @@ INFINITE = {name: {"bytes": math.inf, "sha256": ""} for name in FILES}
 # tests/fuzz damages the files in many more ways.
 DAMAGES = [
     *((lambda folder, name=name: flip(folder / name), f"{name} is damaged") for name in FILES),
-    *((lambda folder, name=name: (folder / name).unlink(), f"{name} is damaged: .* has 0 and") for name in FILES),
+    *((lambda folder, name=name: (folder / name).unlink(), f"{name} is missing") for name in FILES),
     (lambda folder: (folder / "manifest.json").unlink(), "no readable manifest.json"),
     (lambda folder: (folder / "manifest.json").write_text("[" * 9000), "no readable manifest.json"),
     (lambda folder: set_entries(folder, files=INFINITE), "no readable manifest.json"),
