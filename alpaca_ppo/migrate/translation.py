@@ -29,7 +29,8 @@ def defaults(section: str) -> Mapping[str, Any]:
 
 @dataclasses.dataclass
 class Translation:
-    """A configuration while it is translated: `take`, then what follows from several values, then `finish`.
+    """A configuration while it is translated: `take` sets the options that follow from one name, the caller those that
+    follow from several, and `finish` completes them.
 
     Attributes:
         source: what is translated, in words.
@@ -38,7 +39,7 @@ class Translation:
         values: `given`, and the defaults of other names.
         options: our options with their values.
         comments: what options were computed from.
-        not_taken: the foreign names for which no option was set, by the reason.
+        not_taken: by the reason, the foreign names for which no option was set, such as "beta (0.04)".
     """
 
     source: str
@@ -56,7 +57,8 @@ class Translation:
     def set(self, name: str, value: Any, comment: str = "") -> None:
         """Sets an option; `comment` says what it was computed from."""
         assert name in OPTIONS, name
-        self.options[name], self.comments[name] = value, comment
+        self.options[name] = value
+        self.comments[name] = comment
 
     def leave(self, name: str, reason: str) -> None:
         """Lists the foreign `name` as not taken."""
@@ -97,10 +99,11 @@ class Translation:
                 self.options[name] = [value]
         for cls in TRAINING_ARGUMENTS:
             # Not by the constructor, which refuses options without effect.
-            run = object.__new__(cls)
-            vars(run).update({name: self.options.get(name, option.default) for name, option in options_of(cls).items()})
+            arguments = object.__new__(cls)
             for name, option in options_of(cls).items():
-                if not all(need.holds(run, {}) for need in option.needs):
+                vars(arguments)[name] = self.options.get(name, option.default)
+            for name, option in options_of(cls).items():
+                if not all(need.holds(arguments, {}) for need in option.needs):
                     self.options.pop(name, None)
         if not self.options.get("kl_coef"):
             self.options.pop("kl_controller", None)
