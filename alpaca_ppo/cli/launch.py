@@ -60,12 +60,12 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     check_fields(LaunchArguments(**given))
     if given == {"num_processes": 1}:
         return None, rest
-    return _accelerate_flags(given), rest
+    config = given.pop("accelerate_config", "ddp")
+    return _accelerate_flags(config, given), rest
 
 
-def _accelerate_flags(given: Mapping[str, Any]) -> list[str]:
-    """The flags of `accelerate launch` for the `LaunchArguments` that were given."""
-    config = given.get("accelerate_config", "ddp")
+def _accelerate_flags(config: str, given: Mapping[str, Any]) -> list[str]:
+    """The flags of `accelerate launch` for an `accelerate_config` and the other `LaunchArguments` that were given."""
     if config not in _CONFIGS and not os.path.isfile(config):
         raise ValueError(
             f"--accelerate_config is {config!r}, neither a file nor one of {', '.join(_CONFIGS)};"
@@ -75,8 +75,7 @@ def _accelerate_flags(given: Mapping[str, Any]) -> list[str]:
     content = read_yaml(file)
     flags = ["--config_file", file]
     for flag, value in given.items():
-        if flag != "accelerate_config":
-            flags += [f"--{flag}", str(value)]
+        flags += [f"--{flag}", str(value)]
     deepspeed_file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if deepspeed_file and not os.path.isfile(deepspeed_file):
         # The configurations here name it by its path in a clone of the repository.

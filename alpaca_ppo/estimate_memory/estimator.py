@@ -46,15 +46,13 @@ def predict(
 
     @cache
     def measured_passes(cast_to_bf16: bool) -> Measured:
-        processes = shardings[0].processes
-        measured = measure(models, args, processes=processes, cast_to_bf16=cast_to_bf16, replies=replies)
+        measured = measure(models, args, processes=shardings[0].processes, cast_to_bf16=cast_to_bf16, replies=replies)
         if args.generation_backend == "vllm" and not args.vllm_urls:
             measured.kv_cache = args.vllm_gpu_memory_utilization * device_bytes
         return measured
 
     # With bf16, DeepSpeed casts the models; other runs use autocast.
-    casts = [args.bf16 and sharding.stage > 0 for sharding in shardings]
-    return [Prediction(*phases(measured_passes(cast), args, s)) for cast, s in zip(casts, shardings, strict=True)]
+    return [Prediction(*phases(measured_passes(args.bf16 and s.stage > 0), args, s)) for s in shardings]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:

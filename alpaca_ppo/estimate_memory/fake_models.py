@@ -51,8 +51,7 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
 
     `cast_to_bf16` casts the trained models and the reference, as DeepSpeed does.
     """
-    policy = models.policy
-    lora = copy.deepcopy(models.lora)
+    policy, lora = models.policy, copy.deepcopy(models.lora)
     if lora is None and is_adapter(policy):
         lora = read_policy_adapter(policy)
         lora.inference_mode = False
@@ -66,11 +65,9 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
     ):
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
         reference = make_reference(actor_critic, None, args)
-        modules: dict[str, nn.Module] = {"policy": actor_critic.policy}
-        if actor_critic.critic is not None:
-            modules["critic"] = actor_critic.critic
-        if isinstance(reference, CopiedReference):
-            modules["reference"] = reference.policy
+        copied = reference.policy if isinstance(reference, CopiedReference) else None
+        roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied}
+        modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
         if cast_to_bf16:
             # As in `DeepSpeedEngine`, buffers and reward models keep their type.
             for parameter in nn.ModuleDict(modules).parameters():
@@ -175,8 +172,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 # The id stays valid while the storage lives, because torch then keeps its Python object.
-                key = id(storage)
-                size = storage.nbytes()
+                key, size = id(storage), storage.nbytes()
                 if key not in self._storages:
                     self._storages[key] = weakref.ref(storage, partial(self._on_freed, key, size))
                     self.live += size

@@ -101,8 +101,7 @@ class _Passes:
 
     def measure(self, modules: Mapping[str, nn.Module], *, replies: bool) -> Measured:
         """The bytes of models and passes; for `replies` see the function `measure`."""
-        args = self._args
-        policy = self._actor_critic.policy
+        args, policy = self._args, self._actor_critic.policy
         tensors = {name: [*module.parameters(), *module.buffers()] for name, module in modules.items()}
         self.live.track(tensors)
         self._model_bytes = self.live.live
@@ -140,15 +139,13 @@ class _Passes:
         args = self._args
         slots = GENERATION_BACKENDS.trait(args.generation_backend, "in_slots")
         model: Any = self._actor_critic.policy.model
-        rows = self._rows_at_once
-        columns = args.query_len
+        rows, columns = self._rows_at_once, args.query_len
         if slots:
             # Slots compute a prompt once for all its samples.
             rows = max(1, rows // args.num_return_sequences)
             # All rows may read replies in the same pass, each as long as the response allows.
             if replies and self._rows_at_once * (args.response_len - 1) > rows * columns:
-                rows = self._rows_at_once
-                columns = args.response_len - 1
+                rows, columns = self._rows_at_once, args.response_len - 1
         cache: Any = DynamicCache(config=model.config)
         with eval_mode(model), self._autocast:
             ids = torch.zeros(rows, columns, dtype=torch.long)

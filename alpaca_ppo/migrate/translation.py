@@ -57,8 +57,7 @@ class Translation:
     def set(self, name: str, value: Any, comment: str = "") -> None:
         """Sets an option; `comment` says what it was computed from."""
         assert name in OPTIONS, name
-        self.options[name] = value
-        self.comments[name] = comment
+        self.options[name], self.comments[name] = value, comment
 
     def leave(self, name: str, reason: str) -> None:
         """Lists the foreign `name` as not taken."""

@@ -148,8 +148,7 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
 
 def _grpo(result: Translation, processes: int) -> int:
     """Sets batch sizes, loss and KL; returns the optimizer steps on a rollout."""
-    values = result.values
-    group = result.count("num_generations")
+    values, group = result.values, result.count("num_generations")
     device_batch = result.count("per_device_train_batch_size")
     accumulation = result.count("gradient_accumulation_steps")
     per_generation = values.get("steps_per_generation") or accumulation

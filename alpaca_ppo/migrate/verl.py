@@ -49,8 +49,7 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
         result.set("reference", "none", "neither use_kl_in_reward nor use_kl_loss")
     if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):
         options.pop("overlong_buffer_len", None)
-    group = result.count(f"{_ROLLOUT}.n")
-    prompts = result.count("data.train_batch_size")
+    group, prompts = result.count(f"{_ROLLOUT}.n"), result.count("data.train_batch_size")
     mini_batch = result.count(f"{_ACTOR}.ppo_mini_batch_size")
     step = min(mini_batch, prompts) * group
     result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini_batch} * rollout.n {group}")
