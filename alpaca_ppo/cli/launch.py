@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from alpaca_ppo.cli.commands import MISTAKE
 from alpaca_ppo.config.fields import argument, check_fields, options_of
@@ -64,7 +63,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     return _accelerate_flags(config, given), rest
 
 
-def _accelerate_flags(config: str, given: Mapping[str, Any]) -> list[str]:
+def _accelerate_flags(config: str, given: Mapping[str, object]) -> list[str]:
     """The flags of `accelerate launch` for an `accelerate_config` and the other `LaunchArguments` that were given."""
     if config not in _CONFIGS and not os.path.isfile(config):
         raise ValueError(

@@ -84,12 +84,11 @@ def sample(argv: Sequence[str]) -> int:
         print(difference)
     base = str(read_policy_adapter(policy).base_model_name_or_path) if is_adapter(policy) else None
     reference = _reference(given.reference, run, base)
-    has_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
     def load(name: str) -> Any:
-        dtype = torch.bfloat16 if has_gpu else torch.float32
         model: Any = load_causal_lm(name, trust_remote_code=given.trust_remote_code, dtype=dtype)
-        return model.to("cuda" if has_gpu else "cpu").eval()
+        return model.to(device).eval()
 
     models = {"policy": load(base or policy)}
     if base is not None:
@@ -100,15 +99,13 @@ def sample(argv: Sequence[str]) -> int:
         models["reference"] = load(model_folder("reference", reference))
     turn_end = resolve_turn_end(tokenizer) if prompts.are_messages else None
     turn_ends = [] if turn_end is None else [turn_end]
-    stop_tokens = {
-        name: list(resolve_stop_tokens(tokenizer, model.generation_config, turn_ends)) for name, model in models.items()
-    }
+    stops = {name: list(resolve_stop_tokens(tokenizer, m.generation_config, turn_ends)) for name, m in models.items()}
     for number in range(len(prompts)):
         ids = prompts[number]["input_ids"]
         if given.prompts is not None:
             print(f"prompt {number + 1}: {prompt_text(prompts[number], tokenizer)}")
         for name, model in models.items():
-            stop = stop_tokens[name]
+            stop = stops[name]
             torch.manual_seed(given.seed + number)
             prompt = torch.tensor([ids], device=model.device)
             tokens = model.generate(prompt, eos_token_id=stop, pad_token_id=stop[0], **generation)[0, len(ids) :]

@@ -296,8 +296,7 @@ def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: 
 
 def type_in_words(hint: Any) -> str:
     """The type `hint` without None, such as "int or list of str", for the help."""
-    origin = typing.get_origin(hint)
-    parts = [part for part in typing.get_args(hint) if part is not type(None)]
+    origin, parts = typing.get_origin(hint), [part for part in typing.get_args(hint) if part is not type(None)]
     if origin is typing.Literal:
         return " | ".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in parts)
     if origin in (typing.Union, types.UnionType):

@@ -93,8 +93,7 @@ def read_findings(folder: StrPath) -> list[Finding]:
     Raises:
         ValueError: if the file holds something else.
     """
-    path = Path(folder) / "findings.jsonl"
-    keys = {field.name for field in dataclasses.fields(Finding)}
+    path, keys = Path(folder) / "findings.jsonl", {field.name for field in dataclasses.fields(Finding)}
     rows = list(read_lines(path)) if path.exists() else []
     for row in rows:
         if row.keys() != keys or row["severity"] not in get_args(DoctorSeverity):

@@ -342,9 +342,8 @@ def all_truncated(history: History) -> Found | None:
 def update_too_large(history: History) -> Found | None:
     """One step moves the policy so far that its rollouts no longer describe it."""
     update = history.mean("ppo/policy/approx_kl_k3") or 0.0
-    clipped = history.mean("ppo/policy/clipfrac") or 0.0
-    if (history.config.get("policy_loss") or "clip") in _LOSSES_WITH_OTHER_CLIPPING:
-        clipped = 0.0
+    has_ppo_clipping = (history.config.get("policy_loss") or "clip") not in _LOSSES_WITH_OTHER_CLIPPING
+    clipped = (history.mean("ppo/policy/clipfrac") or 0.0) if has_ppo_clipping else 0.0
     # The largest update of healthy runs is 0.035 nats per token; 0.01 to 0.1 of the tokens are clipped.
     return _error_if(clipped > 0.6, update=update, clipped=clipped) if update > 0.1 or clipped > 0.3 else None
 
@@ -393,8 +392,7 @@ def logprobs_disagree(history: History) -> Found | None:
 def critic_useless(history: History) -> Found | None:
     """For twenty steps, the critic predicts the returns worse than a constant."""
     recent = history.last("ppo/val/explained_variance", 20)
-    mean = history.mean("ppo/val/explained_variance", 20)
-    return _error_if(mean < -1, mean=mean) if mean is not None and max(recent) < 0 else None
+    return _error_if(fmean(recent) < -1, mean=fmean(recent)) if recent and max(recent) < 0 else None
 
 
 def _evaluated(history: History) -> list[str]:

@@ -71,7 +71,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     check_four_bit(sharding.stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
-    shardings = _alternatives(script.num_processes, args)
+    shardings = _alternatives(script.num_processes, args) if script.num_processes > 1 else {}
     name_of_run = "fsdp" if sharding.fsdp else str(sharding.stage)
     shardings[name_of_run] = sharding
     if args.reference not in REFERENCES:
@@ -108,8 +108,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
             options = dict(change)
             peft_config = replace(lora, use_peft=options.pop("use_peft", lora.use_peft)).peft_config("CAUSAL_LM")
             try:
-                changed_args = replace(args, **options)
-                [changed] = predict_run(replace(models, lora=peft_config), changed_args, [sharding])
+                [changed] = predict_run(replace(models, lora=peft_config), replace(args, **options), [sharding])
             except ValueError:
                 # The run would be refused.
                 continue
@@ -120,8 +119,6 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
 
 def _alternatives(processes: int, args: PPOConfig) -> dict[str, Sharding]:
     """The ways to share the memory of a run on several processes, by ZeRO stage (0 = DDP) or "fsdp"."""
-    if processes == 1:
-        return {}
     shardings = {str(stage): Sharding(processes, stage) for stage in (0, 1, 2)}
     if not args.load_in_4bit:
         # ZeRO 3 and FSDP2 cannot shard 4-bit weights.

@@ -107,9 +107,9 @@ class _Passes:
         self._model_bytes = self.live.live
         trained = [parameter for parameter in self._actor_critic.parameters() if parameter.requires_grad]
         weights = {name: size_of(of_module) for name, of_module in tensors.items()}
-        embeddings_and_head = size_of([policy.model.get_input_embeddings().weight, policy.head.weight])
-        num_layers = policy.model.config.get_text_config().num_hidden_layers
-        layer = embeddings_and_head + (weights["policy"] - embeddings_and_head) / num_layers
+        # The weights outside the decoder layers.
+        outside = size_of([policy.model.get_input_embeddings().weight, policy.head.weight])
+        layer = outside + (weights["policy"] - outside) / policy.model.config.get_text_config().num_hidden_layers
         elements = float(sum(parameter.numel() for parameter in trained))
         measured = Measured(weights, size_of(trained), elements, layer)
         if GENERATION_BACKENDS.trait(args.generation_backend, "in_process"):

@@ -23,8 +23,7 @@ _FILL_IN = {"model_name_or_path": "FILL_IN", "dataset_name": "FILL_IN", "reward_
 @functools.cache
 def defaults(section: str) -> Mapping[str, Any]:
     """One section of defaults.yaml: another trainer's defaults, or the comments on them."""
-    table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))
-    return table[section]
+    return dict(yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))[section])
 
 
 @dataclasses.dataclass
@@ -98,11 +97,10 @@ class Translation:
                 self.options[name] = [value]
         for cls in TRAINING_ARGUMENTS:
             # Not by the constructor, which refuses options without effect.
-            arguments = object.__new__(cls)
+            run = object.__new__(cls)
+            vars(run).update({name: self.options.get(name, option.default) for name, option in options_of(cls).items()})
             for name, option in options_of(cls).items():
-                vars(arguments)[name] = self.options.get(name, option.default)
-            for name, option in options_of(cls).items():
-                if not all(need.holds(arguments, {}) for need in option.needs):
+                if not all(need.holds(run, {}) for need in option.needs):
                     self.options.pop(name, None)
         if not self.options.get("kl_coef"):
             self.options.pop("kl_controller", None)

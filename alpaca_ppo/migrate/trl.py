@@ -47,11 +47,9 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     for target, value in assigned:
         if isinstance(target, ast.Attribute) and _called(resolve(target.value)) in _KINDS:
             arguments[target.attr] = value
-    given: dict[str, object] = {}
-    unread: dict[str, str] = {}
     functions, models = _reward_sources(resolve(arguments.pop("reward_funcs", ast.List([]))))
-    if functions:
-        given["reward_funcs"] = functions
+    given: dict[str, object] = {"reward_funcs": functions} if functions else {}
+    unread: dict[str, str] = {}
     if models:
         arguments["reward_model_name_or_path"] = ast.List(models)
     for name in ("args", "processing_class"):

@@ -47,9 +47,8 @@ def with_prompts(dataset: Dataset, prompt_column: str) -> Dataset:
     def split(row: dict[str, Any]) -> dict[str, Any]:
         chosen, rejected = row["chosen"], row["rejected"]
         # The last message is always the completion.
-        max_shared = min(len(chosen), len(rejected)) - 1
         shared = 0
-        while shared < max_shared and chosen[shared] == rejected[shared]:
+        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
             shared += 1
         return {prompt_column: chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 

@@ -99,8 +99,7 @@ class Console(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._log.is_main:
             return
-        history, folder = self._history(), Path(self._args.output_dir)
-        step = state.global_step
+        history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
         done = f"{step} steps" if step == state.max_steps else f"stopped at step {step} of {state.max_steps}"
         resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
         lines = [f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._start_time)}{resumed}"]
@@ -127,8 +126,7 @@ class Console(TrainerCallback):
         cells = {column.key: column.text(stats.get(column.key)) for column in self._columns}
         cells |= {"step": f"{step}/{total}", "left": tqdm.format_interval(seconds_per_step * (total - step))}
         self._log.message(" ".join(cells[column.key].rjust(column.width) for column in self._columns))
-        self._rows += 1
-        self._printed_step = step
+        self._rows, self._printed_step = self._rows + 1, step
 
     def _print_block(self, lines: list[str]) -> None:
         """Prints lines that are not rows of the table; after several of them, the table's titles are repeated."""

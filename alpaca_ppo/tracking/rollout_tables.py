@@ -117,8 +117,7 @@ def _token_texts(ids: Sequence[int], processing_class: Any) -> list[str]:
 def _written_ids(rollouts: Rollouts, i: int) -> list[int]:
     """Returns the tokens of response `i` up to the last one that the policy chose."""
     length = int(response_lengths(rollouts["response_mask"][i : i + 1]))
-    ids: list[int] = rollouts["responses"][i, :length].tolist()
-    return ids
+    return list(rollouts["responses"][i, :length].tolist())
 
 
 def _turns(written: Sequence[int], rollouts: Rollouts, i: int, processing_class: Any) -> dict[str, Any]:

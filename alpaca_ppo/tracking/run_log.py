@@ -108,8 +108,7 @@ class RunLog:
             step: completed steps; -1 for a new run. Tables and skipped updates of later steps are removed.
             lines: of metrics.jsonl, which are kept. Findings and TensorBoard's events of later steps are removed.
         """
-        self._begun = True
-        last_line = -1
+        self._begun, last_line = True, -1
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             metrics = self.output_dir / "metrics.jsonl"
@@ -216,8 +215,7 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
     """Checks that metrics.jsonl, if it exists, starts with the lines of the checkpoint's run (`written`, by
     `metrics_identity`), so that resuming does not mix runs.
     """
-    path = output_dir / "metrics.jsonl"
-    present = metrics_identity(output_dir, written["lines"])
+    path, present = output_dir / "metrics.jsonl", metrics_identity(output_dir, written["lines"])
     if path.exists() and present != written:
         raise ValueError(
             f"{path} does not belong to the run that wrote the checkpoint: its first {present['lines']} lines are not "
