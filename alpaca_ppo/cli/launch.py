@@ -4,7 +4,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class LaunchArguments:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """The flags of `accelerate launch` that follow from the `LaunchArguments` in `argv` (None if the run needs no
+    """The flags of `accelerate launch` that stand for the `LaunchArguments` in `argv` (None if the run needs no
     launcher), and the rest of `argv`.
 
     Raises:
@@ -60,6 +60,11 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     if given == {"num_processes": 1}:
         return None, rest
     config = given.pop("accelerate_config", "ddp")
+    return _accelerate_flags(config, given), rest
+
+
+def _accelerate_flags(config: str, given: Mapping[str, object]) -> list[str]:
+    """The flags of `accelerate launch` for an `accelerate_config` and the other `LaunchArguments` that were given."""
     if config not in _CONFIGS and not os.path.isfile(config):
         raise ValueError(
             f"--accelerate_config is {config!r}, neither a file nor one of {', '.join(_CONFIGS)};"
@@ -74,21 +79,22 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     if deepspeed_file and not os.path.isfile(deepspeed_file):
         # The configurations here name it by its path in a clone of the repository.
         packaged = _DEEPSPEED_CONFIGS / Path(deepspeed_file).name
-        flags += ["--deepspeed_config_file", str(packaged)] if packaged.is_file() else []
+        if packaged.is_file():
+            flags += ["--deepspeed_config_file", str(packaged)]
     nodes = given.get("num_machines", content.get("num_machines", 1))
     if "main_process_port" not in given and nodes == 1 and content.get("distributed_type") != "NO":
         # 0 is any free port, because another run on this machine may have Accelerate's default.
         flags += ["--main_process_port", "0"]
-    return flags, rest
+    return flags
 
 
 def launch(flags: Sequence[str], words: Sequence[str]) -> int:
-    """Runs `alpaca-ppo train` with `words` in the processes that Accelerate starts for `flags`; returns the exit status
-    of the process that failed first.
+    """Runs `alpaca-ppo train` with `words` in the processes that Accelerate starts for `flags`.
 
-    Its rank is printed, unless it has reported a mistake or was interrupted.
+    Returns the exit status of the process that failed first, or 0. Prints that process's rank, unless it has reported
+    the error itself or was interrupted.
     """
-    # Takes seconds, for which a mistake in the options need not wait.
+    # Imported only now, because it takes seconds.
     say_loading()
     import logging
     from subprocess import CalledProcessError
@@ -97,7 +103,7 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # It reports each failure twice more.
+    # This logger would report each failure twice more.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         launch_command(launch_command_parser().parse_args([*flags, "--module", "alpaca_ppo.cli", "train", *words]))
@@ -107,11 +113,14 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
         if status not in (MISTAKE, ENDED_BY_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             end = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
             print(f"error: rank {rank} {end}", file=sys.stderr)
+        return _shell_status(status)
     except CalledProcessError as failed:
-        status = failed.returncode
+        return _shell_status(failed.returncode)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
-    else:
-        return 0
-    # The status is minus the signal that ended a process; a shell has 128 plus the signal.
+    return 0
+
+
+def _shell_status(status: int) -> int:
+    """The exit status as a shell has it: 128 plus the signal that ended a process, for which Python has minus it."""
     return status if status > 0 else 128 - status

@@ -20,8 +20,7 @@ _FORM = ("prompt_template", "user_template", "system_prompt", "chat_template_kwa
 _LONGEST_PROMPT = 1_000_000
 
 
-def sample(argv: Sequence[str]) -> int:
-    """Answers prompts."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="alpaca-ppo sample", description="Shows what a policy answers, beside its reference.", allow_abbrev=False
     )
@@ -41,10 +40,11 @@ def sample(argv: Sequence[str]) -> int:
     add("--temperature", type=float, help="0 = the likeliest token (default: the run's, or 1)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    given = parser.parse_args(argv)
-    policy = model_folder("model", given.model)
-    record = Path(given.model) / "run.yaml"
-    run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
+    return parser
+
+
+def _settings(given: argparse.Namespace, run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of `PromptForm` and of `generate`, from the command line or else from the record `run`."""
     form: dict[str, Any] = {name: run.get(name) for name in _FORM}
     if given.prompt_template or given.user_template:
         form |= {"prompt_template": given.prompt_template, "user_template": given.user_template}
@@ -55,6 +55,16 @@ def sample(argv: Sequence[str]) -> int:
     generation: Any = {"max_new_tokens": max_new_tokens, "do_sample": temperature != 0}
     if temperature:
         generation |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return form, generation
+
+
+def sample(argv: Sequence[str]) -> int:
+    """Prints the answers of the policy, and of its reference if there is one."""
+    given = _parser().parse_args(argv)
+    policy = model_folder("model", given.model)
+    record = Path(given.model) / "run.yaml"
+    run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
+    form, generation = _settings(given, run)
     check_model_name("--reference", None if given.reference == "none" else given.reference)
     # Imported only now, because torch takes seconds.
     say_loading()
@@ -89,12 +99,13 @@ def sample(argv: Sequence[str]) -> int:
         models["reference"] = load(model_folder("reference", reference))
     turn_end = resolve_turn_end(tokenizer) if prompts.are_messages else None
     turn_ends = [] if turn_end is None else [turn_end]
+    stops = {name: list(resolve_stop_tokens(tokenizer, m.generation_config, turn_ends)) for name, m in models.items()}
     for number in range(len(prompts)):
         ids = prompts[number]["input_ids"]
         if given.prompts is not None:
             print(f"prompt {number + 1}: {prompt_text(prompts[number], tokenizer)}")
         for name, model in models.items():
-            stop = list(resolve_stop_tokens(tokenizer, model.generation_config, turn_ends))
+            stop = stops[name]
             torch.manual_seed(given.seed + number)
             prompt = torch.tensor([ids], device=model.device)
             tokens = model.generate(prompt, eos_token_id=stop, pad_token_id=stop[0], **generation)[0, len(ids) :]
@@ -103,8 +114,12 @@ def sample(argv: Sequence[str]) -> int:
 
 
 def _reference(given: str | None, run: dict[str, Any], base: str | None) -> str | None:
-    """The model to compare with: `given`, or else that of the record `run`, or else `base`, which the policy's adapter
-    is on; None for none.
+    """The model to compare with, or None.
+
+    Args:
+        given: `--reference`, which wins over the run's.
+        run: the run's record. A reference that was an object of a Python program is left out, with a message.
+        base: the model below the policy's adapter, if it is one.
     """
     reference = given or run.get("reference") or "auto"
     if reference == "none":

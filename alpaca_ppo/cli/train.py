@@ -23,21 +23,22 @@ _COMMON = """
 
 def train(argv: Sequence[str]) -> int:
     """Trains with PPO, in this process or in those that it starts."""
-    launcher, rest = split_flags(argv)
+    launch_flags, rest = split_flags(argv)
     if {"--help", "-h", "--help-all", "--help_all"} & set(rest):
+        # Prints the help and exits.
         parse_options([LaunchArguments, *TRAINING_ARGUMENTS], rest, prog=PROG, common=_COMMON)
-    if launcher is None:
+    if launch_flags is None:
         run_training(rest)
         return 0
     # Errors of the options are reported here once, before processes start.
     script_args, _, args = parse_options(TRAINING_ARGUMENTS, rest, prog=PROG).instances
     script_args.check_before_loading(args)
-    return launch(launcher, rest)
+    return launch(launch_flags, rest)
 
 
 def sft(argv: Sequence[str]) -> int:
     """Fine-tunes a causal language model."""
-    _help_of_supervised([SFTArguments], "alpaca-ppo sft", argv)
+    _print_help_if_asked([SFTArguments], "alpaca-ppo sft", argv)
     say_loading()
     from alpaca_ppo.supervised.sft import train_sft
 
@@ -47,7 +48,7 @@ def sft(argv: Sequence[str]) -> int:
 
 def reward(argv: Sequence[str]) -> int:
     """Trains a reward model on preference pairs."""
-    _help_of_supervised([RewardModelArguments, LoraArguments], "alpaca-ppo reward", argv)
+    _print_help_if_asked([RewardModelArguments, LoraArguments], "alpaca-ppo reward", argv)
     say_loading()
     from alpaca_ppo.supervised.reward_model import train_reward_model
 
@@ -55,8 +56,8 @@ def reward(argv: Sequence[str]) -> int:
     return 0
 
 
-def _help_of_supervised(types: Sequence[type], prog: str, argv: Sequence[str]) -> None:
-    """Prints the help and ends, if `argv` asks for it, without importing transformers, which takes seconds."""
+def _print_help_if_asked(types: Sequence[type], prog: str, argv: Sequence[str]) -> None:
+    """If `argv` asks for the help, prints it and exits, without importing transformers, which takes seconds."""
     if {"--help", "-h"} & set(argv):
         epilog = (
             "Every field of transformers.TrainingArguments is an option too, such as --output_dir, --learning_rate, "

@@ -88,18 +88,18 @@ def check_combinations(config: Any) -> None:
             f"load_in_4bit is True, but critic_layout {config.critic_layout!r} or reference {config.reference!r} "
             "copies the base; use critic_layout: adapter or shared, and reference: auto"
         )
-    given = [f"{name} ({value})" for name in LENGTHS if (value := getattr(config, name)) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both set; set one of them to null")
-    of_step = ("rollout_batch_size * num_return_sequences", config.responses_per_step)
+    lengths = [f"{name} ({value})" for name in LENGTHS if (value := getattr(config, name)) is not None]
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} are both set; set one of them to null")
+    responses = ("rollout_batch_size * num_return_sequences", config.responses_per_step)
     limits = {
-        "step_batch_size": of_step,
-        "critic_step_batch_size": of_step,
+        "step_batch_size": responses,
+        "critic_step_batch_size": responses,
         "overlong_buffer_len": ("response_len", config.response_len),
     }
-    for name, (of, limit) in limits.items():
+    for name, (limit_name, limit) in limits.items():
         if (value := getattr(config, name) or 0) > limit:
-            raise ValueError(f"{name} ({shown(value)}) is larger than {of} ({limit}); set it to that or less")
+            raise ValueError(f"{name} ({shown(value)}) is larger than {limit_name} ({limit}); set it to that or less")
     budget = config.max_tokens_per_micro_batch
     if budget is not None and budget < config.longest_row:
         raise ValueError(
@@ -112,10 +112,10 @@ def check_combinations(config: Any) -> None:
             f"metric_for_best_model is {metric!r}, but eval_steps is 0, so only the last step would be evaluated; set "
             "eval_steps, or choose a metric of the steps such as objective/scores"
         )
-    every_tenth_step = ["objective/entropies", "objective/ref_entropies"]
+    metrics_of_every_tenth_step = ["objective/entropies", "objective/ref_entropies"]
     if not config.entropy_coef:
-        every_tenth_step.append("ppo/policy/entropy")
-    if metric in every_tenth_step:
+        metrics_of_every_tenth_step.append("ppo/policy/entropy")
+    if metric in metrics_of_every_tenth_step:
         raise ValueError(f"metric_for_best_model is {metric!r}, which only every tenth step has; choose another metric")
     if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError(

@@ -45,6 +45,7 @@ def without_credentials(value: Any, name: str = "") -> Any:
 
 
 def without_credential_arguments(words: tuple[str, ...] | list[str]) -> list[str]:
+    """The words of a command line, with `REMOVED` in place of every credential."""
     cleaned, option = [], ""
     for word in words:
         flag, equals, value = word.partition("=")

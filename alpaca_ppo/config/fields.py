@@ -41,7 +41,7 @@ class Need:
 
     Attributes:
         option: another option, or a fact of the run such as "environments or tools".
-        values: of which `option` must have one; if there are none, it must be set.
+        values: returns the values of which `option` must have one; if it returns none, `option` must be set.
         negated: `option` must have none of the values, or must not be set.
         by_trait: the values are the names with some trait, including those that users register.
     """
@@ -152,9 +152,9 @@ class Option:
         except ValidationError as error:
             # A union has an error for each of its members.
             wanted: dict[str, None] = {}
-            for each in error.errors(include_url=False):
-                expected = _EXPECTED.get(each["type"], "").format(**each.get("ctx", {}))
-                wanted[expected or each["msg"].removeprefix("Input should ")] = None
+            for details in error.errors(include_url=False):
+                expected = _EXPECTED.get(details["type"], "").format(**details.get("ctx", {}))
+                wanted[expected or details["msg"].removeprefix("Input should ")] = None
             # YAML reads 3 and 2020-01-02 as a number and a date.
             quotes = ", in quotes" if isinstance(value, int | float | datetime.date) and self.accepts("") else ""
             given = "null" if value is None else shown(value)
@@ -198,7 +198,9 @@ def options_of(cls: Any) -> Mapping[str, Option]:
     Fields before the first group belong to a group named as the class. Other libraries' dataclasses may have a field's
     help in its metadata.
     """
-    hints, group, options = typing.get_type_hints(cls, include_extras=True), cls.__name__, dict[str, Option]()
+    hints = typing.get_type_hints(cls, include_extras=True)
+    group = cls.__name__
+    options: dict[str, Option] = {}
     for field in dataclasses.fields(cls):
         if field.init:
             declared = field.metadata.get("option") or Option(field.metadata.get("help", ""))

@@ -28,9 +28,16 @@ class ForeignName:
     """A name that another project gives an option: an entry of the table, whose format foreign_names.yaml describes.
 
     Attributes:
-        section: the class or file that it belongs to, of the project `of`.
+        section: the class or file that it belongs to, of the project `of`, such as GRPOConfig of TRL.
         ours: the options here that do the same; empty if there are none.
         same: whether the first of `ours` has the same values and the same meaning, except for those in `values`.
+        how: what to write instead, such as "rollout_batch_size: {value} / num_generations".
+        values: for single values, the options with their values, such as {"sequence": {"policy_loss": "gspo"}}, or why
+            there is no counterpart.
+        none: why no option does the same, and what to do instead; empty if there is one.
+        unneeded: why no option is needed; empty if one is.
+        neutral: the values of theirs that are what happens here anyway.
+        unit: of a name that is also an option here, how its meaning differs.
     """
 
     name: str
@@ -50,7 +57,7 @@ class ForeignName:
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in self.neutral)
 
     def advice(self, value: Any) -> str:
-        """What to write here instead of this name with `value`, as text."""
+        """What to write here instead of this name with `value`, or why there is nothing to write."""
         if self.same and not self.how:
             return f"{self.ours[0]}: {_shown(value)}"
         if self.is_neutral(value):
@@ -59,16 +66,20 @@ class ForeignName:
             return f"no counterpart: {self.none}"
         if self.unneeded:
             return f"not needed: {self.unneeded}"
-        here = self.values.get(value_key(value))
-        if isinstance(here, str):
-            return f"no counterpart: {here}"
-        if here is not None:
-            options = " with ".join(f"{name}: {_shown(option)}" for name, option in here.items())
-            return options or "not needed: it is what happens here"
+        if (listed := self.values.get(value_key(value))) is not None:
+            return _advice_on_listed(listed)
         if self.values and not self.same:
             known = [key for key, options in self.values.items() if isinstance(options, Mapping)]
             return f"{self.how}, for {', '.join(known)}"
         return self.how.replace("{value}", _shown(value))
+
+
+def _advice_on_listed(listed: Mapping[str, Any] | str) -> str:
+    """`ForeignName.advice` for an entry of `ForeignName.values`."""
+    if isinstance(listed, str):
+        return f"no counterpart: {listed}"
+    options = " with ".join(f"{name}: {_shown(option)}" for name, option in listed.items())
+    return options or "not needed: it is what happens here"
 
 
 def value_key(value: Any) -> str:
@@ -77,8 +88,7 @@ def value_key(value: Any) -> str:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return table
+    return dict(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")))
 
 
 @functools.cache
@@ -170,12 +180,12 @@ def _shown(value: Any) -> str:
 def check_argument_names(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], sections: Collection[str]) -> None:
     """Checks that the constructor of `cls` takes the keyword arguments in `kwargs`; one with `**kwargs` takes all.
 
-    It is called from `__new__`, because a dataclass generates `__init__` for each subclass.
+    Call it from `__new__`, because a dataclass generates `__init__` for each subclass.
 
     Raises:
         ValueError: explains all unknown arguments (`explain_names`), and names required ones that are missing.
     """
-    # That of `__init__`, because a class below the one with `__new__` defines it.
+    # The signature of `__init__`, which a subclass of the class with `__new__` defines.
     parameters = list(inspect.signature(cls).parameters.values())
     names = [parameter.name for parameter in parameters]
     unknown = [name for name in kwargs if name not in names]

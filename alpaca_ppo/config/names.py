@@ -20,8 +20,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def check_model_name(field: str, name: str | None) -> None:
     """Raises a `ValueError` if `name`, the value of the option `field`, is neither a folder, nor a hub id, nor None.
 
-    "outputs/ppo" could be both. It is taken for a folder that is missing if there is a folder `outputs`; and so is a
-    name without a slash if a folder has a similar name.
+    "outputs/ppo" could be either. It is taken for a missing folder if there is a folder `outputs`, and a name without a
+    slash if a folder has a similar name.
     """
     if name is None or os.path.isdir(name):
         return
@@ -29,20 +29,21 @@ def check_model_name(field: str, name: str | None) -> None:
         raise ValueError(
             f"{field} is {name!r}, which is neither a folder nor a hub id (name or owner/name):{where(name)}"
         )
-    problem = where(name)
-    if os.path.isdir(os.path.dirname(name)) or ("/" not in name and "did you mean" in problem):
+    is_misspelt = "/" not in name and not os.path.isfile(name) and _similar_path(name, "folder")
+    if is_misspelt or os.path.isdir(os.path.dirname(name)):
         raise ValueError(
-            f"{field} is {name!r}, but{problem} (for a model of that name on the hub, start from another folder)"
+            f"{field} is {name!r}, but{where(name)} (for a model of that name on the hub, start from another folder)"
         )
 
 
 def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
-    """The folder or hub id from which to load the model `name`: for the folder of a run its final/`part`, which is
-    printed; otherwise `name` itself, which may be a model already.
+    """The folder or hub id from which to load the model `name`.
+
+    If `name` is the folder of a run, that is its final/`part`, and a line is printed that says so. A `name` that is not
+    text, such as a model in memory, is returned unchanged.
 
     Args:
         field: the option, for errors.
-        name: see above.
         part: policy or value; None if the folder of a run is not valid.
         writes_text: whether a classifier is refused.
 
@@ -73,8 +74,8 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
 
 
 def _ask_hub(field: str, name: str) -> None:
-    """Asks the hub once for a `name` without an owner, which may be a misspelt folder: libraries try to load it for
-    minutes.
+    """Raises a `ValueError` if `name` has no owner and the hub has no such model, which libraries would try to load for
+    minutes; it may be a misspelt folder.
     """
     # Takes half a second.
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -109,19 +110,26 @@ def where(name: str, *, what: str = "folder") -> str:
     if os.path.isfile(name) and what == "folder":
         return " it is a file, not a folder"
     base = "" if Path(name).is_absolute() else f" (relative paths count from {Path.cwd()})"
+    hint = _similar_path(name, what)
+    return f" there is no such {what}{base}" + (f";{hint}" if hint else "")
+
+
+def _similar_path(name: str, what: str) -> str:
+    """`did_you_mean` of the folders (or all files) beside `name`."""
     try:
         siblings = [path for path in sorted(Path(name).parent.iterdir()) if path.is_dir() or what == "file"]
     # ValueError for a name that no file can have.
     except (OSError, ValueError):
         siblings = []
-    hint = did_you_mean(str(Path(name)), map(str, siblings))
-    return f" there is no such {what}{base}" + (f";{hint}" if hint else "")
+    return did_you_mean(str(Path(name)), map(str, siblings))
 
 
-def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.75) -> str:
-    """ " did you mean x?" for the one of `known` that is most similar to `word`; empty if none is similar."""
+def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.75, prefix: str = "") -> str:
+    """ " did you mean x?" for the one of `known` that is most similar to `word`, after `prefix`; empty if none is
+    similar.
+    """
     close = get_close_matches(word, list(known), n=1, cutoff=likeness)
-    return f" did you mean {close[0]}?" if close else ""
+    return f" did you mean {prefix}{close[0]}?" if close else ""
 
 
 def check_url(name: str, url: str) -> None:

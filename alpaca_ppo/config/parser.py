@@ -35,7 +35,7 @@ _ALIASES = {"model": "model_name_or_path"}
 
 @dataclasses.dataclass(frozen=True)
 class ParsedOptions:
-    """The dataclasses that a command line gives, its presets, and the mapping in each of its YAML files."""
+    """What a command line gives: instances of the dataclasses, the names of presets, and the mapping in each file."""
 
     instances: tuple[Any, ...]
     presets: tuple[str, ...]
@@ -57,7 +57,8 @@ def parse_options(
     epilog: str = "",
     common: Collection[str] = (),
 ) -> ParsedOptions:
-    """The options of each dataclass in `dataclass_types`, from files, presets and flags.
+    """The options of each dataclass in `dataclass_types`, from files, presets and flags; with `--help`, prints it and
+    exits.
 
     Of several `--config` and `--preset`, later ones win; a flag wins over all of them. Values are read as in YAML; a
     flag without a value is true. Modules in `import_modules` are imported before `--help` is printed and before values
@@ -74,20 +75,13 @@ def parse_options(
     flags = _split_flags(sys.argv[1:] if argv is None else argv, options)
     given = {name: _flag_value(options[name], words) for name, words in flags if name in options}
     values: dict[str, Any] = {}
-    presets: list[str] = []
     files: dict[str, dict[str, Any]] = {}
     for flag, words in flags:
-        if flag not in _SOURCES:
-            continue
-        if len(words) != 1:
-            raise ValueError(f"--{flag} needs one name after it, not {' '.join(words) or 'none'}")
-        if flag == "config":
-            content, where = read_yaml(words[0]), f"the --config file {words[0]}"
-            files[words[0]] = content
-        else:
-            content, where = read_preset(words[0]), f"the preset {words[0]}"
-            presets.append(words[0])
-        _update(values, _file_values(content, options, where))
+        if flag in _SOURCES:
+            content, source = _read_source(flag, words)
+            _update(values, _file_values(content, options, source))
+            if flag == "config":
+                files[words[0]] = content
     script_types = [cls for cls in dataclass_types if issubclass(cls, ScriptArguments)]
     check_run_files(files, given=given, needed=script_types[0].needed_objects if script_types else MODELS)
     _update(values, given)
@@ -103,11 +97,21 @@ def parse_options(
             + explain_names(unknown, [*_valid_names(options, unknown), *_SOURCES], CONFIG_SECTIONS)
         )
     instances = [cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types]
-    return ParsedOptions(tuple(instances), tuple(presets), files)
+    presets = tuple(words[0] for flag, words in flags if flag == "preset")
+    return ParsedOptions(tuple(instances), presets, files)
+
+
+def _read_source(flag: str, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The mapping that `--config` or `--preset` names, and how errors call it."""
+    if len(words) != 1:
+        raise ValueError(f"--{flag} needs one name after it, not {' '.join(words) or 'none'}")
+    if flag == "config":
+        return read_yaml(words[0]), f"the --config file {words[0]}"
+    return read_preset(words[0]), f"the preset {words[0]}"
 
 
 def _valid_names(options: Mapping[str, Option], given: Collection[str]) -> list[str]:
-    """The options and their aliases, without an alias in `given`, which is an error beside the option's own name."""
+    """The options and their aliases. An alias in `given` is invalid, because it stands beside the option's name."""
     return [*options, *(alias for alias, name in _ALIASES.items() if name in options and alias not in given)]
 
 
@@ -157,13 +161,13 @@ def _parse_word(option: Option, word: str) -> Any:
     value = _parse_yaml(word)
     if not _accepts(option, word):
         return value
-    # Also text are "null", which the caller has read already where the option may be null, and dates.
+    # "null" stays text, because the caller has read it where the option may be null; and so do dates.
     return word if isinstance(value, str | None) or not _accepts(option, value) else value
 
 
-def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], where: str) -> dict[str, Any]:
-    """The options in the YAML file `where`; text becomes another type if the option takes no text, and a single value a
-    list if it takes a list.
+def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], source: str) -> dict[str, Any]:
+    """The options in `content`, which errors call `source`. Text becomes another type if the option takes no text, and
+    a single value becomes a list if it takes a list.
     """
     given = {name: value for name, value in content.items() if name != PROVENANCE}
     for alias, name in _ALIASES.items():
@@ -174,14 +178,14 @@ def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], wher
         nested = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
         names = flattened(nested) | {k: v for k, v in given.items() if k not in nested}
         raise ValueError(
-            f"unknown keys in {where}: {', '.join(unknown)}; --help-all lists the valid ones\n"
+            f"unknown keys in {source}: {', '.join(unknown)}; --help-all lists the valid ones\n"
             + explain_names(names, _valid_names(options, unknown), CONFIG_SECTIONS)
         )
     values = {}
     for name, value in given.items():
         option = options[name]
         if value is None and not option.nullable and option.default is not None:
-            raise ValueError(f"{name} is null in {where}; give a value, or leave it out for {shown(option.default)}")
+            raise ValueError(f"{name} is null in {source}; give a value, or leave it out for {shown(option.default)}")
         if option.is_list and value is not None:
             entries = value if isinstance(value, list) else [value]
             values[name] = [entry if _accepts(option, entry) else _parse_yaml(entry) for entry in entries]
@@ -215,7 +219,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     # Path.is_file would raise an OSError for a text that is no file name.
     if os.path.isfile(path):
         return _read_mapping(Path(path), f"--config {path}")
-    preset = did_you_mean(path, preset_names()).replace("mean", "mean --preset")
+    preset = did_you_mean(path, preset_names(), prefix="--preset ")
     raise ValueError(f"--config is {shown(path)}, but{where(path, what='file')}{preset}")
 
 
@@ -231,15 +235,15 @@ def read_preset(name: str) -> dict[str, Any]:
     return _read_mapping(preset_path(name), f"the preset {name}")
 
 
-def _read_mapping(file: Path, where: str) -> dict[str, Any]:
+def _read_mapping(file: Path, source: str) -> dict[str, Any]:
     try:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     # As in `_parse_yaml`.
     except Exception as error:
         reason = error if isinstance(error, yaml.YAMLError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{where} cannot be read as YAML: {reason}") from error
+        raise ValueError(f"{source} cannot be read as YAML: {reason}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{where} holds a {type(content).__name__}; it must map option names to values")
+        raise ValueError(f"{source} holds a {type(content).__name__}; it must map option names to values")
     return content
 
 
@@ -291,6 +295,7 @@ def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: 
 
 
 def type_in_words(hint: Any) -> str:
+    """The type `hint` without None, such as "int or list of str", for the help."""
     origin, parts = typing.get_origin(hint), [part for part in typing.get_args(hint) if part is not type(None)]
     if origin is typing.Literal:
         return " | ".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in parts)
@@ -304,14 +309,18 @@ def type_in_words(hint: Any) -> str:
 
 
 def description(option: Option, *, built_in: bool = False) -> str:
-    """The help of an option with its valid names, needs, default and bounds; `built_in` leaves out names of users."""
+    """The help of an option with its valid names, needs, default and bounds; `built_in` leaves out users' names."""
     text = option.help
     if option.registry is not None:
         text += f" One of {', '.join(option.registry.built_in if built_in else option.registry.names)}."
     if option.needs:
         text += f" Needs {', and '.join(str(need) for need in option.needs)}."
     has_default = option.default not in ("", dataclasses.MISSING)
-    notes = [f"default {json.dumps(option.default, default=str)}"] if has_default else []
-    notes += [option.range] if option.range else []
-    notes += ["or null"] if option.nullable and option.default is not None else []
+    notes = []
+    if has_default:
+        notes.append(f"default {json.dumps(option.default, default=str)}")
+    if option.range:
+        notes.append(option.range)
+    if option.nullable and option.default is not None:
+        notes.append("or null")
     return f"{text} ({'; '.join(notes)})" if notes else text

@@ -61,8 +61,7 @@ def stops(finding: Finding, stop_on: Collection[str]) -> bool:
 
 
 def check_run(folder: StrPath) -> list[Finding]:
-    """Returns the findings in the folder of a run, from its metrics and those in findings.jsonl, errors first; of each
-    rule, the most severe one.
+    """Returns the findings in the folder of a run, those in its metrics and in findings.jsonl, as `examined` does.
 
     Raises:
         ValueError: if the folder has no metrics.jsonl, or a file in it cannot be read.
@@ -74,14 +73,16 @@ def check_run(folder: StrPath) -> list[Finding]:
 def examined(
     config: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], known: Collection[Finding] = ()
 ) -> list[Finding]:
-    """Returns the findings in `metrics` and those `known`, as `check_run`."""
+    """Returns the findings in `metrics` and those in `known`: of each rule the most severe and then the earliest one,
+    errors first.
+    """
     doctor = Doctor(History(config))
-    found = list(known)
+    findings = list(known)
     for row in metrics:
         doctor.history.add(int(row["step"]), row)
-        found += doctor.examine()
+        findings += doctor.examine()
     worst: dict[str, Finding] = {}
-    for finding in sorted(found, key=lambda finding: (finding.severity != "error", finding.step)):
+    for finding in sorted(findings, key=lambda finding: (finding.severity != "error", finding.step)):
         worst.setdefault(finding.rule, finding)
     return list(worst.values())
 
@@ -120,7 +121,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, key: str = "step") -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file with one per line, but for an incomplete last one, which a killed run leaves.
+    """Yields the JSON object of each line of a file. An incomplete last line, which a killed run leaves, is skipped.
 
     Raises:
         ValueError: if there is no such file, and for any other line that is not a JSON object with a `key`.

@@ -73,8 +73,8 @@ class History:
         return [values.get(step, 0.0) for step in steps]
 
     def steps_at_full_rate(self, count: int) -> list[int]:
-        """The last `count` steps that trained the policy at half of the largest learning rate or more, so not those of
-        a warm-up or at a schedule's end; empty if there are fewer.
+        """The last `count` steps that trained the policy at half of the largest learning rate or more; empty if there
+        are fewer. Most steps of a warm-up or at a schedule's end are not among them.
         """
         peak = max((rate for _, rate in self.series("objective/lr")[: 4 * count]), default=0.0)
         if self.config.get("warmup_steps"):
@@ -258,7 +258,7 @@ def uniform_groups(history: History) -> Found | None:
 def policy_does_not_move(history: History) -> Found | None:
     """After ten steps at the full learning rate, the policy has hardly changed."""
     steps = history.steps_at_full_rate(10)
-    # With one optimizer step, only the KL to the reference shows a change: policies are compared before the step.
+    # Updates are measured before the optimizer step; with a single one, only the KL to the reference shows a change.
     several = (history.last("ppo/policy/optimizer_steps") or [1.0])[0] > 1
     with_reference = history.config.get("reference") != "none" and bool(history.series(_KL))
     if not steps or not (several or with_reference) or constant_reward(history):
@@ -341,9 +341,9 @@ def all_truncated(history: History) -> Found | None:
 )
 def update_too_large(history: History) -> Found | None:
     """One step moves the policy so far that its rollouts no longer describe it."""
-    update, clipped = history.mean("ppo/policy/approx_kl_k3") or 0.0, history.mean("ppo/policy/clipfrac") or 0.0
-    if (history.config.get("policy_loss") or "clip") in _LOSSES_WITH_OTHER_CLIPPING:
-        clipped = 0.0
+    update = history.mean("ppo/policy/approx_kl_k3") or 0.0
+    has_ppo_clipping = (history.config.get("policy_loss") or "clip") not in _LOSSES_WITH_OTHER_CLIPPING
+    clipped = (history.mean("ppo/policy/clipfrac") or 0.0) if has_ppo_clipping else 0.0
     # The largest update of healthy runs is 0.035 nats per token; 0.01 to 0.1 of the tokens are clipped.
     return _error_if(clipped > 0.6, update=update, clipped=clipped) if update > 0.1 or clipped > 0.3 else None
 
@@ -365,10 +365,10 @@ def skipped_updates(history: History) -> Found | None:
 )
 def logprobs_disagree(history: History) -> Found | None:
     """Sampler and trainer, or old and new policy before any optimizer step, give tokens other probabilities."""
-    half = bool(history.config.get("bf16")) or (history.config.get("dtype") or "float32") != "float32"
+    is_bf16 = bool(history.config.get("bf16")) or (history.config.get("dtype") or "float32") != "float32"
     disagreements: list[Found] = []
     # What rounding explains, in nats per token.
-    limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1) if half else 1e-3
+    limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1) if is_bf16 else 1e-3
     (mismatch,) = history.last("mismatch/logprob_abs_mean") or [0.0]
     if mismatch > limit:
         is_error = mismatch > 0.1 and history.config.get("old_policy") != "correct"
@@ -376,9 +376,9 @@ def logprobs_disagree(history: History) -> Found | None:
         disagreements.append(_error_if(is_error, what=what))
     (ratio_error,) = history.last("ppo/policy/first_ratio_error_max") or [0.0]
     # bfloat16 may double the ratio of a single unlikely token; float32 rounds by 1e-5.
-    if ratio_error > (3.0 if half else 1e-3):
+    if ratio_error > (3.0 if is_bf16 else 1e-3):
         what = f"the policy's first ratio is off 1 by {ratio_error:.3g}"
-        disagreements.append(_error_if(ratio_error > 0.1 and not half, what=what))
+        disagreements.append(_error_if(ratio_error > 0.1 and not is_bf16, what=what))
     # "error" comes before "warning".
     return min(disagreements, key=lambda disagreement: disagreement.severity, default=None)
 
@@ -391,8 +391,8 @@ def logprobs_disagree(history: History) -> Found | None:
 )
 def critic_useless(history: History) -> Found | None:
     """For twenty steps, the critic predicts the returns worse than a constant."""
-    recent, mean = history.last("ppo/val/explained_variance", 20), history.mean("ppo/val/explained_variance", 20)
-    return _error_if(mean < -1, mean=mean) if mean is not None and max(recent) < 0 else None
+    recent = history.last("ppo/val/explained_variance", 20)
+    return _error_if(fmean(recent) < -1, mean=fmean(recent)) if recent and max(recent) < 0 else None
 
 
 def _evaluated(history: History) -> list[str]:

@@ -7,8 +7,8 @@ The trainer's passes are run over tensors without memory (`passes`); what is hel
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.config.checks import REFERENCES
@@ -24,24 +24,35 @@ from alpaca_ppo.estimate_memory.passes import measure
 GIB = 2**30
 
 
-def predict(
-    models: Models, args: PPOConfig, shardings: Sequence[Sharding], *, replies: bool = False, device: float = 0.0
-) -> list[tuple[list[PhaseMemory], float]]:
-    """What `phases` returns for each of the `shardings`, which are all over the same number of processes.
+class Prediction(NamedTuple):
+    """The memory of one process: of the device in each phase, and the bytes that are offloaded to the host."""
 
-    `device` is the bytes of a device, of which a vLLM server that the run starts takes a share; for `replies` see
-    `measure`.
+    phases: list[PhaseMemory]
+    offloaded: float
+
+    @property
+    def peak(self) -> float:
+        return max(phase.total for phase in self.phases)
+
+
+def predict(
+    models: Models, args: PPOConfig, shardings: Sequence[Sharding], *, replies: bool = False, device_bytes: float = 0.0
+) -> list[Prediction]:
+    """The prediction for each of the `shardings`, which all have the same number of processes.
+
+    `device_bytes` is the memory of a device, of which a vLLM server that the run starts takes a share; for `replies`
+    see `measure`.
     """
 
     @cache
-    def passes(half: bool) -> Measured:
-        measured = measure(models, args, processes=shardings[0].processes, half=half, replies=replies)
+    def measured_passes(cast_to_bf16: bool) -> Measured:
+        measured = measure(models, args, processes=shardings[0].processes, cast_to_bf16=cast_to_bf16, replies=replies)
         if args.generation_backend == "vllm" and not args.vllm_urls:
-            measured.kv_cache = args.vllm_gpu_memory_utilization * device
+            measured.kv_cache = args.vllm_gpu_memory_utilization * device_bytes
         return measured
 
     # With bf16, DeepSpeed casts the models; other runs use autocast.
-    return [phases(passes(args.bf16 and sharding.stage > 0), args, sharding) for sharding in shardings]
+    return [Prediction(*phases(measured_passes(args.bf16 and s.stage > 0), args, s)) for s in shardings]
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
@@ -60,13 +71,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     check_four_bit(sharding.stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
-    n = script.num_processes
-    shardings: dict[str, Sharding] = {}
-    if n > 1:
-        shardings = {str(stage): Sharding(n, stage) for stage in (0, 1, 2)}
-        if not args.load_in_4bit:
-            # ZeRO 3 and FSDP2 cannot shard 4-bit weights.
-            shardings |= {"3": Sharding(n, 3), "fsdp": Sharding(n, fsdp=True)}
+    shardings = _alternatives(script.num_processes, args) if script.num_processes > 1 else {}
     name_of_run = "fsdp" if sharding.fsdp else str(sharding.stage)
     shardings[name_of_run] = sharding
     if args.reference not in REFERENCES:
@@ -76,23 +81,23 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
     policy = model_folder("model_name_or_path", script.model_name_or_path)
     models = Models(policy, lora.peft_config("CAUSAL_LM"), value, script.reward_model_name_or_path or [])
-    replies, device = bool(script.environments or script.tools), (script.device_gib or 0.0) * GIB
-    predicted = predict(models, args, list(shardings.values()), replies=replies, device=device)
-    predictions = dict(zip(shardings, predicted, strict=True))
-    phases_of_run, offloaded = predictions[name_of_run]
-    peak = max(phases_of_run, key=lambda phase: phase.total)
+    device_bytes = (script.device_gib or 0.0) * GIB
+    predict_run = partial(predict, replies=bool(script.environments or script.tools), device_bytes=device_bytes)
+    predictions = dict(zip(shardings, predict_run(models, args, list(shardings.values())), strict=True))
+    prediction = predictions[name_of_run]
+    peak = max(prediction.phases, key=lambda phase: phase.total)
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
-        "processes": n,
+        "processes": script.num_processes,
         "zero_stage": sharding.stage,
-        "phases": [{**asdict(phase), "total": phase.total} for phase in phases_of_run],
+        "phases": [{**asdict(phase), "total": phase.total} for phase in prediction.phases],
         "peak": peak.total,
         "peak_phase": peak.phase,
     }
     if len(predictions) > 1:
-        result["peak_by_zero_stage"] = {name: _peak(found) for name, (found, _) in predictions.items()}
-    if offloaded:
-        result["offloaded"] = offloaded
+        result["peak_by_zero_stage"] = {name: alternative.peak for name, alternative in predictions.items()}
+    if prediction.offloaded:
+        result["offloaded"] = prediction.offloaded
     if script.device_gib is None:
         return result
     limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
@@ -103,23 +108,26 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
             options = dict(change)
             peft_config = replace(lora, use_peft=options.pop("use_peft", lora.use_peft)).peft_config("CAUSAL_LM")
             try:
-                changed_args = replace(args, **options)
-                changed_models = replace(models, lora=peft_config)
-                [(found, _)] = predict(changed_models, changed_args, [sharding], replies=replies, device=device)
+                [changed] = predict_run(replace(models, lora=peft_config), replace(args, **options), [sharding])
             except ValueError:
                 # The run would be refused.
                 continue
             text = ", ".join(f"{name}: {json.dumps(v) if isinstance(v, bool) else v}" for name, v in change.items())
-            result["changes"].append({"change": text, "peak": _peak(found), "fits": _peak(found) <= limit})
+            result["changes"].append({"change": text, "peak": changed.peak, "fits": changed.peak <= limit})
     return result
 
 
-def _peak(found: Sequence[PhaseMemory]) -> float:
-    return max(phase.total for phase in found)
+def _alternatives(processes: int, args: PPOConfig) -> dict[str, Sharding]:
+    """The ways to share the memory of a run on several processes, by ZeRO stage (0 = DDP) or "fsdp"."""
+    shardings = {str(stage): Sharding(processes, stage) for stage in (0, 1, 2)}
+    if not args.load_in_4bit:
+        # ZeRO 3 and FSDP2 cannot shard 4-bit weights.
+        shardings |= {"3": Sharding(processes, 3), "fsdp": Sharding(processes, fsdp=True)}
+    return shardings
 
 
 def _changes(models: Models, args: PPOConfig) -> list[dict[str, Any]]:
-    """The options of up to three changes that save most and that the run does not have yet, and of all of them."""
+    """The options of each of up to three changes that save most and that the run has not made, and of all together."""
     one_row = {"step_per_device_batch_size": 1}
     if args.max_tokens_per_micro_batch is not None:
         one_row = {"max_tokens_per_micro_batch": args.longest_row}

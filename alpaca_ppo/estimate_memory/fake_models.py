@@ -45,16 +45,17 @@ class Models:
     rewards: Sequence[str] = ()
 
 
-def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[ActorCritic, dict[str, nn.Module]]:
+def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tuple[ActorCritic, dict[str, nn.Module]]:
     """The models of a run on the meta device (small parts on the CPU), and by name all modules that hold weights:
     policy, critic, a copied reference, reward0, reward1 and so on.
 
-    With `half`, the trained models and the reference are cast to bfloat16, as DeepSpeed does.
+    `cast_to_bf16` casts the trained models and the reference, as DeepSpeed does.
     """
     policy, lora = models.policy, copy.deepcopy(models.lora)
     if lora is None and is_adapter(policy):
         lora = read_policy_adapter(policy)
-        policy, lora.inference_mode = str(lora.base_model_name_or_path), False
+        lora.inference_mode = False
+        policy = str(lora.base_model_name_or_path)
     with (
         torch.device("meta"),
         mock.patch.object(loading, "load_complete", without_weights),
@@ -67,8 +68,8 @@ def build(models: Models, args: PPOConfig, *, half: bool = False) -> tuple[Actor
         copied = reference.policy if isinstance(reference, CopiedReference) else None
         roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied}
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
-        if half:
-            # As `DeepSpeedEngine` does, parameters but not buffers, and not those of reward models.
+        if cast_to_bf16:
+            # As in `DeepSpeedEngine`, buffers and reward models keep their type.
             for parameter in nn.ModuleDict(modules).parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
         given: Any = {"trust_remote_code": args.trust_remote_code, "dtype": getattr(torch, args.dtype)}
@@ -83,11 +84,11 @@ def without_weights(
     """The model that `models.loading.load_complete` returns, on the meta device; of an adapter only its base."""
     if auto_class is AutoModelForCausalLM and is_adapter(name):
         name = adapter_base(name, read_adapter(name, name))
-    problem, trust = f"no model can be loaded from {name!r}", trust_remote_code
-    with remote_code(name, trust=trust), saved_models.loading(problem, name, loading.LOADING_REMEDY):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    problem = f"no model can be loaded from {name!r}"
+    with remote_code(name, trust=trust_remote_code), saved_models.loading(problem, name, loading.LOADING_REMEDY):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust)
+            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if auto_class is AutoModelForSequenceClassification:
         model.config.pad_token_id = 0
         # On the CPU, because a critic's head may be initialized from this weight.
@@ -105,8 +106,8 @@ def make_fake(roots: Collection[nn.Module], mode: FakeTensorMode) -> None:
     """Replaces all parameters and buffers by fake CPU tensors; shared ones stay shared."""
 
     def fake(tensor: Tensor) -> Tensor:
-        other = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
-        return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+        result = FakeTensor(mode, tensor.detach().to("meta"), torch.device("cpu"))
+        return nn.Parameter(result, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
 
     fakes: Any = {tensor: fake(tensor) for root in roots for tensor in (*root.parameters(), *root.buffers())}
     for root in roots:
@@ -170,7 +171,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_iter(tensors):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                # The id is of one storage as long as that lives, because torch then keeps its Python object.
+                # The id stays valid while the storage lives, because torch then keeps its Python object.
                 key, size = id(storage), storage.nbytes()
                 if key not in self._storages:
                     self._storages[key] = weakref.ref(storage, partial(self._on_freed, key, size))

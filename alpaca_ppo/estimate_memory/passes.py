@@ -42,12 +42,12 @@ def largest_micro_batch(args: PPOConfig, processes: int) -> tuple[int, int]:
 
 
 def measure(
-    models: Models, args: PPOConfig, *, processes: int = 1, half: bool = False, replies: bool = False
+    models: Models, args: PPOConfig, *, processes: int = 1, cast_to_bf16: bool = False, replies: bool = False
 ) -> Measured:
-    """Measures the passes of one of `processes` of a run.
+    """Measures the passes that one process makes in a run on `processes` processes.
 
     Args:
-        half: cast the trained models and the reference to bfloat16, as DeepSpeed does, instead of using autocast.
+        cast_to_bf16: cast the trained models and the reference, as DeepSpeed does, instead of using autocast.
         replies: environments or tools may answer in the middle of a response, up to its full length.
 
     Raises:
@@ -57,9 +57,10 @@ def measure(
         with warnings.catch_warnings(), fake_values():
             # The run itself will show deprecation warnings of transformers.
             warnings.simplefilter("ignore")
-            actor_critic, modules = build(models, args, half=half)
-            passes = _Passes(actor_critic, replace(args, bf16=args.bf16 and not half), processes)
-            make_fake(modules.values(), mode := FakeTensorMode(allow_non_fake_inputs=True))
+            actor_critic, modules = build(models, args, cast_to_bf16=cast_to_bf16)
+            passes = _Passes(actor_critic, replace(args, bf16=args.bf16 and not cast_to_bf16), processes)
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            make_fake(modules.values(), mode)
             with mode, passes.live:
                 return passes.measure(modules, replies=replies)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
@@ -70,9 +71,7 @@ def measure(
 
 
 class _Passes:
-    """The passes of a step. The constructor makes their rows, whose lengths are read from values, before tensors are
-    fake.
-    """
+    """The passes of a step. Create it before tensors are fake, because the constructor reads the masks of its rows."""
 
     def __init__(self, actor_critic: ActorCritic, args: PPOConfig, processes: int) -> None:
         self.live = LiveBytes()
@@ -80,15 +79,17 @@ class _Passes:
         self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
         prompts = math.ceil(args.rollout_batch_size / processes)
         # Responses sampled, scored or evaluated at once.
-        self._rows = min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size)
-        rows = self._full_rows(self._rows, args.longest_row)
-        self._forward_rows = ForwardRows(rows, torch.device("cpu"), per_device_batch_size=self._rows)
-        # It keeps its packed rows for the pass over fake tensors.
-        list(self._forward_rows.batches(actor_critic))
+        self._rows_at_once = min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size)
+        full_rows = self._full_rows(self._rows_at_once, args.longest_row)
+        self._forward_rows = ForwardRows(full_rows, torch.device("cpu"), per_device_batch_size=self._rows_at_once)
+        for _ in self._forward_rows.batches(actor_critic):
+            # `ForwardRows` packs a batch when it is first read, and keeps it for `_log_probs`, where tensors are fake.
+            pass
         count, tokens = largest_micro_batch(args, processes)
         batch: Any = self._full_rows(count, math.ceil(tokens / count)) | {"prompt_ids": torch.zeros(0)}
         packed = actor_critic.pack(*row_tensors(batch).values())
-        self._micro_batch = MicroBatch(UpdateStep("both", torch.arange(count), 0, ()), batch, packed, [], 0, last=True)
+        update = UpdateStep(part="both", rows=torch.arange(count), step=0, key=())
+        self._micro_batch = MicroBatch(update=update, rows=batch, packed=packed, lengths=[], tokens=0, last=True)
 
     def _full_rows(self, rows: int, length: int) -> dict[str, Tensor]:
         """Rows of `length` tokens, with prompt and response in proportion to `query_len` and `response_len`."""
@@ -103,9 +104,10 @@ class _Passes:
         args, policy = self._args, self._actor_critic.policy
         tensors = {name: [*module.parameters(), *module.buffers()] for name, module in modules.items()}
         self.live.track(tensors)
-        self._models = self.live.live
+        self._model_bytes = self.live.live
         trained = [parameter for parameter in self._actor_critic.parameters() if parameter.requires_grad]
-        weights = {name: size_of(found) for name, found in tensors.items()}
+        weights = {name: size_of(of_module) for name, of_module in tensors.items()}
+        # The weights outside the decoder layers.
         outside = size_of([policy.model.get_input_embeddings().weight, policy.head.weight])
         layer = outside + (weights["policy"] - outside) / policy.model.config.get_text_config().num_hidden_layers
         elements = float(sum(parameter.numel() for parameter in trained))
@@ -113,8 +115,9 @@ class _Passes:
         if GENERATION_BACKENDS.trait(args.generation_backend, "in_process"):
             self._rollout(measured, replies=replies)
         rewards = [module for name, module in modules.items() if name.startswith("reward")]
-        base = [] if args.reward_adapter is None else [policy.model.base_model]
-        measured.score = max((self._peak(partial(self._score, model)) for model in (*rewards, *base)), default=0.0)
+        if args.reward_adapter is not None:
+            rewards.append(policy.model.base_model)
+        measured.score = max((self._peak(partial(self._score, model)) for model in rewards), default=0.0)
         measured.logprobs = self._peak(self._log_probs)
         measured.backward = self._peak(partial(self._backward, trained)) - measured.gradients
         if args.load_in_4bit:
@@ -129,20 +132,20 @@ class _Passes:
         """The most bytes alive during `work`, without those of the models."""
         self.live.reset_peak()
         work()
-        return float(self.live.peak - self._models)
+        return float(self.live.peak - self._model_bytes)
 
     @torch.no_grad()
     def _rollout(self, measured: Measured, *, replies: bool) -> None:
         args = self._args
         slots = GENERATION_BACKENDS.trait(args.generation_backend, "in_slots")
         model: Any = self._actor_critic.policy.model
-        rows, columns = self._rows, args.query_len
+        rows, columns = self._rows_at_once, args.query_len
         if slots:
             # Slots compute a prompt once for all its samples.
             rows = max(1, rows // args.num_return_sequences)
             # All rows may read replies in the same pass, each as long as the response allows.
-            if replies and self._rows * (args.response_len - 1) > rows * columns:
-                rows, columns = self._rows, args.response_len - 1
+            if replies and self._rows_at_once * (args.response_len - 1) > rows * columns:
+                rows, columns = self._rows_at_once, args.response_len - 1
         cache: Any = DynamicCache(config=model.config)
         with eval_mode(model), self._autocast:
             ids = torch.zeros(rows, columns, dtype=torch.long)
@@ -150,18 +153,18 @@ class _Passes:
             measured.prefill = self._peak(read)
             cache_bytes = size_of(states for layer in cache.layers for states in (layer.keys, layer.values))
             del read, cache
-            # What is left are autocast's casts of trained weights; the pass over one token a row adds little to them.
-            measured.sampling = float(self.live.live - self._models)
-        cached_tokens = self._rows * args.longest_row
+            # Still alive are autocast's casts of trained weights. Decoding, one token a row at a time, adds little.
+            measured.sampling = float(self.live.live - self._model_bytes)
+        cached_tokens = self._rows_at_once * args.longest_row
         if slots:
-            # Two more slots: the beginning that all prompts share, and a prompt whose other samples wait.
-            slot = (EXACT if args.use_cpu else BUCKETED).columns(args.longest_row)
-            cached_tokens = (self._rows + 1 + (args.num_return_sequences > 1)) * slot
+            # One more for the beginning that all prompts share, and one for a prompt whose other samples wait.
+            num_slots = self._rows_at_once + (2 if args.num_return_sequences > 1 else 1)
+            cached_tokens = num_slots * (EXACT if args.use_cpu else BUCKETED).columns(args.longest_row)
         measured.kv_cache = cache_bytes / (rows * columns) * cached_tokens
 
     @torch.no_grad()
     def _score(self, model: Any) -> None:
-        tokens = torch.zeros(self._rows, self._args.longest_row, dtype=torch.long)
+        tokens = torch.zeros(self._rows_at_once, self._args.longest_row, dtype=torch.long)
         with eval_mode(model):
             model(input_ids=tokens, use_cache=False)
 
@@ -177,9 +180,9 @@ class _Passes:
             return lambda rows, outputs: (getattr(outputs, part).float().sum(), {})
 
         for parameter in trained:
-            # Gradients of earlier micro-batches.
+            # Stands for the gradients of earlier micro-batches.
             parameter.grad = torch.empty_like(parameter)
-        # A stand-in, because what an engine holds is calculated in `distributed.held_memory`.
+        # A stand-in: the memory that a real engine holds is calculated in `distributed.held_memory`.
         engine: Any = SimpleNamespace(
             actor_critic=self._actor_critic,
             model=self._autocast(self._actor_critic.forward),

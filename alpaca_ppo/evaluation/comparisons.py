@@ -29,7 +29,7 @@ def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str
     Raises:
         ValueError: if there is no such column or file, or an answer is missing or not text.
     """
-    found: list[str] = []
+    chosen: list[str] = []
     if opponent.startswith(_COLUMN):
         for number, row in enumerate(rows):
             answer = row.get(opponent.removeprefix(_COLUMN))
@@ -38,8 +38,8 @@ def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str
                     f"eval_opponent is {opponent!r}, but row {number} of the eval set has no text there; its columns "
                     f"are {', '.join(row)}"
                 )
-            found.append(answer)
-        return found
+            chosen.append(answer)
+        return chosen
     path = Path(opponent)
     if not path.is_file():
         raise ValueError(
@@ -57,8 +57,8 @@ def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str
             raise ValueError(
                 f"eval_opponent {opponent} has no answer to the prompt {key[:80]}; write it from the same eval set"
             )
-        found.append(answers[key])
-    return found
+        chosen.append(answers[key])
+    return chosen
 
 
 def _key(prompt: Any) -> str:

@@ -16,15 +16,15 @@ def results_text(results: Mapping[str, Any]) -> str:
     """
     sets, n, temperature = results["prompts"], results["samples_per_prompt"], results["temperature"]
     prompts = ", ".join(f"{count} prompts" + (f" of {name}" if name else "") for name, count in sets.items())
-    how = f"sampled at temperature {temperature:g}" if temperature else "greedy (the likeliest tokens)"
-    lines = [f"{results['model']}: {prompts}, {n} {'answer' if n == 1 else 'answers'} to each, {how}"]
+    decoding = f"sampled at temperature {temperature:g}" if temperature else "greedy (the likeliest tokens)"
+    lines = [f"{results['model']}: {prompts}, {n} {'answer' if n == 1 else 'answers'} to each, {decoding}"]
     if results["success"] is not None:
         lines.append(f"a success is an answer with {results['success']}")
     stats = {name.removeprefix("eval/"): value for name, value in sorted(results["metrics"].items())}
     errors = {name: stats.get(f"{name}_se", math.nan) for name in stats if not name.endswith("_se")}
     groups: dict[Any, list[str]] = {}
     for name, se in errors.items():
-        eval_set = next((each for each in sets if each and name.startswith(f"{each}/")), "")
+        eval_set = next((set_name for set_name in sets if set_name and name.startswith(f"{set_name}/")), "")
         numbers = (eval_set, f"{stats[name]:.5g}", f"{se:.5g}")
         groups.setdefault(name if math.isnan(stats[name] + se) else numbers, []).append(name)
     titles = [" = ".join(names) for names in groups.values()]

@@ -1,4 +1,4 @@
-"""`translate`, which finds out of which trainer and kind a file is, and translates it."""
+"""`translate`, which recognizes the trainer and the format of a file, and translates it."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
         file: a Python script of TRL, a YAML file of TRL or verl, a shell script that starts verl, or in place of a file
             the first of verl's overrides (`key=value`).
         arguments: TRL's flags, or verl's overrides; they replace what the file says.
-        processes: how many a TRL run has, because TRL's batch sizes are those of one.
+        processes: of the TRL run, because TRL's batch sizes are for one process.
     """
     if re.fullmatch(OVERRIDE, file):
         return translate_verl(file, read_overrides([file, *arguments]))

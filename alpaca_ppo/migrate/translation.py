@@ -23,13 +23,13 @@ _FILL_IN = {"model_name_or_path": "FILL_IN", "dataset_name": "FILL_IN", "reward_
 @functools.cache
 def defaults(section: str) -> Mapping[str, Any]:
     """One section of defaults.yaml: another trainer's defaults, or the comments on them."""
-    table: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))
-    return table[section]
+    return dict(yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))[section])
 
 
 @dataclasses.dataclass
 class Translation:
-    """A configuration while it is translated: `take`, then what follows from several values, then `finish`.
+    """A configuration while it is translated: `take` sets the options that follow from one name, the caller those that
+    follow from several, and `finish` completes them.
 
     Attributes:
         source: what is translated, in words.
@@ -38,7 +38,7 @@ class Translation:
         values: `given`, and the defaults of other names.
         options: our options with their values.
         comments: what options were computed from.
-        not_taken: the foreign names for which no option was set, by the reason.
+        not_taken: by the reason, the foreign names for which no option was set, such as "beta (0.04)".
     """
 
     source: str

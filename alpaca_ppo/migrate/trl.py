@@ -6,6 +6,7 @@ assigned once, and so are attributes that are set on the configuration.
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,16 +31,14 @@ _COMMENTS = {
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
-    """What the Python script `text` gives TRL: the literal arguments, and the source of the others."""
+    """The arguments that the Python script `text` gives TRL: the values of literals, and the expressions of others."""
     tree = ast.parse(text)
     if not any(kind in text for kind in _KINDS):
         raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
     assigned = [(target, n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign) for target in n.targets]
-    variables: dict[str, ast.expr] = {}
-    for target, value in assigned:
-        if isinstance(target, ast.Name):
-            # A variable that is assigned twice is not resolved.
-            variables[target.id] = target if target.id in variables else value
+    counts = Counter(target.id for target, _ in assigned if isinstance(target, ast.Name))
+    # A variable that is assigned twice is not resolved.
+    variables = {t.id: value for t, value in assigned if isinstance(t, ast.Name) and counts[t.id] == 1}
 
     def resolve(node: ast.expr) -> ast.expr:
         return variables.get(node.id, node) if isinstance(node, ast.Name) else node
@@ -48,13 +47,10 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     for target, value in assigned:
         if isinstance(target, ast.Attribute) and _called(resolve(target.value)) in _KINDS:
             arguments[target.attr] = value
-    given: dict[str, object] = {}
+    functions, models = _reward_sources(resolve(arguments.pop("reward_funcs", ast.List([]))))
+    given: dict[str, object] = {"reward_funcs": functions} if functions else {}
     unread: dict[str, str] = {}
-    rewards = resolve(arguments.pop("reward_funcs", ast.List([])))
-    sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
-    if functions := [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]:
-        given["reward_funcs"] = functions
-    if models := [source for source in sources if not isinstance(source, ast.Name)]:
+    if models:
         arguments["reward_model_name_or_path"] = ast.List(models)
     for name in ("args", "processing_class"):
         arguments.pop(name, None)
@@ -67,6 +63,13 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
         except (ValueError, TypeError):
             unread[name] = ast.unparse(node)
     return given, unread
+
+
+def _reward_sources(rewards: ast.expr) -> tuple[list[str], list[ast.expr]]:
+    """The names in `reward_funcs` as functions of rewards.py, and its other entries, which are reward models."""
+    sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
+    functions = [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]
+    return functions, [source for source in sources if not isinstance(source, ast.Name)]
 
 
 def _call_arguments(tree: ast.AST) -> dict[str, ast.expr]:
@@ -89,9 +92,13 @@ def _called(node: ast.AST) -> str:
 
 
 def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, str], processes: int) -> Translation:
-    """The options that train as TRL would with the names and values in `given` from the file `source` and from flags.
+    """The options that train as TRL would.
 
-    `unread` has the source of those arguments of a script that are no literals.
+    Args:
+        source: the name of the translated file.
+        given: TRL's names with their values, from the file and from flags.
+        unread: the expressions of the arguments of a script that are no literals.
+        processes: of the TRL run.
     """
     kind = "PPOConfig" if _OF_PPO & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)
@@ -104,8 +111,8 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         is_set = entry and entry.same and entry.ours[0] in options and name not in defaults(kind)
         if name not in given and not is_set:
             in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
-            how = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
-            result.leave(name, f"`{expression}` is no literal; {how}")
+            remedy = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
+            result.leave(name, f"`{expression}` is no literal; {remedy}")
     is_grpo = kind == "GRPOConfig"
     updates = _grpo(result, processes) if is_grpo else _ppo(result, processes)
     # Steps are optimizer steps in GRPO, but rollouts in TRL's PPOTrainer, whose scheduler also steps once a rollout.
@@ -118,13 +125,13 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         result.set("total_epochs", math.ceil(values["num_train_epochs"]), "num_train_epochs")
     for name in ("logging_steps", "save_steps", "eval_steps"):
         strategy = values.get(name.replace("_steps", "_strategy"), "steps")
-        every = values.get(name) or values["logging_steps"]
+        interval = values.get(name) or values["logging_steps"]
         if strategy == "no":
             result.set(name, 0)
-        elif strategy != "steps" or every < 1:
+        elif strategy != "steps" or interval < 1:
             result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
         else:
-            result.set(name, max(1, round(every / steps_per_rollout)), f"rollouts: {every} / {steps_per_rollout}")
+            result.set(name, max(1, round(interval / steps_per_rollout)), f"rollouts: {interval} / {steps_per_rollout}")
     if (warmup := values.get("warmup_steps") or 0) >= 1:
         result.set("warmup_steps", int(warmup * updates_per_step), f"{warmup} * {updates_per_step} optimizer steps")
     if not values.get("push_to_hub"):
@@ -157,11 +164,11 @@ def _grpo(result: Translation, processes: int) -> int:
     result.set("rollout_per_device_batch_size", max(group, completions // processes), "a process samples all at once")
     result.set("kl_coef", 0.0, "TRL has the KL in the loss")
     is_cispo = result.options.get("policy_loss") == "cispo"
-    high = values.get("epsilon_high") or 0.0
-    if high and not is_cispo:
-        result.set("cliprange_high", high)
-    elif is_cispo and high > 1:
-        result.set("cliprange_high", high - 1, "TRL's epsilon_high bounds the ratio itself")
+    epsilon_high = values.get("epsilon_high") or 0.0
+    if epsilon_high and not is_cispo:
+        result.set("cliprange_high", epsilon_high)
+    elif is_cispo and epsilon_high > 1:
+        result.set("cliprange_high", epsilon_high - 1, "TRL's epsilon_high bounds the ratio itself")
     elif is_cispo:
         result.leave("epsilon_high", "CISPO needs a bound above 1: set cliprange_high to it, less 1 (ScaleRL: 4)")
     return math.ceil(completions / batch) * result.count("num_iterations")
@@ -172,12 +179,15 @@ def _ppo(result: Translation, processes: int) -> int:
     values = result.values
     device_batch = result.count("per_device_train_batch_size")
     accumulation = result.count("gradient_accumulation_steps")
-    prompts = device_batch * accumulation
-    micro = max(1, min(device_batch, prompts // result.count("num_mini_batches")))
-    batch, step = prompts * processes, min(prompts, micro * accumulation) * processes
+    prompts_per_process = device_batch * accumulation
+    micro_batch = max(1, min(device_batch, prompts_per_process // result.count("num_mini_batches")))
+    batch = prompts_per_process * processes
+    step = min(prompts_per_process, micro_batch * accumulation) * processes
     result.set("rollout_batch_size", batch, f"prompts: {device_batch} * {processes} processes * {accumulation}")
-    result.set("step_batch_size", step, f"TRL steps after {accumulation} micro-batches of {micro} on each process")
-    result.set("step_per_device_batch_size", micro)
+    result.set(
+        "step_batch_size", step, f"TRL steps after {accumulation} micro-batches of {micro_batch} on each process"
+    )
+    result.set("step_per_device_batch_size", micro_batch)
     if penalty := values.get("missing_eos_penalty"):
         result.set("penalty_reward_value", -penalty, "replaces the score; TRL subtracts the penalty")
     if values.get("reward_model_path"):

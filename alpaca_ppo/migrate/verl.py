@@ -50,14 +50,14 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):
         options.pop("overlong_buffer_len", None)
     group, prompts = result.count(f"{_ROLLOUT}.n"), result.count("data.train_batch_size")
-    mini = result.count(f"{_ACTOR}.ppo_mini_batch_size")
-    step = min(mini, prompts) * group
-    result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini} * rollout.n {group}")
+    mini_batch = result.count(f"{_ACTOR}.ppo_mini_batch_size")
+    step = min(mini_batch, prompts) * group
+    result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini_batch} * rollout.n {group}")
     if values.get(f"{_ACTOR}.use_dynamic_bsz"):
         tokens = values.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384)
         result.set("max_tokens_per_micro_batch", max(tokens, options["query_len"] + options["response_len"]))
-    forward = values.get(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu") or 32
-    result.set("rollout_per_device_batch_size", max(forward, group), "sampled and scored at once: memory alone")
+    forward_batch = values.get(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu") or 32
+    result.set("rollout_per_device_batch_size", max(forward_batch, group), "sampled and scored at once: memory alone")
     if options.get("max_steps"):
         options.pop("total_epochs", None)
     # verl's scheduler steps once a rollout, ours once an optimizer step.
@@ -76,7 +76,8 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     logger = values.get("trainer.logger", [])
     loggers = logger if isinstance(logger, list) else [logger]
     result.set("report_to", [name for name in loggers if name != "console"] or ["none"])
-    project, name = values.get("trainer.project_name", "verl_examples"), values.get("trainer.experiment_name", "gsm8k")
-    options.setdefault("output_dir", f"checkpoints/{project}/{name}")
+    project = values.get("trainer.project_name", "verl_examples")
+    experiment = values.get("trainer.experiment_name", "gsm8k")
+    options.setdefault("output_dir", f"checkpoints/{project}/{experiment}")
     result.finish()
     return result

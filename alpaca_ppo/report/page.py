@@ -105,8 +105,10 @@ def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
 
 
 def _weights(run: Run) -> dict[str, Any] | None:
-    """Returns the step of the models in final/ in words, as a number if it is the best one, and a sentence if the
-    policy was better before training.
+    """Returns what the page says about the models in final/; None without them.
+
+    `text` has their step in words; `best` the step, if a metric chose it; `before` a sentence, if that metric was
+    better before training.
     """
     weights, before = run.weights, None
     if weights is None:
@@ -182,6 +184,12 @@ def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
     summaries = [_summary(row, prompts) for row in rows]
     answers.columns = {name: [summary[name] for summary in summaries] for name in _COLUMNS}
     answers.prompts = list(prompts)
+    _choose_tokens(answers, rows, token_mb=token_mb)
+    return answers
+
+
+def _choose_tokens(answers: Answers, rows: Sequence[Mapping[str, Any]], *, token_mb: float) -> None:
+    """Adds to `answers` the tokens of as many `rows` as fit into `token_mb`, and says how many are left out."""
     candidates = [i for i, row in enumerate(rows) if row.get("tokens")]
     spent = 0.0
     for i in _token_order(answers.columns, candidates):
@@ -197,7 +205,6 @@ def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
             "prompts that are followed through training, the best, the worst, the most KL, then answers spread over "
             "the steps."
         )
-    return answers
 
 
 def _choose_files(files: Sequence[tuple[int, TableFile]], *, max_bytes: float) -> set[tuple[int, TableFile]]:
@@ -216,8 +223,8 @@ def _choose_files(files: Sequence[tuple[int, TableFile]], *, max_bytes: float) -
 
 
 def spread_order(count: int) -> list[int]:
-    """Returns 0 to `count` - 1 in an order of which any first part is spread over the range: both ends, then sorted by
-    the reversed binary digits.
+    """Returns 0 to `count` - 1 in an order whose first n numbers are spread over the range, for every n: both ends,
+    then by the reversed binary digits.
     """
     digits = (count - 1).bit_length()
     spread = sorted(range(count), key=lambda i: f"{i:0{digits}b}"[::-1])
@@ -228,8 +235,8 @@ def _summary(row: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
     """Returns the entries of `row` in `Answers.columns`, and adds a new prompt to `prompts`."""
     kl = rounded(row.get("kl"))
     if kl is None:
-        of_tokens = [number_or_none(token.get("kl")) for token in row.get("tokens") or ()]
-        numbers = [number for number in of_tokens if number is not None]
+        token_kls = [number_or_none(token.get("kl")) for token in row.get("tokens") or ()]
+        numbers = [number for number in token_kls if number is not None]
         kl = rounded(sum(numbers)) if numbers else None
     more = {name: value for name, value in row.items() if name not in _KNOWN}
     # An evaluation writes each score as an entry of the row.
@@ -269,9 +276,9 @@ def _token_order(columns: Mapping[str, list[Any]], candidates: Sequence[int]) ->
         if name == "score":
             extremes += ranked[:_EXTREMES]
     cut_off = [i for i in candidates if columns["stopped"][i] is False][:_EXTREMES]
-    first = [followed[k] for k in spread_order(len(followed))]
-    last = [candidates[k] for k in spread_order(len(candidates))]
-    return dict.fromkeys([*first, *extremes, *cut_off, *last])
+    followed_spread = [followed[k] for k in spread_order(len(followed))]
+    all_spread = [candidates[k] for k in spread_order(len(candidates))]
+    return dict.fromkeys([*followed_spread, *extremes, *cut_off, *all_spread])
 
 
 def _token_columns(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

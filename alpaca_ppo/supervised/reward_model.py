@@ -37,8 +37,8 @@ PAIR = ("chosen", "rejected")
 
 
 def with_prompts(dataset: Dataset, prompt_column: str) -> Dataset:
-    """The pairs; if `chosen` and `rejected` are whole conversations, the messages with which both begin are moved to
-    `prompt_column`, whose content they replace.
+    """The pairs, unchanged unless `chosen` and `rejected` are whole conversations. Then the messages with which both
+    begin are removed from them, and replace the content of `prompt_column`.
     """
     first: Any = dataset[0].get(PAIR[0]) if len(dataset) else None
     if not well_formed_messages(first) or first[0]["role"] == "assistant":
@@ -47,8 +47,8 @@ def with_prompts(dataset: Dataset, prompt_column: str) -> Dataset:
     def split(row: dict[str, Any]) -> dict[str, Any]:
         chosen, rejected = row["chosen"], row["rejected"]
         # The last message is always the completion.
-        longest, shared = min(len(chosen), len(rejected)) - 1, 0
-        while shared < longest and chosen[shared] == rejected[shared]:
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
             shared += 1
         return {prompt_column: chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 

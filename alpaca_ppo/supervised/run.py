@@ -57,8 +57,8 @@ def trainer_data(
     training.disable_tqdm = training.disable_tqdm or not has_screen()
     # True, the default, warns without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
-    # transformers would load it onto its base; a new adapter would then replace it, or the base would be trained
-    # without being saved.
+    # transformers would load the adapter onto its base. Then a new adapter would replace it, or the base would be
+    # trained but not saved.
     if is_adapter(model):
         raise ValueError(f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)")
     files = [os.path.join(str(training.output_dir), name) for name in ("config.json", "adapter_config.json")]

@@ -73,7 +73,8 @@ class Console(TrainerCallback):
         self._has_reference = args.reference != "none"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._began, self._printed_step, self._first_step = time.perf_counter(), state.global_step, state.global_step
+        self._start_time = time.perf_counter()
+        self._printed_step = self._first_step = state.global_step
         self._rows, self._columns = 0, list[Column]()
         self._before: Metrics = next((line for line in self._history() if eval_sets(line)), {})
 
@@ -101,7 +102,7 @@ class Console(TrainerCallback):
         history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
         done = f"{step} steps" if step == state.max_steps else f"stopped at step {step} of {state.max_steps}"
         resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
-        lines = [f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._began)}{resumed}"]
+        lines = [f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._start_time)}{resumed}"]
         if changed := change_lines(history, metric=self._args.metric_for_best_model):
             means = means_in_words(history)
             lines += [f"from start to end, {means}:" if means else "from start to end:", *changed]
@@ -121,7 +122,7 @@ class Console(TrainerCallback):
             self._columns = step_columns(stats, max_steps=total, width=width)
         if self._rows % _ROWS_PER_HEADER == 0:
             self._log.message(" ".join(column.title.rjust(column.width) for column in self._columns))
-        seconds_per_step = (time.perf_counter() - self._began) / max(1, step - self._first_step)
+        seconds_per_step = (time.perf_counter() - self._start_time) / max(1, step - self._first_step)
         cells = {column.key: column.text(stats.get(column.key)) for column in self._columns}
         cells |= {"step": f"{step}/{total}", "left": tqdm.format_interval(seconds_per_step * (total - step))}
         self._log.message(" ".join(cells[column.key].rjust(column.width) for column in self._columns))
@@ -185,8 +186,8 @@ def step_columns(stats: Metrics, *, max_steps: int, width: int) -> list[Column]:
 
 def source_columns(names: Iterable[str]) -> list[Column]:
     """Returns a column for each reward source, unless there is a single one, whose score is the reward."""
-    found = [(key, key.removeprefix(_SOURCE_PREFIX)) for key in names if key.startswith(_SOURCE_PREFIX)]
-    return [Column(key, name, max(9, disp_len(name))) for key, name in found] if len(found) > 1 else []
+    sources = [(key, key.removeprefix(_SOURCE_PREFIX)) for key in names if key.startswith(_SOURCE_PREFIX)]
+    return [Column(key, name, max(9, disp_len(name))) for key, name in sources] if len(sources) > 1 else []
 
 
 def evaluation_lines(stats: Metrics, start: Metrics, *, step: int) -> list[str]:
@@ -212,7 +213,7 @@ def eval_sets(stats: Metrics) -> list[str]:
 
 
 def _evaluation_columns(stats: Metrics, prefix: str) -> list[Column]:
-    """Returns the columns of an eval set: no metrics of other sets, no spreads, and not what the reward sums up.
+    """Returns the columns of an eval set, without metrics of other sets, spreads, and the scores behind the reward.
 
     Metrics with the same number and standard error, such as reward and pass@1 of one sample, share a column.
     """
@@ -247,10 +248,10 @@ def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> li
         columns += [column._replace(title=f"{title} {column.title}") for column in _evaluation_columns(last, prefix)]
     if metric is not None and metric not in [column.key for column in columns]:
         columns.append(Column(metric, metric.replace("/", " ") if metric.startswith("eval/") else metric))
-    found = [(column, ends) for column in columns if (ends := start_and_end(history, column.key)) is not None]
-    width = max((len(column.title) for column, _ in found), default=0)
+    with_ends = [(column, ends) for column in columns if (ends := start_and_end(history, column.key)) is not None]
+    width = max((len(column.title) for column, _ in with_ends), default=0)
     lines = []
-    for column, ends in found:
+    for column, ends in with_ends:
         change = f"  ({ends.end - ends.start:+.3f})" if column.key.endswith("/rewards") else ""
         ends_shown = f"{column.text(ends.start):>10} -> {column.text(ends.end):>10}"
         lines.append(f"  {column.title:{width}} {ends_shown}{change}")

@@ -66,14 +66,14 @@ def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any
         chosen = {"all scores equal": 0}
     rows = []
     for name, i in chosen.items():
-        rank = {"kl": rounded(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"}
-        rows.append(_summary(rollouts, processing_class, i) | rank)
+        row = _summary(rollouts, processing_class, i)
+        rows.append(row | {"kl": rounded(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"})
     return rows
 
 
 def add_columns(rows: Sequence[dict[str, Any]], prompts: Any, prompt_column: str) -> None:
-    """Adds the dataset's other columns to each row as `columns`; of what JSON cannot hold, such as an image, the type.
-    `prompts` is a `PromptDataset`.
+    """Adds the dataset's other columns to each row as `columns`. A value that JSON cannot hold, such as an image,
+    becomes the name of its type. `prompts` is a `PromptDataset`.
     """
     for row in rows:
         dataset_row = prompts[row["prompt_id"]]["row"]
@@ -117,8 +117,7 @@ def _token_texts(ids: Sequence[int], processing_class: Any) -> list[str]:
 def _written_ids(rollouts: Rollouts, i: int) -> list[int]:
     """Returns the tokens of response `i` up to the last one that the policy chose."""
     length = int(response_lengths(rollouts["response_mask"][i : i + 1]))
-    ids: list[int] = rollouts["responses"][i, :length].tolist()
-    return ids
+    return list(rollouts["responses"][i, :length].tolist())
 
 
 def _turns(written: Sequence[int], rollouts: Rollouts, i: int, processing_class: Any) -> dict[str, Any]:

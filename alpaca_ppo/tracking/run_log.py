@@ -63,8 +63,8 @@ class ProgressBar:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
-        """Shows `name` for the duration of the block, with the parts done of `total`, to which the yielded function
-        adds. A block within one of the same name continues its bar.
+        """Shows `name` during the block. The yielded function adds to the parts done, of `total`. A block within one of
+        the same name continues its bar.
         """
         if self._phases and self._phases[-1][0] == name:
             yield self._phases[-1][1].update
@@ -106,8 +106,7 @@ class RunLog:
             config: all options of the run, as plain values without credentials.
             provenance: where the run came from, for run.yaml only.
             step: completed steps; -1 for a new run. Tables and skipped updates of later steps are removed.
-            lines: number of lines of metrics.jsonl to keep. Findings and TensorBoard's events of later steps are
-                removed.
+            lines: of metrics.jsonl, which are kept. Findings and TensorBoard's events of later steps are removed.
         """
         self._begun, last_line = True, -1
         if self.is_main:
@@ -115,9 +114,9 @@ class RunLog:
             metrics = self.output_dir / "metrics.jsonl"
             _keep_lines(metrics, lines)
             last_line = max((json.loads(line)["step"] for line in _lines(metrics)), default=-1)
-            for name, last in (("findings.jsonl", last_line), ("skipped_updates.jsonl", step)):
+            for name, last_step in (("findings.jsonl", last_line), ("skipped_updates.jsonl", step)):
                 path = self.output_dir / name
-                _keep_lines(path, sum(json.loads(line)["step"] <= last for line in _lines(path)))
+                _keep_lines(path, sum(json.loads(line)["step"] <= last_step for line in _lines(path)))
             for _, table_step, path in list(table_files(self.output_dir)):
                 if table_step > step:
                     path.unlink()
@@ -140,9 +139,9 @@ class RunLog:
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Appends a line to <name>.jsonl."""
         if self.is_main:
-            path, line = self.output_dir / f"{name}.jsonl", _json_line(row).encode()
+            path = self.output_dir / f"{name}.jsonl"
             with explain_disk_full(path), open(path, "ab") as file:
-                file.write(line)
+                file.write(_json_line(row).encode())
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -150,7 +149,8 @@ class RunLog:
         """Writes `rows` to <name>/step_<step>.jsonl, and the first `MAX_ROWS` without their tokens to W&B and
         ClearML.
 
-        Before `begin`, the table of a run with checkpoints stays, for the run would not write it again when resumed.
+        Before `begin`, it does not replace the table of a run with checkpoints, which a resumed run would not write
+        again.
         """
         if not self.is_main:
             return
@@ -206,7 +206,7 @@ class RunLog:
 
 
 def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any]:
-    """Returns number and hash of the first lines of metrics.jsonl, whose timings make a run unique."""
+    """Returns number and hash of the first lines of metrics.jsonl, at most `most`; their timings make a run unique."""
     lines = _lines(output_dir / "metrics.jsonl")[:most]
     return {"lines": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
 
@@ -215,10 +215,10 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
     """Checks that metrics.jsonl, if it exists, starts with the lines of the checkpoint's run (`written`, by
     `metrics_identity`), so that resuming does not mix runs.
     """
-    path, found = output_dir / "metrics.jsonl", metrics_identity(output_dir, written["lines"])
-    if path.exists() and found != written:
+    path, present = output_dir / "metrics.jsonl", metrics_identity(output_dir, written["lines"])
+    if path.exists() and present != written:
         raise ValueError(
-            f"{path} does not belong to the run that wrote the checkpoint: its first {found['lines']} lines are not "
+            f"{path} does not belong to the run that wrote the checkpoint: its first {present['lines']} lines are not "
             f"the {written['lines']} of that run; choose another output_dir, or move the file away"
         )
 

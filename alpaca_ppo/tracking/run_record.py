@@ -93,7 +93,7 @@ class RunRecord:
         return cls(options, in_memory, {"command_line": _shell(sys.argv), "launcher": None})
 
     def config(self, args: PPOConfig) -> dict[str, Any]:
-        """Returns all options of the run as plain values, without credentials."""
+        """Returns all options of the run as plain values, without credentials; `options` win over those of `args`."""
         whole = {**self.options, **asdict(args), **{k: v for k, v in self.options.items() if k in vars(args)}}
         return cast(dict[str, Any], without_credentials({**whole, **_NOT_REPEATED}))
 
@@ -104,7 +104,7 @@ class RunRecord:
             # Some may not be installed.
             with suppress(importlib.metadata.PackageNotFoundError):
                 versions[name] = importlib.metadata.version(name)
-        found = {
+        provenance = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             **self.command,
             "folder": str(Path.cwd()),
@@ -115,7 +115,7 @@ class RunRecord:
             "hardware": dict(hardware),
             IN_MEMORY: dict(self.in_memory),
         }
-        return cast(dict[str, Any], without_credentials(found))
+        return cast(dict[str, Any], without_credentials(provenance))
 
 
 def import_name(defined: Any) -> str | None:

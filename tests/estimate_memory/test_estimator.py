@@ -275,8 +275,10 @@ def test_a_vllm_server_has_its_share_of_the_device_while_it_samples():
     models, vllm = Models(saved(llama())), {"generation_backend": "vllm"}
     ((own, _),) = predict(models, settings(), [Sharding()])
     with_server = settings(**vllm, vllm_gpu_memory_utilization=0.25)
-    ((beside, _),) = predict(models, with_server, [Sharding()], device=4000.0)
-    ((elsewhere, _),) = predict(models, settings(**vllm, vllm_urls=["http://127.0.0.1:1"]), [Sharding()], device=4e3)
+    ((beside, _),) = predict(models, with_server, [Sharding()], device_bytes=4000.0)
+    ((elsewhere, _),) = predict(
+        models, settings(**vllm, vllm_urls=["http://127.0.0.1:1"]), [Sharding()], device_bytes=4e3
+    )
     for mine, server, url in zip(own, beside, elsewhere, strict=True):
         if mine.phase in ("prefill", "sampling"):
             # A quarter of 4000 bytes.
