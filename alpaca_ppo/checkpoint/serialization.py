@@ -54,7 +54,8 @@ class Checkpoint:
     def read(cls, folder: Path) -> "Checkpoint":
         """Reads a checkpoint; raises as `verify_files`."""
         verify_files(folder)
-        state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        with open(folder / _STATE, "rb") as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
         return cls(load_file(folder / _WEIGHTS), **state)
 
     def restore(self, engine: Engine, scheduler: Any, rank: int) -> None:
