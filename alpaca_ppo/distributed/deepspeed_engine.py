@@ -177,13 +177,15 @@ class DeepSpeedEngine(Engine):
         first = 0
         for i, parameters in enumerate(self._groups):
             numbers = range(first, first + len(parameters))
+            # The optimizer steps flat partitions of a group, all of which have the same keys and the same step.
             flat = self._flat_partitions(i)[0]
             for number, parameter in zip(numbers, parameters, strict=True):
                 for key, value in self.optimizer.state.get(flat, {}).items():
-                    if torch.is_tensor(value) and value.shape == flat.shape:
+                    is_moment = torch.is_tensor(value) and value.shape == flat.shape
+                    if is_moment:
                         saved = self._on_writer(safe_get_full_optimizer_state(parameter, key))
                     else:
-                        # A copy for each parameter: torch would count up a shared number of steps once for each.
+                        # The step. In a plain optimizer, one tensor for all parameters would be counted up by each.
                         saved = copy.deepcopy(value)
                     state.setdefault(number, {})[key] = saved
             settings = {key: value for key, value in self.optimizer.param_groups[i].items() if key != "params"}

@@ -136,6 +136,7 @@ class _Passes:
 
     @torch.no_grad()
     def _rollout(self, measured: Measured, *, replies: bool) -> None:
+        """Sets `prefill`, `sampling` and `kv_cache`, from one pass over as many prompt tokens as are read at once."""
         args = self._args
         slots = GENERATION_BACKENDS.trait(args.generation_backend, "in_slots")
         model: Any = self._actor_critic.policy.model

@@ -39,6 +39,7 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
             content, unread = read_script(text)
     except (SyntaxError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
         raise ValueError(f"{file} is no TRL script, and no YAML file that maps names to values: {error}") from error
+    # Names of verl are paths with dots (actor_rollout_ref.model.path); a script of TRL may have such names too.
     if any("." in name for name in content) and path.suffix != ".py":
         return translate_verl(file, {**content, **read_overrides(arguments)})
     return translate_trl(path.name, {**content, **_flags(arguments)}, unread, processes)

@@ -90,13 +90,14 @@ class Translation:
         """Lists the names for which no option was set, removes options without effect, and fills in required ones."""
         for entry, name in self._undecided:
             value = self.given[name]
+            # Null or false switches off what is off here unless an option is set.
             if not set(entry.ours) & set(self.options) and (value not in (None, False) or not entry.ours):
                 self.leave(name, entry.advice(value))
         for name, value in self.options.items():
             if isinstance(value, str | int) and OPTIONS[name].is_list:
                 self.options[name] = [value]
         for cls in TRAINING_ARGUMENTS:
-            # Not by the constructor, which refuses options without effect.
+            # An instance without `__init__`, which would refuse the very options that are to be dropped.
             run = object.__new__(cls)
             vars(run).update({name: self.options.get(name, option.default) for name, option in options_of(cls).items()})
             for name, option in options_of(cls).items():

@@ -183,8 +183,8 @@ def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "mode
                 f"rows of {total} tokens cross {switch}, where the rotary frequencies of the {owner} "
                 f"({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}"
             )
-    # Models without learned positions, such as BLOOM, have no such limit.
-    limit = getattr(config, "max_position_embeddings", None)
+    # Models whose attention is biased by distance, such as BLOOM, have no such limit.
+    limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and total > limit:
         parts = " + ".join(f"{name} ({length})" for name, length in lengths.items())
         raise ValueError(f"{parts} is more than the {owner}'s max_position_embeddings ({limit}); lower one of them")

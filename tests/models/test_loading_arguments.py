@@ -1,8 +1,9 @@
-"""`model_init_kwargs` reach policy, critic and reference, and belong to a run's identity."""
+"""`model_init_kwargs` reach policy, critic and reference, and belong to a run's identity; how long rows may be."""
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import Gemma3Config, PreTrainedModel
 
+from alpaca_ppo.models.loading import check_lengths
 from alpaca_ppo.models.packed_attention import underlying_attention
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import tiny_trainer
@@ -63,3 +64,10 @@ def test_an_argument_that_loading_refuses_is_named(tmp_path, folders):
 def test_a_model_in_memory_has_been_loaded_already(tmp_path, options):
     with pytest.raises(ValueError, match="model_init_kwargs .* but model is a LlamaForCausalLM in memory"):
         tiny_trainer(tmp_path, **options)
+
+
+def test_the_longest_row_of_a_model_of_text_and_images_is_that_of_its_text():
+    config = Gemma3Config(text_config={"max_position_embeddings": 8})
+    check_lengths(config, {"query_len": 4, "response_len": 4})
+    with pytest.raises(ValueError, match=r"query_len \(5\) \+ response_len \(4\) .* max_position_embeddings \(8\)"):
+        check_lengths(config, {"query_len": 5, "response_len": 4})

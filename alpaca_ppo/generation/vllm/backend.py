@@ -94,11 +94,12 @@ class VLLMBackend(Backend):
         """Makes the folder of the weights and the servers. All ranks must call this."""
         files.check_policy(policy)
         args, state = self.args, PartialState()
-        self._dtype = getattr(torch, args.vllm_dtype or ("bfloat16" if args.bf16 else str(policy.model.dtype)[6:]))
+        dtype = args.vllm_dtype or ("bfloat16" if args.bf16 else None)
+        self._dtype = getattr(torch, dtype) if dtype else policy.model.dtype
         if policy.adapters is not None:
             config = policy.adapters.config_of(POLICY)
             self._lora_rank = max([config.r, *(config.rank_pattern or {}).values()])
-        # Servers on other machines read the files from output_dir, which one process writes.
+        # Servers on other machines read the files from output_dir, which one process writes: all count as one machine.
         remote = any(urlsplit(url).hostname not in _THIS_MACHINE for url in self._urls)
         machines = gather_list("" if remote else platform.node(), state)
         peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
