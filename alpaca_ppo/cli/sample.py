@@ -70,11 +70,10 @@ def sample(argv: Sequence[str]) -> int:
     say_loading()
     import torch
 
-    from alpaca_ppo.adapters.files import is_adapter, read_policy_adapter
     from alpaca_ppo.data import PromptForm, prepare_prompts
     from alpaca_ppo.data.prompts import prompt_text
     from alpaca_ppo.generation import resolve_stop_tokens, resolve_turn_end
-    from alpaca_ppo.models.loading import load_causal_lm, load_processing_class
+    from alpaca_ppo.models.loading import load_processing_class
 
     tokenizer = load_processing_class(policy, trust_remote_code=given.trust_remote_code, field="model")
     prompt_form = PromptForm(**form)
@@ -82,21 +81,7 @@ def sample(argv: Sequence[str]) -> int:
     prompts = prepare_prompts(dataset, tokenizer, query_len=_LONGEST_PROMPT, form=prompt_form)
     if difference := prompts.other_wording(tokenizer):
         print(difference)
-    base = str(read_policy_adapter(policy).base_model_name_or_path) if is_adapter(policy) else None
-    reference = _reference(given.reference, run, base)
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-
-    def load(name: str) -> Any:
-        model: Any = load_causal_lm(name, trust_remote_code=given.trust_remote_code, dtype=dtype)
-        return model.to(device).eval()
-
-    models = {"policy": load(base or policy)}
-    if base is not None:
-        from peft import PeftModel
-
-        models["policy"] = PeftModel.from_pretrained(models["policy"], policy).get_base_model()
-    if reference is not None:
-        models["reference"] = load(model_folder("reference", reference))
+    models = _load_models(given, policy, run)
     turn_end = resolve_turn_end(tokenizer) if prompts.are_messages else None
     turn_ends = [] if turn_end is None else [turn_end]
     stops = {name: list(resolve_stop_tokens(tokenizer, m.generation_config, turn_ends)) for name, m in models.items()}
@@ -108,9 +93,37 @@ def sample(argv: Sequence[str]) -> int:
             stop = stops[name]
             torch.manual_seed(given.seed + number)
             prompt = torch.tensor([ids], device=model.device)
-            tokens = model.generate(prompt, eos_token_id=stop, pad_token_id=stop[0], **generation)[0, len(ids) :]
+            stopping = {"eos_token_id": stop, "pad_token_id": stop[0]}
+            sequences = model.generate(prompt, attention_mask=torch.ones_like(prompt), **stopping, **generation)
+            tokens = sequences[0, len(ids) :]
             print(f"{name}: {tokenizer.decode(tokens, skip_special_tokens=True).strip() or '(empty)'}", flush=True)
     return 0
+
+
+def _load_models(given: argparse.Namespace, policy: str, run: dict[str, Any]) -> dict[str, Any]:
+    """The policy, and its reference if there is one, on a GPU in bfloat16 or else on the CPU in float32."""
+    import torch
+
+    from alpaca_ppo.adapters.files import is_adapter, read_policy_adapter
+    from alpaca_ppo.models.loading import load_causal_lm
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+    def load(name: str) -> Any:
+        model: Any = load_causal_lm(name, trust_remote_code=given.trust_remote_code, dtype=dtype)
+        return model.to(device).eval()
+
+    base = str(read_policy_adapter(policy).base_model_name_or_path) if is_adapter(policy) else None
+    models = {"policy": load(base or policy)}
+    if base is not None:
+        from peft import PeftModel
+
+        # The base model, with the LoRA layers that PEFT has put into it.
+        models["policy"] = PeftModel.from_pretrained(models["policy"], policy).get_base_model()
+    reference = _reference(given.reference, run, base)
+    if reference is not None:
+        models["reference"] = load(model_folder("reference", reference))
+    return models
 
 
 def _reference(given: str | None, run: dict[str, Any], base: str | None) -> str | None:

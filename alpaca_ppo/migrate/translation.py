@@ -87,15 +87,26 @@ class Translation:
         return value
 
     def finish(self) -> None:
-        """Lists the names for which no option was set, removes options without effect, and fills in required ones."""
+        """Completes the options, in an order that matters: what is listed as not taken depends on the options that are
+        set, and a required option may be filled in that has just been dropped.
+        """
+        self._list_names_without_option()
+        for name, value in self.options.items():
+            if isinstance(value, str | int) and OPTIONS[name].is_list:
+                self.options[name] = [value]
+        self._drop_options_without_effect()
+        for name, value in _FILL_IN.items():
+            if name not in self.options and (name != "reward_funcs" or "reward_model_name_or_path" not in self.options):
+                self.set(name, value, "not known from the source")
+
+    def _list_names_without_option(self) -> None:
         for entry, name in self._undecided:
             value = self.given[name]
             # Null or false switches off what is off here unless an option is set.
             if not set(entry.ours) & set(self.options) and (value not in (None, False) or not entry.ours):
                 self.leave(name, entry.advice(value))
-        for name, value in self.options.items():
-            if isinstance(value, str | int) and OPTIONS[name].is_list:
-                self.options[name] = [value]
+
+    def _drop_options_without_effect(self) -> None:
         for cls in TRAINING_ARGUMENTS:
             # An instance without `__init__`, which would refuse the very options that are to be dropped.
             run = object.__new__(cls)
@@ -105,9 +116,6 @@ class Translation:
                     self.options.pop(name, None)
         if not self.options.get("kl_coef"):
             self.options.pop("kl_controller", None)
-        for name, value in _FILL_IN.items():
-            if name not in self.options and (name != "reward_funcs" or "reward_model_name_or_path" not in self.options):
-                self.set(name, value, "not known from the source")
 
     def as_yaml(self) -> str:
         """The options as a file for `--config`, with what was not taken in a comment."""
