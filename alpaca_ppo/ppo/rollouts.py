@@ -254,8 +254,9 @@ class RolloutCollector:
             rows = rewards_shaped_alike(rows, self.accelerator)
         gathered = collectives.gather_rows(rows, self.accelerator, samples_per_prompt=samples_per_prompt)
         if gathered is None:
+            # Raises, because a rank has been stopped.
             self.preemption.poll_all_ranks()
-            raise AssertionError("a rank without rows has received a signal, for which poll_all_ranks raises")
+        assert gathered is not None
         return cast(Rollouts, gathered)
 
     def sync(self) -> None:
