@@ -70,11 +70,15 @@ def results_of(page, address, query):
     expect(page.locator(".md-search-result__meta")).to_have_text("Type to start searching", timeout=60_000)
     if page.viewport_size == PHONE:
         page.click("label.md-header__button[for=__search]")
-    page.locator("[data-md-component=search-query]").press_sequentially(query)
+    # At once, so that no results of a part of the query are replaced while they are read; a key starts the search.
+    box = page.locator("[data-md-component=search-query]")
+    box.fill(query)
+    box.press("End")
     first_links = page.locator(".md-search-result__item > a")
     first_links.first.wait_for()
     keep(page, query)
-    return [link.get_attribute("href").split("?")[0].removeprefix(address) for link in first_links.all()]
+    links = first_links.evaluate_all("links => links.map(link => link.getAttribute('href'))")
+    return [link.split("?")[0].removeprefix(address) for link in links]
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path != "404.html"])
