@@ -49,6 +49,7 @@ def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:
 
 
 def check_combinations(config: Any) -> None:
+    """Raises ValueError for options of a `PPOConfig` that exclude each other."""
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
     check_keywords("model_init_kwargs", config.model_init_kwargs)
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:

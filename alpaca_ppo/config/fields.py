@@ -139,6 +139,7 @@ class Option:
         return TypeAdapter(bounded, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
 
     def accepts(self, value: Any) -> bool:
+        """Whether `value` has the option's type."""
         try:
             self._validator.validate_python(value)
         except ValidationError:

@@ -93,6 +93,7 @@ def _table() -> dict[str, Any]:
 
 @functools.cache
 def foreign_names(section: str) -> Mapping[str, ForeignName]:
+    """The entries of a section of the table, by name."""
     table = _table()[section]
     project = table["of"]
     entries = {name: ForeignName(name, section, project, (ours,), same=True) for name, ours in table["same"].items()}

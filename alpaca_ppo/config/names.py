@@ -133,6 +133,7 @@ def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.75, pre
 
 
 def check_url(name: str, url: str) -> None:
+    """Raises ValueError unless `url`, the value of the option `name`, is an address of http or https."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and " " not in url

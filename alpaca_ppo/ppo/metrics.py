@@ -315,6 +315,7 @@ class StatsAccumulator:
             self._mean("padding_fraction", (1.0 - sum(lengths) / positions) * positions, positions)
 
     def merge(self, other: "StatsAccumulator") -> None:
+        """Adds the statistics of other micro-batches."""
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, (total, weight) in other.means.items():
@@ -413,7 +414,10 @@ class StepStats:
                 by_part.setdefault(part, StatsAccumulator()).merge(stats)
         together, losses = StatsAccumulator(), dict[str, float]()
         for part, stats in sorted(by_part.items()):
-            batches = self._steps[part] + (self.kl_stopped and part != "critic")
+            batches = self._steps[part]
+            if self.kl_stopped and part != "critic":
+                # The batch whose KL ended the update.
+                batches += 1
             for name, value in stats.sums.items():
                 losses[name] = losses.get(name, 0.0) + value / batches
             together.merge(stats)
