@@ -160,8 +160,3 @@ def _one_sequence(
     parts = [ids, positions, rows, states, actions]
     ids, positions, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
     return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(spans))
-
-
-def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> Tensor:
-    """(B,) int64: the number of tokens of prompt and response, holes included."""
-    return query_attn_masks.long().sum(dim=1) + response_lengths(response_mask)

@@ -6,11 +6,19 @@ import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 
+from torch import Tensor
+
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.functional.shaping import response_lengths
 
 Plan = list[list[list[int]]]
 """`plan[rank][micro_batch]` is a list of row indices, possibly empty; every rank has the same number of micro-batches,
 because collective operations must match."""
+
+
+def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> list[int]:
+    """The tokens of each row's prompt (B, Q) and response (B, R), holes included."""
+    return (query_attn_masks.long().sum(dim=1) + response_lengths(response_mask)).tolist()
 
 
 def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:

@@ -20,10 +20,10 @@ from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.preemption import PreemptionHandler
 from alpaca_ppo.environments.episodes import Episodes
-from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows, row_lengths
+from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
-from alpaca_ppo.ppo.batch_packing import chunks_by_length, chunks_by_tokens
+from alpaca_ppo.ppo.batch_packing import chunks_by_length, chunks_by_tokens, row_lengths
 from alpaca_ppo.ppo.device_rows import DeviceBatch, DeviceRows, row_tensors
 from alpaca_ppo.ppo.failed_rewards import rewards_shaped_alike
 from alpaca_ppo.rewards import ModelReward, RewardScorer
@@ -129,7 +129,7 @@ class ForwardRows:
                 yield rows, tensors, tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
 
     def _divide(self, padding_free: bool) -> list[tuple[list[int], DeviceBatch]]:
-        lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"]).tolist()
+        lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"])
         if padding_free and self._max_tokens is not None:
             chunks = chunks_by_tokens(lengths, self._max_tokens, group=self._group)
         else:

@@ -23,10 +23,10 @@ from alpaca_ppo.distributed.accelerator import make_engine
 from alpaca_ppo.distributed.collectives import any_rank, gather_list
 from alpaca_ppo.distributed.engine import Engine, LearningRates
 from alpaca_ppo.distributed.optimizer import Part, Schedules, StepCounts, prepared_optimizer
-from alpaca_ppo.functional.packing import PackedRows, row_lengths
+from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
-from alpaca_ppo.ppo.batch_packing import plan_micro_batches
+from alpaca_ppo.ppo.batch_packing import plan_micro_batches, row_lengths
 from alpaca_ppo.ppo.device_rows import DeviceRows, row_tensors, upload
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import BatchStats, StatsAccumulator, StepStats, logs_entropies
@@ -101,7 +101,8 @@ class Updater:
             if taus is not None:
                 shared["value_taus"] = taus
         shared = {key: upload(value, device) for key, value in shared.items()}
-        lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])[rows].tolist()
+        all_lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])
+        lengths = [all_lengths[row] for row in rows.tolist()]
         plan = plan_micro_batches(
             lengths, self.args, padding_free=actor_critic.padding_free, num_ranks=self.accelerator.num_processes
         )[self.accelerator.process_index]

@@ -4,12 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alpaca_ppo.functional.packing import RowLayout, Span, pack_rows, row_lengths
-
-
-def test_the_length_of_a_row_counts_the_holes_before_its_last_token():
-    mask = torch.tensor([[True, False, True], [True, False, False]])
-    assert row_lengths(torch.tensor([[0, 1], [1, 1]]), mask).tolist() == [1 + 3, 2 + 1]
+from alpaca_ppo.functional.packing import RowLayout, Span, pack_rows
 
 
 def test_packed_rows_start_at_column_zero_and_end_before_the_last_response_token():

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 
 from alpaca_ppo.ppo.batch_packing import (
     chunks_by_length,
@@ -11,8 +12,14 @@ from alpaca_ppo.ppo.batch_packing import (
     plan_micro_batches,
     plan_packed_micro_batches,
     plan_padded_micro_batches,
+    row_lengths,
 )
 from tests.tiny_runs import tiny_config
+
+
+def test_the_length_of_a_row_counts_the_holes_before_its_last_token():
+    mask = torch.tensor([[True, False, True], [True, False, False]])
+    assert row_lengths(torch.tensor([[0, 1], [1, 1]]), mask) == [1 + 3, 2 + 1]
 
 
 def tokens(lengths, rows):
