@@ -37,8 +37,7 @@ class Component(Protocol):
 class BestCheckpoint:
     """The best checkpoint of a run by `metric_for_best_model`, also kept in `TrainerState` under transformers' names.
 
-    Only steps with a checkpoint are compared. With a metric of evaluations no better step is missed, because the
-    trainer saves a checkpoint after every evaluation that `improves`.
+    The trainer saves a checkpoint after every evaluation that `improves`.
     """
 
     def __init__(self, state: TrainerState, args: PPOConfig) -> None:
@@ -46,19 +45,16 @@ class BestCheckpoint:
         self.metric = args.metric_for_best_model
         self._state, self._greater_is_better = state, args.greater_is_better
         self._criterion = {"metric": self.metric, "greater_is_better": self._greater_is_better}
-        self.by_evaluation = self.metric is not None and self.metric.startswith("eval/")
         # The metrics and the folder of the best checkpoint so far.
         self.stats: dict[str, float] = {}
         self.folder: Path | None = None
 
-    def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
-        """Raises a ValueError if `stats` lack the metric. `evaluation` says whether they are those of an evaluation or
-        of a step; stats of the kind to which the metric does not belong are not checked.
-        """
-        if self.metric is not None and self.metric not in stats and self.by_evaluation == evaluation:
+    def require(self, stats: Mapping[str, float]) -> None:
+        """Raises a ValueError if `stats`, of an evaluation, lack the metric."""
+        if self.metric is not None and self.metric not in stats:
             raise ValueError(
-                f"metric_for_best_model is {self.metric!r}, which is not a metric of "
-                f"{'an evaluation' if evaluation else 'a step'}; choose one of {', '.join(sorted(stats))}, or null"
+                f"metric_for_best_model is {self.metric!r}, which is not a metric of an evaluation; choose one of "
+                f"{', '.join(sorted(stats))}, or null"
             )
 
     def improves(self, stats: Mapping[str, float]) -> bool:
@@ -131,7 +127,7 @@ class CheckpointManager:
 
     def save(self, step: int, stats: Mapping[str, float]) -> Path:
         """Writes the checkpoint of `step` atomically, removes surplus older ones, and returns its folder. `stats`, the
-        step's metrics, decide whether it is the best one. Raises a ValueError after `load_best`.
+        metrics of its evaluation, decide whether it is the best one. Raises a ValueError after `load_best`.
         """
         folder = self.folder(step)
         if self.best_is_loaded:
@@ -139,7 +135,7 @@ class CheckpointManager:
                 f"{folder} cannot be saved: load_best_model_at_end has put the weights of {self.best.folder} into the "
                 "models, and the optimizer has gone on; save before the end of train(), or use save_model"
             )
-        if self._improves(stats):
+        if self.is_best(stats):
             self.best.set(stats, step, folder)
         # All ranks gather the sharded state; the main process writes it.
         weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
@@ -155,13 +151,9 @@ class CheckpointManager:
                 directory.rotate_checkpoints(self._output_dir, self._args.save_total_limit, keep=kept)
         return folder
 
-    def is_best_evaluation(self, stats: Mapping[str, float]) -> bool:
-        """Whether `metric_for_best_model` is a metric of evaluations and best in `stats`, so that the step is saved."""
-        return self.best.by_evaluation and self._improves(stats)
-
-    def _improves(self, stats: Mapping[str, float]) -> bool:
-        """`BestCheckpoint.improves` on the main process: a user's `evaluate` may return other metrics on each rank, but
-        all ranks must save and load the same checkpoints.
+    def is_best(self, stats: Mapping[str, float]) -> bool:
+        """Whether an evaluation with the metrics `stats` is the best so far, as the main process sees it: a user's
+        `evaluate` may return other metrics on each rank, but all ranks must save and load the same checkpoints.
         """
         if self.best.metric is None:
             return False

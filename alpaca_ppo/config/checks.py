@@ -107,17 +107,12 @@ def check_combinations(config: Any) -> None:
             f"max_tokens_per_micro_batch ({budget}) is less than query_len + response_len ({config.longest_row}), the "
             "longest row; set it to that or more, or to null"
         )
-    metric = config.metric_for_best_model or ""
-    if metric.startswith("eval/") and config.eval_steps == 0:
+    if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
+        # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
         raise ValueError(
-            f"metric_for_best_model is {metric!r}, but eval_steps is 0, so only the last step would be evaluated; set "
-            "eval_steps, or choose a metric of the steps such as objective/scores"
+            f"metric_for_best_model is {shown(config.metric_for_best_model)}, but only evaluations measure the weights "
+            "of a checkpoint; choose a metric eval/*, such as eval/scores"
         )
-    metrics_of_every_tenth_step = ["objective/entropies", "objective/ref_entropies"]
-    if not config.entropy_coef:
-        metrics_of_every_tenth_step.append("ppo/policy/entropy")
-    if metric in metrics_of_every_tenth_step:
-        raise ValueError(f"metric_for_best_model is {metric!r}, which only every tenth step has; choose another metric")
     if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError(
             "eval_opponent is 'reference', but reference is 'none'; keep a reference, or compare with a file"

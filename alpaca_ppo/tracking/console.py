@@ -136,15 +136,16 @@ class Console(TrainerCallback):
             self._rows = 0
 
     def _best_step_lines(self, history: Sequence[Metrics], state: Any) -> list[str]:
-        """Names the step with the best `metric_for_best_model`, else the best evaluation, else the highest reward."""
-        label, greater = "best step:   ", True
+        """Names the step with the best `metric_for_best_model`, else with the highest evaluated reward."""
+        greater = True
         if state.best_global_step:
             step, metric, value = state.best_global_step, self._args.metric_for_best_model, state.best_metric
             greater = self._args.greater_is_better
         else:
             sets = [prefix for line in history for prefix in eval_sets(line)]
-            metric = f"{sets[0]}rewards" if sets else "objective/rewards"
-            label = label if sets else "highest training batch: step "
+            if not sets:
+                return []
+            metric = f"{sets[0]}rewards"
             values = [(value, line["step"]) for line in history if (value := line.get(metric)) is not None]
             if len(values) < 2:
                 return []
@@ -154,7 +155,7 @@ class Console(TrainerCallback):
         assert metric is not None
         folder = Path(self._args.output_dir) / f"checkpoint-{step}"
         kept = f"kept in {folder}" if folder.is_dir() else "not kept; metric_for_best_model keeps it"
-        lines = [f"{label}{step} ({metric} {number(value)}, {kept})"]
+        lines = [f"best step:   {step} ({metric} {number(value)}, {kept})"]
         if (before := better_before_training(history, metric, value, greater_is_better=greater)) is not None:
             lines.append(f"             worse than before training ({metric} {number(before)})")
         return lines
@@ -247,7 +248,7 @@ def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> li
         title = prefix.strip("/").replace("/", " ")
         columns += [column._replace(title=f"{title} {column.title}") for column in _evaluation_columns(last, prefix)]
     if metric is not None and metric not in [column.key for column in columns]:
-        columns.append(Column(metric, metric.replace("/", " ") if metric.startswith("eval/") else metric))
+        columns.append(Column(metric, metric.replace("/", " ")))
     with_ends = [(column, ends) for column in columns if (ends := start_and_end(history, column.key)) is not None]
     width = max((len(column.title) for column, _ in with_ends), default=0)
     lines = []

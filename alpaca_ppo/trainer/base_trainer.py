@@ -344,7 +344,7 @@ class BaseTrainer(ABC):
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>` atomically and returns its path.
 
-        The step's metrics `stats` decide whether it becomes the best checkpoint (`metric_for_best_model`).
+        The metrics `stats` of an evaluation decide whether it becomes the best checkpoint (`metric_for_best_model`).
         """
         self.run_lock.acquire()
         folder = self.checkpoints.save(self.state.global_step, stats or {})
@@ -437,7 +437,6 @@ class BaseTrainer(ABC):
         if self.eval_prompts and (eval_is_due or control.should_evaluate):
             stats.update(self._evaluate())
             self._notify("on_evaluate", metrics=EvaluationMetrics(stats))
-        self.checkpoints.best.require(stats, evaluation=False)
         report = step % args.logging_steps == 0 or last or control.should_log
         self.run_log.log(stats, step, report=report)
         self.progress.advance(stats, step_ended=True)
@@ -446,7 +445,7 @@ class BaseTrainer(ABC):
             self._notify("on_log", logs=stats)
         # Also after the last step, so that a run that is killed while it writes the final models loses no training.
         save_is_due = args.save_steps and (step % args.save_steps == 0 or step == self.schedule.num_steps)
-        if self.checkpoints.is_best_evaluation(stats) or save_is_due or control.should_save:
+        if self.checkpoints.is_best(stats) or save_is_due or control.should_save:
             with self.run_log.bar.phase("saving"):
                 self.save_checkpoint(stats)
             self._notify("on_save")
@@ -454,7 +453,7 @@ class BaseTrainer(ABC):
     def _evaluate(self) -> dict[str, float]:
         with self.run_log.bar.phase("evaluating"):
             stats = self.evaluate()
-        self.checkpoints.best.require(stats, evaluation=True)
+        self.checkpoints.best.require(stats)
         return stats
 
     def _notify(self, event: str, **context: Any) -> None:
