@@ -361,6 +361,7 @@ class StepStats:
         update: the statistics of the optimizer step in progress.
         faults: what was not finite in it.
         skipped: optimizer steps that were not taken because something was not finite.
+        empty_updates: planned optimizer steps that were left out because no row of theirs gives a gradient.
         kl_stopped: whether the approximate KL ended the update: its last batch is counted, without an optimizer step.
     """
 
@@ -368,6 +369,7 @@ class StepStats:
         self.update = StatsAccumulator()
         self.faults: list[str] = []
         self.skipped = 0
+        self.empty_updates = 0
         self.kl_stopped = False
         self._by_part: dict[Part, StatsAccumulator] = {}
         self._steps: dict[Part, int] = {}
@@ -425,6 +427,7 @@ class StepStats:
         counts = {
             "policy/optimizer_steps": total - self._steps.get("critic", 0),
             "policy/skipped_updates": self.skipped,
+            "policy/empty_updates": self.empty_updates,
             "policy/kl_stopped": self.kl_stopped,
         }
         if with_critic:

@@ -36,7 +36,7 @@ from alpaca_ppo.ppo.losses import checked_loss, correction_weights, policy_terms
 from alpaca_ppo.ppo.metrics import StepRecord, StepStats
 from alpaca_ppo.ppo.mismatch import spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutOptions
-from alpaca_ppo.ppo.row_masks import advantage_mask
+from alpaca_ppo.ppo.row_masks import advantage_mask, gradient_mask
 from alpaca_ppo.ppo.update_plan import plan_updates
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.batch import RowFailure
@@ -371,11 +371,16 @@ class PPOTrainer(BaseTrainer):
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """Takes the optimizer steps on the global rollouts (`ppo.update_plan`); returns the statistics of all ranks.
 
-        Counts the step, so that the next `rollout` uses new random numbers.
+        Optimizer steps of which no row gives a gradient (`ppo.row_masks`) are left out, and counted. Counts the step, so
+        that the next `rollout` uses new random numbers.
         """
         step, stats = self.state.global_step, StepStats()
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
-        plan = plan_updates(len(rollouts["responses"]), self.args, step, critic_only=self.in_critic_pretraining)
+        planned = plan_updates(len(rollouts["responses"]), self.args, step, critic_only=self.in_critic_pretraining)
+        # With a gradient of 0, momentum and weight decay would still move the weights.
+        gives_gradient = gradient_mask(rollouts, self.args).any(dim=1)
+        plan = [update for update in planned if gives_gradient[update.rows].any()]
+        stats.empty_updates = len(planned) - len(plan)
         with self.step_record.timers.measure("update", len(plan)) as count_updates:
             for update in plan:
                 count_updates(1)
