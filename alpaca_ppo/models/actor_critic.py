@@ -171,7 +171,7 @@ class ActorCritic(nn.Module):
             return response_states(critic.backbone, packed)
         adapters, model = self.policy.adapters, self.policy.model
         assert adapters is not None
-        recomputes = torch.is_grad_enabled() and model.training and model.is_gradient_checkpointing
+        recomputes = torch.is_grad_enabled() and model.is_gradient_checkpointing
         if recomputes and adapters.peft.active_adapter != VALUE:
             raise ValueError(
                 "gradient checkpointing would recompute with the policy's adapter; run both passes in critic_active()"

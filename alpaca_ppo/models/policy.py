@@ -146,17 +146,25 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """Compares our logits with the model's on a tiny input: some architectures change logits after the head."""
+        """Compares two passes of the model on a tiny input, and its logits with ours: some architectures change logits
+        after the head.
+        """
         device = self.head.weight.device
         if device.type == "meta":
             return
         ids = torch.arange(min(4, self.head.weight.size(0)), device=device).unsqueeze(0)
         with eval_mode(self.model):
-            expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            expected, again = (self.model(input_ids=ids, use_cache=False).logits[0].float() for _ in range(2))
             logits = self.head(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)[0]
         scale, transform = logit_scaling(self.model.config)
         logits = (transform(logits) if transform else logits).float() * scale
-        if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        tolerance = {"rtol": 1e-3, "atol": 1e-3 * float(expected.abs().max())}
+        if not torch.allclose(expected, again, **tolerance):
+            raise ValueError(
+                f"{type(self.model).__name__} draws random numbers also in eval mode: two passes over the same tokens "
+                "give other logits, which PPO would take for a change of the policy; remove the noise from the model"
+            )
+        if not torch.allclose(logits, expected, **tolerance):
             raise ValueError(
                 f"the logits of {type(self.model).__name__} cannot be reproduced from its head; override "
                 "outputs_from_states in a subclass of Policy, or use another model"
@@ -209,8 +217,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def use_update_mode(model: nn.Module) -> None:
+    """Puts `model` into eval mode, as the sampler has it, so that no pass of an update draws noise: dropout, a router's
+    jitter, sampled experts. Modules that checkpoint activations do so in train mode only, and alone get its flag.
+    """
+    model.eval()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+
+
 def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout probability to 0 in place, so that train mode computes the same numbers as eval mode.
+    """Sets every dropout probability to 0 in place, also for modules that checkpoint activations in train mode.
 
     That covers `nn.Dropout` and float attributes that layers read directly, such as `attention_dropout`, `resid_pdrop`
     and `layerdrop`.

@@ -371,8 +371,9 @@ class PPOTrainer(BaseTrainer):
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """Takes the optimizer steps on the global rollouts (`ppo.update_plan`); returns the statistics of all ranks.
 
-        Optimizer steps of which no row gives a gradient (`ppo.row_masks`) are left out, and counted. Counts the step, so
-        that the next `rollout` uses new random numbers.
+        Optimizer steps of which no row gives a gradient (`ppo.row_masks`) are left out, and counted.
+
+        Counts the step, so that the next `rollout` uses new random numbers.
         """
         step, stats = self.state.global_step, StepStats()
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]

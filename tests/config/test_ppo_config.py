@@ -21,7 +21,10 @@ GRPO = {"adv_estimator": "grpo", "num_return_sequences": 2}
     [
         ({"max_tokens_per_micro_batch": 491}, "max_tokens_per_micro_batch (491) query_len response_len 492"),
         # Step k measures it before its update, and saves checkpoint-k after it.
-        ({"metric_for_best_model": "objective/scores", "eval_steps": 4}, "metric_for_best_model 'objective/scores' eval/"),
+        (
+            {"metric_for_best_model": "objective/scores", "eval_steps": 4},
+            "metric_for_best_model 'objective/scores' eval/",
+        ),
         ({"reward_weights": []}, "reward_weights is []"),
         ({"total_epochs": 1, "total_episodes": 2}, "total_epochs (1) total_episodes (2)"),
         ({"max_steps": 3, "total_epochs": 1}, "total_epochs (1) max_steps (3)"),
