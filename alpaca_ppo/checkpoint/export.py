@@ -40,6 +40,8 @@ def save_final(
             policy.save_pretrained(tmp_dir)
         else:
             adapters.peft.save_pretrained(str(tmp_dir), selected_adapters=[POLICY])
+            if policy.generation_config is not None:
+                policy.generation_config.save_pretrained(tmp_dir)
         processing_class.save_pretrained(tmp_dir)
         base = policy.config.name_or_path
         write_model_card(tmp_dir, run, base_model=base, own_code=has_remote_code(policy))

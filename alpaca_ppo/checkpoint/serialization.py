@@ -5,7 +5,7 @@ Which checkpoints a run has is in `directory`, the models that `from_pretrained`
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from alpaca_ppo.checkpoint.compatibility import differences
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import set_random_states
+from alpaca_ppo.generation import set_stop_tokens
 from alpaca_ppo.models import ActorCritic
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
@@ -48,7 +49,7 @@ class Checkpoint:
             with open(tmp_dir / _STATE, "wb") as file:
                 torch.save(state, file)
             save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, tmp_dir / _WEIGHTS)
-            write_manifest(tmp_dir)
+            write_manifest(tmp_dir, stop_tokens=self.identity.get("policy", {}).get("stop_tokens"))
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
@@ -67,10 +68,13 @@ class Checkpoint:
             set_random_states(self.rng[rank])
 
 
-def write_manifest(folder: Path) -> None:
-    """Writes manifest.json with sizes and hashes of `FILES`, all of which must be in `folder`."""
+def write_manifest(folder: Path, *, stop_tokens: Sequence[int] | None = None) -> None:
+    """Writes manifest.json with sizes and hashes of `FILES`, all of which must be in `folder`, and the ids that end the
+    policy's answers.
+    """
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in FILES}
-    (folder / "manifest.json").write_text(json.dumps(FORMAT | {"files": files}, indent=2), encoding="utf-8")
+    manifest = FORMAT | {"files": files, "stop_tokens": stop_tokens}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
 def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
@@ -127,8 +131,8 @@ def check_fits(folder: Path, saved: Checkpoint, engine: Engine) -> None:
 
 @torch.no_grad()
 def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
-    """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it. Raises as
-    `verify_files`, and a ValueError for weights of other models.
+    """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it, and the
+    tokens that end an answer. Raises as `verify_files`, and a ValueError for weights of other models.
     """
     saved, targets = read_weights(folder), actor_critic.state_dict()
     # Frozen weights are not saved, and the model may have been loaded in another type.
@@ -137,6 +141,9 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
     _check_same(folder, "tensor", saved_shapes, target_shapes)
     for name, tensor in saved.items():
         targets[name].copy_(tensor)
+    manifest = json.loads((committed_path(folder) / "manifest.json").read_text(encoding="utf-8"))
+    if manifest["stop_tokens"]:
+        set_stop_tokens(actor_critic.policy.model, manifest["stop_tokens"])
 
 
 def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:

@@ -38,6 +38,7 @@ from alpaca_ppo.generation import (
     resolve_stop_tokens,
     resolve_truncate_tokens,
     resolve_turn_end,
+    set_stop_tokens,
 )
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import ActorCritic, factory
@@ -183,6 +184,8 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
     checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
     sampling_params = make_sampling_params(actor_critic, processing_class, args, chat=chat)
+    truncate = () if sampling_params.truncate_after else sampling_params.truncate_token_ids
+    set_stop_tokens(actor_critic.policy.model, sampling_params.stop_token_ids + truncate)
     add_reward_adapter(scorer, actor_critic, args, device)
     parser = given.tool_call_parser
     environments = make_environments(kinds, parser, processing_class, sampling_params, args, messages=chat)
