@@ -152,7 +152,7 @@ def generate(
             where the model allows it.
         rows_at_once: the most responses to sample at a time; None sets no limit.
         turns: how responses go on; None ends each with its first turn.
-        hooks: what is called during sampling.
+        hooks: called during sampling.
 
     Raises:
         ValueError: if a parameter is out of range, a prompt is empty or not left-padded, the model's logits are not
