@@ -80,7 +80,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> T
     back, so that only the scale changes.
     """
     mean, deviations = _centred(values, mask)
-    # Divided by the largest of them, since the squares of values above 1e19 overflow float32.
+    # Divided by the largest deviation, since the squares of values above 1e19 overflow float32.
     unit = _largest(deviations).clamp_min(1)
     scaled = deviations / unit
     variance = scaled.square().sum() / (mask.sum() - 1).clamp_min(1)
@@ -121,9 +121,9 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
     Rows of `mask` (B, R) that are empty do not count as sequences. If all are, the result is 0, still attached to the
     graph of `losses`.
 
-    `denominator` is the number of tokens (`token-mean`) or sequences (`seq-mean-*`) in the batch of the whole optimizer
-    step, which replaces the count of this call: the results of the batch's parts then add up to the result of the
-    whole, if all of them are padded to the same length.
+    `denominator` replaces the count of this call by that of the whole optimizer step: tokens (`token-mean`) or
+    sequences (`seq-mean-*`). The results of its micro-batches then add up to the result of its whole batch, if all are
+    padded to the same length.
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}")

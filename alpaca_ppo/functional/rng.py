@@ -39,8 +39,9 @@ def stream_keys(
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), its output function.
     """
-    state = torch.tensor(_signed(seed), device=prompt_ids.device)
-    state = _next(_next(state, 0), step)
+    # An output of the generator, because seeds that differ by little would give states that do.
+    state = _next(torch.tensor(_signed(seed), device=prompt_ids.device), 0)
+    state = _next(state, step)
     if sampling_round:
         # Outputs that no prompt takes, because prompts count from 0.
         state = _next(state, -sampling_round)
