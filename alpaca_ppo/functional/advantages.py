@@ -125,7 +125,7 @@ def gae(
     rewards = zero_outside(rewards, response_mask)
     values = zero_outside(values, response_mask)
     next_value = next_advantage = (rewards + values).new_zeros(rows)
-    # The columns after a response count as a hole too, which changes nothing: V and A are 0 there. (R may be 0.)
+    # The columns after a response count as a hole too, which changes nothing: V and A are 0 there.
     before_hole = torch.cat([~response_mask[:, 1:], response_mask.new_zeros(rows, 1)], dim=1)[:, : rewards.size(1)]
     discounts = torch.where(before_hole, next_value.new_tensor(turn_gamma), next_value.new_tensor(gamma))
     decays = torch.where(before_hole, _decay(turn_gamma, lam_between_turns, next_value), _decay(gamma, lam, next_value))

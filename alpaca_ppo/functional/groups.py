@@ -88,8 +88,7 @@ def gdpo_advantages(
     penalties: Tensor | None = None,
 ) -> Tensor:
     """Advantages (B, R) of several reward sources: the weighted sum of the `grpo` advantages of each source on its own,
-    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242). So the range of a source's scores does not
-    matter.
+    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242).
 
     Args:
         scores_by_source: (B, S). A response that a source did not score (NaN) has no part in that source's comparison.

@@ -3,11 +3,7 @@
 Both are in nats, and in float32 or wider. Temperatures must be positive, and one temperature serves sampling, policy,
 old policy and reference. `torch.nn.functional.linear_cross_entropy`, chunked since torch 2.13, is not used: it has no
 entropies, no temperature and no transform of the logits, it returns bfloat16 log-probabilities for bfloat16 inputs (0.1
-nats off), and it is not clearly faster or smaller. Forward and backward pass of 4,096 tokens, vocabulary 131,072,
-hidden size 64, chunks of 256, float32, two CPU cores (tests/tools/benchmarks/chunked_logprobs.py):
-
-    log-probabilities alone: plain 8,106 MiB, 48 s; chunked here 170 MiB, 22 s; linear_cross_entropy 132 MiB, 18 s
-    with entropies: plain 12,258 MiB, 85 s; chunked here 259 MiB, 20 s
+nats off), and it is not clearly faster or smaller (tests/tools/benchmarks/chunked_logprobs.py).
 """
 
 from collections.abc import Callable
@@ -150,9 +146,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, labels, normalizers, entropies = ctx.saved_tensors
         settings = ctx.settings._replace(with_entropy=grad_entropies is not None)
         grad_logprobs = torch.zeros_like(entropies) if grad_logprobs is None else grad_logprobs
-        if grad_entropies is None:
-            # Not read, as `with_entropy` is False.
-            grad_entropies = grad_logprobs
+        # A placeholder, which is not read without entropies.
+        grad_entropies = grad_logprobs if grad_entropies is None else grad_entropies
         tokens = _Tokens(labels, normalizers, entropies, grad_logprobs, grad_entropies)
         inputs = (hidden, weight, bias)
         grads = [

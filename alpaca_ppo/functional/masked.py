@@ -59,9 +59,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None 
 
 
 def rounding_error(magnitude: Tensor) -> Tensor:
-    """The difference up to which numbers of `magnitude` count as equal, in its dtype (at 1000, 5e-4 in float32).
-    Divided by a std of the same size, rounding errors would otherwise become advantages.
-    """
+    """The difference up to which numbers of `magnitude` count as equal, in its dtype (at 1000, 5e-4 in float32)."""
     return ROUNDING_ERROR * torch.finfo(magnitude.dtype).eps * magnitude.detach()
 
 
@@ -96,8 +94,7 @@ def _centred(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     mean = masked_mean(values, mask)
     deviations = zero_outside(values - mean, mask)
     # In float32, the rounding error of the mean of thousands of large values can exceed their differences. The
-    # deviations are small, so their mean is accurate, and centring a second time removes the error. (Float64 would do
-    # it in one pass, but some devices have none, and for float64 itself there is nothing wider.)
+    # deviations are small, so their mean is accurate, and centring a second time removes the error.
     correction = masked_mean(deviations, mask)
     deviations = zero_outside(deviations - correction, mask)
     equal = _largest(deviations) <= rounding_error(_largest(values))

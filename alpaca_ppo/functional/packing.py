@@ -28,8 +28,8 @@ class RowLayout(NamedTuple):
     """How a model reads rows.
 
     Attributes:
-        padding_free: rows lie end to end. Their indices are computed on the CPU: rows on another device are copied
-            there, which waits for the device.
+        padding_free: rows lie end to end. Their indices are computed on the CPU, which waits for rows on another
+            device.
         share_prompts: a prompt that several rows have is kept once; only with `padding_free`.
     """
 
@@ -151,7 +151,7 @@ class _Arrangement(NamedTuple):
     """Where rows lie in one sequence.
 
     Attributes:
-        spans: in the order of their columns.
+        spans: ordered by column.
         span_rows: the row that each span is copied from.
         prompt_ends: (B,), the column of each row's last prompt token, whose state chose its first response token.
         response_starts: (B,), the column of that token, whose state chose the second one.
@@ -164,7 +164,7 @@ class _Arrangement(NamedTuple):
 
 
 def _lay_out(groups: list[list[int]], prompt_lengths: list[int], lengths: list[int]) -> _Arrangement:
-    """Puts each group's prompt before the responses of its rows, whose last tokens predict nothing and are left out."""
+    """Puts each group's prompt before the responses of its rows, without their last tokens."""
     spans: list[Span] = []
     span_rows: list[int] = []
     prompt_ends = torch.zeros(len(lengths), dtype=torch.long)

@@ -274,7 +274,7 @@ def dppo_policy_loss(
                       kl <= cliprange_low   or  p >= q      elsewhere
         kl = q * (log q - log p) + (1 - q) * log((1 - q + 1e-8) / (1 - p + 1e-8))
 
-    The divergence is that of two coins, which show the token or another. A rare token may multiply its probability, and
+    The divergence is binary: this token, or another. A rare token may multiply its probability, and
     a likely one may not move far. Only the gradient of this loss means something. `clipfrac` is the fraction of tokens
     out of range, which have no gradient; `clipfrac_lower` that of tokens in range whose ratio is bounded.
 
