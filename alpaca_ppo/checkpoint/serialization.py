@@ -19,7 +19,7 @@ from alpaca_ppo.checkpoint.compatibility import differences
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import set_random_states
-from alpaca_ppo.generation import set_stop_tokens
+from alpaca_ppo.generation.stopping import set_stop_tokens
 from alpaca_ppo.models import ActorCritic
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}

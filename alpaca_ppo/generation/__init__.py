@@ -7,13 +7,7 @@
 import alpaca_ppo.generation.built_in_backends  # noqa: F401
 from alpaca_ppo.generation.backends import Backend, generate, make_backend, register_generation_backend
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
-from alpaca_ppo.generation.stopping import (
-    StopStrings,
-    resolve_stop_tokens,
-    resolve_truncate_tokens,
-    resolve_turn_end,
-    set_stop_tokens,
-)
+from alpaca_ppo.generation.stopping import StopStrings, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
 from alpaca_ppo.generation.turns import PENDING, Turn, Turns
 
 __all__ = [
@@ -31,5 +25,4 @@ __all__ = [
     "resolve_stop_tokens",
     "resolve_truncate_tokens",
     "resolve_turn_end",
-    "set_stop_tokens",
 ]

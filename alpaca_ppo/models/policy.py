@@ -158,13 +158,13 @@ class Policy(nn.Module):
             logits = self.head(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)[0]
         scale, transform = logit_scaling(self.model.config)
         logits = (transform(logits) if transform else logits).float() * scale
-        tolerance = {"rtol": 1e-3, "atol": 1e-3 * float(expected.abs().max())}
-        if not torch.allclose(expected, again, **tolerance):
+        atol = 1e-3 * float(expected.abs().max())
+        if not torch.allclose(again, expected, rtol=1e-3, atol=atol):
             raise ValueError(
                 f"{type(self.model).__name__} draws random numbers also in eval mode: two passes over the same tokens "
                 "give other logits, which PPO would take for a change of the policy; remove the noise from the model"
             )
-        if not torch.allclose(logits, expected, **tolerance):
+        if not torch.allclose(logits, expected, rtol=1e-3, atol=atol):
             raise ValueError(
                 f"the logits of {type(self.model).__name__} cannot be reproduced from its head; override "
                 "outputs_from_states in a subclass of Policy, or use another model"
