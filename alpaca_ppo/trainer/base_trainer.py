@@ -160,7 +160,9 @@ class BaseTrainer(ABC):
         with the same prompts.
 
         Args:
-            prompts: one or several texts, or conversations (lists of messages), to which the chat template is applied.
+            prompts: one or several texts, or conversations (lists of messages), to which the chat template and the
+                run's `system_prompt` are applied. If the run's prompts are messages, a text is a user's message;
+                otherwise it is the whole prompt, without a template.
             num_return_sequences: answers to each prompt.
             do_sample: False = the most likely token each time.
             max_new_tokens: tokens of an answer; None = `response_len`.
@@ -185,7 +187,7 @@ class BaseTrainer(ABC):
             top_k=top_k,
             top_p=top_p,
         )
-        return answer_texts(self.collector, self.processing_class, prompts, params)
+        return answer_texts(self.collector, self.train_prompts, self.processing_class, prompts, params)
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """The callbacks of every run, in the order in which they are notified."""

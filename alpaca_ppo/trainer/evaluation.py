@@ -239,16 +239,20 @@ class Evaluator:
 
 
 def answer_texts(
-    collector: RolloutCollector, processing_class: Any, prompts: Prompt | Sequence[Prompt], params: SamplingParams
+    collector: RolloutCollector, train_prompts: PromptDataset, processing_class: Any, prompts: Any, params: SamplingParams
 ) -> list[list[str]]:
-    """The policy's answers to each prompt; see `PPOTrainer.generate`."""
+    """The policy's answers to each of `prompts`, written as `train_prompts` are; see `PPOTrainer.generate`."""
     is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
     several: list[Any] = [prompts] if is_one else list(prompts)
     if not several or any(type(prompt) is not type(several[0]) for prompt in several):
         raise ValueError(
             f"prompts is {several!r:.200}; give at least one, and either texts or conversations (lists of messages)"
         )
-    ids = tokenize_prompts(several, processing_class, collector.args.chat_template_kwargs)
+    if train_prompts.are_messages and isinstance(several[0], str):
+        several = [[{"role": "user", "content": text}] for text in several]
+    form = replace(train_prompts.form, prompt_column="prompt", prompt_template=None, user_template=None)
+    several = [form.prompt_of({"prompt": prompt}) for prompt in several]
+    ids = tokenize_prompts(several, processing_class, form.chat_template_kwargs)
     query_len = max(map(len, ids))
     model = collector.engine.actor_critic.policy.model
     check_lengths(model.config, {"the prompt": query_len, "max_new_tokens": params.max_new_tokens})

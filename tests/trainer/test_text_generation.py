@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from alpaca_ppo.distributed.random_states import random_states
+from alpaca_ppo.ppo.rollouts import RolloutCollector
 from tests.data.tokenizers import CHATML, turn_tokenizer
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
@@ -55,19 +56,46 @@ def test_what_generate_cannot_answer_is_refused(trainer):
         trainer.generate([{"role": "user", "content": "w10"}])
 
 
-def test_generate_renders_messages_with_the_arguments_of_the_template(tmp_path):
+@pytest.fixture
+def read(monkeypatch):
+    """The token ids of the prompts that a trainer samples answers to, of each call."""
+    calls, sample = [], RolloutCollector.sample
+
+    def recorded(self, prompts, params):
+        calls.append(prompts["queries"].tolist())
+        return sample(self, prompts, params)
+
+    monkeypatch.setattr(RolloutCollector, "sample", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("system_prompt", [None, "w20"])
+def test_generate_writes_a_text_as_a_run_of_messages_does(tmp_path, read, system_prompt):
     tokenizer = turn_tokenizer(CHATML + "{% if brief %}w30{% endif %}", special=["<|im_start|>", "<|im_end|>"])
     chat = [{"role": "user", "content": "w10"}]
     made = tiny_trainer(
         tmp_path,
         trainer_arguments={"processing_class": tokenizer, "train_dataset": Dataset.from_list([{"prompt": chat}] * 40)},
         chat_template_kwargs={"brief": True},
+        system_prompt=system_prompt,
         query_len=12,
     )
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, brief=True)
-    assert text.endswith("w30")
-    assert made.generate(chat, max_new_tokens=6) == made.generate(text, max_new_tokens=6)
-    assert made.generate([chat, chat], max_new_tokens=6)[0] == made.generate(chat, max_new_tokens=6)[0]
+    answers = [made.generate(given, max_new_tokens=6) for given in ("w10", ["w10"], chat, [chat])]
+    first = "<|im_start|>system\nw20<|im_end|>\n" if system_prompt else ""
+    text = f"{first}<|im_start|>user\nw10<|im_end|>\n<|im_start|>assistant\nw30"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert read == [[ids]] * 4
+    assert answers == answers[:1] * 4
+    assert made.generate([chat, chat], max_new_tokens=6)[0] == answers[0][0]
+    # A system message of its own replaces the run's.
+    made.generate([{"role": "system", "content": "w40"}, *chat], max_new_tokens=6)
+    assert "w40" in tokenizer.decode(read[-1][0]) and "w20" not in tokenizer.decode(read[-1][0])
+
+
+def test_generate_sends_a_text_as_it_is_in_a_run_of_texts(tmp_path, read):
+    made = tiny_trainer(tmp_path, prompt_template="w20 {prompt} w30", query_len=6)
+    made.generate("w10 {w11}", max_new_tokens=2)
+    assert read == [[tiny_tokenizer()("w10 {w11}")["input_ids"]]]
 
 
 def test_training_never_samples_from_a_part_of_the_softmax(trainer):
