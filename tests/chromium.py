@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from playwright.sync_api import Browser, sync_playwright
 
-WIDE, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
+WIDE, LAPTOP, PHONE = ({"width": w, "height": h} for w, h in ((1400, 900), (1366, 768), (390, 844)))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import expect
 
 from alpaca_ppo import __all__ as public_names
-from tests.chromium import PHONE, WIDE, chromium
+from tests.chromium import LAPTOP, PHONE, WIDE, chromium
 from tests.docs.markdown import ROOT
 
 SITE = ROOT / "site"
@@ -42,7 +42,7 @@ def browser():
         yield started
 
 
-@pytest.fixture(scope="module", params=[WIDE, PHONE], ids=["wide", "phone"])
+@pytest.fixture(scope="module", params=[WIDE, LAPTOP, PHONE], ids=["wide", "laptop", "phone"])
 def shown(browser, request):
     """A browser's page, and what it complained of and asked for."""
     context = browser.new_context(viewport=request.param, permissions=["clipboard-read", "clipboard-write"])
@@ -90,6 +90,8 @@ def test_every_page_opens_within_the_width_and_asks_for_nothing_from_elsewhere(s
     keep(page, path)
     assert page.locator("article h1").first.is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+    cut_off = "[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth)"
+    assert page.evaluate(f"{cut_off}.map(code => code.innerText)") == []
     broken = (
         "Array.from(document.images).filter(image => !image.complete || !image.naturalWidth).map(image => image.src)"
     )
@@ -139,6 +141,8 @@ def test_the_public_names_have_their_docstrings(shown, address):
     page.goto(address + "api.html")
     for name in (name for name in public_names if not name.startswith("_")):
         assert page.locator(f"[id='alpaca_ppo.{name}']").count() == 1, name
+    for name in ("train", "evaluate", "generate", "save_model", "push_to_hub", "compute_policy_loss"):
+        assert page.locator(f"[id='alpaca_ppo.PPOTrainer.{name}']").count() == 1, name
     assert (
         "Generalized advantage" in page.locator("article").inner_text() or "GAE" in page.locator("article").inner_text()
     )

@@ -29,8 +29,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(path for pattern in OUTSIDE for path in ROOT.glob(pattern)):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     files.append(File.generated(config, "api.md", content=api_page()))
-    # Room for code of 100 columns.
-    files.append(File.generated(config, "site.css", content=".md-grid { max-width: 76rem }"))
+    # Room for code of 100 columns; on a narrower screen its lines are wrapped, so that no comment is cut off.
+    style = ".md-grid { max-width: 76rem } .md-typeset pre > code { white-space: pre-wrap; overflow-wrap: anywhere }"
+    files.append(File.generated(config, "site.css", content=style))
     return files
 
 
