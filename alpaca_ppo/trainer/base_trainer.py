@@ -355,6 +355,9 @@ class BaseTrainer(ABC):
             self.progress.rewind()
             self.save_checkpoint()
             self._notify("on_save")
+        if not self.progress.step_ended:
+            # After the checkpoint, which does not count this line: a resumed run writes it again.
+            self.run_log.log(self.progress.stats, self.progress.step, report=False)
         self.run_log.message(f"{reason}: run saved to {folder}; continue with {RESUME}")
         refresh_report(self.callback_handler.built_in)
         self.run_log.finish()

@@ -158,6 +158,7 @@ def whole(tmp_path_factory):
         # After the evaluation before the training, which the resumed run repeats.
         ("on_step_begin", 0, ["checkpoint-0"]),
         ("on_step_end", 1, ["checkpoint-1"]),
+        ("on_step_end", 2, ["checkpoint-2"]),
         pytest.param("on_log", 2, ["checkpoint-2"], marks=pytest.mark.proof),
         ("on_log", 3, ["checkpoint-2", "checkpoint-3"]),
         ("on_train_end", 3, ["checkpoint-2", "checkpoint-3"]),
@@ -170,6 +171,8 @@ def test_a_signal_at_any_event_leaves_a_run_that_can_go_on(event, step, checkpoi
     assert ended.code == 130
     assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C does what it did before"
     assert sorted(path.name for path in parts.glob("checkpoint-*")) == checkpoints
+    # The records end with the checkpoint's step, if only without its evaluation.
+    assert max((line["step"] for line in metric_lines(parts)), default=0) == step
     output = capsys.readouterr().out
     assert event == "on_train_end" or (checkpoints[-1] in output and "resume_from_checkpoint: true" in output)
     trainer.callback_handler.callbacks.clear()
@@ -297,7 +300,12 @@ def test_a_second_signal_ends_the_process_at_once_and_the_same_one_sent_twice_is
 
 
 class Failing(TrainerCallback):
-    def on_log(self, args, state, control, **context):
+    """Ends the process, in effect, at an event."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._fail)
+
+    def _fail(self, args, state, control, **context):
         raise RuntimeError("killed here")
 
 
@@ -312,10 +320,31 @@ def test_a_signal_in_an_update_finishes_the_step_first(whole, tmp_path):
     assert metric_lines(parts) == metric_lines(whole)
 
 
+def test_metrics_and_report_of_an_interrupted_run_end_with_the_step_of_its_checkpoint(tmp_path):
+    # Prompts are answered at the end of each step, where the run looks for a signal.
+    run = {"total_episodes": 40, "num_inspected_prompts": 1, "report": True}
+    tiny_trainer(tmp_path / "whole", **run).train()
+    parts = tmp_path / "parts"
+    trainer = tiny_trainer(parts, **run)
+    # Two of the three optimizer steps of the second step.
+    before_update(trainer, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert [path.name for path in parts.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert metric_lines(parts) == metric_lines(tmp_path / "whole")[:2]
+    assert '"last_step":2' in (parts / "report.html").read_text()
+    # Killed before it writes the line again, it can still be resumed.
+    killed = tiny_trainer(parts, **run, trainer_arguments={"callbacks": [Failing("on_step_end")]})
+    with pytest.raises(RuntimeError, match="killed here"):
+        killed.train(resume_from_checkpoint=True)
+    tiny_trainer(parts, **run).train(resume_from_checkpoint=True)
+    assert metric_lines(parts) == metric_lines(tmp_path / "whole")
+
+
 def test_a_step_whose_line_was_still_to_be_written_has_one_line_however_often_the_run_is_resumed(whole, tmp_path):
     parts = tmp_path / "parts"
     trainer, _ = interrupted_run(parts, "on_step_end", step=2)
-    trainer.callback_handler.callbacks = [Failing()]
+    trainer.callback_handler.callbacks = [Failing("on_log")]
     with pytest.raises(RuntimeError, match="killed here"):
         trainer.train(resume_from_checkpoint=True)
     assert [line["step"] for line in metric_lines(parts)] == [0, 1, 2]
