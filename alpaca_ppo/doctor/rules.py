@@ -129,9 +129,7 @@ def _error_if(is_error: bool, **numbers: float | str) -> Found:
 )
 def empty_answers(history: History) -> Found | None:
     """Before any training, many responses hold nothing but the token that ends them."""
-    names = [name for name in history.names if name.endswith("/empty_fraction")]
-    first_values = [(value, name) for name in names for step, value in history.series(name)[:1] if step <= 1]
-    share, name = max(first_values, default=(0.0, ""))
+    share, name = _at_start(history, "/empty_fraction", last_step=1)
     return _error_if(share > 0.5, name=name, share=share) if share > 0.1 else None
 
 
@@ -321,18 +319,24 @@ def length_collapse(history: History) -> Found | None:
 
 
 @_rule(
-    "responses never stop: at least {now:.0%} are cut off in each of the last steps, {start:.0%} in the first",
+    "responses never stop: {what}",
     "raise response_len; check the form of the prompts, and that the tokenizer's eos_token ends a turn; set "
     "penalty_reward_value, so that stopping pays; see docs/troubleshooting.md#responses-never-stop",
 )
 def all_truncated(history: History) -> Found | None:
-    """Hardly any response ends by itself."""
-    name = "objective/truncated_fraction"
-    recent, start = history.last(name, WINDOW), history.start(name, 1)
-    if not recent or start is None or min(recent) < 0.9:
+    """Hardly any response ends by itself, in an evaluation before training or in the last steps."""
+    is_masked = bool(history.config.get("mask_truncated"))
+    share, name = _at_start(history, "/truncated_fraction", last_step=0)
+    if share >= 0.9:
+        # A single response that stops shows that model and run agree on what ends one.
+        return _error_if(is_masked or share == 1, what=f"{name} is {share:.0%} before training")
+    now = min(history.last("objective/truncated_fraction", WINDOW), default=0.0)
+    if now < 0.9:
         return None
+    start = history.series("objective/truncated_fraction")[0][1]
+    what = f"at least {now:.0%} are cut off in each of the last steps, {start:.0%} in the first"
     # Above a half at the start, the task or the model may need long responses.
-    return _error_if(start < 0.5 or bool(history.config.get("mask_truncated")), now=min(recent), start=start)
+    return _error_if(is_masked or start < 0.5, what=what)
 
 
 @_rule(
@@ -393,6 +397,15 @@ def critic_useless(history: History) -> Found | None:
     """For twenty steps, the critic predicts the returns worse than a constant."""
     recent = history.last("ppo/val/explained_variance", 20)
     return _error_if(fmean(recent) < -1, mean=fmean(recent)) if recent and max(recent) < 0 else None
+
+
+def _at_start(history: History, ending: str, *, last_step: int) -> tuple[float, str]:
+    """The largest first value, by `last_step`, of a metric whose name has this `ending`, and the name; 0 without one.
+    Step 0 is an evaluation before training.
+    """
+    names = [name for name in history.names if name.endswith(ending)]
+    first_values = [(value, name) for name in names for step, value in history.series(name)[:1] if step <= last_step]
+    return max(first_values, default=(0.0, ""))
 
 
 def _evaluated(history: History) -> list[str]:

@@ -242,6 +242,24 @@ def test_a_policy_that_starts_with_empty_answers_is_found_by_its_first_evaluatio
     assert examined(lambda t: start if t == 10 else {}) == {}, "what comes later is not the start"
 
 
+@pytest.mark.parametrize(
+    ("share", "settings", "severity"),
+    [(1.0, {}, "error"), (0.95, {}, "warning"), (0.95, {"mask_truncated": True}, "error"), (0.85, {}, None)],
+)
+def test_a_policy_that_does_not_stop_before_training_is_found_by_its_first_evaluation(share, settings, severity):
+    start = {"eval/hard/truncated_fraction": share, "eval/easy/truncated_fraction": 0.5}
+    # From the second step on, the rollouts are cut off as well.
+    found = examined(
+        lambda t: {"objective/truncated_fraction": 0.95} if t > 1 else {}, before=start, steps=3, **settings
+    )
+    assert [(finding.rule, finding.severity, finding.step) for finding in found.values()] == (
+        [("all_truncated", severity, 1)] if severity else []
+    )
+    for finding in found.values():
+        assert f"eval/hard/truncated_fraction is {share:.0%} before training" in finding.sentence
+    assert examined(lambda t: start if t == 10 else {}) == {}, "what comes later is not the start"
+
+
 def test_one_cause_is_one_finding():
     def constant(t):
         return FLAT | {"objective/uniform_groups": 1.0, **FAULTS["policy_does_not_move error"](t)}
