@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any, cast
@@ -29,15 +30,16 @@ def package_commit() -> str | None:
 
 
 def package_pages() -> str | None:
-    """The web address of this package's files, at the commit of `package_commit` or, for a clone, at its remote's HEAD;
-    None if it is not on the web.
+    """The address of this package's files: on the web, at the commit of `package_commit` or, for a clone, at its
+    remote's HEAD; else in the clone's folder; None if neither is there.
     """
     in_clone = (_ROOT / ".git").exists()
     url = _git(_ROOT, "remote", "get-url", "origin") if in_clone else _installed().get("url")
     commit = "HEAD" if in_clone else package_commit()
-    parts = urlsplit(url or "")
+    # As git clones over SSH: git@host:owner/name.git, or ssh://git@host/owner/name.git.
+    parts = urlsplit(re.sub(r"^(ssh://)?git@([^:/]+)[:/]", r"https://\2/", url or ""))
     if parts.scheme != "https" or not commit:
-        return None
+        return f"{_ROOT.as_uri()}/" if (_ROOT / "docs").is_dir() else None
     # The part before an @ may be a password.
     return f"https://{parts.netloc.rpartition('@')[2]}{parts.path.removesuffix('.git')}/blob/{commit}/"
 

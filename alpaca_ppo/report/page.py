@@ -30,8 +30,8 @@ READ_TIMES = 8
 """Bytes read from tables at most, as a multiple of the budget for tokens."""
 _EXTREMES = 8
 _COLUMNS = (
-    "run", "table", "step", "prompt_id", "sample_id", "prompt", "response", "score", "kl", "length", "stopped",
-    "scores", "more", "turns",
+    "run", "table", "step", "prompt_id", "sample_id", "prompt", "question", "response", "score", "kl", "length",
+    "stopped", "scores", "more", "turns",
 )  # fmt: skip
 _KNOWN = {*_COLUMNS, "tokens", "columns"}
 
@@ -148,7 +148,7 @@ class Answers:
 
     Attributes:
         columns: `_COLUMNS`, each with an entry for each answer.
-        prompts: distinct prompts; the column `prompt` holds indices into it.
+        prompts: distinct prompts and questions; the columns `prompt` and `question` hold indices into it.
         tokens: JSON by the answer's index: `texts`, `ids`, and in `numbers` a list for each number of a token.
         left_out: sentences that say what is missing, and how to get it.
     """
@@ -252,6 +252,7 @@ def _summary(row: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
         "prompt_id": plain(row.get("prompt_id")),
         "sample_id": plain(row.get("sample_id", 0)),
         "prompt": prompts.setdefault(_text(row.get("prompt")), len(prompts)),
+        "question": prompts.setdefault(_text(row.get("question", row.get("prompt"))), len(prompts)),
         "response": _text(row.get("response")),
         "score": number_or_none(row.get("score")),
         "kl": kl,

@@ -73,11 +73,15 @@ def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any
 
 
 def add_columns(rows: Sequence[dict[str, Any]], prompts: Any, prompt_column: str) -> None:
-    """Adds the dataset's other columns to each row as `columns`. A value that JSON cannot hold, such as an image,
-    becomes the name of its type. `prompts` is a `PromptDataset`.
+    """Adds to each row the last message of the user, if the prompt has one, as `question`, and the dataset's other
+    columns as `columns`. A value that JSON cannot hold, such as an image, becomes the name of its type. `prompts` is a
+    `PromptDataset`.
     """
     for row in rows:
         dataset_row = prompts[row["prompt_id"]]["row"]
+        for message in dataset_row["prompt"] if isinstance(dataset_row["prompt"], list) else []:
+            if message["role"] == "user" and message["content"].strip():
+                row["question"] = message["content"]
         others = {name: value for name, value in dataset_row.items() if name not in ("prompt", prompt_column)}
         if others:
             row["columns"] = json.loads(json.dumps(others, default=lambda value: f"<{type(value).__name__}>"))

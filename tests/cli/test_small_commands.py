@@ -56,6 +56,14 @@ def test_a_clone_has_its_commit_and_an_installed_package_the_one_that_pip_record
     assert git_state.package_commit() == commit and git_state.package_pages() is None
     subprocess.run([*git, "remote", "add", "origin", "https://me:secret@host/a/alpaca_ppo.git"], check=True)
     assert git_state.package_pages() == "https://host/a/alpaca_ppo/blob/HEAD/"
+    for address in ("git@host:a/alpaca_ppo.git", "ssh://git@host/a/alpaca_ppo.git"):
+        subprocess.run([*git, "remote", "set-url", "origin", address], check=True)
+        assert git_state.package_pages() == "https://host/a/alpaca_ppo/blob/HEAD/"
+    # What is on no web host can be opened in the clone's folder.
+    subprocess.run([*git, "remote", "set-url", "origin", "/srv/alpaca_ppo.git"], check=True)
+    assert git_state.package_pages() is None
+    (tmp_path / "docs").mkdir()
+    assert git_state.package_pages() == f"{tmp_path.as_uri()}/"
     (tmp_path / "file").write_text("2")
     assert git_state.package_commit() == f"{commit}-dirty"
     shutil.rmtree(tmp_path / ".git")

@@ -17,6 +17,7 @@ from tests.report.made_runs import (
     HOSTILE,
     answer,
     conversation,
+    make_chat_run,
     make_evaluated_run,
     make_run,
     make_whole_run,
@@ -62,6 +63,7 @@ def reports(tmp_path_factory):
         paths = {name: write_report(read_runs(of), folder / f"{name}.html", token_mb=5) for name, of in runs.items()}
         patch.setattr("alpaca_ppo.report.page.package_pages", lambda: "https://host/blob/c/")
         paths["linked"] = write_report(read_runs(runs["worse"]), folder / "linked.html")
+        paths["chat"] = write_report(read_runs([make_chat_run(folder / "chat")]), folder / "chat.html")
     return paths
 
 
@@ -155,6 +157,35 @@ def test_a_finding_links_the_page_that_mends_it_where_its_address_is_known(opene
     assert "Remedy: stop; see docs/troubleshooting.md#a-heading" in text_of(page, ".finding")
     link = "https://host/blob/c/docs/troubleshooting.md#a-heading"
     assert page.locator(".finding a").evaluate("link => link.href") == link
+
+
+def test_every_address_in_a_finding_is_a_link(opened):
+    page = opened("chat")
+    said = [line for line in text_of(page, ".finding").splitlines() if line]
+    assert said == ["✖ error all; https://host/why. step 1", "Remedy: see docs/a.md#b; then docs/c.md, or stop"]
+    links = page.locator(".finding a").evaluate_all("links => links.map(link => link.href)")
+    assert links == ["https://host/why", "https://host/blob/c/docs/a.md#b", "https://host/blob/c/docs/c.md"]
+
+
+def test_a_curve_of_one_point_has_it_at_its_step_of_the_run(opened):
+    page = opened("chat")
+    # Of nine steps, the second is an eighth of the way: 54 + (460 - 54 - 12) / 8.
+    assert page.locator(".essential [data-metric='objective/entropies'] circle[r='3']").evaluate_all(
+        "dots => dots.map(dot => Number(dot.getAttribute('cx')))"
+    ) == [pytest.approx(54 + 394 / 8)]
+    assert page.locator(".essential [data-metric='objective/scores'] circle[r='3']").count() == 9
+
+
+def test_of_a_conversation_the_question_is_shown_and_the_whole_prompt_on_demand(opened):
+    page = opened("chat", "answers")
+    assert sorted(page.locator("td.prompt").all_inner_texts()) == ["What is 2 + 3?", "What is 4 + 3?"]
+    page.locator("td.prompt", has_text="4 + 3").click()
+    box = page.locator("#inspector .bubble.prompt")
+    assert box.inner_text().startswith("Prompt\nWhat is 4 + 3?\n") and "Be helpful" not in box.inner_text()
+    box.locator("summary").click()
+    assert "system\nBe helpful.<|im_end|>" in box.inner_text()
+    page.fill("#search", "helpful 2")
+    assert page.locator("td.prompt").all_inner_texts() == ["What is 2 + 3?"], "the whole prompt is searched"
 
 
 def test_the_step_of_the_final_models_is_marked_and_that_they_are_worse_is_said(opened):

@@ -90,6 +90,20 @@ def make_whole_run(path: Path) -> Path:
     return path
 
 
+def make_chat_run(path: Path) -> Path:
+    """A run whose prompts repeat a system text, with a metric at its second step alone, and findings with addresses."""
+    make_run(path, steps=9)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines[1]["objective/entropies"] = 1.5
+    write_lines(path / "metrics.jsonl", lines)
+    prompts = {k: f"<|im_start|>system\nBe helpful.<|im_end|>\n<|im_start|>user\nWhat is {k} + 3?" for k in (2, 4)}
+    rows = [answer(k, "five", prompt=prompt, question=f"What is {k} + 3?") for k, prompt in prompts.items()]
+    write_lines(path / "rollouts/step_000001.jsonl", rows)
+    finding = {"step": 1, "rule": "all_truncated", "severity": "error", "sentence": "all; https://host/why."}
+    write_lines(path / "findings.jsonl", [finding | {"remedy": "see docs/a.md#b; then docs/c.md, or stop"}])
+    return path
+
+
 def make_worse_run(path: Path) -> Path:
     """A run of 20 steps whose final models are those of the best checkpoint, which is worse than before training."""
     make_run(path, steps=20)

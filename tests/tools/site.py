@@ -58,8 +58,8 @@ def _members(name: str) -> str:
 @cache
 def origin() -> str | None:
     """The address that this repository was cloned from, if it is on the web."""
-    address = package_pages()
-    return address and address.partition("/blob/")[0]
+    address, blob, _ = (package_pages() or "").partition("/blob/")
+    return address if blob else None
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

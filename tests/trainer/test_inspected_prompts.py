@@ -5,13 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.report import refresher
+from alpaca_ppo.report.page import choose_answers
+from alpaca_ppo.report.runs import read_run
 from alpaca_ppo.tracking.rollout_tables import rollout_rows
 from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector
+from tests.data.tokenizers import CHATML, turn_tokenizer
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
@@ -60,6 +64,27 @@ def test_training_prompts_are_followed_greedily_and_without_a_score(runs):
     assert all(entry["kl"] == 0 and entry["values"] == 0 for row in first for entry in row["tokens"])
     assert any(entry["kl"] != 0 for row in last for entry in row["tokens"])
     assert {"entropies", "logprobs", "ref_logprobs"} < set(last[0]["tokens"][0])
+
+
+def test_tables_have_the_last_message_of_the_user_beside_the_whole_prompt(tmp_path):
+    system, asked = {"role": "system", "content": "w20"}, [{"role": "user", "content": "w10"}]
+    asked += [{"role": "assistant", "content": "w30"}, {"role": "user", "content": "w40 w41"}]
+    chats = Dataset.from_list([{"prompt": [system, *asked]}] * 10)
+    tokenizer = turn_tokenizer(CHATML, special=["<|im_start|>", "<|im_end|>"])
+    given = {"processing_class": tokenizer, "train_dataset": chats}
+    short = {"query_len": 40, "total_episodes": 10, "num_inspected_prompts": 1, "num_logged_rollouts": 2}
+    tiny_trainer(tmp_path / "train", trainer_arguments=given, **short).train()
+    tiny_trainer(tmp_path / "eval", trainer_arguments={**given, "eval_dataset": chats}, **short).train()
+    texts = tiny_trainer(tmp_path / "texts", **{**short, "num_inspected_prompts": 0})
+    texts.train()
+    for folder, table in (("train", "rollouts"), ("train", "inspected"), ("eval", "eval")):
+        row = rows_of(tmp_path / folder, table, 1)[0]
+        assert row["question"] == "w40 w41" and row["prompt"].startswith("<|im_start|>"), table
+    assert "question" not in rows_of(tmp_path / "texts", "rollouts", 1)[0]
+    page = choose_answers([read_run(tmp_path / name, name) for name in ("train", "texts")], token_mb=1)
+    shown = {(run, page.prompts[k]) for run, k in zip(page.columns["run"], page.columns["question"], strict=True)}
+    first = rows_of(tmp_path / "texts", "rollouts", 1)[0]["prompt"]
+    assert {text for run, text in shown if run == 0} == {"w40 w41"} and (1, first) in shown
 
 
 def test_a_long_run_is_looked_at_ten_times():

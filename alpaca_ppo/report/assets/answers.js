@@ -2,6 +2,8 @@
 
 const A = (name, i) => ANSWERS[name][i];
 const promptOf = (i) => DATA.prompts[A("prompt", i)];
+// The last message of the user, or the whole prompt if that is no conversation.
+const questionOf = (i) => DATA.prompts[A("question", i)];
 const ROW = 36;
 const list = { preset: "all", sort: "step", down: true, search: "", run: "", table: "", from: "", to: "", rows: [], compare: "first", top: 0 };
 const everyAnswer = Array.from({ length: NUM_ANSWERS }, (_, i) => i);
@@ -87,7 +89,7 @@ const FIELDS = [
   { key: "kl", label: "KL", value: (i) => A("kl", i) },
   { key: "length", label: "Tokens", value: (i) => A("length", i), wide: true },
   { key: "ended", label: "Ended", value: (i) => (A("stopped", i) === null ? "–" : A("stopped", i) ? "yes" : "cut off"), wide: true },
-  { key: "prompt", label: "Prompt", value: promptOf, long: true },
+  { key: "prompt", label: "Prompt", value: questionOf, long: true },
   { key: "response", label: "Answer", value: (i) => A("response", i), long: true },
 ];
 const fieldsShown = () => FIELDS.filter((field) => !field.when || field.when());
@@ -243,7 +245,8 @@ function inspect(i, move, close, open) {
       el("button", { type: "button", title: "Next answer (n)", "aria-label": "Next answer", onclick: () => move(1) }, "›"),
       el("h2", {}, `Step ${A("step", i)}`, el("span", { class: "faint" }, ` ${RUNS.length > 1 ? `${RUNS[A("run", i)].name} · ` : ""}${A("table", i)} · prompt ${exact(A("prompt_id", i))}`))),
     facts(i),
-    bubble("prompt", el("div", { class: "text", dir: "auto" }, promptOf(i))),
+    bubble("prompt", el("div", { class: "text", dir: "auto" }, questionOf(i)), questionOf(i) === promptOf(i) ? "" : el("details", { class: "whole" },
+      el("summary", { class: "faint" }, "The whole prompt, as the model reads it"), el("div", { class: "text", dir: "auto" }, promptOf(i)))),
     ...promptColumns(i),
     members ? stepChoice(i, members, open) : "",
     column ? choice("Colour by", COLUMNS.map((c, n) => [c.key, c.label, usable.includes(c) ? "" : whyMissing([c])]), column.key, (chosen) => {

@@ -32,10 +32,11 @@ function range(values) {
 const moreThanOne = (values) => values.some((value) => value !== values[0]);
 
 // title: shown above the chart, or null; about: its name for screen readers.
-// series: {name, colour, dash, x, y, low, high}; low and high are the band around the line, or absent.
-function chart({ title, about = title, note, series, xLabel = "step", height = CHART.height, points = false, best = null, onPick = null }) {
+// series: {name, colour, dash, x, y, low, high}; low and high are the band around the line, or absent. steps: further
+// places that the x-axis has to reach.
+function chart({ title, about = title, note, series, steps = [], xLabel = "step", height = CHART.height, points = false, best = null, onPick = null }) {
   const { width, left, right, top, bottom } = CHART;
-  const xs = series.flatMap((s) => s.x);
+  const xs = [...series.flatMap((s) => s.x), ...steps];
   const ys = series.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]);
   const [x0, x1] = moreThanOne(xs) ? extremes(xs) : [(xs[0] ?? 0) - 1, (xs[0] ?? 0) + 1];
   const [y0, y1] = range(ys);

@@ -8,7 +8,7 @@ function metricChart(entry) {
   const note = [repeats(entry).trim(), about, error].filter(Boolean).join("; ");
   const shown = lines().flatMap(({ members }) => members);
   const best = shown.length === 1 ? RUNS[shown[0]].weights?.best ?? null : null;
-  return fill(chart({ title, note, series, best }), { "data-metric": entry.name }, []);
+  return fill(chart({ title, note, series, steps: shown.flatMap((i) => RUNS[i].steps), best }), { "data-metric": entry.name }, []);
 }
 
 // The KL of the same responses: an evaluation has its own.

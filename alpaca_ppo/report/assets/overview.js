@@ -9,10 +9,10 @@ function startAndEnd({ members }, name) {
   return all.every(([, , measured]) => measured === 1) ? last : `${short(meanOf(all.map(([first]) => first)))} → ${last}`;
 }
 
-// What the two ends are, such as "means of the first and the last 3 steps".
+// What the two ends are, such as "means of the first and the last 3 steps, before the last update".
 function endsAre() {
   const rules = [...new Set(RUNS.map((run) => run.ends_are))];
-  const text = rules.length === 1 ? rules[0] : "means of the first and the last tenth of each run's steps, ten at most";
+  const text = rules.length === 1 ? rules[0] : "means of the first and the last tenth of each run's steps, ten at most, before the last update";
   return text ? el("p", { class: "faint" }, `${text[0].toUpperCase()}${text.slice(1)}; of evaluations the first and the last.`) : "";
 }
 
@@ -55,10 +55,12 @@ function overview() {
 
 const SIGNS = { error: "✖ error", warning: "▲ warning" };
 
-// The text, with its page of the documentation at the end as a link where the report knows the address.
+// The text with its addresses as links, and its pages of the documentation where the report knows their address.
 function linked(text) {
-  const [said, page] = text.split(/(?=docs\/\S+$)/);
-  return DATA.pages && page ? [said, el("a", { href: DATA.pages + page }, page)] : text;
+  return text.split(/(https?:\/\/[^\s;,)]*[^\s;,.)]|docs\/[\w/-]+\.md(?:#[\w-]+)?)/).map((part, n) => {
+    const href = n % 2 === 0 ? null : part.startsWith("http") ? part : DATA.pages && DATA.pages + part;
+    return href ? el("a", { href }, part) : part;
+  });
 }
 
 function findings() {
@@ -67,7 +69,7 @@ function findings() {
   all.sort((a, b) => order.indexOf(a.finding.severity) - order.indexOf(b.finding.severity));
   return el("div", { id: "findings" }, el("h2", {}, "Findings"),
     all.length ? all.map(({ run, finding }) => el("details", { class: `finding ${finding.severity}`, open: true },
-      el("summary", {}, el("span", { class: "sign" }, SIGNS[finding.severity]), ` ${finding.sentence}`,
+      el("summary", {}, el("span", { class: "sign" }, SIGNS[finding.severity]), " ", linked(finding.sentence),
         el("span", { class: "where" }, ` step ${exact(finding.step)}${RUNS.length > 1 ? `, ${run.name}` : ""}`)),
       el("p", {}, el("b", {}, "Remedy: "), linked(finding.remedy))))
       : el("p", { class: "empty" }, "No findings."));
