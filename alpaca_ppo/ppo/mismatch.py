@@ -1,8 +1,9 @@
 """Whether sampler and trainer agree on the log-probs of the same tokens: the bounds, and what happens beyond them.
 
 `SamplerCheck` compares `mismatch/*` with `BOUNDS`: of a few short responses before the first rollout, by which
-`old_policy: auto` is decided, and of the rollouts of every step before they train the policy. The metrics are computed
-in `metrics`, the weights of `old_policy: correct` in `functional.policy_losses`.
+`old_policy: auto` is decided, and of the rollouts of every step before they train the policy. `last_update` compares
+the policy before and after the last update of a run. The metrics are computed in `metrics`, the weights of
+`old_policy: correct` in `functional.policy_losses`.
 """
 
 import math
@@ -14,10 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from alpaca_ppo.distributed.collectives import max_over_ranks
+from alpaca_ppo.functional.kl import kl_penalty
 from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.ppo.metrics import mismatch_of, mismatch_stats
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector
+from alpaca_ppo.ppo.row_masks import select_rows
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHORT = 16
@@ -89,6 +92,20 @@ def spread_by_length(lengths: Sequence[int], count: int) -> list[int]:
     if len(order) <= count:
         return order
     return [order[i * (len(order) - 1) // (count - 1)] for i in range(count)]
+
+
+def last_update(collector: RolloutCollector, rollouts: Rollouts) -> str:
+    """Returns in a line how far the policy is from the one that gave the last `rollouts`: the KL of at most 16 of them
+    (k3), with a warning above the limit of the doctor's `update_too_large`. Every rank must call it.
+    """
+    rows: Any = select_rows(rollouts, slice(16))
+    after = collector.forward(rows, POLICY_ALONE, temperature=collector.args.temperature)["logprobs"]
+    kl = kl_penalty(rows["logprobs"], after, "k3") * rows["response_mask"]
+    per_token, per_response = kl.sum() / rows["response_mask"].sum(), kl.sum(dim=1).mean()
+    text = f"the last update moved the policy by {per_token:.3g} nats per token, {per_response:.3g} per response"
+    if per_token > 0.1:
+        text += ": the last metrics are not those of the saved weights; evaluate final/policy, lower learning_rate"
+    return text
 
 
 class SamplerCheck:

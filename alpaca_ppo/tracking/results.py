@@ -50,9 +50,13 @@ def start_and_end(history: Sequence[Metrics], name: str) -> Ends | None:
 
 
 def means_in_words(history: Sequence[Metrics]) -> str:
-    """Returns what `start_and_end` averages, such as "means of the first and the last 3 steps"; "" if it does not."""
-    count = averaged_steps(sum(line.get("objective/rewards") is not None for line in history))
-    return f"means of the first and the last {count} steps" if count > 1 else ""
+    """Returns what `start_and_end` takes of steps, such as "means of the first and the last 3 steps, before the last
+    update": a step's metrics are those of the policy before its update. "" without steps.
+    """
+    steps = sum(line.get("objective/rewards") is not None for line in history)
+    count = averaged_steps(steps)
+    ends = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
+    return f"{ends}, before the last update" if steps else ""
 
 
 def better_before_training(

@@ -28,7 +28,7 @@ from alpaca_ppo.distributed.accelerator import hardware
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
 from alpaca_ppo.models import ActorCritic
-from alpaca_ppo.ppo.mismatch import SamplerMismatch
+from alpaca_ppo.ppo.mismatch import SamplerMismatch, last_update
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
@@ -36,12 +36,12 @@ from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, St
 from alpaca_ppo.tracking.console import Console
 from alpaca_ppo.tracking.results import WeightsStep
 from alpaca_ppo.tracking.run_log import check_metrics, metrics_identity
-from alpaca_ppo.trainer.evaluation import Evaluator, Prompt, answer_texts
+from alpaca_ppo.trainer.evaluation import Evaluator, Prompt
 from alpaca_ppo.trainer.preflight import check_room, checked_hub_id
 from alpaca_ppo.trainer.progress import TrainProgress
 from alpaca_ppo.trainer.run_doctor import RunDoctor
 from alpaca_ppo.trainer.setup import RunParts
-from alpaca_ppo.types import PromptBatch
+from alpaca_ppo.types import PromptBatch, Rollouts
 
 
 class BaseTrainer(ABC):
@@ -50,6 +50,7 @@ class BaseTrainer(ABC):
     collector: RolloutCollector
     updater: Updater
     evaluator: Evaluator
+    last_rollouts: Rollouts | None = None
 
     def __init__(self, parts: RunParts, callbacks: Sequence[TrainerCallback]) -> None:
         self.args = parts.args
@@ -187,7 +188,7 @@ class BaseTrainer(ABC):
             top_k=top_k,
             top_p=top_p,
         )
-        return answer_texts(self.collector, self.train_prompts, self.processing_class, prompts, params)
+        return self.evaluator.answer_texts(prompts, params)
 
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """The callbacks of every run, in the order in which they are notified."""
@@ -218,7 +219,7 @@ class BaseTrainer(ABC):
         return components | added
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
-        """Takes all steps and saves the final models; returns the last metrics.
+        """Takes all steps and saves the final models; returns the last metrics, of a step those before its update.
 
         Seeds the global random generators of Python, NumPy and torch from `seed` and the rank, for reward functions and
         callbacks that draw from them; a resumed run restores their states.
@@ -264,6 +265,8 @@ class BaseTrainer(ABC):
                 self.log_rollouts()
                 self._end_step(stats)
             self.poll()
+            if self.last_rollouts is not None and not self.eval_prompts:
+                self.run_log.message(last_update(self.collector, self.last_rollouts))
             if self.args.load_best_model_at_end:
                 self.checkpoints.load_best(self.state.global_step)
             stats = self.checkpoints.best.stats if self.checkpoints.best_is_loaded else self.progress.stats

@@ -1,4 +1,4 @@
-"""`Evaluator`: responses to the eval sets, their tables and metrics, and comparisons with an opponent; `answer_texts`.
+"""`Evaluator`: responses to the eval sets, their tables and metrics, comparisons with an opponent; other answers.
 
 The statistics, judges and stored answers are in `evaluation`.
 """
@@ -21,7 +21,7 @@ from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models.loading import check_lengths
 from alpaca_ppo.ppo import metrics
-from alpaca_ppo.ppo.rollouts import RolloutCollector, RolloutOptions, sample_responses
+from alpaca_ppo.ppo.rollouts import RolloutOptions, sample_responses
 from alpaca_ppo.ppo.row_masks import with_reward
 from alpaca_ppo.rewards.scorer import response_texts, scorer_arguments
 from alpaca_ppo.tracking import rollout_tables
@@ -48,7 +48,8 @@ class Evaluator:
     def __init__(self, parts: RunParts, rollout: Callable[..., Rollouts]) -> None:
         self.settings, self._rollout, self._run_log = parts.evaluation, rollout, parts.run_log
         self._collector, self._processing_class = parts.collector, parts.processing_class
-        self._prompts, self._sampling_params = parts.eval_prompts, parts.sampling_params
+        self._prompts = parts.eval_prompts
+        self._sampling_params, self._train_prompts = parts.sampling_params, parts.train_prompts
         self._has_environments = parts.environments is not None
         # Of each eval set, the opponent's answers with their scores, which stay the same for the whole run.
         self._opponents: dict[str, list[tuple[str, float]]] = {}
@@ -70,6 +71,31 @@ class Evaluator:
             stats |= {f"{folder}/{metric}": value for metric, value in measured.items()}
             seconds += sum(record.timers.seconds.values())
         return stats | {"time/eval": seconds}
+
+    def answer_texts(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams) -> list[list[str]]:
+        """The policy's answers to each of `prompts`, written as those of training are; see `PPOTrainer.generate`."""
+        collector = self._collector
+        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
+        several: list[Any] = [prompts] if is_one else list(prompts)
+        if not several or any(type(prompt) is not type(several[0]) for prompt in several):
+            raise ValueError(
+                f"prompts is {several!r:.200}; give at least one, and either texts or conversations (lists of messages)"
+            )
+        if self._train_prompts.are_messages and isinstance(several[0], str):
+            several = [[{"role": "user", "content": text}] for text in several]
+        form = replace(self._train_prompts.form, prompt_column="prompt", prompt_template=None, user_template=None)
+        several = [form.prompt_of({"prompt": prompt}) for prompt in several]
+        ids = tokenize_prompts(several, self._processing_class, form.chat_template_kwargs)
+        query_len = max(map(len, ids))
+        model = collector.engine.actor_critic.policy.model
+        check_lengths(model.config, {"the prompt": query_len, "max_new_tokens": params.max_new_tokens})
+        items = [{"input_ids": tokens, "row": {}} for tokens in ids]
+        batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)
+        collector.sync()
+        samples = collector.sample(batch, params)
+        _, answers = response_texts(self._processing_class, samples)
+        n = params.num_return_sequences
+        return [answers[i : i + n] for i in range(0, len(answers), n)]
 
     def _evaluate_set(self, name: str, folder: str, step: int, record: metrics.StepRecord) -> dict[str, float]:
         """Returns the metrics of the eval set `name`, without logged ones, and writes its table to `folder`."""
@@ -236,30 +262,3 @@ class Evaluator:
         """Gathers all ranks' entries in the order of the `count` prompts, without those of dummies."""
         parts = collectives.gather_list(share, self._collector.accelerator)
         return [parts[i % len(parts)][i // len(parts)] for i in range(count)]
-
-
-def answer_texts(
-    collector: RolloutCollector, train_prompts: PromptDataset, processing_class: Any, prompts: Any, params: SamplingParams
-) -> list[list[str]]:
-    """The policy's answers to each of `prompts`, written as `train_prompts` are; see `PPOTrainer.generate`."""
-    is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
-    several: list[Any] = [prompts] if is_one else list(prompts)
-    if not several or any(type(prompt) is not type(several[0]) for prompt in several):
-        raise ValueError(
-            f"prompts is {several!r:.200}; give at least one, and either texts or conversations (lists of messages)"
-        )
-    if train_prompts.are_messages and isinstance(several[0], str):
-        several = [[{"role": "user", "content": text}] for text in several]
-    form = replace(train_prompts.form, prompt_column="prompt", prompt_template=None, user_template=None)
-    several = [form.prompt_of({"prompt": prompt}) for prompt in several]
-    ids = tokenize_prompts(several, processing_class, form.chat_template_kwargs)
-    query_len = max(map(len, ids))
-    model = collector.engine.actor_critic.policy.model
-    check_lengths(model.config, {"the prompt": query_len, "max_new_tokens": params.max_new_tokens})
-    items = [{"input_ids": tokens, "row": {}} for tokens in ids]
-    batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)
-    collector.sync()
-    samples = collector.sample(batch, params)
-    _, answers = response_texts(processing_class, samples)
-    n = params.num_return_sequences
-    return [answers[i : i + n] for i in range(0, len(answers), n)]

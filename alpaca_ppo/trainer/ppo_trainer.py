@@ -105,7 +105,7 @@ class PPOTrainer(BaseTrainer):
         checkpoints: saves, loads and rotates checkpoints.
         start: what the run started from, for its records.
         step_record: timings and logged numbers of the step in progress.
-        last_rollouts: the rollouts of the last step, until their table is written.
+        last_rollouts: the rollouts of the last step, until the next rollout.
 
     Raises:
         ValueError: for arguments that cannot work together, and for those of another trainer, with their names here.
@@ -146,11 +146,10 @@ class PPOTrainer(BaseTrainer):
         super().__init__(parts, callbacks or [])
         self.evaluator = Evaluator(parts, self.collect_rollouts)
         self.step_record = setup.make_step_record(self.run_log)
-        self.last_rollouts: Rollouts | None = None
 
     def step(self, prompt_batches: Sequence[PromptBatch]) -> dict[str, float]:
         """A rollout on this rank's prompts and the update on the global rollouts; returns the step's metrics."""
-        step = self.state.global_step
+        step, self.last_rollouts = self.state.global_step, None
         rollouts = self.step_rollouts(prompt_batches)
         shaped = self._shape_reward(
             rewards=rollouts["rewards"],
@@ -488,7 +487,7 @@ class PPOTrainer(BaseTrainer):
             self.sampler_check.before_training(prompts, self.sampling_params)
 
     def log_rollouts(self) -> None:
-        step, rollouts, self.last_rollouts = self.state.global_step, self.last_rollouts, None
+        step, rollouts = self.state.global_step, self.last_rollouts
         if rollouts is not None and self.args.num_logged_rollouts:
             rows = logged_rollouts(self.collector, self.processing_class, rollouts, step)
             rollout_tables.add_columns(rows, self.train_prompts, self.args.prompt_column)

@@ -55,7 +55,7 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     write_model_card(tmp_path, TrainedRun(best, metrics, config), base_model=None)
     assert (tmp_path / "training_curve.svg").read_text() == picture
     text = (tmp_path / "README.md").read_text()
-    assert "; the weights are those of step 3 of 4, the best checkpoint by objective/scores (0.5)." in text
+    assert "; the weights are those of step 3 of 4, the best evaluation by objective/scores (0.5)." in text
     # They were evaluated once up to then, before training.
     assert "| Reward on held-out prompts | -1 | |" in text
 
@@ -91,10 +91,15 @@ def test_console_report_and_card_agree_on_both_ends_of_a_run(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "| Reward on held-out prompts | 0.5 | 0.25 |\n| Reward on training prompts | 2 | 29 |\n" in card
     # The entropy that was measured in every step: 2 * 2 and 2 * 29.
-    assert "| Entropy, nats per token | 4 | 58 |\n\nMeans of the first and the last 3 steps; on held-out" in card
+    means = "means of the first and the last 3 steps, before the last update"
+    assert "describe the rollouts, sampled before the last update" in card
+    assert f"| Entropy, nats per token | 4 | 58 |\n\n{means.capitalize()}; on held-out prompts, " in card
     run = report_data([read_run(tmp_path, "run")], token_mb=1)["runs"][0]
     assert (run["ends"]["objective/scores"], run["ends"]["eval/scores"]) == ([2.0, 29.0, 30], [0.5, 0.25, 2])
-    assert run["ends_are"] == means_in_words(history) == "means of the first and the last 3 steps"
+    assert run["ends_are"] == means_in_words(history) == means
+    # Of few steps no means are taken; an evaluation alone has no update.
+    assert means_in_words(history[:9]) == "the first and the last step, before the last update"
+    assert means_in_words(history[:1]) == ""
     # The report's rule is that of the whole history, however few points its curves have.
     assert start_and_end(history, "nothing") is None
 

@@ -4,13 +4,16 @@ number of a run.
 
 import copy
 import itertools
+import json
 import math
 import random
+import re
 import warnings
 
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.generation import Backend, generate, register_generation_backend
@@ -18,8 +21,8 @@ from alpaca_ppo.ppo import rollouts
 from alpaca_ppo.ppo.mismatch import SamplerMismatch, clipped_difference, exceeded_bounds, spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from tests.registered import temporary_choices
-from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import count_even, metric_lines, tiny_trainer, weights
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+from tests.tiny_runs import count_even, metric_lines, prompts, tiny_trainer, weights
 
 ABS, K3, RATIO = "mismatch/logprob_abs_mean", "mismatch/k3", "mismatch/ratio_max"
 
@@ -245,6 +248,38 @@ def luck(prompts, completions, completion_ids, **columns):
     """Draws from the global generators, as a reward may."""
     scores = count_even(prompts, completions, completion_ids)
     return [score + random.random() + float(torch.rand(())) for score in scores]
+
+
+@pytest.mark.parametrize(("learning_rate", "warns"), [(1e-4, False), (1e-3, True)])
+def test_the_end_of_a_run_says_how_far_its_last_update_moved_the_policy(learning_rate, warns, tmp_path, capsys):
+    settings = {"rollout_batch_size": 20, "total_episodes": 40, "learning_rate": learning_rate, "temperature": 0.7}
+    tiny_trainer(tmp_path, **settings, num_logged_rollouts=20).train()
+    printed = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in printed if line.startswith("the last update moved the policy by")]
+    assert printed.index(line) < printed.index(
+        "from start to end, the first and the last step, before the last update:"
+    )
+    # The saved weights give the first 16 of the 20 responses; k3 = exp(d) - 1 - d with d = new - old.
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "final/policy")
+    tokenizer, kls = tiny_tokenizer(), []
+    rows = (tmp_path / "rollouts/step_000002.jsonl").read_text().splitlines()
+    assert len(rows) == 20
+    for row in map(json.loads, rows[:16]):
+        prompt, written = tokenizer(row["prompt"])["input_ids"], [token["id"] for token in row["tokens"]]
+        logits = policy(torch.tensor([prompt + written])).logits[0, len(prompt) - 1 : -1] / 0.7
+        new = logits.log_softmax(-1)[range(len(written)), written]
+        d = new - torch.tensor([token["logprobs"] for token in row["tokens"]])
+        kls.append((d.exp() - 1 - d).detach())
+    per_token, per_response = torch.cat(kls).mean().item(), torch.stack([kl.sum() for kl in kls]).mean().item()
+    shown = re.search(r"by (\S+) nats per token, (\S+) per response", line).groups()
+    assert [*map(float, shown)] == [pytest.approx(per_token, rel=0.01), pytest.approx(per_response, rel=0.01)]
+    assert (per_token > 0.1) == warns == line.endswith("evaluate final/policy, lower learning_rate")
+    assert warns or line.endswith("per response")
+
+
+def test_a_run_that_evaluates_its_last_weights_measures_no_update_of_them(tmp_path, capsys):
+    tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(2)}).train()
+    assert "the last update moved" not in capsys.readouterr().out
 
 
 def test_the_check_moves_no_number_of_a_run(tmp_path):
