@@ -53,9 +53,9 @@ class Environments:
     def episodes(
         self, prompts: PromptBatch, sampling_params: SamplingParams, poll: Callable[[], Any]
     ) -> Iterator["Episodes"]:
-        """Resets an environment for each episode, `sampling_params.num_return_sequences` for each prompt, and yields the
-        episodes with the prompts that the environments have completed. The end of the block abandons open calls and
-        releases the environments, for reuse if they can be.
+        """Resets an environment for each episode, `sampling_params.num_return_sequences` of each prompt, and yields
+        the episodes with the prompts that the environments have completed. The end of the block abandons open calls
+        and releases the environments, for reuse if they can be.
 
         `poll` is called several times a second while calls are awaited; an exception in it ends the block.
         """
