@@ -9,7 +9,7 @@ which has no `reply`.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partialmethod
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -72,8 +72,12 @@ class EnvironmentKind:
             )
         # Properties are skipped: before `reset` they may not have a value.
         static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
-        public = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
-        methods = {name: value for name, value in public.items() if inspect.ismethod(value) and name not in _RESERVED}
+        public = [(key, getattr(instance, key, None), member) for key, member in static if not key.startswith("_")]
+        methods = {
+            key: value
+            for key, value, member in public
+            if key not in _RESERVED and (inspect.ismethod(value) or isinstance(member, staticmethod | partialmethod))
+        }
         self.has_reward = callable(getattr(instance, "get_reward", None))
         # Another method of this name is a tool, as in TRL.
         self.has_reply = "reply" in methods and parameters_of(methods["reply"]).names[:1] == ["completion"]
