@@ -3,12 +3,13 @@
 `ControlTokens.protect` prepares such a text, which then goes through a chat template or follows a prompt; `encode`
 makes token ids of the whole. A control token that the template writes is one id; the same characters in protected text
 become tokens of ordinary text, even if the template strips, shortens or joins texts, or the tokenizer normalises
-look-alikes.
+look-alikes. `continuing` encodes text that follows other tokens.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -18,6 +19,8 @@ _GUARD = "\ufdd0"
 # A cuneiform sign, which no vocabulary has.
 _RARE = "\U0001242b"
 _NO_WORD = re.compile(r"[<>\[\]{}|#]")
+# What puts a space before a text, in the parts of a tokenizer, and the value with which it does not.
+_NO_SPACE = {"prepend_scheme": "never", "prepend": "", "add_prefix_space": False}
 
 
 def _any_of(texts: Iterable[str]) -> str:
@@ -39,6 +42,37 @@ def _control_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
         for number, token in tokenizer.added_tokens_decoder.items()
         if (token.special or _NO_WORD.search(token.content)) and token.content.strip() and number not in unknown
     }
+
+
+def continuing(tokenizer: Any) -> Callable[[str], list[int]]:
+    """A function that returns the token ids of a text that continues another, for a tokenizer of transformers or of
+    `tokenizers`: without the space that tokenizers such as Llama 2's put before a text.
+    """
+    backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+
+    def encode(text: str) -> list[int]:
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        return list(encoded if isinstance(encoded, list) else encoded.ids)
+
+    # A tokenizer that is written in Python has none.
+    state = {} if backend is None else json.loads(backend.to_str())
+    parts = {name: state.get(name) for name in ("normalizer", "pre_tokenizer")}
+    without_space = json.loads(
+        json.dumps(parts), object_hook=lambda part: part | {key: _NO_SPACE[key] for key in part if key in _NO_SPACE}
+    )
+    if without_space == parts:
+        return encode
+    copy = Tokenizer.from_str(json.dumps({**state, **without_space, "truncation": None, "padding": None}))
+    unknown = state["model"].get("unk_token", state["model"].get("unk_id"))
+    added = {token["id"] for token in state["added_tokens"] if unknown not in (token["id"], token["content"])}
+
+    def encode_rest(text: str) -> list[int]:
+        ids, usual = copy.encode(text, add_special_tokens=False).ids, encode(text)
+        # From the first added token on, the text is encoded as within a whole one.
+        start, usual_start = (next((i for i, token in enumerate(x) if token in added), len(x)) for x in (ids, usual))
+        return [*ids[:start], *usual[usual_start:]]
+
+    return encode_rest
 
 
 class ControlTokens:
@@ -127,17 +161,30 @@ class ControlTokens:
         names = names or {}
         return self._parts.sub(lambda part: chr(int(part[1])) if part[1] else names.get(part[2], part[2]), text)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
         """The token ids of text with protected parts. They are the tokenizer's ids for the restored text, unless these
         contain other control tokens than the text may write; then the ids come from the tokenizer of `_rename`.
+        `continues` = the text follows another (`continuing`) and gets no special tokens.
         """
-        plain = self.restored(text)
+        plain, renamed = self.restored(text), self.restored(text, self._names)
         ids = list(self._tokenizer(plain, add_special_tokens=False)["input_ids"])
         written = [self._ids[part[2]] for part in self._parts.finditer(text) if part[2]]
         if self._control_of(ids) != written:
             assert self._renamed is not None
-            return self._renamed.encode(self.restored(text, self._names), add_special_tokens=add_special_tokens).ids
+            if continues:
+                return self._continuing_renamed(renamed)
+            return self._renamed.encode(renamed, add_special_tokens=add_special_tokens).ids
+        if continues:
+            return self._continuing(plain)
         return list(self._tokenizer(plain)["input_ids"]) if add_special_tokens else ids
+
+    @cached_property
+    def _continuing(self) -> Callable[[str], list[int]]:
+        return continuing(self._tokenizer)
+
+    @cached_property
+    def _continuing_renamed(self) -> Callable[[str], list[int]]:
+        return continuing(self._renamed)
 
     def _control_of(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._control]

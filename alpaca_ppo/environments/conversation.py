@@ -259,7 +259,7 @@ class Conversation:
         return text
 
     def _ids(self, text: str) -> list[int]:
-        return self._control_tokens.encode(text, add_special_tokens=False)
+        return self._control_tokens.encode(text, continues=True)
 
 
 def _assistant(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:

@@ -12,6 +12,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Traine
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.supervised_arguments import SFTArguments
+from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.generation import resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
@@ -29,12 +30,12 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
     """
     turn_end = resolve_turn_end(tokenizer, arguments.chat_template_kwargs) if prompts.are_messages else None
     end = tokenizer.eos_token_id if turn_end is None else turn_end
-    rows = []
+    encode, rows = continuing(tokenizer), []
     for item in prompts:
         prompt = item["input_ids"]
         ids, labels = [*prompt], [IGNORED] * len(prompt)
         for is_learned, text in _parts(item["row"][arguments.completion_column]):
-            part = tokenizer(text, add_special_tokens=False)["input_ids"]
+            part = encode(text)
             ids += part
             labels += part if is_learned else [IGNORED] * len(part)
         completion = ids[len(prompt) :]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.prompts import tokenize_prompts
 from alpaca_ppo.distributed import collectives
@@ -171,8 +172,7 @@ class Evaluator:
             answers = self._in_order(self._reference_answers(batches, params), len(rows))
         else:
             texts = stored_answers(opponent, rows)
-            ids = self._processing_class(texts, add_special_tokens=False)["input_ids"]
-            answers = list(zip(ids, texts, strict=True))
+            answers = list(zip(map(continuing(self._processing_class), texts), texts, strict=True))
         scores = [math.nan] * len(rows) if source is None else self._scores_by(source, rows, answers)
         return [(text, score) for (_, text), score in zip(answers, scores, strict=True)]
 

@@ -22,7 +22,7 @@ from alpaca_ppo.supervised import reward_model, sft
 from alpaca_ppo.supervised.run import prompts_of
 from alpaca_ppo.trainer import setup
 from tests.adapters.test_files import save_policy
-from tests.data.tokenizers import PHI_3, turn_tokenizer
+from tests.data.tokenizers import PHI_3, spaced_tokenizer, turn_tokenizer
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import tiny_config
 
@@ -74,6 +74,18 @@ def test_the_supervised_loss_is_on_the_completion_and_its_end_only():
         "labels": [-100, -100, 12, tokenizer.eos_token_id],
         "length": 4,
     }
+
+
+@pytest.mark.parametrize("before", ["prepend", "first", "always"])
+def test_a_completion_begins_as_it_is_written_and_not_with_a_space(before):
+    tokenizer = spaced_tokenizer(before)
+    turns = [{"role": role, "text": text} for role, text in (("policy", "paris"), ("tool", "\nU:"), ("policy", " a"))]
+    rows = [{"prompt": "q?\na:", "completion": completion} for completion in ("paris", " paris")]
+    bare, spaced = demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments())
+    (several,) = demonstrations(Dataset.from_list([rows[0] | {"completion": turns}]), tokenizer, sft_arguments())
+    for example, expected in ((bare, "paris"), (spaced, "_paris"), (several, "paris\nU:_a")):
+        written = [entry.replace("\u2581", "_") for entry in tokenizer.convert_ids_to_tokens(example["input_ids"])]
+        assert written == [*"_q?\na:", *expected, "</s>"]
 
 
 def test_of_several_turns_those_of_the_policy_are_learned():
