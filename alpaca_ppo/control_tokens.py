@@ -9,10 +9,11 @@ look-alikes. `continuing` encodes text that follows other tokens.
 import json
 import re
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 # A code point that Unicode reserves for use within a program.
 _GUARD = "\ufdd0"
@@ -45,24 +46,18 @@ def _control_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
 
 
 def continuing(tokenizer: Any) -> Callable[[str], list[int]]:
-    """A function that returns the token ids of a text that continues another, for a tokenizer of transformers or of
-    `tokenizers`: without the space that tokenizers such as Llama 2's put before a text.
+    """A function that returns the token ids of a text that continues another: without the space that tokenizers such as
+    Llama 2's put before a text.
     """
-    backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
-
-    def encode(text: str) -> list[int]:
-        encoded = tokenizer.encode(text, add_special_tokens=False)
-        return list(encoded if isinstance(encoded, list) else encoded.ids)
-
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     # A tokenizer that is written in Python has none.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if backend is None else json.loads(backend.to_str())
     parts = {name: state.get(name) for name in ("normalizer", "pre_tokenizer")}
-    without_space = json.loads(
-        json.dumps(parts), object_hook=lambda part: part | {key: _NO_SPACE[key] for key in part if key in _NO_SPACE}
-    )
-    if without_space == parts:
+    bare = json.loads(json.dumps(parts), object_hook=lambda part: {k: _NO_SPACE.get(k, v) for k, v in part.items()})
+    if bare == parts:
         return encode
-    copy = Tokenizer.from_str(json.dumps({**state, **without_space, "truncation": None, "padding": None}))
+    copy = Tokenizer.from_str(json.dumps({**state, **bare, "truncation": None, "padding": None}))
     unknown = state["model"].get("unk_token", state["model"].get("unk_id"))
     added = {token["id"] for token in state["added_tokens"] if unknown not in (token["id"], token["content"])}
 
@@ -109,7 +104,8 @@ class ControlTokens:
         # may be the middle of a token.
         self._insides = "\0".join(text[1:] for text in self._ids)
         try:
-            self._renamed = self._rename() if self._ids else None
+            self._renamed = self._rename() if self._ids else tokenizer
+            self._continuing, self._continuing_renamed = continuing(tokenizer), continuing(self._renamed)
             faults = [text for text in self._ids if not self._is_text(text)]
         # The library may raise anything, and a tokenizer that is written in Python lacks `backend_tokenizer`.
         except Exception as error:
@@ -166,25 +162,14 @@ class ControlTokens:
         contain other control tokens than the text may write; then the ids come from the tokenizer of `_rename`.
         `continues` = the text follows another (`continuing`) and gets no special tokens.
         """
-        plain, renamed = self.restored(text), self.restored(text, self._names)
-        ids = list(self._tokenizer(plain, add_special_tokens=False)["input_ids"])
+        plain, tokenizer, rest = self.restored(text), self._tokenizer, self._continuing
+        ids = list(tokenizer(plain, add_special_tokens=False)["input_ids"])
         written = [self._ids[part[2]] for part in self._parts.finditer(text) if part[2]]
         if self._control_of(ids) != written:
-            assert self._renamed is not None
-            if continues:
-                return self._continuing_renamed(renamed)
-            return self._renamed.encode(renamed, add_special_tokens=add_special_tokens).ids
-        if continues:
-            return self._continuing(plain)
-        return list(self._tokenizer(plain)["input_ids"]) if add_special_tokens else ids
-
-    @cached_property
-    def _continuing(self) -> Callable[[str], list[int]]:
-        return continuing(self._tokenizer)
-
-    @cached_property
-    def _continuing_renamed(self) -> Callable[[str], list[int]]:
-        return continuing(self._renamed)
+            plain, tokenizer, rest = self.restored(text, self._names), self._renamed, self._continuing_renamed
+        # A tokenizer's own default is not always True.
+        options = {} if add_special_tokens else {"add_special_tokens": False}
+        return rest(plain) if continues else list(tokenizer(plain, **options)["input_ids"])
 
     def _control_of(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._control]
@@ -194,7 +179,7 @@ class ControlTokens:
         ids = self.encode(text + self.protect(text), add_special_tokens=False)
         return self._control_of(ids) == [self._ids[text]] != ids
 
-    def _rename(self) -> Tokenizer:
+    def _rename(self) -> PreTrainedTokenizerFast:
         """A copy of the tokenizer in which its control tokens have names that occur in no text.
 
         `split_special_tokens` would still find added tokens that are not special, and those in the vocabulary itself,
@@ -213,4 +198,4 @@ class ControlTokens:
         else:
             words = [[self._names.get(text, text), score] for text, score in words]
         state["model"]["vocab"] = words
-        return Tokenizer.from_str(json.dumps(state))
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
