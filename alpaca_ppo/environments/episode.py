@@ -24,6 +24,7 @@ from alpaca_ppo.environments.tool_calls import (
     find_json_calls,
     find_parsed_calls,
     find_template_calls,
+    without_thoughts,
 )
 from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
@@ -246,6 +247,9 @@ class Episode:
     def _find_calls(self, turn: Turn) -> list[ToolCall]:
         settings, tokenizer = self.settings, self.settings.conversation.tokenizer
         text = settings.conversation.turn_text(turn.response[turn.start :], keep_special=True)
+        before = settings.conversation.prompt_end
+        # The prompt may have begun the thought.
+        text = without_thoughts("<think>" * (before.rfind("<think>") > before.rfind("</think>")) + text)
         if settings.tool_call_parser is not None:
             try:
                 return find_parsed_calls(settings.tool_call_parser, text)
@@ -255,7 +259,7 @@ class Episode:
                     f"tool_call_parser raised {error_text(error)}; let it raise ValueError for a malformed call"
                 ) from error
         if getattr(tokenizer, "response_template", None) is not None:
-            return find_template_calls(tokenizer, text, settings.conversation.prompt_end, self.schemas)
+            return find_template_calls(tokenizer, text, without_thoughts(before), self.schemas)
         return find_json_calls(text)
 
     def _call_tool(self, call: ToolCall) -> Steps[str]:
