@@ -6,12 +6,14 @@ So it must write a message the same whatever its position and whatever follows; 
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
 from alpaca_ppo.async_calls import error_text
+from alpaca_ppo.config.checks import template_options
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.prompts import tokenize_prompts
 
@@ -74,15 +76,22 @@ class Conversation:
         self._stop = frozenset(stop_token_ids)
         self._special = frozenset(tokenizer.all_special_ids)
 
+    def of_row(self, row: Mapping[str, Any]) -> "Conversation":
+        """This one, with the chat template's arguments in the columns of a dataset row."""
+        own = copy(self)
+        own._keywords = self._keywords | (template_options(row) if self.messages else {})
+        return own
+
     def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]], observation: str = "") -> list[int]:
         """The token ids of a row's text or messages, with `observation` at their end."""
         tokens = self._control_tokens
         if not self._prompts_trusted:
             prompt = tokens.protect(prompt)
         prompt = with_observation(prompt, tokens.protect(observation))
-        return tokenize_prompts([prompt], self.tokenizer, self._keywords, tools=[schemas], control_tokens=tokens)[0]
+        options = self._keywords | ({"tools": list(schemas)} if schemas else {})
+        return tokenize_prompts([prompt], self.tokenizer, [options], may_be_blank=True, control_tokens=tokens)[0]
 
-    @cached_property
+    @property
     def prompt_end(self) -> str:
         """What the chat template writes before each turn of the policy."""
         question = self._render([_USER], ())

@@ -73,7 +73,7 @@ class EnvironmentKind:
         # Properties are skipped: before `reset` they may not have a value.
         static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
         public = [(key, getattr(instance, key, None), member) for key, member in static if not key.startswith("_")]
-        methods = {
+        methods: dict[str, Any] = {
             key: value
             for key, value, member in public
             if key not in _RESERVED and (inspect.ismethod(value) or isinstance(member, staticmethod | partialmethod))

@@ -233,7 +233,7 @@ def answer_texts(
         raise ValueError(
             f"prompts is {several!r:.200}; give at least one, and either texts or conversations (lists of messages)"
         )
-    ids = tokenize_prompts(several, processing_class, collector.args.chat_template_kwargs)
+    ids = tokenize_prompts(several, processing_class, [collector.args.chat_template_kwargs or {}] * len(several))
     query_len = max(map(len, ids))
     model = collector.engine.actor_critic.policy.model
     check_lengths(model.config, {"the prompt": query_len, "max_new_tokens": params.max_new_tokens})
