@@ -380,6 +380,8 @@ class BaseTrainer(ABC):
         start_is_logged = lines > 0 or not self.progress.at_start
         step, record = self.progress.step if start_is_logged else -1, self.start.record
         provenance = record.provenance(hardware(self.accelerator), resumed_step=step)
+        sets = {"train": self.train_prompts, **{f"eval {name}".strip(): p for name, p in self.eval_prompts.items()}}
+        provenance["prompts"] = {name: str(prompts) for name, prompts in sets.items()}
         self.run_log.begin(record.config(self.args), provenance, step=step, lines=lines)
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")

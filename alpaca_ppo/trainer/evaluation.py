@@ -114,7 +114,8 @@ class Evaluator:
         if name == next(iter(self._prompts)):
             add_tokens(collector, self._processing_class, rollouts, table)
         self._run_log.log_table(folder, table, step)
-        return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts)
+        dropped = {"dropped_prompts": float(prompts.num_dropped)} if prompts.num_dropped else {}
+        return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts) | dropped
 
     def _measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """`metrics` (B, metrics), NaN where a function returned None or failed."""
