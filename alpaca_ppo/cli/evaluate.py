@@ -54,11 +54,10 @@ def evaluate(argv: Sequence[str]) -> int:
         )
     read = [name for name, option in options_of(PPOConfig).items() if option.group in _GROUPS or name in _MORE_OPTIONS]
     settings = {name: getattr(args, name) for name in read}
-    # Instead of the run's learning options, those of a run without a critic and without a KL penalty.
+    # The other options are those of a run without a critic, which whiten_rewards needs, and without a KL penalty.
     del settings["whiten_rewards"]
     settings |= {"num_return_sequences": 1, "adv_estimator": "reinforce_plus_plus", "kl_coef": 0.0}
     args = PPOConfig(**{**settings, "report_to": ["none"], "output_dir": str(folder)})
-    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments
 

@@ -21,9 +21,8 @@ _LONGEST_PROMPT = 1_000_000
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="alpaca-ppo sample", description="Shows what a policy answers, beside its reference.", allow_abbrev=False
-    )
+    description = "Shows what a policy answers, beside its reference."
+    parser = argparse.ArgumentParser(prog="alpaca-ppo sample", description=description, allow_abbrev=False)
     add = parser.add_argument
     add("model", help="a run's output_dir, or a model: a folder, an adapter's folder or a hub id")
     add("--reference", metavar="MODEL", help="to compare with, or none (default: the run's)")
@@ -43,19 +42,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(given: argparse.Namespace, run: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of `PromptForm` and of `generate`, from the command line or else from the record `run`."""
-    form: dict[str, Any] = {name: run.get(name) for name in _FORM}
+def _form(given: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `PromptForm`: of the command line, or else of the run."""
+    form = {name: run.get(name) for name in _FORM}
     if given.prompt_template or given.user_template:
         form |= {"prompt_template": given.prompt_template, "user_template": given.user_template}
     form["system_prompt"] = given.system_prompt or form["system_prompt"]
     form["prompt_column"] = "prompt" if given.prompt else given.prompt_column or run.get("prompt_column", "prompt")
+    return form
+
+
+def _generation(given: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate`: of the command line, or else of the run."""
     temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
     max_new_tokens = run.get("response_len", 256) if given.max_new_tokens is None else given.max_new_tokens
-    generation: Any = {"max_new_tokens": max_new_tokens, "do_sample": temperature != 0}
+    generation: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature != 0}
     if temperature:
         generation |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-    return form, generation
+    return generation
 
 
 def sample(argv: Sequence[str]) -> int:
@@ -64,9 +68,7 @@ def sample(argv: Sequence[str]) -> int:
     policy = model_folder("model", given.model)
     record = Path(given.model) / "run.yaml"
     run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
-    form, generation = _settings(given, run)
     check_model_name("--reference", None if given.reference == "none" else given.reference)
-    # Imported only now, because torch takes seconds.
     say_loading()
     import torch
 
@@ -76,28 +78,33 @@ def sample(argv: Sequence[str]) -> int:
     from alpaca_ppo.models.loading import load_processing_class
 
     tokenizer = load_processing_class(policy, trust_remote_code=given.trust_remote_code, field="model")
-    prompt_form = PromptForm(**form)
-    dataset = _dataset(given, prompt_form, tokenizer)
-    prompts = prepare_prompts(dataset, tokenizer, query_len=_LONGEST_PROMPT, form=prompt_form)
+    form = PromptForm(**_form(given, run))
+    prompts = prepare_prompts(_dataset(given, form, tokenizer), tokenizer, query_len=_LONGEST_PROMPT, form=form)
     if difference := prompts.other_wording(tokenizer):
         print(difference)
     models = _load_models(given, policy, run)
     turn_end = resolve_turn_end(tokenizer) if prompts.are_messages else None
     turn_ends = [] if turn_end is None else [turn_end]
     stops = {name: list(resolve_stop_tokens(tokenizer, m.generation_config, turn_ends)) for name, m in models.items()}
-    for number in range(len(prompts)):
-        ids = prompts[number]["input_ids"]
+    generation = _generation(given, run)
+    for number, item in enumerate(prompts):
         if given.prompts is not None:
-            print(f"prompt {number + 1}: {prompt_text(prompts[number], tokenizer)}")
+            print(f"prompt {number + 1}: {prompt_text(item, tokenizer)}")
         for name, model in models.items():
-            stop = stops[name]
             torch.manual_seed(given.seed + number)
-            prompt = torch.tensor([ids], device=model.device)
-            stopping = {"eos_token_id": stop, "pad_token_id": stop[0]}
-            sequences = model.generate(prompt, attention_mask=torch.ones_like(prompt), **stopping, **generation)
-            tokens = sequences[0, len(ids) :]
-            print(f"{name}: {tokenizer.decode(tokens, skip_special_tokens=True).strip() or '(empty)'}", flush=True)
+            stopping = {"eos_token_id": stops[name], "pad_token_id": stops[name][0]}
+            answer = _answer(model, tokenizer, item["input_ids"], {**generation, **stopping})
+            print(f"{name}: {answer or '(empty)'}", flush=True)
     return 0
+
+
+def _answer(model: Any, tokenizer: Any, ids: list[int], generation: dict[str, Any]) -> str:
+    """The text that `model` writes after the prompt `ids`."""
+    import torch
+
+    prompt = torch.tensor([ids], device=model.device)
+    sequences = model.generate(prompt, attention_mask=torch.ones_like(prompt), **generation)
+    return str(tokenizer.decode(sequences[0, len(ids) :], skip_special_tokens=True)).strip()
 
 
 def _load_models(given: argparse.Namespace, policy: str, run: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +117,7 @@ def _load_models(given: argparse.Namespace, policy: str, run: dict[str, Any]) ->
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
     def load(name: str) -> Any:
-        model: Any = load_causal_lm(name, trust_remote_code=given.trust_remote_code, dtype=dtype)
-        return model.to(device).eval()
+        return load_causal_lm(name, trust_remote_code=given.trust_remote_code, dtype=dtype).to(device).eval()
 
     base = str(read_policy_adapter(policy).base_model_name_or_path) if is_adapter(policy) else None
     models = {"policy": load(base or policy)}
@@ -132,7 +138,7 @@ def _reference(given: str | None, run: dict[str, Any], base: str | None) -> str 
     Args:
         given: `--reference`, which wins over the run's.
         run: the run's record. A reference that was an object of a Python program is left out, with a message.
-        base: the model below the policy's adapter, if it is one.
+        base: the model below the policy, if that is an adapter.
     """
     reference = given or run.get("reference") or "auto"
     if reference == "none":

@@ -127,7 +127,7 @@ def _alternatives(processes: int, args: PPOConfig) -> dict[str, Sharding]:
 
 
 def _changes(models: Models, args: PPOConfig) -> list[dict[str, Any]]:
-    """The options of each of up to three changes that save most and that the run has not made, and of all together."""
+    """The options of each change that would save most and is not made yet; of several, all together come last."""
     one_row = {"step_per_device_batch_size": 1}
     if args.max_tokens_per_micro_batch is not None:
         one_row = {"max_tokens_per_micro_batch": args.longest_row}

@@ -14,14 +14,8 @@ from datasets import Dataset
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
-from transformers import (
-    AutoModelForSequenceClassification,
-    EvalPrediction,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalPrediction, set_seed
 
 from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.config.checks import template_options
@@ -98,6 +92,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     arguments, lora, training = parse_args(
         [RewardModelArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo reward"
     )
+    # `collate` needs them.
     training.remove_unused_columns = False
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)
     data, counts = trainer_data(model_name, arguments, training, PAIR, tokenize, with_prompts)

@@ -74,45 +74,54 @@ def trainer_data(
     with_prompts: Callable[..., Dataset],
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The tokenizer and the datasets of a `Trainer`, as keyword arguments, and how many rows they have and lack. Sets
-    some defaults in `training`.
+    some defaults in `training`, and prints what the training prompts look like.
 
     Args:
-        model: the model that the run starts from.
         arguments: `SFTArguments` or `RewardModelArguments`.
         columns: the columns that the dataset needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
         with_prompts: adds the column of prompts to a dataset that may lack it; gets the dataset, the column's name, and
             those of `columns` that can be chosen.
+
+    Raises:
+        ValueError: for an adapter, an `output_dir` that holds a model, or a dataset without the columns.
     """
     training.disable_tqdm = training.disable_tqdm or not has_screen()
     # True, the default, warns without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
+    _check_folders(model, training)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    chosen = columns if "completion_column" in vars(arguments) else ()
+    data, counts = {"processing_class": tokenizer}, dict[str, float]()
+
+    def load(kind: str, split: str) -> PromptDataset:
+        dataset = load_prompt_dataset(arguments.dataset_name, config_name=arguments.dataset_config, split=split)
+        dataset = with_prompts(dataset, arguments.prompt_column, *chosen)
+        prompts = prompts_of(dataset, tokenizer, arguments, columns)
+        rows = data[f"{kind}_dataset"] = tokenize(prompts, tokenizer, arguments)
+        lost, most = len(dataset) - len(rows), arguments.max_length
+        PartialState().print(f"{kind} data: {len(rows)} rows ({lost} longer than max_length, {most}, are dropped)")
+        counts.update({f"{kind}_rows": len(rows), f"{kind}_rows_dropped": lost})
+        return prompts
+
+    if arguments.dataset_test_split:
+        load("eval", arguments.dataset_test_split)
+    prompts = load("train", arguments.dataset_train_split)
+    PartialState().print(*introduction(prompts, tokenizer), sep="\n", flush=True)
+    prompts.record_wording(tokenizer)
+    return data, counts
+
+
+def _check_folders(model: str, training: TrainingArguments) -> None:
     # transformers would load the adapter onto its base. Then a new adapter would replace it, or the base would be
     # trained but not saved.
     if is_adapter(model):
         raise ValueError(f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)")
-    files = [os.path.join(str(training.output_dir), name) for name in ("config.json", "adapter_config.json")]
+    folder = str(training.output_dir)
+    files = [os.path.join(folder, name) for name in ("config.json", "adapter_config.json")]
     if any(map(os.path.isfile, files)) and not training.resume_from_checkpoint:
-        raise ValueError(
-            f"output_dir is {training.output_dir!r}, which holds a model; choose another folder, or delete it"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    data, counts = {"processing_class": tokenizer}, dict[str, float]()
-    source = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
-    # The prompts of the training data last, which are printed and recorded.
-    for kind, split in (("eval", arguments.dataset_test_split), ("train", arguments.dataset_train_split)):
-        if split:
-            chosen = columns if "completion_column" in vars(arguments) else ()
-            dataset = with_prompts(load_prompt_dataset(**source, split=split), arguments.prompt_column, *chosen)
-            prompts = prompts_of(dataset, tokenizer, arguments, columns)
-            rows = data[f"{kind}_dataset"] = tokenize(prompts, tokenizer, arguments)
-            lost, most = len(dataset) - len(rows), arguments.max_length
-            PartialState().print(f"{kind} data: {len(rows)} rows ({lost} longer than max_length, {most}, are dropped)")
-            counts |= {f"{kind}_rows": len(rows), f"{kind}_rows_dropped": lost}
-    PartialState().print(*introduction(prompts, tokenizer), sep="\n", flush=True)
-    prompts.record_wording(tokenizer)
-    return data, counts
+        raise ValueError(f"output_dir is {folder!r}, which holds a model; choose another folder, or delete it")
 
 
 class _HeldOut(TrainerCallback):
@@ -149,9 +158,9 @@ def train(trainer: Trainer, counts: dict[str, float], next_command: str) -> None
         names = [name for name in ("eval_loss", "eval_accuracy") if name in held_out.metrics[0]]
         results = {name.replace("_", " "): [metrics[name] for metrics in held_out.metrics] for name in names}
     else:
-        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         # A run that ends before it logs has only the mean loss of all steps.
-        results = {"training loss": [losses[0], *losses[1:][-1:]] if losses else [trained.training_loss]}
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line] or [trained.training_loss]
+        results = {"training loss": losses if len(losses) == 1 else [losses[0], losses[-1]]}
     for name, values in results.items():
         print(f"  {name:13} {' -> '.join(f'{number(value):>10}' for value in values)}")
     folder = str(trainer.args.output_dir)

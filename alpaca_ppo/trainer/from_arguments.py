@@ -35,7 +35,8 @@ def train_from_arguments(
         ValueError: for a run that cannot start, before anything is loaded if possible.
         SystemExit: with status 3, if an error in `stop_on` has ended the run.
     """
-    resume, peft_config = script_args.resume_from_checkpoint, lora.peft_config("CAUSAL_LM")
+    resume = script_args.resume_from_checkpoint
+    peft_config = lora.peft_config("CAUSAL_LM")
     check_start(args, resume)
     policy = model_folder("model_name_or_path", script_args.model_name_or_path)
     environments, rewards = named_environments(script_args), reward_sources(script_args)
@@ -111,8 +112,8 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
 
 
 def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:
-    """The reference of the KL: that of the configuration, else the model that the run started from, else an adapter's
-    base.
+    """The KL's reference: the configuration's model or none; else the model that the run started from, else an
+    adapter's base, unless that is `model` itself.
     """
     if args.reference not in REFERENCES or args.reference == "none":
         return args.reference
@@ -130,6 +131,7 @@ def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
     Raises:
         ValueError: for what cannot be imported, and for several environments without distinct names.
     """
+    # `name=module:class`, or `module:class`.
     specs = [spec.rpartition("=") for spec in script_args.environments or ()]
     names = [name for name, _, _ in specs]
     factory: Any = None
