@@ -80,8 +80,11 @@ class Conversation:
 
     def of_row(self, row: Mapping[str, Any]) -> "Conversation":
         """This one, with the chat template's arguments in the columns of a dataset row."""
+        if not (options := template_options(row) if self.messages else {}):
+            return self
         own = copy(self)
-        own._keywords = self._keywords | (template_options(row) if self.messages else {})
+        own._keywords = self._keywords | options
+        own.__dict__.pop("prompt_end", None)
         return own
 
     def prompt_ids(self, prompt: Any, schemas: Schemas, observation: str = "") -> list[int]:
@@ -93,7 +96,7 @@ class Conversation:
         options = self._keywords | ({"tools": list(schemas)} if schemas else {})
         return tokenize_prompts([prompt], self.tokenizer, [options], may_be_blank=True, control_tokens=tokens)[0]
 
-    @property
+    @cached_property
     def prompt_end(self) -> str:
         """What the chat template writes before each turn of the policy."""
         question = self._render([_USER], ())
@@ -107,6 +110,11 @@ class Conversation:
         kept = list(ids[:-1]) if ids and ids[-1] in self._stop else list(ids)
         skip = not keep_special
         return str(self.tokenizer.decode(kept, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+
+    def said_text(self, ids: Sequence[int]) -> str:
+        """The text of a turn with its special tokens and without thoughts, of which the prompt may have begun one."""
+        is_begun = self.prompt_end.rfind("<think>") > self.prompt_end.rfind("</think>")
+        return without_thoughts("<think>" * is_begun + self.turn_text(ids, keep_special=True))
 
     def find_calls(self, text: str, schemas: Schemas) -> list[ToolCall]:
         """The tool calls in a turn's text."""

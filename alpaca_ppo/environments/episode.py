@@ -16,14 +16,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message, with_observation
 from alpaca_ppo.environments.kinds import EnvironmentKind
-from alpaca_ppo.environments.tool_calls import (
-    ToolCall,
-    ToolCallParser,
-    call_problem,
-    encodable,
-    find_parsed_calls,
-    without_thoughts,
-)
+from alpaca_ppo.environments.tool_calls import ToolCall, ToolCallParser, call_problem, encodable, find_parsed_calls
 from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
 
@@ -259,9 +252,7 @@ class Episode:
     def _find_calls(self, turn: Turn) -> list[ToolCall]:
         """The tool calls in a turn."""
         conversation, parser = self.settings.conversation, self.settings.tool_call_parser
-        text, before = conversation.turn_text(turn.response[turn.start :], keep_special=True), conversation.prompt_end
-        # The prompt may have begun the thought.
-        text = without_thoughts("<think>" * (before.rfind("<think>") > before.rfind("</think>")) + text)
+        text = conversation.said_text(turn.response[turn.start :])
         if parser is not None:
             try:
                 return find_parsed_calls(parser, text)

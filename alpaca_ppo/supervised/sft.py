@@ -19,7 +19,7 @@ from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import SFTArguments
 from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
-from alpaca_ppo.data.prompts import prompt_text, well_formed_messages
+from alpaca_ppo.data.prompts import well_formed_messages
 from alpaca_ppo.generation import resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
@@ -55,7 +55,8 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
         row, parts = item["row"], [(False, item["input_ids"])]
         completion = prompts.form.own_keys(row[arguments.completion_column], arguments.completion_column)
         answers = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        if prompts.are_messages and well_formed_messages(answers):
+        roles = [message["role"] for message in answers] if well_formed_messages(answers) else [""]
+        if prompts.are_messages and roles[0] == roles[-1] == "assistant":
             texts, goes_on = _growing_texts(tokenizer, row["prompt"], answers, prompts.form.options_of(row))
             if not goes_on:
                 rewritten += 1
@@ -76,9 +77,8 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
         rows.append({"input_ids": ids, "labels": labels, "length": len(ids)})
     if rewritten:
         PartialState().print(
-            f"in {rewritten} of {len(rows)} rows the chat template writes what precedes an answer in another way once "
-            "the answer follows; only the last answer is learned there, after the prompt as alpaca-ppo train writes "
-            f"it, which ends with {prompt_text(prompts[0], tokenizer)[-40:]!r}; chat_template_kwargs may help"
+            f"in {rewritten} of {len(rows)} rows the chat template writes the prompt in another way once an answer "
+            f"follows {texts[0][-40:]!r}; only the last answer is learned there, after the prompt of alpaca-ppo train"
         )
     return rows_that_fit(rows, arguments.max_length)
 
@@ -95,8 +95,6 @@ def _growing_texts(
         return str(tokenizer.apply_chat_template([*prompt, *messages], tokenize=False, **options, **keywords))
 
     starts = [i for i, message in enumerate(answers) if message["role"] == "assistant"]
-    if {0, len(answers) - 1} - {*starts}:
-        raise ValueError(f"the completion {str(answers)[:200]} must begin and end with a message of the assistant")
     texts = [*(written(answers[:i], add_generation_prompt=True) for i in starts), written(answers)]
     if goes_on := all(after.startswith(before) for before, after in pairwise(texts)):
         return texts, goes_on
@@ -114,7 +112,7 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
         raise ValueError(
             f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or a list of "
             'turns such as {"role": "policy", "text": "..."}, of which the last is the policy\'s, or, after a prompt '
-            "of messages, a list of messages with 'role' and 'content'"
+            "of messages, a list of messages that begins and ends with the assistant's"
         )
     return [(turn["role"] == "policy", turn["text"]) for turn in turns]
 

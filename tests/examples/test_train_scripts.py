@@ -160,7 +160,9 @@ def test_a_completion_may_be_messages():
     result = "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
     assert whole == tools + ASKED + called + result + "4<|im_end|>"
     bad = [*ANSWER, said_by("user", "?")]
-    with pytest.raises(ValueError, match="the completion .* must begin and end with a message of the assistant"):
+    with pytest.raises(
+        ValueError, match="the completion .* a list of messages that begins and ends with the assistant's"
+    ):
         learned([{"prompt": QUESTION, "completion": bad}], CHATML)
 
 
@@ -180,7 +182,7 @@ def test_an_answer_closes_the_thought_that_its_prompt_opens_or_it_is_said(capsys
     # A template that leaves out what it has opened: the answer follows as it is.
     (row,) = learned([{"prompt": QUESTION, "completion": "2 and 2</think>4"}], OPENED)
     assert row == (ASKED + "<think>\n2 and 2</think>4<|im_end|>", "2 and 2</think>4<|im_end|>")
-    assert "in 1 of 1 rows the chat template writes what precedes an answer in another way" in capsys.readouterr().out
+    assert "in 1 of 1 rows the chat template writes the prompt in another way" in capsys.readouterr().out
     # One that does so only before later messages: the last answer is learned.
     last = empty.replace("if m.role", "if loop.last and m.role")
     ((whole, text),) = learned([{"messages": [*QUESTION, *ANSWER, *QUESTION, *ANSWER]}], last)
