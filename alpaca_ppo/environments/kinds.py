@@ -142,13 +142,10 @@ class EnvironmentKind:
 
 def _public_methods(instance: Any) -> dict[str, Any]:
     # Properties are skipped: before `reset` they may not have a value.
-    static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
-    public = [(name, getattr(instance, name, None), member) for name, member in static if not name.startswith("_")]
-    return {
-        name: method
-        for name, method, member in public
-        if name not in _RESERVED and (inspect.ismethod(method) or isinstance(member, staticmethod | partialmethod))
-    }
+    static = dict(inspect.getmembers_static(instance, lambda value: not isinstance(value, property | cached_property)))
+    public = {name: getattr(instance, name, None) for name in static if name[0] != "_" and name not in _RESERVED}
+    unbound = [name for name, member in static.items() if isinstance(member, staticmethod | partialmethod)]
+    return {name: value for name, value in public.items() if inspect.ismethod(value) or name in unbound}
 
 
 class NoEnvironment:
