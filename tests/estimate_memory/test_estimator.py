@@ -482,7 +482,7 @@ def test_rewards_a_value_model_and_environments_are_counted(folder, tmp_path):
         proved(["--use_peft", "--max_tokens_per_micro_batch=128"], "max_tokens_per_micro_batch: 64"),
         proved(["--use_peft", "--critic_layout=adapter", "--dtype=bfloat16", "--bf16"], "load_in_4bit: true"),
         (
-            "--use_peft --query_len=448 --response_len=1 --rollout_batch_size=32 --step_per_device_batch_size=1".split(),
+            ["--use_peft", "--query_len=448", "--response_len=1", "--rollout_batch_size=32", "--bf16"],
             "rollout_per_device_batch_size: 8",
         ),
     ],
