@@ -407,7 +407,7 @@ class BaseTrainer(ABC):
         if fallback:
             # Often for the reason that the padding has.
             text += ", sampled by model.generate" + ("" if fallback in padding else f": {fallback}")
-        return text
+        return f"{text}\n{self.updater.schedules.unusual_rate}".rstrip()
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(
