@@ -1,8 +1,8 @@
 """Critic-based PPO for causal language models on Hugging Face Accelerate.
 
 `PPOTrainer` is the training loop and `PPOConfig` its configuration. `functional` has the mathematics, `generation` the
-sampler, `rewards` the reward sources, and `data` the prompts. Public names are imported on first use, because most of
-them need transformers and accelerate, which take seconds to import.
+sampler, `rewards` the reward sources, and `data` the prompts. Public names are imported on first use, because
+transformers and accelerate take seconds to import.
 
 The import also sets environment variables of OpenMP (`_WAITING`), unless they are set.
 """

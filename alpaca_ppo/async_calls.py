@@ -213,8 +213,8 @@ class RowCalls:
     def finished(self, timeout: float) -> list[RowCall]:
         """The calls that have ended since the last time. Waits up to `timeout` seconds for one.
 
-        An exception that would end the program, such as SystemExit in code that the policy wrote, becomes the call's
-        error, so that it does not end the run silently.
+        An exception such as SystemExit, in code that the policy wrote, becomes the call's error, so that it does not
+        end the run silently.
         """
         until = time.monotonic() + timeout
         ended: list[RowCall] = []
@@ -253,6 +253,7 @@ class RowCalls:
             self._running[row] = running
 
     def _end(self, call: RowCall, now: float) -> None:
+        """Records the call's value, error or timeout."""
         del self._running[call.row]
         call.seconds = now - call.began
         if not call.outcome.done():

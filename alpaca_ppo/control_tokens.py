@@ -47,7 +47,6 @@ class ControlTokens:
     White space does not count, nor does the unknown token if it stands for other text.
 
     Args:
-        tokenizer: of the policy or of a reward model.
         trusting: True lets protected text write them all; this works with every tokenizer.
 
     Raises:
@@ -57,7 +56,7 @@ class ControlTokens:
     def __init__(self, tokenizer: Any, *, trusting: bool = False) -> None:
         self._tokenizer = tokenizer
         tokens = {} if trusting else _control_tokens_of(tokenizer)
-        # The id of each control token: {"<|im_end|>": 7}, which is the example below.
+        # The id of each control token: {"<|im_end|>": 7}.
         self._ids = {token.content: number for number, token in tokens.items()}
         self._control = frozenset(self._ids.values())
         # What `_rename` calls them: {"<|im_end|>": "\ufdd0<7>\ufdd0"}.
@@ -92,6 +91,7 @@ class ControlTokens:
         if isinstance(content, list):
             return [self.protect(message) for message in content]
         if isinstance(content, dict):
+            # A word spells no control token, and templates compare the role.
             plain_role = str(content.get("role")).isidentifier()
             return {k: value if k == "role" and plain_role else self.protect(value) for k, value in content.items()}
         if not isinstance(content, str):
@@ -104,8 +104,7 @@ class ControlTokens:
 
     def protect_call(self, call: dict[str, Any]) -> dict[str, Any]:
         """A tool call of the policy, in the form of a message, with its name and arguments protected."""
-        function = {name: self._protect_data(value) for name, value in call["function"].items()}
-        return {**call, "function": function}
+        return {**call, "function": {name: self._protect_data(value) for name, value in call["function"].items()}}
 
     def _protect_data(self, value: Any) -> Any:
         """As `protect`, for a JSON value, whose keys may spell control tokens too."""
@@ -117,8 +116,8 @@ class ControlTokens:
 
     def protect_turn(self, text: str) -> str:
         """The text of a turn of the policy, with its special tokens protected. The text is decoded without special
-        tokens, so one that it contains is not the token, but the policy has spelled it. Other control tokens, such as
-        <think>, are not protected, because the policy may have chosen them.
+        tokens, so the policy has spelled those in it. Other control tokens, such as <think>, are not protected, because
+        the policy may have chosen them.
         """
         return self._special.sub(lambda found: _stand_in(found[0][0]) + found[0][1:], text.replace(_GUARD, ""))
 
@@ -150,8 +149,8 @@ class ControlTokens:
     def _rename(self) -> Tokenizer:
         """A copy of the tokenizer in which its control tokens have names that occur in no text.
 
-        `split_special_tokens` would still find added tokens that are not special, and those in the vocabulary itself,
-        as that of a unigram model.
+        `split_special_tokens` would still find added tokens that are not special, and control tokens in the vocabulary
+        itself, which a unigram model has.
         """
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         state |= {"truncation": None, "padding": None}

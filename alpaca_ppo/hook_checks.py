@@ -1,7 +1,7 @@
 """Checks of what the trainer's hooks return, so that an error names the hook."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def complete_samples(
     Args:
         samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
         prompts: the P prompts that the hook was called with; each has n neighbouring rows.
-        num_return_sequences: n of the sampling parameters that the hook was called with.
+        num_return_sequences: n of the hook's sampling parameters.
         max_new_tokens: R of the same.
         sample_ids: the number of each row among its prompt's samples; None = 0 to n - 1.
 
@@ -38,9 +38,9 @@ def complete_samples(
         FloatingPointError: for log-probs under the mask that are not finite.
     """
     n, count = num_return_sequences, len(prompts["rows"])
-    rows, tokens = (count * n,), (count * n, max_new_tokens)
-    queries = (count * n, prompts["queries"].size(1))
-    shapes = {"responses": tokens, "response_mask": tokens, "rollout_logprobs": tokens, "stopped": rows}
+    row_shape, shape = (count * n,), (count * n, max_new_tokens)
+    prompt_shape = (count * n, prompts["queries"].size(1))
+    shapes = {"responses": shape, "response_mask": shape, "rollout_logprobs": shape, "stopped": row_shape}
     complete: Any = samples
     if isinstance(samples, Mapping):
         complete = {
@@ -51,7 +51,7 @@ def complete_samples(
             "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
             "sample_ids": torch.arange(n).repeat(count) if sample_ids is None else torch.tensor(sample_ids),
         }
-    _check("_generate", complete, {**shapes, "queries": queries, "query_attn_masks": queries}, rows)
+    _check("_generate", complete, {**shapes, "queries": prompt_shape, "query_attn_masks": prompt_shape}, row_shape)
     mask, attention = complete["response_mask"], complete["query_attn_masks"].bool()
     dtypes = {"responses": torch.long, "queries": torch.long, "response_mask": torch.bool, "stopped": torch.bool}
     for key, dtype in dtypes.items():
@@ -82,8 +82,7 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     rewards: Any = scores.get("rewards") if isinstance(scores, Mapping) else None
     of_tokens = isinstance(rewards, Tensor) and rewards.dim() == 2
     shape = (rows, width) if of_tokens else (rows,)
-    shapes = {"scores": (rows,), "rewards": shape, "scores_by_source": (rows, num_sources)}
-    _check("_score", scores, shapes, (rows,))
+    _check("_score", scores, {"scores": (rows,), "rewards": shape, "scores_by_source": (rows, num_sources)}, (rows,))
     if taken := sorted(set(scores) & set(samples)):
         raise ValueError(f"_score() returned {', '.join(taken)}, which _generate() returned already; use other names")
     if not of_tokens:
@@ -112,8 +111,7 @@ def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:
     shape, required = tuple(rollouts["responses"].shape), RETURNED[hook]
     _check(hook, returned, dict.fromkeys(required, shape), shape[:1])
     _check_finite(hook, {key: returned[key] for key in required}, rollouts["response_mask"])
-    added: Rollouts = returned
-    return added
+    return cast(Rollouts, returned)
 
 
 def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], rows: tuple[int, ...]) -> None:
@@ -153,5 +151,4 @@ def checked_terms(part: str, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
         raise ValueError(
             f"{_LOSS_HOOKS[part]}() returned {returned!r:.200}; return (loss, stats), a scalar with a gradient first"
         )
-    terms: tuple[Tensor, dict[str, Tensor]] = returned
-    return terms
+    return cast(tuple[Tensor, dict[str, Tensor]], returned)

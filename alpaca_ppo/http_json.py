@@ -61,12 +61,11 @@ async def ask_json(
         body: JSON, which is posted; None asks with GET.
         key_variable: the environment variable whose key, if it is set, is sent as a bearer token.
         seconds: limit of the request, to the last byte of the answer.
-        max_bytes: limit of the answer.
         socket: path of the Unix socket on which the server listens, instead of the host and port of `url`.
         parse: from the answer's text to what is returned.
 
     Raises:
-        RequestFailed: see there.
+        RequestFailed: if there is no usable answer.
     """
     parts, key = urlsplit(url), key_from(key_variable)
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 
 def ignore_known_lines() -> None:
-    """Hides the known warnings of libraries, and the line in which DeepSpeed, which transformers imports to save any
-    model, names the accelerator that it found.
+    """Hides known warnings of libraries, and the line in which DeepSpeed names its accelerator. transformers imports
+    DeepSpeed to save any model.
     """
     # transformers 5.23 has renamed what PEFT and this package call; 5.17 does not have the new name yet.
     renamed = "`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated"
@@ -41,10 +41,10 @@ def has_screen() -> bool:
 
 @contextmanager
 def transformers_bars(*, shown: bool) -> Iterator[None]:
-    """A block in which transformers draws progress bars of loading and saving models only if `shown`, and unless they
-    were turned off before.
+    """A block in which transformers draws progress bars of loading and saving models only if `shown`. Bars that were
+    turned off before stay off.
     """
-    # Takes seconds, and who loads a model has imported it already.
+    # Imported only now, because it takes seconds.
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.is_progress_bar_enabled()

@@ -35,10 +35,8 @@ class Registry(Generic[T]):
         built_in: the names declared here.
     """
 
-    def __init__(
-        self, field: str, traits: dict[str, dict[str, Any]], defaults: Mapping[str, Any] | None = None
-    ) -> None:
-        self.field, self.traits, self.defaults = field, traits, defaults or {}
+    def __init__(self, field: str, traits: dict[str, dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+        self.field, self.traits, self.defaults = field, traits, defaults
         self.built_in = tuple(traits)
         self._targets: dict[str, T] = {}
 
@@ -104,9 +102,7 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
         "reinforce_plus_plus": {"uses_gamma": True},
         "remax": {"needs_greedy_baseline": True},
     },
-    dict.fromkeys(
-        ("needs_critic", "needs_group", "needs_greedy_baseline", "needs_scores_by_source", "uses_gamma"), False
-    ),
+    dict.fromkeys("needs_critic needs_group needs_greedy_baseline needs_scores_by_source uses_gamma".split(), False),
 )
 """`needs_critic`: reads the critic's values. `needs_group`: compares several responses to one prompt.
 `needs_greedy_baseline`: reads the score of a greedy response to each prompt. `needs_scores_by_source`: reads the scores

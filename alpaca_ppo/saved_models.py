@@ -1,7 +1,7 @@
 """Loading what others have saved: the error that names a damaged file, and code that comes with a model.
 
-Libraries raise whatever their parsers raise, often without a file name. So after a load has failed, the files of the
-folder are tried here one by one; of a model on the hub, only the library's text is reported.
+The errors of libraries often name no file. So after a load has failed, the files of the folder are tried one by one; of
+a model on the hub, only the library's text is reported.
 
 Code that comes with a model runs only where `trust_remote_code` allows it; otherwise it is an error. transformers would
 ask on the terminal, which would stop a run.
@@ -28,12 +28,11 @@ def loading(problem: str, name: str, remedy: str) -> Iterator[None]:
 
     Args:
         problem: how the error starts, such as "no model can be loaded from 'x'".
-        name: the folder or hub id.
         remedy: what the user can check, if no file is damaged.
 
     Raises:
-        ValueError: for any error of the library, chained to it; names the damaged file if there is one. Missing
-            packages and memory keep their errors.
+        ValueError: for any error of the library, chained to it; names the damaged file if there is one. Errors of
+            missing packages and memory are passed on.
     """
     try:
         yield

@@ -14,7 +14,7 @@ EPISODE = "<episode>"
 
 
 class Queries(TypedDict):
-    """B prompts as token ids, left-padded."""
+    """B prompts."""
 
     queries: Tensor
     """(B, Q) int64 token ids, left-padded."""

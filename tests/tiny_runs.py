@@ -1,5 +1,6 @@
 """A tiny trainer for the tests: a random model, forty prompts of uneven length, a reward that counts even ids."""
 
+import gc
 import itertools
 import json
 import resource
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.config.fields import options_of
+from alpaca_ppo.estimate_memory.fake_models import LiveBytes
 from alpaca_ppo.ppo.device_rows import row_tensors
 from alpaca_ppo.ppo.metrics import StepStats
 from alpaca_ppo.ppo.update_plan import UpdateStep
@@ -210,3 +212,10 @@ class LargestFile(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def track_all(live: LiveBytes) -> None:
+    """Counts every tensor known to Python's garbage collector; call it before the work to be measured."""
+    gc.collect()
+    # Not isinstance, which would import modules that libraries load lazily.
+    live.track([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)])

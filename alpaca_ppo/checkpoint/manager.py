@@ -27,18 +27,15 @@ class Component(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Called on every rank."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
         """Restores what `state_dict` returned."""
-        ...
 
 
 class BestCheckpoint:
     """The best checkpoint of a run by `metric_for_best_model`, also kept in `TrainerState` under transformers' names.
 
-    Only steps with a checkpoint are compared. With a metric of evaluations no better step is missed, because the
-    trainer saves a checkpoint after every evaluation that `improves`.
+    The trainer saves a checkpoint after every evaluation that `improves`.
     """
 
     def __init__(self, state: TrainerState, args: PPOConfig) -> None:
@@ -46,19 +43,16 @@ class BestCheckpoint:
         self.metric = args.metric_for_best_model
         self._state, self._greater_is_better = state, args.greater_is_better
         self._criterion = {"metric": self.metric, "greater_is_better": self._greater_is_better}
-        self.by_evaluation = self.metric is not None and self.metric.startswith("eval/")
         # The metrics and the folder of the best checkpoint so far.
         self.stats: dict[str, float] = {}
         self.folder: Path | None = None
 
-    def require(self, stats: Mapping[str, float], *, evaluation: bool) -> None:
-        """Raises a ValueError if `stats` lack the metric. `evaluation` says whether they are those of an evaluation or
-        of a step; stats of the kind to which the metric does not belong are not checked.
-        """
-        if self.metric is not None and self.metric not in stats and self.by_evaluation == evaluation:
+    def require(self, stats: Mapping[str, float]) -> None:
+        """Raises a ValueError if `stats`, of an evaluation, lack the metric."""
+        if self.metric is not None and self.metric not in stats:
             raise ValueError(
-                f"metric_for_best_model is {self.metric!r}, which is not a metric of "
-                f"{'an evaluation' if evaluation else 'a step'}; choose one of {', '.join(sorted(stats))}, or null"
+                f"metric_for_best_model is {self.metric!r}, which is not a metric of an evaluation; choose one of "
+                f"{', '.join(sorted(stats))}, or null"
             )
 
     def improves(self, stats: Mapping[str, float]) -> bool:
@@ -72,8 +66,9 @@ class BestCheckpoint:
 
     def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
         """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
-        self._state.best_metric, self._state.best_global_step = stats[self.metric or ""], step
-        self._state.best_model_checkpoint, self.folder, self.stats = str(folder), folder, dict(stats)
+        self.folder, self.stats = folder, dict(stats)
+        self._state.best_metric = stats[self.metric or ""]
+        self._state.best_global_step, self._state.best_model_checkpoint = step, str(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Metric, step and metrics of the best checkpoint."""
@@ -131,7 +126,7 @@ class CheckpointManager:
 
     def save(self, step: int, stats: Mapping[str, float]) -> Path:
         """Writes the checkpoint of `step` atomically, removes surplus older ones, and returns its folder. `stats`, the
-        step's metrics, decide whether it is the best one. Raises a ValueError after `load_best`.
+        metrics of its evaluation, decide whether it is the best one. Raises a ValueError after `load_best`.
         """
         folder = self.folder(step)
         if self.best_is_loaded:
@@ -139,37 +134,35 @@ class CheckpointManager:
                 f"{folder} cannot be saved: load_best_model_at_end has put the weights of {self.best.folder} into the "
                 "models, and the optimizer has gone on; save before the end of train(), or use save_model"
             )
-        if self._improves(stats):
+        if self.is_best(stats):
             self.best.set(stats, step, folder)
         # All ranks gather the sharded state; the main process writes it.
         weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
         rng = collectives.gather_list(random_states(), self._accelerator)
-        states = {name: component.state_dict() for name, component in self._components().items()}
+        components = {name: component.state_dict() for name, component in self._components().items()}
         with collectives.raise_on_all_ranks(self._accelerator):
             if self._accelerator.is_main_process:
-                best, schedule = self.best.state_dict(), self._scheduler.state_dict()
-                saved = Checkpoint(weights, optimizer, schedule, rng, states, best=best, identity=self._identity())
-                saved.write(folder)
+                scheduler, best = self._scheduler.state_dict(), self.best.state_dict()
+                checkpoint = Checkpoint(
+                    weights, optimizer, scheduler, rng, components=components, best=best, identity=self._identity()
+                )
+                checkpoint.write(folder)
                 clean_leftovers(self._output_dir)
                 kept = [folder] if self.best.folder is None else [folder, self.best.folder]
                 directory.rotate_checkpoints(self._output_dir, self._args.save_total_limit, keep=kept)
         return folder
 
-    def is_best_evaluation(self, stats: Mapping[str, float]) -> bool:
-        """Whether `metric_for_best_model` is a metric of evaluations and best in `stats`, so that the step is saved."""
-        return self.best.by_evaluation and self._improves(stats)
-
-    def _improves(self, stats: Mapping[str, float]) -> bool:
-        """`BestCheckpoint.improves` on the main process: a user's `evaluate` may return other metrics on each rank, but
-        all ranks must save and load the same checkpoints.
+    def is_best(self, stats: Mapping[str, float]) -> bool:
+        """Whether an evaluation with the metrics `stats` is the best so far, as the main process sees it: a user's
+        `evaluate` may return other metrics on each rank, but all ranks must save and load the same checkpoints.
         """
         if self.best.metric is None:
             return False
         return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
 
     def find(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
-        """What `directory.resolve_checkpoint` returns; removes what killed processes left in the output folder, and,
-        with `overwrite_output_dir`, an earlier run unless it is this trainer's (`has_trained`).
+        """What `directory.resolve_checkpoint` returns. Also removes from the output folder what killed processes left
+        and, with `overwrite_output_dir`, an earlier run, unless it is this trainer's (`has_trained`).
         """
         overwrite = self._args.overwrite_output_dir and not has_trained
         folder = directory.resolve_checkpoint(resume_from_checkpoint, self._output_dir, overwrite=overwrite)
@@ -186,7 +179,8 @@ class CheckpointManager:
         """Restores everything from the checkpoint `folder`, abandons those of later steps beside it, and returns it.
         Raises a ValueError, before anything changes, for one that is damaged or of another run.
         """
-        saved, components = Checkpoint.read(folder), self._components()
+        saved = Checkpoint.read(folder)
+        components = self._components()
         with collectives.raise_on_all_ranks(self._accelerator):
             if saved.components.keys() != components.keys():
                 raise ValueError(

@@ -5,7 +5,7 @@ Which checkpoints a run has is in `directory`, the models that `from_pretrained`
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from alpaca_ppo.checkpoint.compatibility import differences
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import set_random_states
+from alpaca_ppo.generation.stopping import set_stop_tokens
 from alpaca_ppo.models import ActorCritic
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
@@ -48,7 +49,7 @@ class Checkpoint:
             with open(tmp_dir / _STATE, "wb") as file:
                 torch.save(state, file)
             save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, tmp_dir / _WEIGHTS)
-            write_manifest(tmp_dir)
+            write_manifest(tmp_dir, stop_tokens=self.identity.get("policy", {}).get("stop_tokens"))
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
@@ -67,43 +68,49 @@ class Checkpoint:
             set_random_states(self.rng[rank])
 
 
-def write_manifest(folder: Path) -> None:
-    """Writes manifest.json with sizes and hashes of `FILES`, all of which must be in `folder`."""
+def write_manifest(folder: Path, *, stop_tokens: Sequence[int] | None = None) -> None:
+    """Writes manifest.json with sizes and hashes of `FILES`, all of which must be in `folder`, and the ids that end the
+    policy's answers.
+    """
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": _hash(folder / name)} for name in FILES}
-    (folder / "manifest.json").write_text(json.dumps(FORMAT | {"files": files}, indent=2), encoding="utf-8")
+    manifest = FORMAT | {"files": files, "stop_tokens": stop_tokens}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
 
 
 def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
     """Checks the sizes of all files of a checkpoint, and the hashes of those in `hashed`. Raises a ValueError that
     names the file, for a folder that is missing, incomplete, damaged or not a checkpoint.
     """
-    there = committed_path(folder)
-    if not there.is_dir():
+    committed = committed_path(folder)
+    if not committed.is_dir():
         raise ValueError(
             f"checkpoint {folder} does not exist or is not a folder; name an existing checkpoint-<step> folder"
         )
     try:
-        manifest = json.loads((there / "manifest.json").read_text(encoding="utf-8"))
-        found = {key: manifest[key] for key in FORMAT}
+        manifest = json.loads((committed / "manifest.json").read_text(encoding="utf-8"))
+        written_format = {key: manifest[key] for key in FORMAT}
         entries = {name: manifest["files"][name] for name in FILES}
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"{folder} has no readable manifest.json of a checkpoint; {_REMEDY}") from error
-    if found != FORMAT:
+    if written_format != FORMAT:
         raise ValueError(
-            f"{folder}/manifest.json has {shown(found)} instead of {FORMAT}; install the version that wrote it"
+            f"{folder}/manifest.json has {shown(written_format)} instead of {FORMAT}; install the version that wrote it"
         )
     for name, (size, digest) in files.items():
-        path = there / name
-        if not path.is_file():
-            problem = "is missing"
-        elif (size_now := path.stat().st_size) != size:
-            problem = f"is damaged: it has {size_now} bytes instead of {size}"
-        elif name in hashed and _hash(path) != digest:
-            problem = "is damaged: its content has changed"
-        else:
-            continue
-        raise ValueError(f"checkpoint file {folder / name} {problem}; {_REMEDY}")
+        if problem := _file_problem(committed / name, size, digest if name in hashed else None):
+            raise ValueError(f"checkpoint file {folder / name} {problem}; {_REMEDY}")
+
+
+def _file_problem(path: Path, size: int, digest: str | None) -> str | None:
+    """What is wrong with a file, or None; without `digest` its content is not read."""
+    if not path.is_file():
+        return "is missing"
+    if (size_now := path.stat().st_size) != size:
+        return f"is damaged: it has {size_now} bytes instead of {size}"
+    if digest is not None and _hash(path) != digest:
+        return "is damaged: its content has changed"
+    return None
 
 
 def _hash(path: Path) -> str:
@@ -127,21 +134,25 @@ def check_fits(folder: Path, saved: Checkpoint, engine: Engine) -> None:
 
 @torch.no_grad()
 def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
-    """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it. Raises as
-    `verify_files`, and a ValueError for weights of other models.
+    """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it, and the
+    tokens that end an answer. Raises as `verify_files`, and a ValueError for weights of other models.
     """
-    saved, targets = read_weights(folder), actor_critic.state_dict()
+    saved = read_weights(folder)
+    targets = actor_critic.state_dict()
     # Frozen weights are not saved, and the model may have been loaded in another type.
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     target_shapes = {name: tuple(tensor.shape) for name, tensor in targets.items() if name in saved}
     _check_same(folder, "tensor", saved_shapes, target_shapes)
     for name, tensor in saved.items():
         targets[name].copy_(tensor)
+    manifest = json.loads((committed_path(folder) / "manifest.json").read_text(encoding="utf-8"))
+    if manifest["stop_tokens"]:
+        set_stop_tokens(actor_critic.policy.model, manifest["stop_tokens"])
 
 
 def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:
     """The least number of bytes of a checkpoint: the `trained` parameters in float32 or wider and, with `adamw`, two
-    moments of each. Without `adamw`, the least number of bytes of the final models.
+    moments of each. Without `adamw`, that of the final models.
     """
     weights = sum(tensor.numel() * max(4, tensor.element_size()) for tensor in trained)
     return weights * (3 if adamw else 1)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {close[0]}?" if close else ""
         print(f"error: there is no subcommand {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return MISTAKE
-    # Imported within the call, because the import may take seconds, in which Ctrl-C is handled too.
+    # Imported within `exit_status`, which handles Ctrl-C during the seconds that the import may take.
     return exit_status(lambda words: int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)), words)
 
 
@@ -93,7 +93,7 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
     except KeyboardInterrupt:
         if _SHOW in os.environ:
             raise
-        # The launcher, which has no rank, or rank 0.
+        # Printed by the launcher, which has no rank, or else by rank 0.
         if rank == "0":
             print("interrupted", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT

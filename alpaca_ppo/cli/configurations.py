@@ -19,6 +19,7 @@ def presets(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="alpaca-ppo presets", description="Options by name, for --preset NAME.")
     parser.add_argument("name", nargs="?", help="show this one, where it differs from the defaults; without: list all")
     if (name := parser.parse_args(argv).name) is not None:
+        # Raises if there is no such preset.
         read_preset(name)
         options = {**options_of(ScriptArguments), **options_of(PPOConfig)}
         for line in preset_path(name).read_text(encoding="utf-8").splitlines():
@@ -47,10 +48,8 @@ def migrate(argv: Sequence[str]) -> int:
 
 def estimate_memory(argv: Sequence[str]) -> int:
     """Prints the estimated memory of a run."""
-    script, lora, args = parse_args(
-        [EstimateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo estimate-memory"
-    )
-    # Imported only now, because torch takes seconds.
+    types = [EstimateArguments, LoraArguments, PPOConfig]
+    script, lora, args = parse_args(types, argv, prog="alpaca-ppo estimate-memory")
     say_loading()
     from alpaca_ppo.estimate_memory.estimator import estimate, table
 

@@ -16,10 +16,8 @@ from alpaca_ppo.library_output import say_loading
 
 def report(argv: Sequence[str]) -> int:
     """Writes the report of runs, or prints the doctor's findings."""
-    parser = argparse.ArgumentParser(
-        prog="alpaca-ppo report",
-        description="Writes the report of one or several runs: one HTML file that opens from disk.",
-    )
+    description = "Writes the report of one or several runs: one HTML file that opens from disk."
+    parser = argparse.ArgumentParser(prog="alpaca-ppo report", description=description)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="the output_dir of a run; several are overlaid")
     add("--output", type=Path, help="the HTML file (default: report.html in the run, or, of several, in this folder)")
@@ -42,26 +40,24 @@ def report(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     """Writes the models of a checkpoint, or of a run's newest one, as folders."""
-    parser = argparse.ArgumentParser(
-        prog="alpaca-ppo export",
-        description="Writes the models of a checkpoint as a run writes its last ones into final: FOLDER/policy (an "
-        "adapter, if one was trained), FOLDER/value and, with --merge, FOLDER/merged.",
-        allow_abbrev=False,
+    description = (
+        "Writes the models of a checkpoint as a run writes its last ones into final: FOLDER/policy (an adapter, if one "
+        "was trained), FOLDER/value and, with --merge, FOLDER/merged."
     )
+    parser = argparse.ArgumentParser(prog="alpaca-ppo export", description=description, allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="RUN/checkpoint-40, or RUN for its newest one")
     add("--to", required=True, metavar="FOLDER", help="a new folder, for the models")
     add("--merge", action="store_true", help="also write the model with its adapter merged in")
     add("--config", metavar="FILE", help="options of the run; default: run.yaml in the checkpoint's run")
     given, flags = parser.parse_known_args(argv)
-    target, start = Path(given.to), check_folder("the checkpoint", given.checkpoint)
+    target = Path(given.to)
+    start = check_folder("the checkpoint", given.checkpoint)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to is {given.to!r}, which exists already; choose a new folder")
     run = start.parent if start.name.startswith("checkpoint-") else start
-    script, lora, args = parse_args(
-        [ModelArguments, LoraArguments, PPOConfig], ["--config", given.config or str(run / "run.yaml"), *flags]
-    )
-    # Imported only now, because torch takes seconds.
+    options = ["--config", given.config or str(run / "run.yaml"), *flags]
+    script, lora, args = parse_args([ModelArguments, LoraArguments, PPOConfig], options)
     say_loading()
     from alpaca_ppo.checkpoint.directory import newest_checkpoint
     from alpaca_ppo.checkpoint.export import save_final
@@ -74,13 +70,11 @@ def export(argv: Sequence[str]) -> int:
     checkpoint = newest_checkpoint(run) if start == run else start
     if checkpoint is None:
         raise ValueError(f"{run} holds no checkpoint-<step> folder; name a run that saved one (save_steps above 0)")
+    rewards = [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])]
+    # In half precision, merging would round away part of what the adapter adds to the weights.
+    config = replace(args, dtype="float32", load_in_4bit=False) if given.merge else args
     actor_critic = factory.make_actor_critic(
-        script.model_name_or_path,
-        script.value_model_name_or_path,
-        [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])],
-        lora.peft_config("CAUSAL_LM"),
-        # In half precision, merging would round away part of what the adapter adds to the weights.
-        replace(args, dtype="float32", load_in_4bit=False) if given.merge else args,
+        script.model_name_or_path, script.value_model_name_or_path, rewards, lora.peft_config("CAUSAL_LM"), config
     )
     restore_models(checkpoint, actor_critic)
     # 0 if the user has renamed the folder.

@@ -94,7 +94,6 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
     Returns the exit status of the process that failed first, or 0. Prints that process's rank, unless it has reported
     the error itself or was interrupted.
     """
-    # Imported only now, because it takes seconds.
     say_loading()
     import logging
     from subprocess import CalledProcessError
@@ -122,5 +121,5 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
 
 
 def _shell_status(status: int) -> int:
-    """The exit status as a shell has it: 128 plus the signal that ended a process, for which Python has minus it."""
+    """The exit status as a shell has it: 128 plus the signal that ended a process, which Python negates."""
     return status if status > 0 else 128 - status

@@ -79,7 +79,6 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
                 "rename the file, or choose another output_dir"
             )
     script_args.check_before_loading(args)
-    # Imported only now, because torch takes seconds.
     say_loading()
     from alpaca_ppo.distributed.launcher import launcher_command
     from alpaca_ppo.tracking.run_record import RunRecord

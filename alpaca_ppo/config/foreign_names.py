@@ -25,7 +25,7 @@ _HINT = "`alpaca-ppo migrate FILE` translates a TRL script, or a YAML file or co
 
 @dataclasses.dataclass(frozen=True)
 class ForeignName:
-    """A name that another project gives an option: an entry of the table, whose format foreign_names.yaml describes.
+    """An entry of the table: a name that another project gives an option.
 
     Attributes:
         section: the class or file that it belongs to, of the project `of`, such as GRPOConfig of TRL.
@@ -151,6 +151,7 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
         entry = find_foreign_name(name, sections) if name in valid else None
         if entry is not None and entry.unit and entry.of in projects:
             lines.append(f"  {name} is an option here too, but {entry.unit}")
+    # scale_rewards chooses one of GRPO's estimators.
     names_estimator = "adv_estimator" in given or "scale_rewards" in given
     if "adv_estimator" in valid and not names_estimator and any(entry.section == "GRPOConfig" for entry in unknown):
         lines.append("  adv_estimator: grpo is TRL's GRPOTrainer; without it this is PPO with a critic (gae)")
@@ -188,7 +189,7 @@ def check_argument_names(cls: type, args: Sequence[Any], kwargs: Mapping[str, An
     Raises:
         ValueError: explains all unknown arguments (`explain_names`), and names required ones that are missing.
     """
-    # The signature of `__init__`, which a subclass of the class with `__new__` defines.
+    # Those of `__init__`, which the subclass defines, not of the inherited `__new__`.
     parameters = list(inspect.signature(cls).parameters.values())
     names = [parameter.name for parameter in parameters]
     unknown = [name for name in kwargs if name not in names]

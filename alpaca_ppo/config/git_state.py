@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 _ROOT = Path(__file__).parents[2]
@@ -25,8 +25,7 @@ def package_commit() -> str | None:
     # Otherwise git would find another project's repository around a virtual environment.
     if (_ROOT / ".git").exists():
         return git_commit(_ROOT)
-    commit: str | None = _installed().get("vcs_info", {}).get("commit_id")
-    return commit
+    return cast(str | None, _installed().get("vcs_info", {}).get("commit_id"))
 
 
 def package_pages() -> str | None:

@@ -34,10 +34,9 @@ class RiskLevel(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses the option `risk_level`: neutral, or a probability such as 0.1 or upper:0.2."""
+        """Parses the option `risk_level`: neutral, or a probability such as 0.1 or upper:0.2; else a `ValueError`."""
         if text == "neutral":
             return cls(None, "lower")
-        tail: CVaRTail = "upper" if text.startswith("upper:") else "lower"
         try:
             alpha = float(text.removeprefix("upper:"))
         except ValueError:
@@ -47,7 +46,7 @@ class RiskLevel(NamedTuple):
                 f"risk_level is {text!r}; it must be neutral, a number above 0 and at most 1 such as 0.1 (a lower "
                 "tail), or upper:0.1 (an upper tail)"
             )
-        return cls(alpha, tail)
+        return cls(alpha, "upper" if text.startswith("upper:") else "lower")
 
 
 @dataclass(frozen=True)

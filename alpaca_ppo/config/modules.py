@@ -11,7 +11,7 @@ from typing import Any
 
 from alpaca_ppo.config.names import did_you_mean
 
-# The names of the modules that were loaded here.
+# Names of the loaded modules.
 _LOADED: set[str] = set()
 
 

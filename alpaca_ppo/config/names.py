@@ -20,7 +20,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def check_model_name(field: str, name: str | None) -> None:
     """Raises a `ValueError` if `name`, the value of the option `field`, is neither a folder, nor a hub id, nor None.
 
-    "outputs/ppo" could be either. It is taken for a missing folder if there is a folder `outputs`, and a name without a
+    "outputs/ppo" counts as a missing folder, not as a hub id, if there is a folder `outputs`; so does a name without a
     slash if a folder has a similar name.
     """
     if name is None or os.path.isdir(name):
@@ -39,8 +39,7 @@ def check_model_name(field: str, name: str | None) -> None:
 def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
     """The folder or hub id from which to load the model `name`.
 
-    If `name` is the folder of a run, that is its final/`part`, and a line is printed that says so. A `name` that is not
-    text, such as a model in memory, is returned unchanged.
+    Of a run's folder, final/`part` is taken, and a printed line says so. A model in memory is returned unchanged.
 
     Args:
         field: the option, for errors.
@@ -65,8 +64,8 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
     if not config.is_file() and not Path(folder, "adapter_config.json").is_file():
         remedy = "; name one with a config.json, such as alpaca-ppo reward writes"
         if part is not None:
-            made = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
-            remedy = f" or a run's final/{part}; {made}"
+            command = f"alpaca-ppo export {name} --to FOLDER"
+            remedy = f" or a run's final/{part}; make FOLDER/{part} of a checkpoint with {command}"
         raise ValueError(f"{field} is {name!r}, a folder without a model{remedy}")
     if writes_text and config.is_file() and (match := _CLASSIFIER.search(config.read_text(errors="replace"))):
         raise ValueError(f"{field} is {name!r}, a {match[1]}, which writes no text; name a causal language model")
@@ -74,10 +73,10 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
 
 
 def _ask_hub(field: str, name: str) -> None:
-    """Raises a `ValueError` if `name` has no owner and the hub has no such model, which libraries would try to load for
-    minutes; it may be a misspelt folder.
+    """Raises a `ValueError` if `name` has no owner, so may be a misspelt folder, and the hub has no such model or
+    cannot be asked. Libraries would try to load it for minutes.
     """
-    # Takes half a second.
+    # Imported only now, because it takes half a second.
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
@@ -90,7 +89,7 @@ def _ask_hub(field: str, name: str) -> None:
     except RepositoryNotFoundError:
         reason = "has no model of that name"
     except HfHubHTTPError:
-        # Such as an adapter, which has no config.json, or a busy hub: loading it tells more.
+        # An adapter has no config.json, or the hub is busy; loading it tells more.
         return
     # Which HTTP library raises depends on the version.
     except Exception as error:

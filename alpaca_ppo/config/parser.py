@@ -21,7 +21,7 @@ from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names, flat
 from alpaca_ppo.config.modules import import_modules
 from alpaca_ppo.config.names import did_you_mean, where
 from alpaca_ppo.config.run_file import PROVENANCE, check_run_files
-from alpaca_ppo.config.script_arguments import MODELS, ScriptArguments
+from alpaca_ppo.config.script_arguments import ModelArguments, ScriptArguments
 from alpaca_ppo.presets import preset_names, preset_path
 
 _SOURCES = {
@@ -57,33 +57,27 @@ def parse_options(
     epilog: str = "",
     common: Collection[str] = (),
 ) -> ParsedOptions:
-    """The options of each dataclass in `dataclass_types`, from files, presets and flags; with `--help`, prints it and
-    exits.
+    """The options of each dataclass in `dataclass_types`, from files, presets and flags; with `--help`, prints the help
+    and exits.
 
     Of several `--config` and `--preset`, later ones win; a flag wins over all of them. Values are read as in YAML; a
-    flag without a value is true. Modules in `import_modules` are imported before `--help` is printed and before values
-    are checked, so that the names that they register are valid.
+    flag without a value is true. Modules in `import_modules` are imported before the help is printed and values are
+    checked, so that the names that they register are valid.
 
     Args:
         dataclass_types: dataclasses with distinct field names.
-        argv: the command line without the program's name; `sys.argv[1:]` by default.
-        prog: the program's name, for the help; that of the script by default.
+        argv: `sys.argv[1:]` by default.
+        prog: the program's name in the help; by default the script's.
         epilog: a paragraph at the end of the help.
         common: the options that `--help` shows; empty = all, as `--help-all`.
     """
     options = {name: option for cls in dataclass_types for name, option in options_of(cls).items()}
     flags = _split_flags(sys.argv[1:] if argv is None else argv, options)
     given = {name: _flag_value(options[name], words) for name, words in flags if name in options}
-    values: dict[str, Any] = {}
-    files: dict[str, dict[str, Any]] = {}
-    for flag, words in flags:
-        if flag in _SOURCES:
-            content, source = _read_source(flag, words)
-            _update(values, _file_values(content, options, source))
-            if flag == "config":
-                files[words[0]] = content
-    script_types = [cls for cls in dataclass_types if issubclass(cls, ScriptArguments)]
-    check_run_files(files, given=given, needed=script_types[0].needed_objects if script_types else MODELS)
+    values, files = _read_sources(flags, options)
+    # Other commands need only the models of a run.
+    script_type = next((cls for cls in dataclass_types if issubclass(cls, ScriptArguments)), ModelArguments)
+    check_run_files(files, given=given, needed=script_type.needed_objects)
     _update(values, given)
     if "import_modules" in values:
         options["import_modules"].check(values["import_modules"])
@@ -101,13 +95,21 @@ def parse_options(
     return ParsedOptions(tuple(instances), presets, files)
 
 
-def _read_source(flag: str, words: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """The mapping that `--config` or `--preset` names, and how errors call it."""
-    if len(words) != 1:
-        raise ValueError(f"--{flag} needs one name after it, not {' '.join(words) or 'none'}")
-    if flag == "config":
-        return read_yaml(words[0]), f"the --config file {words[0]}"
-    return read_preset(words[0]), f"the preset {words[0]}"
+def _read_sources(
+    flags: Sequence[tuple[str, list[str]]], options: Mapping[str, Option]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The options in the files and presets that `flags` name, and the mapping in each file."""
+    values: dict[str, Any] = {}
+    files: dict[str, dict[str, Any]] = {}
+    for flag, words in flags:
+        if flag in _SOURCES and len(words) != 1:
+            raise ValueError(f"--{flag} needs one name after it, not {' '.join(words) or 'none'}")
+        if flag == "config":
+            files[words[0]] = read_yaml(words[0])
+            _update(values, _file_values(files[words[0]], options, f"the --config file {words[0]}"))
+        elif flag == "preset":
+            _update(values, _file_values(read_preset(words[0]), options, f"the preset {words[0]}"))
+    return values, files
 
 
 def _valid_names(options: Mapping[str, Option], given: Collection[str]) -> list[str]:
@@ -175,8 +177,8 @@ def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], sour
             given[name] = given.pop(alias)
     if unknown := sorted(map(str, set(given) - set(options))):
         # One of verl's sections has the name of an option: `critic`.
-        nested = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
-        names = flattened(nested) | {k: v for k, v in given.items() if k not in nested}
+        foreign = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
+        names = flattened(foreign) | {k: v for k, v in given.items() if k not in foreign}
         raise ValueError(
             f"unknown keys in {source}: {', '.join(unknown)}; --help-all lists the valid ones\n"
             + explain_names(names, _valid_names(options, unknown), CONFIG_SECTIONS)
@@ -296,7 +298,8 @@ def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: 
 
 def type_in_words(hint: Any) -> str:
     """The type `hint` without None, such as "int or list of str", for the help."""
-    origin, parts = typing.get_origin(hint), [part for part in typing.get_args(hint) if part is not type(None)]
+    origin = typing.get_origin(hint)
+    parts = [part for part in typing.get_args(hint) if part is not type(None)]
     if origin is typing.Literal:
         return " | ".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in parts)
     if origin in (typing.Union, types.UnionType):
@@ -315,9 +318,8 @@ def description(option: Option, *, built_in: bool = False) -> str:
         text += f" One of {', '.join(option.registry.built_in if built_in else option.registry.names)}."
     if option.needs:
         text += f" Needs {', and '.join(str(need) for need in option.needs)}."
-    has_default = option.default not in ("", dataclasses.MISSING)
     notes = []
-    if has_default:
+    if option.default not in ("", dataclasses.MISSING):
         notes.append(f"default {json.dumps(option.default, default=str)}")
     if option.range:
         notes.append(option.range)

@@ -48,9 +48,9 @@ class RunOptions:
     """Steps between two checkpoints; the last step is saved too. 0 = only the final models are saved."""
     save_total_limit: int | None = argument(2, ge=1, needs=when("save_steps"))
     """Checkpoints to keep, including the newest and the best (1 keeps both); null = all."""
-    metric_for_best_model: str | None = argument(None, needs=when("save_steps"))
-    """Metric that selects the best checkpoint; null = none is selected. With an eval/* metric, each evaluation that is
-    the best so far saves a checkpoint; with a metric of the steps, the best of those saved every save_steps is kept."""
+    metric_for_best_model: str | None = argument(None, needs=(when("save_steps"), when("eval_steps")))
+    """Metric of evaluations (eval/*) that selects the best checkpoint: each evaluation that is the best so far saves
+    one; null = none is selected."""
     greater_is_better: bool = argument(True, needs=when("metric_for_best_model"))
     """Whether a higher metric_for_best_model is better."""
     load_best_model_at_end: bool = argument(False, needs=when("metric_for_best_model"))

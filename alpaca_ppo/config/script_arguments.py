@@ -169,7 +169,7 @@ class LoraArguments(CheckedArguments):
         """The `peft.LoraConfig` for `task_type` (CAUSAL_LM or SEQ_CLS), without dropout; None without LoRA."""
         if not self.use_peft:
             return None
-        # Importing peft takes seconds, which `--help` and the errors of a configuration need not wait for.
+        # Imported only now, because it takes seconds.
         from peft import LoraConfig
 
         modules: Any = self.lora_target_modules

@@ -54,19 +54,13 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
     if script_args.eval_datasets:
         eval_datasets: dict[str, Dataset] = {}
         for entry in script_args.eval_datasets:
-            name, _, dataset = entry.partition("=")
-            if not name or not dataset or name in eval_datasets:
+            name, _, source = entry.partition("=")
+            if not name or not source or name in eval_datasets:
                 raise ValueError(
                     f"eval_datasets has {entry!r}, which is not of the form set=dataset with a new name; write "
                     "gsm8k=data/gsm8k.jsonl, gsm8k=openai/gsm8k@test or gsm8k=openai/gsm8k:main@test"
                 )
-            split, config = "", ""
-            # The path of a file may contain @ and :.
-            if not os.path.exists(dataset):
-                dataset, _, split = dataset.partition("@")
-            if not os.path.exists(dataset):
-                dataset, _, config = dataset.partition(":")
-            eval_datasets[name] = load_prompt_dataset(dataset, split=split or None, config_name=config or None)
+            eval_datasets[name] = _load_eval_dataset(source)
         return eval_datasets
     split = script_args.dataset_test_split
     if script_args.eval_dataset_name:
@@ -74,6 +68,17 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
     if not split:
         return None
     return load_prompt_dataset(script_args.dataset_name, split=split, config_name=script_args.dataset_config)
+
+
+def _load_eval_dataset(source: str) -> Dataset:
+    """Returns the dataset of an entry of `eval_datasets`: dataset, dataset@split or dataset:config@split."""
+    name, split, config = source, "", ""
+    # The path of a file may contain @ and :.
+    if not os.path.exists(name):
+        name, _, split = name.partition("@")
+    if not os.path.exists(name):
+        name, _, config = name.partition(":")
+    return load_prompt_dataset(name, split=split or None, config_name=config or None)
 
 
 def _load(name: str, config_name: str | None) -> DatasetDict:
@@ -108,7 +113,8 @@ def _load_folder(path: Path, config_name: str | None) -> DatasetDict:
 
 def _read_files(paths: Sequence[Path]) -> Dataset:
     """Returns the rows of files with the same suffix."""
-    suffix, options = paths[0].suffix, dict[str, Any]()
+    suffix = paths[0].suffix
+    options: dict[str, Any] = {}
     if _BUILDERS[suffix] == "json":
         return _read_json(paths)
     if _BUILDERS[suffix] == "csv":
@@ -116,8 +122,7 @@ def _read_files(paths: Sequence[Path]) -> Dataset:
         options = {"sep": "\t" if suffix == ".tsv" else ",", "keep_default_na": False, "na_values": [""]}
         for path in paths:
             _check_cells(path, options["sep"])
-    names = [str(path) for path in paths]
-    return datasets.load_dataset(_BUILDERS[suffix], data_files={"train": names}, split="train", **options)
+    return datasets.load_dataset(_BUILDERS[suffix], data_files={"train": [*map(str, paths)]}, split="train", **options)
 
 
 def _read_json(paths: Sequence[Path]) -> Dataset:
@@ -179,10 +184,11 @@ def _check_cells(path: Path, separator: str) -> None:
 
 
 def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> Dataset:
+    """Returns the split or slice `split`; None = the only split."""
     names = [*map(str, splits)]
     if split is None and len(splits) > 1:
         raise ValueError(f"dataset {dataset_name!r} has the splits {names}; set the split to one of them")
-    # A saved dataset may have split names that `datasets` does not read as such.
+    # A saved dataset may have split names that `ReadInstruction` cannot parse.
     if split is None or split in splits:
         return splits[split or names[0]]
     try:
@@ -190,5 +196,4 @@ def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> 
     # `datasets` raises ValueError, AssertionError and others.
     except Exception as error:
         raise ValueError(f"dataset {dataset_name!r} has no split {split!r}; use one of {names} ({error})") from error
-    selected = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
-    return datasets.concatenate_datasets(selected)
+    return datasets.concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])

@@ -24,7 +24,7 @@ from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
-# Of the tools that one prompt shows, for chat templates; and the function from a row to these.
+# The schemas of a prompt's tools, and the function from a row to these.
 Schemas = Sequence[Mapping[str, Any]]
 ToolsOf = Callable[[Mapping[str, Any]], Schemas]
 
@@ -85,8 +85,8 @@ class PromptDataset(Sequence[dict[str, Any]]):
         tokenizer.init_kwargs[_WORDING] = self.wording
 
     def other_wording(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Returns a sentence on how the wording differs from that recorded in `tokenizer`. Empty if it does not, or if
-        the first prompt begins and ends as recorded: a column may hold what a template has written.
+        """Returns a sentence on how the wording differs from that recorded in `tokenizer`; empty if it does not. It is
+        enough that the first prompt begins and ends as recorded, because a column may hold what a template has written.
         """
         learned = tokenizer.init_kwargs.get(_WORDING, self.wording)
         if learned == self.wording or self.any_blank:
@@ -117,7 +117,6 @@ def prepare_prompts(
             is applied with the generation prompt.
         tokenizer: of the policy. Text gets the special tokens that it prepends; an eos that it appends is removed,
             because it would end the prompt.
-        query_len: the longest prompt, in tokens.
         limit: the option that sets `query_len`, for errors.
         form: how rows become prompts; see `PromptForm.resolved`.
         overlong: what happens to a longer prompt. "truncate" cuts off its beginning but for a bos, because a response
@@ -146,13 +145,9 @@ def prepare_prompts(
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         prompts, tools = _prompts_of_rows(rows, start, form, tools_of, kind)
         kind = type(prompts[0])
+        protected = control_tokens.protect(prompts) if control_tokens else prompts
         tokenized = tokenize_prompts(
-            control_tokens.protect(prompts) if control_tokens else prompts,
-            tokenizer,
-            form.chat_template_kwargs,
-            tools=tools if tools_of else None,
-            control_tokens=control_tokens,
-            start=start,
+            protected, tokenizer, form.chat_template_kwargs, tools=tools, control_tokens=control_tokens, start=start
         )
         lengths += map(len, tokenized)
         for number, ids in enumerate(tokenized, start):
@@ -178,8 +173,8 @@ def prepare_prompts(
     return PromptDataset(
         dataset.select(kept),
         input_ids,
-        form,
-        form.wording(dataset[kept[0]], tokenizer),
+        form=form,
+        wording=form.wording(dataset[kept[0]], tokenizer),
         fingerprint=digest.hexdigest()[:16],
         num_dropped=len(dataset) - len(kept),
         num_cut=num_cut,
@@ -188,9 +183,9 @@ def prepare_prompts(
 
 def _prompts_of_rows(
     rows: list[dict[str, Any]], start: int, form: PromptForm, tools_of: ToolsOf | None, kind: type | None
-) -> tuple[list[Any], list[Schemas]]:
+) -> tuple[list[Any], list[Schemas] | None]:
     """Returns the checked prompts of `rows`, the first of which is row `start`, and, with `tools_of`, the schemas of
-    their tools. All must be of one type: that of earlier rows, `kind`, if there are any.
+    their tools. All prompts must be of one type: that of earlier rows, `kind`, if there are any.
     """
     prompts: list[Any] = []
     tools: list[Schemas] = []
@@ -209,17 +204,17 @@ def _prompts_of_rows(
                 f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
             )
         prompts.append(prompt)
-    return prompts, tools
+    return prompts, None if tools_of is None else tools
 
 
 def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns what a run prints about its prompts at its start: the first one as the model reads it, a literal
-    backslash and n in the template, and how they differ from those that the model was trained on. Empty if environments
-    make the prompts.
+    """Returns the lines that a run prints at its start: the first prompt as the model reads it, a warning of a literal
+    backslash and n in the template, and `other_wording`. Empty if environments make the prompts.
     """
     if prompts.any_blank:
         return []
-    text, kind = prompt_text(prompts[0], tokenizer), "messages" if prompts.are_messages else "text"
+    text = prompt_text(prompts[0], tokenizer)
+    kind = "messages" if prompts.are_messages else "text"
     if tokenizer.chat_template and not prompts.are_messages:
         special_tokens = [*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens]
         if not any(token in text for token in special_tokens if token.strip()):
@@ -304,8 +299,6 @@ def tokenize_prompts(
 
     Args:
         prompts: all texts, or all messages.
-        tokenizer: of the policy.
-        chat_template_kwargs: further arguments of the chat template.
         tools: given with environments or tools: the schemas that the chat template shows with each prompt. An empty
             text then gets no tokens.
         control_tokens: given where prompts have parts that it protects.
@@ -322,19 +315,12 @@ def tokenize_prompts(
             "model, set tokenizer.chat_template, or use text prompts"
         )
     else:
-        tokenized = []
         options = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
         options["tokenize"] = control_tokens is None
+        tokenized = []
         for number, messages in enumerate(prompts):
             with_tools = {"tools": list(tools[number])} if tools and tools[number] else {}
-            # A template raises any kind of error for roles and keys that it does not know.
-            try:
-                rendered: Any = tokenizer.apply_chat_template(messages, **{**options, **with_tools})
-            except Exception as error:
-                raise ValueError(
-                    f"the chat template refuses the messages in row {start + number}, {shown(messages)}: "
-                    f"{type(error).__name__}: {error}; change the row, or the tokenizer"
-                ) from error
+            rendered = _rendered(messages, tokenizer, {**options, **with_tools}, start + number)
             if control_tokens is None:
                 tokenized.append(list(rendered["input_ids"]))
             else:
@@ -347,6 +333,18 @@ def tokenize_prompts(
                 f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompt)}; drop such rows"
             )
     return tokenized
+
+
+def _rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], number: int) -> Any:
+    """Returns what the chat template makes of the messages in row `number`."""
+    # A template raises any kind of error for roles and keys that it does not know.
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:
+        raise ValueError(
+            f"the chat template refuses the messages in row {number}, {shown(messages)}: "
+            f"{type(error).__name__}: {error}; change the row, or the tokenizer"
+        ) from error
 
 
 def _tokenize_texts(
@@ -375,7 +373,6 @@ def collate_prompts(
 
     The width is `query_len` and not that of the longest prompt, because the rollouts of all ranks are concatenated and
     must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
-    `pad_token_id` may occur inside a prompt, because masks come from lengths.
     """
     assert len(items) == len(indices) and all(len(item["input_ids"]) <= query_len for item in items)
     queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)

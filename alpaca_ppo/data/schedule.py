@@ -12,13 +12,11 @@ class PromptSchedule:
     smaller.
 
     The permutations of all epochs are one endless sequence, of which each step takes the next prompts. If earlier steps
-    have drawn extra prompts (`dynamic_sampling`), a step begins so much later in the sequence; its size stays, and
+    have drawn extra prompts (`dynamic_sampling`), a step begins that much later in the sequence; its size stays, and
     `epoch_at` does not count them.
 
     Args:
-        num_prompts: prompts in the dataset.
         rollout_batch_size: prompts per step.
-        seed: of the permutations.
         total_epochs: passes over the dataset; or give one of the following.
         total_episodes: prompts in total.
         num_steps: steps in total (`max_steps`).

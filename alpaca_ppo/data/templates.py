@@ -37,7 +37,8 @@ class PromptTemplate:
         Raises:
             ValueError: if a column is None, which would be rendered as the word "None".
         """
-        text, optional = self.text, row.get(self.optional or "")
+        text = self.text
+        optional = None if self.optional is None else row.get(self.optional)
         if self.without_optional is not None and (optional is None or not str(optional).strip()):
             text = self.without_optional
         values = {name: row[name] for name in _field_names(text)}
@@ -157,15 +158,15 @@ class PromptForm:
         return prompt
 
     def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
-        """Returns the prompt of `row` up to the policy's answer, with `PROBE` for its own text."""
+        """Returns the prompt of `row` up to the policy's answer, with `PROBE` in place of the text of the row."""
         if self.template is not None:
             row = {**dict.fromkeys(_field_names(self.template.text), ""), self.template.columns[0]: PROBE}
         prompt = self.prompt_of(row)
         if isinstance(prompt, str):
             return PROBE if self.template is None else prompt
-        users = [number for number, message in enumerate(prompt) if message["role"] == "user"]
-        if self.template is None and users:
-            prompt = [*prompt[: users[0]], {**prompt[users[0]], "content": PROBE}]
+        first_user = next((i for i, message in enumerate(prompt) if message["role"] == "user"), None)
+        if self.template is None and first_user is not None:
+            prompt = [*prompt[:first_user], {**prompt[first_user], "content": PROBE}]
         # Makes a template write the date's format instead of the date.
         undated = tokenizer.get_chat_template().replace("strftime_now(", "(")
         options = {"add_generation_prompt": True, **(self.chat_template_kwargs or {}), "chat_template": undated}
@@ -173,6 +174,7 @@ class PromptForm:
 
 
 def _field_names(text: str) -> list[str]:
+    """Returns the fields of a format string, each once; raises a `ValueError` if it is invalid."""
     try:
         parts = [part for part in string.Formatter().parse(text) if part[1] is not None]
     except ValueError as error:

@@ -1,5 +1,5 @@
 """The doctor: rules that read a run's metrics and say what is wrong with it, and what to do. No torch here, so that a
-report is made at once. `trainer.run_doctor` calls it in a running trainer.
+report is made at once.
 """
 
 from alpaca_ppo.doctor.examination import Doctor, Finding, check_run, read_findings, stops

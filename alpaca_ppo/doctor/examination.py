@@ -73,8 +73,8 @@ def check_run(folder: StrPath) -> list[Finding]:
 def examined(
     config: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]], known: Collection[Finding] = ()
 ) -> list[Finding]:
-    """Returns the findings in `metrics` and those in `known`: of each rule the most severe and then the earliest one,
-    errors first.
+    """Returns one finding for each rule, of those in `metrics` and in `known`: the earliest error, or else the earliest
+    warning. Errors come first.
     """
     doctor = Doctor(History(config))
     findings = list(known)
@@ -93,7 +93,8 @@ def read_findings(folder: StrPath) -> list[Finding]:
     Raises:
         ValueError: if the file holds something else.
     """
-    path, keys = Path(folder) / "findings.jsonl", {field.name for field in dataclasses.fields(Finding)}
+    path = Path(folder) / "findings.jsonl"
+    keys = {field.name for field in dataclasses.fields(Finding)}
     rows = list(read_lines(path)) if path.exists() else []
     for row in rows:
         if row.keys() != keys or row["severity"] not in get_args(DoctorSeverity):

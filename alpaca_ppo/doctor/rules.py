@@ -32,7 +32,7 @@ class History:
         self._series: dict[str, list[tuple[int, float]]] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Adds metrics of `step`, 0 = before training, but for None and numbers that are not finite. They replace
+        """Adds the metrics of `step` (0 = before training), except None and numbers that are not finite. They replace
         earlier ones of the same step.
         """
         self.step = step
@@ -74,7 +74,7 @@ class History:
 
     def steps_at_full_rate(self, count: int) -> list[int]:
         """The last `count` steps that trained the policy at half of the largest learning rate or more; empty if there
-        are fewer. Most steps of a warm-up or at a schedule's end are not among them.
+        are fewer.
         """
         peak = max((rate for _, rate in self.series("objective/lr")[: 4 * count]), default=0.0)
         if self.config.get("warmup_steps"):
@@ -142,6 +142,7 @@ def empty_answers(history: History) -> Found | None:
 )
 def constant_reward(history: History) -> Found | None:
     """All responses of several steps score the same."""
+    # A single response has no spread.
     if (history.config.get("rollout_batch_size") or 2) * (history.config.get("num_return_sequences") or 1) < 2:
         return None
     spreads = [value for _, value in history.series(_SPREAD)]
@@ -184,10 +185,10 @@ def eval_falling(history: History) -> Found | None:
         readings, spread = history.series(name), history.start(_SPREAD, 1)
         errors = [value for _, value in history.series(f"{name}_se")]
         has_errors = len(errors) == len(readings)
+        (first_step, start), (step, now) = readings[0], readings[-1]
         # Without standard errors, two evaluations cannot tell a fall from noise.
-        if readings[0][0] != 0 or len(readings) < (2 if has_errors else 3):
+        if first_step != 0 or len(readings) < (2 if has_errors else 3):
             continue
-        (_, start), (step, now) = readings[0], readings[-1]
         std = history.at(f"{name}_std", [step])[0] or spread
         noise = 3 * math.hypot(errors[0], errors[-1]) if has_errors else 0.0
         if std and start - now > max(0.3 * std, noise):
@@ -210,20 +211,19 @@ def overoptimization(history: History) -> Found | None:
     if len(sources) < 2 or min(history.config.get("reward_weights") or [0]) < 0:
         sources = []
     for name in [*sources, *_evaluated(history)]:
+        # Measured healthy runs stay within 0.15 standard deviations of their best; over-optimized ones pass 1.
         if name in sources:
-            readings, noise = _window_means(history.series(name)), 0.0
-            std = history.start(_SPREAD + name.removeprefix(_SCORES)) or spread
+            readings = _window_means(history.series(name))
+            limit = 0.3 * (history.start(_SPREAD + name.removeprefix(_SCORES)) or spread)
         else:
             readings = history.series(name)
             step = readings[-1][0]
-            noise = 3 * history.at(f"{name}_se", [step])[0]
             std = history.at(f"{name}_std", [step])[0] or spread
+            limit = max(0.3 * std, 3 * history.at(f"{name}_se", [step])[0])
         if len(readings) < 3:
             continue
         best_step, best = max(readings, key=lambda reading: reading[1])
         (_, start), (_, now) = readings[0], readings[-1]
-        # Measured healthy runs stay within 0.15 standard deviations of their best; over-optimized ones pass 1.
-        limit = max(0.3 * std, noise)
         before = fmean([value for step, value in history.series(_SCORES) if step <= max(best_step, 1)][-WINDOW:])
         if best - now > limit and rewards - before > 0.25 * spread:
             return _error_if(start - now > limit, name=name, best=best, best_step=best_step, now=now)
@@ -259,9 +259,9 @@ def policy_does_not_move(history: History) -> Found | None:
     """After ten steps at the full learning rate, the policy has hardly changed."""
     steps = history.steps_at_full_rate(10)
     # Updates are measured before the optimizer step; with a single one, only the KL to the reference shows a change.
-    several = (history.last("ppo/policy/optimizer_steps") or [1.0])[0] > 1
+    several_updates = (history.last("ppo/policy/optimizer_steps") or [1.0])[0] > 1
     with_reference = history.config.get("reference") != "none" and bool(history.series(_KL))
-    if not steps or not (several or with_reference) or constant_reward(history):
+    if not steps or not (several_updates or with_reference) or constant_reward(history):
         return None
     update = max(history.at("ppo/policy/approx_kl_k3", steps))
     kl = max(map(abs, history.at(_KL, steps))) if with_reference else 0.0
@@ -269,7 +269,7 @@ def policy_does_not_move(history: History) -> Found | None:
     if update > 1e-5 or kl > 1e-3:
         return None
     # Rounding in float32 gives updates of 1e-13; k1 has a noise of 1e-5 beside them.
-    frozen = update <= 1e-8 and kl <= (1e-4 if several else 1e-5)
+    frozen = update <= 1e-8 and kl <= (1e-4 if several_updates else 1e-5)
     norm, rate = max(history.at("ppo/policy/grad_norm", steps)), max(history.at("objective/lr", steps))
     return _error_if(frozen, update=update, kl=kl, norm=norm, rate=rate)
 

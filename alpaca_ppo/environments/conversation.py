@@ -14,8 +14,11 @@ from typing import Any
 from alpaca_ppo.async_calls import error_text
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.prompts import tokenize_prompts
+from alpaca_ppo.environments.tool_calls import ToolCall, find_json_calls, find_template_calls
 
 Message = dict[str, Any]
+# JSON schemas of tools.
+Schemas = Sequence[Mapping[str, Any]]
 
 # The second is searched for in what the template writes, so no environment may write it.
 _QUESTION, _ANSWER = "First question", "Earlier answer 8D1f6c03"
@@ -32,7 +35,7 @@ class _Written:
     """How the template writes a turn of the policy with the text `_ANSWER`, and the replies to it.
 
     Attributes:
-        text: everything from the end of the prompt to the start of the policy's next turn.
+        text: from the end of the prompt to the start of the policy's next turn.
         closing: what ends a turn, after `_ANSWER`.
         suffix: what comes after `closing`, up to the start of the next turn.
     """
@@ -46,7 +49,6 @@ class Conversation:
     """Writes prompts and replies.
 
     Args:
-        tokenizer: of the policy.
         messages: whether prompts are messages, which the chat template writes; otherwise all is plain text.
         chat_template_kwargs: the option, as `control_tokens_from`.
         stop_token_ids: end a turn.
@@ -74,7 +76,7 @@ class Conversation:
         self._stop = frozenset(stop_token_ids)
         self._special = frozenset(tokenizer.all_special_ids)
 
-    def prompt_ids(self, prompt: Any, schemas: Sequence[Mapping[str, Any]], observation: str = "") -> list[int]:
+    def prompt_ids(self, prompt: Any, schemas: Schemas, observation: str = "") -> list[int]:
         """The token ids of a row's text or messages, with `observation` at their end."""
         tokens = self._control_tokens
         if not self._prompts_trusted:
@@ -97,13 +99,19 @@ class Conversation:
         skip = not keep_special
         return str(self.tokenizer.decode(kept, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
+    def find_calls(self, text: str, schemas: Schemas) -> list[ToolCall]:
+        """The tool calls in a turn's text."""
+        if getattr(self.tokenizer, "response_template", None) is not None:
+            return find_template_calls(self.tokenizer, text, self.prompt_end, schemas)
+        return find_json_calls(text)
+
     def reply_ids(
         self,
         replies: Sequence[Message],
         *,
         stopped_by_token: bool,
         tool_calls: Sequence[Mapping[str, Any]] = (),
-        schemas: Sequence[Mapping[str, Any]] = (),
+        schemas: Schemas = (),
         columns: int | None = None,
     ) -> list[int]:
         """The token ids between a turn of the policy and its next one.
@@ -112,7 +120,6 @@ class Conversation:
             replies: messages; for plain text, one whose content is appended as it is.
             stopped_by_token: whether a stop token ended the turn; otherwise the template's end of a turn comes first.
             tool_calls: of the turn. The template gets them without their arguments, which it might refuse.
-            schemas: of the tools.
             columns: how many of the ids are used: little more of a long message is tokenized. None tokenizes all.
         """
         if columns is not None:
@@ -123,14 +130,19 @@ class Conversation:
         written = self._written(self._thought(0) + _ANSWER, replies, tool_calls, schemas)
         if not stopped_by_token:
             return self._ids(written.closing + written.suffix)
-        # The sampled token replaces the template's.
+        return self._ids_after_stop(written.closing, written.suffix)
+
+    def _ids_after_stop(self, closing: str, suffix: str) -> list[int]:
+        """The token ids after the one that the sampled stop token replaces."""
         ends = self._stop | self._special
-        if ends.intersection(self._ids(written.closing)):
-            ids = self._ids(written.closing + written.suffix)
-            return ids[next(i for i, token in enumerate(ids) if token in ends) + 1 :]
-        ids = self._ids(written.suffix)
+        if ends.intersection(self._ids(closing)):
+            ids = self._ids(closing + suffix)
+            end = next(i for i, token in enumerate(ids) if token in ends)
+            return ids[end + 1 :]
+        ids = self._ids(suffix)
         # A turn may end with the token that begins the next message.
-        return ids[1:] if not written.closing and ids and ids[0] in self._stop else ids
+        starts_with_stop = bool(ids) and ids[0] in self._stop
+        return ids[1:] if starts_with_stop and not closing else ids
 
     def _beginning(self, text: str, columns: int) -> str:
         """What determines the first `columns` tokens of a message with `text`."""
@@ -147,7 +159,7 @@ class Conversation:
             size *= 2
         return text[:size]
 
-    def check(self, schemas: Sequence[Mapping[str, Any]], *, replies: bool, max_turns: int | None = None) -> None:
+    def check(self, schemas: Schemas, *, replies: bool, max_turns: int | None = None) -> None:
         """Checks at the start of a run that the chat template only appends as a conversation grows.
 
         Args:
@@ -167,22 +179,26 @@ class Conversation:
             return
         if schemas and self._render([_USER], schemas) == self._render([_USER], ()):
             raise self._error("writes nothing about tools")
-        # Each turn appends what `reply_ids` appends for it; the template must write the same for the whole.
-        messages, written = [_USER], self._render([_USER], schemas, add_generation_prompt=True)
-        for turn in range(min(max(_TURNS, max_turns or 0), _MOST_TURNS)):
+        self._check_growth(schemas, min(max(_TURNS, max_turns or 0), _MOST_TURNS), replies=replies)
+
+    def _check_growth(self, schemas: Schemas, turns: int, *, replies: bool) -> None:
+        """Raises ValueError unless the template writes `turns` turns as `reply_ids` appends them."""
+        messages = [_USER]
+        appended = self._render([_USER], schemas, add_generation_prompt=True)
+        for turn in range(turns):
             thought = self._thought(turn)
             calls, answers = _replies(turn, schemas, replies=replies)
-            first = self._written(thought + _ANSWER, self._control_tokens.protect(answers), calls, schemas)
-            if thought and _ANSWER in first.text and _THOUGHT not in first.text:
+            written = self._written(thought + _ANSWER, self._control_tokens.protect(answers), calls, schemas)
+            if thought and _ANSWER in written.text and _THOUGHT not in written.text:
                 raise self._error("leaves out what the policy thinks between <think> and </think>")
-            if len(self._ids(first.closing)) > 1 and not first.text.endswith(first.closing + first.suffix):
-                raise self._error(f"does not end a turn with tool calls as one without, with {first.closing!r}")
+            if len(self._ids(written.closing)) > 1 and not written.text.endswith(written.closing + written.suffix):
+                raise self._error(f"does not end a turn with tool calls as one without, with {written.closing!r}")
             answer = _words("answer", turn)
             messages += [_assistant(thought + answer, self._without_arguments(calls)), *answers]
-            written += self._control_tokens.restored(first.text).replace(_ANSWER, answer)
+            appended += self._control_tokens.restored(written.text).replace(_ANSWER, answer)
             rendered = self._render(messages, schemas, add_generation_prompt=True)
-            if rendered != written:
-                raise self._error(f"writes a message in another way later: {_difference(written, rendered)}")
+            if rendered != appended:
+                raise self._error(f"writes a message in another way later: {_difference(appended, rendered)}")
 
     def _thought(self, turn: int) -> str:
         """The thought before the text of a turn in `check`, in every other turn. The policy writes none where the
@@ -195,29 +211,25 @@ class Conversation:
         return f"<think>\n{_THOUGHT}\n</think>\n\n" if turn % 2 else ""
 
     def _written(
-        self,
-        answer: str,
-        replies: Sequence[Message],
-        tool_calls: Sequence[Mapping[str, Any]],
-        schemas: Sequence[Mapping[str, Any]],
+        self, answer: str, replies: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]], schemas: Schemas
     ) -> _Written:
         """How the template writes a first turn with the text `answer`, and the replies to it."""
-        called = _assistant(answer, self._without_arguments(tool_calls))
+        message = _assistant(answer, self._without_arguments(tool_calls))
         start = self._render([_USER], schemas, add_generation_prompt=True)
-        after = self._render([_USER, called, *replies], schemas, add_generation_prompt=True)
-        if not after.startswith(start):
-            raise self._error(f"writes a message in another way later: {_difference(start, after)}")
-        before = self._render([_USER, _assistant(answer)], schemas)
-        earlier = self._render([_USER, called], schemas)
+        replied = self._render([_USER, message, *replies], schemas, add_generation_prompt=True)
+        if not replied.startswith(start):
+            raise self._error(f"writes a message in another way later: {_difference(start, replied)}")
+        without_calls = self._render([_USER, _assistant(answer)], schemas)
+        with_calls = self._render([_USER, message], schemas)
         # Some templates write an EOS at the end of the text.
-        for end in ("", self.tokenizer.eos_token or ""):
-            closed, rest = before.removesuffix(end), earlier.removesuffix(end)
-            if _ANSWER in rest and not after.startswith(rest):
+        for eos in ("", self.tokenizer.eos_token or ""):
+            earlier = with_calls.removesuffix(eos)
+            if _ANSWER in earlier and not replied.startswith(earlier):
                 # Some write more before the text of the last message than they do once others follow.
-                rest = after.rpartition(_ANSWER)[0] + rest[rest.rfind(_ANSWER) :]
-            closing = closed.rpartition(_ANSWER)[2]
-            if _ANSWER in closed and after.startswith(rest):
-                return _Written(after.removeprefix(start), closing, after[len(rest) :])
+                earlier = replied.rpartition(_ANSWER)[0] + earlier[earlier.rfind(_ANSWER) :]
+            _, separator, closing = without_calls.removesuffix(eos).rpartition(_ANSWER)
+            if separator and replied.startswith(earlier):
+                return _Written(text=replied.removeprefix(start), closing=closing, suffix=replied[len(earlier) :])
         raise self._error("does not write earlier answers, or writes their end in another way when messages follow")
 
     def _without_arguments(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -244,9 +256,7 @@ class Conversation:
             "tokenizer.chat_template to one that only appends (docs/environments.md)"
         )
 
-    def _render(
-        self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
-    ) -> str:
+    def _render(self, messages: Sequence[Message], schemas: Schemas, *, add_generation_prompt: bool = False) -> str:
         tools = {"tools": list(schemas)} if schemas else {}
         try:
             text: str = self.tokenizer.apply_chat_template(
@@ -267,15 +277,14 @@ def _assistant(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message
     return {**message, "tool_calls": list(calls)} if calls else message
 
 
-def _replies(
-    turn: int, schemas: Sequence[Mapping[str, Any]], *, replies: bool
-) -> tuple[list[dict[str, Any]], list[Message]]:
+def _replies(turn: int, schemas: Schemas, *, replies: bool) -> tuple[list[dict[str, Any]], list[Message]]:
     """The calls of a turn in `check`, and the messages that follow it: up to three results, or one of the user."""
     if not schemas or (replies and turn % 3 == 1):
         return [], [{"role": "user", "content": _words("reply", turn)}]
     calls, results = [], []
     for i in range(1 + turn % 3):
-        name, number = schemas[i % len(schemas)]["function"]["name"], 3 * turn + i
+        name = schemas[i % len(schemas)]["function"]["name"]
+        number = 3 * turn + i
         calls.append(tool_call_entry(name, {}, number))
         results.append(tool_message(name, _words("result", number, of_turn=turn), number))
     return calls, results

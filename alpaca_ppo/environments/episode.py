@@ -16,15 +16,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.environments.conversation import Conversation, Message, tool_call_entry, tool_message, with_observation
 from alpaca_ppo.environments.kinds import EnvironmentKind
-from alpaca_ppo.environments.tool_calls import (
-    ToolCall,
-    ToolCallParser,
-    call_problem,
-    encodable,
-    find_json_calls,
-    find_parsed_calls,
-    find_template_calls,
-)
+from alpaca_ppo.environments.tool_calls import ToolCall, ToolCallParser, call_problem, encodable, find_parsed_calls
 from alpaca_ppo.generation.turns import Reply, Turn
 from alpaca_ppo.rewards.batch import copied
 
@@ -41,7 +33,7 @@ class EnvironmentFailure(RuntimeError):
 @dataclass(frozen=True)
 class EpisodeSettings:
     """What all episodes of a run have in common. Without a `tool_call_parser`, calls are found by the tokenizer's
-    `response_template` if it has one, and otherwise as JSON between <tool_call> tags.
+    `response_template`, or else as JSON between <tool_call> tags.
     """
 
     conversation: Conversation
@@ -158,9 +150,17 @@ class Episode:
                 messages[-1]["tool_calls"] = [control_tokens.protect_call(call) for call in calls]
         return prompt, messages
 
-    def prompt_ids(self) -> list[int]:
-        """The token ids of the prompt."""
-        return self.settings.conversation.prompt_ids(self.row["prompt"], self.schemas, self.observation)
+    def prompt_ids(self, tokenized: list[int]) -> list[int]:
+        """The token ids of the prompt: `tokenized`, unless there is an observation. Raises ValueError if too many."""
+        ids, query_len = tokenized, self.settings.args.query_len
+        if self.observation:
+            ids = self.settings.conversation.prompt_ids(self.row["prompt"], self.schemas, self.observation)
+        if len(ids) > query_len:
+            raise ValueError(
+                f"the prompt of environment {self.kind.name!r} has {len(ids)} tokens after reset, more than "
+                f"query_len ({query_len}); raise query_len, or let reset return less\n  row: {shown(self.row)}"
+            )
+        return ids
 
     def reply_to(self, turn: Turn) -> Steps[Reply]:
         """The token ids that follow a turn of the policy; None if the episode has ended."""
@@ -186,14 +186,15 @@ class Episode:
         return ids
 
     def end(self, response: list[int], response_mask: list[bool], *, complete: bool) -> Steps[None]:
-        """Gives the environment the last turn, if it has not seen it and the limits of the response have not cut it
-        off (`complete`), and takes its reward. `response` ends with the last token that the policy chose.
+        """Shows the environment the last turn, if that is new to it and `complete`: not cut off by the limits of the
+        response. Then asks for its reward. `response` ends with the policy's last token.
         """
         self.chosen = [column for column, chosen in enumerate(response_mask) if chosen]
         if len(response) > self.num_read:
             if complete:
                 turn = Turn(self.number, response, response_mask, self.num_read, stopped=True)
-                self.cut_by_max_turns = (yield from self._answers(turn)) is not None
+                answers = yield from self._answers(turn)
+                self.cut_by_max_turns = answers is not None
             else:
                 self.num_turns += 1
                 text = self.settings.conversation.turn_text(response[self.num_read :])
@@ -211,27 +212,32 @@ class Episode:
         self.messages.append(message)
         calls = self._find_calls(turn) if self.kind.tools else []
         if calls:
-            entries = [tool_call_entry(call.name, call.arguments, self.tool_calls + i) for i, call in enumerate(calls)]
-            message["tool_calls"] = entries
+            numbered = list(enumerate(calls, self.tool_calls))
+            message["tool_calls"] = [tool_call_entry(call.name, call.arguments, number) for number, call in numbered]
             results = []
-            for call in calls:
+            for number, call in numbered:
                 content = yield from self._call_tool(call)
-                results.append(tool_message(call.name, content, self.tool_calls - 1))
+                results.append(tool_message(call.name, content, number))
             self.messages += results
-            return results, entries
+            return results, message["tool_calls"]
         if not self.kind.has_reply:
             return None
-        answer = yield from self._call_environment(self.environment.reply, {"completion": message["content"]}, "reply")
+        text = yield from self._reply(message["content"], len(turn.response) - 1)
+        if text is None:
+            self.ended_by_environment = True
+            return None
+        self.messages.append({"role": "user", "content": text})
+        return self.messages[-1:], []
+
+    def _reply(self, completion: str, column: int) -> Steps[str | None]:
+        """The text that `reply` returns, or None; records the reward of the turn that ends at `column`."""
+        answer = yield from self._call_environment(self.environment.reply, {"completion": completion}, "reply")
         text, reward = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if text is not None and not isinstance(text, str):
             raise self._failure(f"reply returned {shown(answer)}; it must return text, None, or a pair with a number")
         if reward is not None:
-            self.turn_rewards[len(turn.response) - 1] = self._number(reward, "reply")
-        if text is None:
-            self.ended_by_environment = True
-            return None
-        self.messages.append({"role": "user", "content": encodable(text)})
-        return self.messages[-1:], []
+            self.turn_rewards[column] = self._number(reward, "reply")
+        return None if text is None else encodable(text)
 
     def _number(self, value: Any, method: str) -> float:
         try:
@@ -244,19 +250,18 @@ class Episode:
             raise self._failure(problem) from error
 
     def _find_calls(self, turn: Turn) -> list[ToolCall]:
-        settings, tokenizer = self.settings, self.settings.conversation.tokenizer
-        text = settings.conversation.turn_text(turn.response[turn.start :], keep_special=True)
-        if settings.tool_call_parser is not None:
+        """The tool calls in a turn."""
+        conversation, parser = self.settings.conversation, self.settings.tool_call_parser
+        text = conversation.turn_text(turn.response[turn.start :], keep_special=True)
+        if parser is not None:
             try:
-                return find_parsed_calls(settings.tool_call_parser, text)
+                return find_parsed_calls(parser, text)
             # ValueError is about the policy's text; anything else is a defect of the parser.
             except Exception as error:
                 raise self._failure(
                     f"tool_call_parser raised {error_text(error)}; let it raise ValueError for a malformed call"
                 ) from error
-        if getattr(tokenizer, "response_template", None) is not None:
-            return find_template_calls(tokenizer, text, settings.conversation.prompt_end, self.schemas)
-        return find_json_calls(text)
+        return conversation.find_calls(text, self.schemas)
 
     def _call_tool(self, call: ToolCall) -> Steps[str]:
         """The result of a call as text, or what was wrong with it as JSON."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.async_calls import RowCall, RowCalls
-from alpaca_ppo.config.fields import shown
 from alpaca_ppo.data.prompts import left_padded
 from alpaca_ppo.environments.episode import Episode, EpisodeSettings, Steps
 from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
 from alpaca_ppo.functional.shaping import response_lengths
-from alpaca_ppo.generation.responses import Generation, SamplingParams
+from alpaca_ppo.generation.responses import Generation, SamplingParams, unpadded
 from alpaca_ppo.generation.turns import PENDING, Pending, Reply, Turn, Turns
 from alpaca_ppo.types import EPISODE, PromptBatch
 
@@ -31,7 +30,6 @@ class Environments:
 
     Args:
         kinds: by the value of a row's `environment` column; under None, the kind of every row.
-        settings: of all episodes.
     """
 
     def __init__(self, kinds: Mapping[str | None, EnvironmentKind], settings: EpisodeSettings) -> None:
@@ -66,9 +64,9 @@ class Environments:
         ]
         episodes = Episodes(made, self, poll)
         try:
-            # A seed for each prompt in this step and round, the same for all its samples.
-            of_prompts = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1)
-            keys = of_prompts.random_keys(prompts["prompt_ids"])
+            # A seed of 31 bits for each prompt in this step and round, the same for all its samples.
+            reset_params = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1)
+            keys = reset_params.random_keys(prompts["prompt_ids"])
             episodes.begin([int(key) & 0x7FFFFFFF for key in keys for _ in range(n)])
             query_len = self.settings.args.query_len
             episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
@@ -77,8 +75,7 @@ class Environments:
             running = self.calls.abandon()
             for number, episode in enumerate(made):
                 if episode.environment is not None:
-                    reusable = episode.reusable and number not in running
-                    episode.kind.release(episode.environment, reusable=reusable)
+                    episode.kind.release(episode.environment, reusable=episode.reusable and number not in running)
 
 
 def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any]) -> EnvironmentKind:
@@ -139,8 +136,7 @@ class Episodes:
 
     def on_stop(self, turn: Turn) -> Reply | Pending:
         """Begins the work on a turn."""
-        done, value = self._advance(turn.row, self.episodes[turn.row].reply_to(turn))
-        reply: Reply = value
+        done, reply = self._advance(turn.row, self.episodes[turn.row].reply_to(turn))
         return reply if done else PENDING
 
     def ready(self, timeout: float) -> Sequence[tuple[int, Reply]]:
@@ -222,16 +218,8 @@ def _with_prompts(
 ) -> tuple[PromptBatch, SamplingParams]:
     """The prompts that the episodes begin with, and how to sample them."""
     n = params.num_return_sequences
-    ids: list[list[int]] = []
-    for number, episode in enumerate(episodes):
-        tokens, mask = prompts["queries"][number // n], prompts["query_attn_masks"][number // n]
-        # Without an observation, the prompt is the one that was tokenized before the run.
-        ids.append(episode.prompt_ids() if episode.observation else tokens[mask.bool()].tolist())
-        if len(ids[-1]) > query_len:
-            raise ValueError(
-                f"the prompt of environment {episode.kind.name!r} has {len(ids[-1])} tokens after reset, more than "
-                f"query_len ({query_len}); raise query_len, or let reset return less\n  row: {shown(episode.row)}"
-            )
+    tokenized = unpadded(prompts)
+    ids = [episode.prompt_ids(tokenized[i // n]) for i, episode in enumerate(episodes)]
     samples_share_prompt = all(ids[i] == ids[i - i % n] for i in range(len(ids)))
     prompt_rows = range(0, len(ids), n if samples_share_prompt else 1)
     queries, masks = left_padded([ids[i] for i in prompt_rows], query_len, params.pad_token_id)
@@ -241,5 +229,4 @@ def _with_prompts(
     batch["rows"] = [{**episodes[i].row, "prompt": episodes[i].prompt} for i in prompt_rows]
     if samples_share_prompt:
         return batch, params
-    sample_ids = tuple(range(n)) * len(prompts["rows"])
-    return batch, replace(params, num_return_sequences=1, sample_ids=sample_ids)
+    return batch, replace(params, num_return_sequences=1, sample_ids=tuple(range(n)) * len(prompts["rows"]))

@@ -42,7 +42,6 @@ class EnvironmentKind:
 
     Args:
         name: the factory's key; if empty, the name of the class that it makes.
-        factory: makes an environment.
         tools: that the policy can call besides the environment's methods.
         routed: whether the column `environment` names the environment of each row; `reset` does not get that column.
 
@@ -51,6 +50,9 @@ class EnvironmentKind:
         has_reward: whether it gives a reward for the whole episode.
         resets_together: whether `reset` is async or takes a seed. Others may draw from global random generators, so
             they are reset one after another, in the rows' order.
+
+    Raises:
+        ValueError: if the factory raises, or its environment has no `reset` or wrong tools.
     """
 
     def __init__(
@@ -70,10 +72,7 @@ class EnvironmentKind:
             raise ValueError(
                 f"the environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one"
             )
-        # Properties are skipped: before `reset` they may not have a value.
-        static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
-        public = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
-        methods = {name: value for name, value in public.items() if inspect.ismethod(value) and name not in _RESERVED}
+        methods = _public_methods(instance)
         self.has_reward = callable(getattr(instance, "get_reward", None))
         # Another method of this name is a tool, as in TRL.
         self.has_reply = "reply" in methods and parameters_of(methods["reply"]).names[:1] == ["completion"]
@@ -85,8 +84,8 @@ class EnvironmentKind:
         names = [tool.name for tool in self.tools]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"environment {self.name!r} has several tools named {duplicates[0]!r}; rename all but one")
-        self._of_reset = parameters_of(instance.reset)
-        self.resets_together = _SEED in self._of_reset.names or inspect.iscoroutinefunction(instance.reset)
+        self._reset_parameters = parameters_of(instance.reset)
+        self.resets_together = _SEED in self._reset_parameters.names or inspect.iscoroutinefunction(instance.reset)
         self._free, self._made = [instance], [instance]
 
     @property
@@ -132,13 +131,20 @@ class EnvironmentKind:
         `seed` takes precedence. Raises ValueError for a missing column.
         """
         offered = {_SEED: seed, **row}
-        if missing := [name for name in self._of_reset.required if name not in offered]:
+        if missing := [name for name in self._reset_parameters.required if name not in offered]:
             raise ValueError(
                 f"reset of environment {self.name!r} requires {missing}, but the row has the columns {list(row)}; add "
                 "them to the dataset, or give them defaults"
             )
-        named = {name: offered[name] for name in self._of_reset.names if name in offered}
-        return named | (dict(row) if self._of_reset.any_others else {})
+        named = {name: offered[name] for name in self._reset_parameters.names if name in offered}
+        return named | (dict(row) if self._reset_parameters.any_others else {})
+
+
+def _public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
+    # Properties are skipped: before `reset` they may not have a value.
+    static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
+    public = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
+    return {name: value for name, value in public.items() if inspect.ismethod(value) and name not in _RESERVED}
 
 
 class NoEnvironment:
@@ -155,7 +161,7 @@ def make_kinds(
     """The kinds of environments by the value of a row's `environment` column; under None, the one of all rows.
 
     Raises:
-        ValueError: for a tool without type hints or a docstring, for duplicate names, and for what is no factory.
+        ValueError: for a tool without type hints or a docstring, duplicate names, or a factory that makes nothing.
     """
     shared = [Tool(_name(tool), tool_schema(tool, f"the tool {_name(tool)}"), tool) for tool in tools or ()]
     if environment_factory is None:
@@ -183,11 +189,10 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     describe its arguments.
     """
     try:
-        schema: dict[str, Any] = get_json_schema(function)
+        return get_json_schema(function)
     # Evaluating type hints may raise anything.
     except Exception as error:
         raise ValueError(
             f"{owner} cannot be shown to the policy as a tool: {error_text(error)}; give it type hints and a docstring "
             "with Args:, or begin its name with an underscore if it is no tool (a partner's is reply(completion))"
         ) from error
-    return schema

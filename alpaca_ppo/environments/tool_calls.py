@@ -54,11 +54,11 @@ def find_json_calls(text: str) -> list[ToolCall]:
     return calls
 
 
-def _checked(found: Any) -> ToolCall:
-    """A call from a mapping with `name` and `arguments`, which may be JSON text."""
-    if not isinstance(found, Mapping) or not isinstance(name := found.get("name"), str):
+def _checked(entry: Any) -> ToolCall:
+    """The call in `entry`, a mapping with `name` and `arguments`, which may be JSON text."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         return ToolCall("", {}, "the tool call has no name; it must be an object with 'name' and 'arguments'")
-    name, arguments = encodable(name), found.get("arguments", {})
+    name, arguments = encodable(entry["name"]), entry.get("arguments", {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -80,10 +80,10 @@ def _value_problem(value: Any, depth: int = 0) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value} is no number"
     if isinstance(value, Mapping):
-        keys = [f"{shown(key)} is no text for a key" for key in value if not isinstance(key, str)]
-        return keys[0] if keys else _value_problem([*value, *value.values()], depth)
+        problems = [f"{shown(key)} is no text for a key" for key in value if not isinstance(key, str)]
+        return problems[0] if problems else _value_problem([*value, *value.values()], depth)
     if isinstance(value, list | tuple):
-        return next((problem for entry in value if (problem := _value_problem(entry, depth + 1))), "")
+        return next(filter(None, (_value_problem(entry, depth + 1) for entry in value)), "")
     if isinstance(value, str) and encodable(value) != value:
         return f"{shown(value)} has half of a surrogate pair, which is no text"
     return "" if value is None or isinstance(value, str | int | float) else f"{shown(value)} is no JSON value"
@@ -119,10 +119,11 @@ def call_problem(call: ToolCall, function: Callable[..., Any], schema: Mapping[s
         return f"wrong arguments for {call.name}: {error}"
     properties = schema["function"]["parameters"].get("properties", {})
     for name, value in call.arguments.items():
-        json_type = properties.get(name, {}).get("type")
+        declared = properties.get(name, {})
+        json_type = declared.get("type")
+        # A union's type is a list.
         types = _JSON_TYPES.get(json_type, ()) if isinstance(json_type, str) else ()
-        nullable = properties.get(name, {}).get("nullable", False)
-        if not types or (value is None and nullable):
+        if not types or (value is None and declared.get("nullable", False)):
             continue
         if not isinstance(value, types) or (isinstance(value, bool) and json_type != "boolean"):
             return f"wrong arguments for {call.name}: {name} must be of type {json_type}, not {json.dumps(value)[:80]}"

@@ -5,13 +5,12 @@ those of a reward or a reference, are left out.
 """
 
 import copy
-import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -27,6 +26,7 @@ from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, re
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic
+from alpaca_ppo.models.policy import use_update_mode
 from alpaca_ppo.models.reference import make_reference
 from alpaca_ppo.saved_models import remote_code
 
@@ -49,7 +49,7 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
     """The models of a run on the meta device (small parts on the CPU), and by name all modules that hold weights:
     policy, critic, a copied reference, reward0, reward1 and so on.
 
-    `cast_to_bf16` casts the trained models and the reference, as DeepSpeed does.
+    For `cast_to_bf16` see `passes.measure`.
     """
     policy, lora = models.policy, copy.deepcopy(models.lora)
     if lora is None and is_adapter(policy):
@@ -72,10 +72,11 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
             # As in `DeepSpeedEngine`, buffers and reward models keep their type.
             for parameter in nn.ModuleDict(modules).parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
-        given: Any = {"trust_remote_code": args.trust_remote_code, "dtype": getattr(torch, args.dtype)}
+        options: Any = {"trust_remote_code": args.trust_remote_code, "dtype": getattr(torch, args.dtype)}
         for i, name in enumerate(models.rewards):
-            modules[f"reward{i}"] = without_weights(AutoModelForSequenceClassification, name, **given)
-    return actor_critic.train(), modules
+            modules[f"reward{i}"] = without_weights(AutoModelForSequenceClassification, name, **options)
+    use_update_mode(actor_critic)
+    return actor_critic, modules
 
 
 def without_weights(
@@ -88,13 +89,13 @@ def without_weights(
     with remote_code(name, trust=trust_remote_code), saved_models.loading(problem, name, loading.LOADING_REMEDY):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model: Any = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if auto_class is AutoModelForSequenceClassification:
         model.config.pad_token_id = 0
         # On the CPU, because a critic's head may be initialized from this weight.
-        width, labels = model.score.in_features, model.score.out_features
-        model.score = nn.Linear(width, labels, bias=False, dtype=dtype, device="cpu")
-    return model  # type: ignore[no-any-return]
+        head = model.score
+        model.score = nn.Linear(head.in_features, head.out_features, bias=False, dtype=dtype, device="cpu")
+    return cast(PreTrainedModel, model)
 
 
 def size_of(tensors: Any) -> float:
@@ -112,8 +113,7 @@ def make_fake(roots: Collection[nn.Module], mode: FakeTensorMode) -> None:
     fakes: Any = {tensor: fake(tensor) for root in roots for tensor in (*root.parameters(), *root.buffers())}
     for root in roots:
         for module in root.modules():
-            tables: Any = (module._parameters, module._buffers)
-            for table in tables:
+            for table in cast(Any, (module._parameters, module._buffers)):
                 table.update({name: fakes.get(tensor, tensor) for name, tensor in table.items()})
 
 
@@ -146,8 +146,7 @@ def fake_values() -> Iterator[None]:
 class LiveBytes(TorchDispatchMode):
     """Counts the storages of all tensors that operations return inside the context, each storage once.
 
-    It does not count what a kernel allocates internally, nor what an allocator keeps in reserve. torch's own
-    `torch.distributed._tools.mem_tracker.MemTracker` is private and cannot reset its peak between two passes.
+    torch's `torch.distributed._tools.mem_tracker.MemTracker` is private and cannot reset its peak between two passes.
 
     Attributes:
         live: bytes of the tensors alive now.
@@ -177,12 +176,6 @@ class LiveBytes(TorchDispatchMode):
                     self._storages[key] = weakref.ref(storage, partial(self._on_freed, key, size))
                     self.live += size
                     self.peak = max(self.peak, self.live)
-
-    def track_all(self) -> None:
-        """Counts every tensor known to Python's garbage collector; call it before the work to be measured."""
-        gc.collect()
-        # Not isinstance, which would import modules that libraries load lazily.
-        self.track([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
 
     def reset_peak(self) -> None:
         """Resets `peak` to the bytes alive now."""

@@ -54,15 +54,15 @@ def measure(
         ValueError: when a model cannot run on fake tensors, or models contradict each other.
     """
     try:
-        with warnings.catch_warnings(), fake_values():
-            # The run itself will show deprecation warnings of transformers.
-            warnings.simplefilter("ignore")
+        # The run itself will show deprecation warnings of transformers.
+        with warnings.catch_warnings(action="ignore"), fake_values():
             actor_critic, modules = build(models, args, cast_to_bf16=cast_to_bf16)
             passes = _Passes(actor_critic, replace(args, bf16=args.bf16 and not cast_to_bf16), processes)
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             make_fake(modules.values(), mode)
             with mode, passes.live:
                 return passes.measure(modules, replies=replies)
+    # What models raise that read values of tensors.
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(
             f"model_name_or_path {models.policy!r} cannot run without weights ({str(error)[:200]}); start a short run "
@@ -82,9 +82,8 @@ class _Passes:
         self._rows_at_once = min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size)
         full_rows = self._full_rows(self._rows_at_once, args.longest_row)
         self._forward_rows = ForwardRows(full_rows, torch.device("cpu"), per_device_batch_size=self._rows_at_once)
-        for _ in self._forward_rows.batches(actor_critic):
-            # `ForwardRows` packs a batch when it is first read, and keeps it for `_log_probs`, where tensors are fake.
-            pass
+        # Packs the batches, which `ForwardRows` then keeps for `_log_probs`, where tensors are fake.
+        list(self._forward_rows.batches(actor_critic))
         count, tokens = largest_micro_batch(args, processes)
         batch: Any = self._full_rows(count, math.ceil(tokens / count)) | {"prompt_ids": torch.zeros(0)}
         packed = actor_critic.pack(*row_tensors(batch).values())
@@ -101,32 +100,37 @@ class _Passes:
 
     def measure(self, modules: Mapping[str, nn.Module], *, replies: bool) -> Measured:
         """The bytes of models and passes; for `replies` see the function `measure`."""
-        args, policy = self._args, self._actor_critic.policy
-        tensors = {name: [*module.parameters(), *module.buffers()] for name, module in modules.items()}
-        self.live.track(tensors)
-        self._model_bytes = self.live.live
+        args = self._args
         trained = [parameter for parameter in self._actor_critic.parameters() if parameter.requires_grad]
-        weights = {name: size_of(of_module) for name, of_module in tensors.items()}
-        # The weights outside the decoder layers.
-        outside = size_of([policy.model.get_input_embeddings().weight, policy.head.weight])
-        layer = outside + (weights["policy"] - outside) / policy.model.config.get_text_config().num_hidden_layers
-        elements = float(sum(parameter.numel() for parameter in trained))
-        measured = Measured(weights, size_of(trained), elements, layer)
+        measured = self._measure_models(modules, trained)
         if GENERATION_BACKENDS.trait(args.generation_backend, "in_process"):
             self._rollout(measured, replies=replies)
         rewards = [module for name, module in modules.items() if name.startswith("reward")]
         if args.reward_adapter is not None:
-            rewards.append(policy.model.base_model)
+            rewards.append(self._actor_critic.policy.model.base_model)
         measured.score = max((self._peak(partial(self._score, model)) for model in rewards), default=0.0)
         measured.logprobs = self._peak(self._log_probs)
         measured.backward = self._peak(partial(self._backward, trained)) - measured.gradients
-        if args.load_in_4bit:
+        return measured
+
+    def _measure_models(self, modules: Mapping[str, nn.Module], trained: Sequence[nn.Parameter]) -> Measured:
+        """The bytes of the models, which count as alive from then on."""
+        policy = self._actor_critic.policy
+        tensors = {name: [*module.parameters(), *module.buffers()] for name, module in modules.items()}
+        self.live.track(tensors)
+        self._model_bytes = self.live.live
+        weights = {name: size_of(module_tensors) for name, module_tensors in tensors.items()}
+        # The weights outside the decoder layers.
+        outside = size_of([policy.model.get_input_embeddings().weight, policy.head.weight])
+        layer = outside + (weights["policy"] - outside) / policy.model.config.get_text_config().num_hidden_layers
+        if self._args.load_in_4bit:
             # The copy of the one layer that is dequantized at a time is not counted.
             for name, module in policy.named_modules():
                 if isinstance(module, nn.Linear) and "lora_" not in name and module is not policy.head:
                     weight = module.weight
-                    measured.weights["policy"] -= weight.numel() * (weight.element_size() - _FOUR_BIT)
-        return measured
+                    weights["policy"] -= weight.numel() * (weight.element_size() - _FOUR_BIT)
+        elements = float(sum(parameter.numel() for parameter in trained))
+        return Measured(weights=weights, gradients=size_of(trained), elements=elements, layer=layer)
 
     def _peak(self, work: Callable[[], Any]) -> float:
         """The most bytes alive during `work`, without those of the models."""
@@ -177,11 +181,12 @@ class _Passes:
             forward_responses(self._actor_critic, self._forward_rows, with_critic=critic is not None, **options)
 
     def _backward(self, trained: Sequence[nn.Parameter]) -> None:
+        """The micro-batch, beside the gradients of earlier ones."""
+
         def loss_of(part: str) -> Any:
             return lambda rows, outputs: (getattr(outputs, part).float().sum(), {})
 
         for parameter in trained:
-            # Stands for the gradients of earlier micro-batches.
             parameter.grad = torch.empty_like(parameter)
         # A stand-in: the memory that a real engine holds is calculated in `distributed.held_memory`.
         engine: Any = SimpleNamespace(

@@ -6,7 +6,7 @@ reference. Leaves out ratings of more than two models (Elo, Bradley-Terry).
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,41 @@ REFERENCE = "reference"
 _COLUMN = "column:"
 
 
-def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def stored_answers(opponent: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the opponent's answer to the prompt of each row of the eval set.
 
     Args:
         opponent: column:<name>, or a .jsonl file whose lines have `prompt` and `response`, such as the answers.jsonl of
             `alpaca-ppo evaluate`. The first of several responses to a prompt counts.
-        rows: with `prompt`.
 
     Raises:
         ValueError: if there is no such column or file, or an answer is missing or not text.
     """
-    chosen: list[str] = []
     if opponent.startswith(_COLUMN):
-        for number, row in enumerate(rows):
-            answer = row.get(opponent.removeprefix(_COLUMN))
-            if not isinstance(answer, str):
-                raise ValueError(
-                    f"eval_opponent is {opponent!r}, but row {number} of the eval set has no text there; its columns "
-                    f"are {', '.join(row)}"
-                )
-            chosen.append(answer)
-        return chosen
+        return _answers_in_column(opponent, rows)
+    answers = _answers_in_file(opponent)
+    keys = [_key(row["prompt"]) for row in rows]
+    for key in keys:
+        if key not in answers:
+            raise ValueError(
+                f"eval_opponent {opponent} has no answer to the prompt {key[:80]}; write it from the same eval set"
+            )
+    return [answers[key] for key in keys]
+
+
+def _answers_in_column(opponent: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    column = opponent.removeprefix(_COLUMN)
+    for number, row in enumerate(rows):
+        if not isinstance(row.get(column), str):
+            raise ValueError(
+                f"eval_opponent is {opponent!r}, but row {number} of the eval set has no text there; its columns "
+                f"are {', '.join(row)}"
+            )
+    return [row[column] for row in rows]
+
+
+def _answers_in_file(opponent: str) -> dict[str, str]:
+    """Returns the first answer to each prompt, by its `_key`."""
     path = Path(opponent)
     if not path.is_file():
         raise ValueError(
@@ -51,14 +64,7 @@ def stored_answers(opponent: str, rows: Iterable[Mapping[str, Any]]) -> list[str
         if not isinstance(row.get("response"), str):
             raise ValueError(f"eval_opponent {path} has a row without a text as response: {row!r:.200}; add it")
         answers.setdefault(_key(row["prompt"]), row["response"])
-    for row in rows:
-        key = _key(row["prompt"])
-        if key not in answers:
-            raise ValueError(
-                f"eval_opponent {opponent} has no answer to the prompt {key[:80]}; write it from the same eval set"
-            )
-        chosen.append(answers[key])
-    return chosen
+    return answers
 
 
 def _key(prompt: Any) -> str:
@@ -92,19 +98,18 @@ class FunctionJudge:
 
     def __call__(self, comparisons: Sequence[Comparison]) -> list[float | None]:
         """Returns the verdict on each pair's own answer, averaged over both orders, so that a judge that always prefers
-        the answer shown first makes a tie. None if either verdict is.
+        the answer shown first makes a tie; None if one of the two verdicts is None.
 
         Raises:
             ValueError: if the function returns something else than one verdict for each pair.
         """
         own_first = self._verdicts(comparisons)
         other_first = self._verdicts([replace(pair, own=pair.other, other=pair.own) for pair in comparisons])
-        wins: list[float | None] = []
-        for own, other in zip(own_first, other_first, strict=True):
-            wins.append(None if own is None or other is None else (own + (1 - other)) / 2)
-        return wins
+        both_orders = zip(own_first, other_first, strict=True)
+        return [None if own is None or other is None else (own + (1 - other)) / 2 for own, other in both_orders]
 
     def _verdicts(self, comparisons: Sequence[Comparison]) -> list[float | None]:
+        """Returns the function's verdict on each pair's own answer, checked."""
         columns = {name: [pair.columns[name] for pair in comparisons] for name in comparisons[0].columns}
         verdicts = self._function(
             prompts=[pair.prompt for pair in comparisons],

@@ -22,14 +22,14 @@ def results_text(results: Mapping[str, Any]) -> str:
         lines.append(f"a success is an answer with {results['success']}")
     stats = {name.removeprefix("eval/"): value for name, value in sorted(results["metrics"].items())}
     errors = {name: stats.get(f"{name}_se", math.nan) for name in stats if not name.endswith("_se")}
-    groups: dict[Any, list[str]] = {}
+    groups: dict[str | tuple[str, str, str], list[str]] = {}
     for name, se in errors.items():
         eval_set = next((set_name for set_name in sets if set_name and name.startswith(f"{set_name}/")), "")
         numbers = (eval_set, f"{stats[name]:.5g}", f"{se:.5g}")
         groups.setdefault(name if math.isnan(stats[name] + se) else numbers, []).append(name)
-    titles = [" = ".join(names) for names in groups.values()]
-    width = max(map(len, titles))
-    for title, (name, *_) in zip(titles, groups.values(), strict=True):
+    first_names = {" = ".join(names): names[0] for names in groups.values()}
+    width = max(map(len, first_names))
+    for title, name in first_names.items():
         error = "" if math.isnan(errors[name]) else f"  ±{errors[name]:.2g}"
         lines.append(f"{title:<{width}}  {stats[name]:>10.4g}{error}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpaca_ppo.config.modules import load_function
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.evaluation.comparisons import FunctionJudge
 
 TOTAL = "scores"
@@ -40,7 +41,7 @@ class EvaluationSettings:
     judge: FunctionJudge | None = None
 
 
-def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) -> EvaluationSettings:
+def make_settings(args: PPOConfig, *, sources: Sequence[str], metrics: Sequence[str]) -> EvaluationSettings:
     """Returns the settings of a run from its `PPOConfig` and the names of its reward sources and metric functions.
 
     Raises:
@@ -57,7 +58,8 @@ def make_settings(args: Any, *, sources: Sequence[str], metrics: Sequence[str]) 
     success_by = _full_name(args.eval_success_by, names)
     if success_by is None:
         raise ValueError(f"eval_success_by is {args.eval_success_by!r}; choose one of {', '.join(names)}")
-    judge, scores = args.eval_judge, [name for name in names if name != "rewards"]
+    judge = args.eval_judge
+    scores = [name for name in names if name != "rewards"]
     judged_by = _full_name(judge, scores)
     if judged_by is None and ":" not in judge:
         raise ValueError(

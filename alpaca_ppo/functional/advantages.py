@@ -151,9 +151,9 @@ def decoupled_gae(
     turn_gamma: float | None = None,
     turn_lam: float | None = None,
 ) -> Advantages:
-    """The advantages of `gae` with `lam_policy` and its returns with `lam_critic` (VC-PPO, arXiv:2503.01491): the
-    policy may trade bias for variance, while a critic with lambda 1 learns returns that its own errors do not bias.
-    The returns are not advantages + values. Other arguments are those of `gae`.
+    """The advantages of `gae` with `lam_policy` and the returns of `gae` with `lam_critic` (VC-PPO, arXiv:2503.01491):
+    the policy may trade bias for variance, while a critic with lambda 1 learns returns that its errors do not bias. The
+    returns are not advantages + values. Other arguments are those of `gae`.
     """
     estimate = partial(gae, rewards, values, response_mask, gamma=gamma, turn_gamma=turn_gamma, turn_lam=turn_lam)
     estimated = estimate(lam=lam_policy)
@@ -163,8 +163,8 @@ def decoupled_gae(
 
 
 def length_adaptive_lam(response_mask: Tensor, *, alpha: float) -> Tensor:
-    """A lambda for each response, (B,) float64, which decays the trace by a constant share over its length (VAPO,
-    arXiv:2504.05118): 1 - 1 / (alpha * l), at least 0, with l the number of the row's True columns and alpha > 0.
+    """A lambda for each response, (B,) float64, with which the trace decays by about the same factor over all of them
+    (VAPO, arXiv:2504.05118): 1 - 1 / (alpha * l), at least 0, with l the row's True columns and alpha > 0.
     """
     if not 0.0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}; it must be a number above 0, such as 0.05")

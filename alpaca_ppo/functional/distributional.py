@@ -118,8 +118,8 @@ def hl_gauss_project(returns: Tensor, *, v_min: float, v_max: float, num_bins: i
         raise ValueError(f"sigma is {sigma}; it must be positive and finite, such as 0.75 * (v_max - v_min) / num_bins")
     returns = at_least_float32(returns)
     edges = _bin_edges(num_bins, v_min=v_min, v_max=v_max, dtype=returns.dtype, device=returns.device)
-    below: Tensor = torch.special.ndtr((edges - returns.clamp(v_min, v_max).unsqueeze(-1)) / sigma)
-    return below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
+    cdf: Tensor = torch.special.ndtr((edges - returns.clamp(v_min, v_max).unsqueeze(-1)) / sigma)
+    return cdf.diff(dim=-1) / (cdf[..., -1:] - cdf[..., :1])
 
 
 def hl_gauss_loss(
@@ -220,7 +220,7 @@ def cvar_from_quantiles(quantiles: Tensor, *, alpha: float, tail: CVaRTail = "lo
     """The mean (...) of the lower or upper `alpha` tail (CVaR) of the distribution that K quantiles at
     `quantile_midpoints` represent; for alpha = 1 the mean of the distribution.
 
-    Each quantile has the mass 1/K, and the one at the boundary counts with the part that lies inside the tail:
+    Each quantile has the mass 1/K; at the boundary of the tail, only the part of it inside the tail counts:
 
         cvar = sum_i min(1/K, max(0, alpha - i/K)) * quantile_(i) / alpha,    quantile_(0) <= ... <= quantile_(K-1)
 
@@ -240,8 +240,8 @@ def cvar_from_quantiles(quantiles: Tensor, *, alpha: float, tail: CVaRTail = "lo
 def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float, tail: CVaRTail = "lower") -> Tensor:
     """The mean (...) of the lower or upper `alpha` tail (CVaR) of a categorical distribution.
 
-    The atom at the boundary of the tail counts with the part of its mass inside the tail, so the result is continuous
-    in alpha (Rockafellar and Uryasev, "Conditional value-at-risk for general loss distributions", 2002, proposition 8):
+    Of the atom at the boundary of the tail only the mass inside the tail counts, so the result is continuous in alpha
+    (Rockafellar and Uryasev, "Conditional value-at-risk for general loss distributions", 2002, proposition 8):
 
         cvar = sum_i min(p_i, max(0, alpha - (p_0 + ... + p_(i-1)))) * atom_i / alpha
 

@@ -37,10 +37,10 @@ def group_advantages(
     - `rloo`: s - mean of the others = n / (n - 1) * (s - mean) (arXiv:2402.14740);
     - `opo`: s - the group's mean weighted by response length (arXiv:2505.23585);
     - `reinforce_plus_plus_baseline`: s - mean, then whitened over all tokens of the batch (arXiv:2501.03262);
-    - `qae`: (s - q) / (std + 1e-6), where q is the smallest score of the group that at least a share `quantile` of it
-      does not exceed (arXiv:2509.22611);
-    - `grpo_passk`: of the best response (best - second best) / (std + 1e-6), and 0 of all others, as of all in a tie
-      (arXiv:2503.19595).
+    - `qae`: (s - q) / (std + 1e-6), where q is the smallest score of the group such that at least a share `quantile`
+      of its scores is <= q (arXiv:2509.22611);
+    - `grpo_passk`: (best - second best) / (std + 1e-6) for the best response, 0 for all others; 0 for all if the two
+      best are equal (arXiv:2503.19595).
 
     A response that is alone in its group has baseline 0 and, for `grpo`, std 1; for `qae` and `grpo_passk` its
     advantage is 0. `scores` are (B,), and `quantile` is above 0 and at most 1.
@@ -57,8 +57,8 @@ def group_advantages(
     _, group = torch.unique(group_ids, return_inverse=True)
     size = _group_sum(member.to(scores.dtype), group)
     alone = size < 2
-    # Relative to the group's lowest score, equal scores are exactly 0. The rounding error of their mean would become an
-    # advantage when it is divided by their std.
+    # Relative to the group's lowest score, equal scores are exactly 0. Otherwise the rounding error of their mean would
+    # become an advantage, divided by their std.
     lowest, equal = _lowest_and_equal(scores, member, group)
     relative = zero_outside(torch.where(alone, scores, torch.where(equal, 0.0, scores - lowest)), member)
     weights = (lengths if estimator == "opo" else member).to(scores.dtype)
@@ -88,16 +88,14 @@ def gdpo_advantages(
     penalties: Tensor | None = None,
 ) -> Tensor:
     """Advantages (B, R) of several reward sources: the weighted sum of the `grpo` advantages of each source on its own,
-    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242). So the range of a source's scores does not
-    matter.
+    whitened over all masked tokens of the batch (GDPO, arXiv:2601.05242).
 
     Args:
         scores_by_source: (B, S). A response that a source did not score (NaN) has no part in that source's comparison.
-            Nor has a response that is the only one of a larger group with a score of the source: its advantage would be
-            its bare score.
+            Nor has the only response that it did score in a group of several: its advantage would be its bare score.
         weights: (S,), one for each source.
-        penalties: (B,), other terms of the reward, such as a KL penalty. Minus their group's mean, they are added to
-            the weighted sum without a division by their std, which would undo their coefficient. (Not in the paper.)
+        penalties: (B,), other terms of the reward, such as a KL penalty (not in the paper). Minus their group's mean,
+            they are added to the weighted sum. Division by their std would undo their coefficient.
     """
     if scores_by_source.dim() != 2 or weights.shape != scores_by_source.shape[1:]:
         raise ValueError(
@@ -152,12 +150,12 @@ def _group_std(deviations: Tensor, size: Tensor, group: Tensor) -> Tensor:
 
 
 def _group_quantile(scores: Tensor, member: Tensor, size: Tensor, group: Tensor, quantile: float) -> Tensor:
-    """(B,): the smallest score of the row's group that at least a share `quantile` of the group does not exceed."""
+    """(B,): the smallest score q of the row's group such that at least a share `quantile` of its scores is <= q."""
     ranks = _ranks(scores, member, group)
 
     def reaches_quantile(rank: Tensor) -> Tensor:
         share = rank / size.clamp_min(1)
-        # 3 of 10 are a share of 0.3, in any precision.
+        # So that 3 of 10 reach 0.3 in any precision.
         return share + rounding_error(share) >= quantile
 
     is_quantile = member & reaches_quantile(ranks) & ~reaches_quantile(ranks - 1)
@@ -180,6 +178,7 @@ def _ranks(scores: Tensor, member: Tensor, group: Tensor) -> Tensor:
     rows = rows[scores.detach()[rows].argsort(stable=True)]
     rows = rows[group[rows].argsort(stable=True)]
     groups = group[rows]
+    # Minus the position of the group's first row.
     ranks = torch.arange(1, len(rows) + 1, device=rows.device) - torch.searchsorted(groups, groups)
     return torch.zeros_like(scores.detach()).index_copy(0, rows, ranks.to(scores.dtype))
 

@@ -41,12 +41,12 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     - `k1` = d: unbiased; positive where the policy gives the token a higher probability;
     - `abs` = |d|; `k2` = d^2 / 2, whose expected gradient is that of the KL;
     - `k3` = exp(-d) - 1 + d: unbiased and never negative; -d is clamped to +-20 and the result to at most 10;
-    - `k1_clamped` = max(d, 0): AlpacaFarm's estimator, which is biased upward; for reproducing AlpacaFarm;
+    - `k1_clamped` = max(d, 0): AlpacaFarm's estimator, which is biased upward;
     - `k1+`, `k3+`: the value of k1 or k3 with the gradient of k2 (straight-through);
     - any name that `register_kl_estimator` added.
 
-    `abs` and `k1_clamped` have no derivative at d = 0, so `kl_loss_type` refuses them. Both arguments have any one
-    shape, and there is no mask: where padding may hold NaN, pass them through `zero_outside` first.
+    Both arguments have any one shape, and there is no mask: where padding may hold NaN, pass them through
+    `zero_outside` first.
 
     Raises:
         ValueError: for an unknown estimator, and for one that does not return a tensor of the shape of its input.

@@ -1,14 +1,9 @@
 """Log-probabilities of given tokens, and entropies: from logits, or from hidden states, a chunk of tokens at a time.
 
 Both are in nats, and in float32 or wider. Temperatures must be positive, and one temperature serves sampling, policy,
-old policy and reference. `torch.nn.functional.linear_cross_entropy`, chunked since torch
-2.13, is not used: it has no entropies, no temperature and no transform of the logits, it returns bfloat16
-log-probabilities for bfloat16 inputs (0.1 nats off), and it is not clearly faster or smaller. Forward and backward pass
-of 4,096 tokens, vocabulary 131,072, hidden size 64, chunks of 256, float32, two CPU cores
-(tests/tools/benchmarks/chunked_logprobs.py):
-
-    log-probabilities alone: plain 8,106 MiB, 48 s; chunked here 170 MiB, 22 s; linear_cross_entropy 132 MiB, 18 s
-    with entropies: plain 12,258 MiB, 85 s; chunked here 259 MiB, 20 s
+old policy and reference. `torch.nn.functional.linear_cross_entropy`, chunked since torch 2.13, is not used: it has no
+entropies, no temperature and no transform of the logits, it returns bfloat16 log-probabilities for bfloat16 inputs (0.1
+nats off), and it is not clearly faster or smaller (tests/tools/benchmarks/chunked_logprobs.py).
 """
 
 from collections.abc import Callable
@@ -66,7 +61,7 @@ def chunked_logprobs(
     kept_bytes: float = 0,
     logit_transform: LogitTransform | None = None,
 ) -> ChunkedLogprobs:
-    """`token_logprobs` and `entropy_from_logits` of the logits hidden @ lm_head_weight.T + bias, which are computed for
+    """`token_logprobs` and `entropy_from_logits` of the logits hidden @ lm_head_weight.T + bias. These are computed for
     one chunk of tokens at a time, and kept for the backward pass only as far as `kept_bytes` has room.
 
     Both passes hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform` saves. The backward
@@ -75,7 +70,7 @@ def chunked_logprobs(
     autocast the matrix product uses autocast's dtype, as the model's head does. There is no second derivative.
 
     Args:
-        hidden: (..., H), the states that the labels are predicted from. Of zero tokens the result is still attached to
+        hidden: (..., H), the states that the labels are predicted from. The result of zero tokens is still attached to
             the graph.
         lm_head_weight: (V, H).
         labels: (...), int64 in [0, V).
@@ -151,6 +146,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, labels, normalizers, entropies = ctx.saved_tensors
         settings = ctx.settings._replace(with_entropy=grad_entropies is not None)
         grad_logprobs = torch.zeros_like(entropies) if grad_logprobs is None else grad_logprobs
+        # A placeholder, which is not read without entropies.
         grad_entropies = grad_logprobs if grad_entropies is None else grad_entropies
         tokens = _Tokens(labels, normalizers, entropies, grad_logprobs, grad_entropies)
         inputs = (hidden, weight, bias)
@@ -194,8 +190,8 @@ class _Head(NamedTuple):
 def _forward_chunk(
     states: Tensor, head: _Head, labels: Tensor, settings: _Settings, kept: Tensor | None
 ) -> _ForwardChunk:
-    """The outputs of a chunk. `kept` are its raw logits (chunk, V) if the backward pass will read them: they are not
-    written to. Everything else happens in place, so that few (chunk, V) tensors are in memory.
+    """The outputs of a chunk. `kept` are its raw logits (chunk, V), if the backward pass will read them, and are not
+    modified. Everything else happens in place, so that few (chunk, V) tensors are in memory.
     """
     scaled = at_least_float32(head.raw_logits(states) if kept is None else kept)
     if settings.logit_transform is not None:

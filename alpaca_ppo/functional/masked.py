@@ -59,9 +59,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None 
 
 
 def rounding_error(magnitude: Tensor) -> Tensor:
-    """The difference up to which numbers of `magnitude` count as equal, in its dtype (at 1000, 5e-4 in float32).
-    Divided by a std of the same size, rounding errors would otherwise become advantages.
-    """
+    """The difference up to which numbers of `magnitude` count as equal, in its dtype (at 1000, 5e-4 in float32)."""
     return ROUNDING_ERROR * torch.finfo(magnitude.dtype).eps * magnitude.detach()
 
 
@@ -80,7 +78,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False) -> T
     back, so that only the scale changes.
     """
     mean, deviations = _centred(values, mask)
-    # Divided by the largest of them, since the squares of values above 1e19 overflow float32.
+    # Divided by the largest deviation, since the squares of values above 1e19 overflow float32.
     unit = _largest(deviations).clamp_min(1)
     scaled = deviations / unit
     variance = scaled.square().sum() / (mask.sum() - 1).clamp_min(1)
@@ -96,8 +94,7 @@ def _centred(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     mean = masked_mean(values, mask)
     deviations = zero_outside(values - mean, mask)
     # In float32, the rounding error of the mean of thousands of large values can exceed their differences. The
-    # deviations are small, so their mean is accurate, and centring a second time removes the error. (Float64 would do
-    # it in one pass, but some devices have none, and for float64 itself there is nothing wider.)
+    # deviations are small, so their mean is accurate, and centring a second time removes the error.
     correction = masked_mean(deviations, mask)
     deviations = zero_outside(deviations - correction, mask)
     equal = _largest(deviations) <= rounding_error(_largest(values))
@@ -121,9 +118,9 @@ def aggregate_loss(losses: Tensor, mask: Tensor, mode: str, *, denominator: Tens
     Rows of `mask` (B, R) that are empty do not count as sequences. If all are, the result is 0, still attached to the
     graph of `losses`.
 
-    `denominator` is the number of tokens (`token-mean`) or sequences (`seq-mean-*`) in the batch of the whole optimizer
-    step, which replaces the count of this call: the results of the batch's parts then add up to the result of the
-    whole, if all of them are padded to the same length.
+    `denominator` replaces the count of this call by that of the whole optimizer step: tokens (`token-mean`) or
+    sequences (`seq-mean-*`). The results of its micro-batches then add up to the result of its whole batch, if all are
+    padded to the same length.
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}")

@@ -5,7 +5,7 @@ Queries (B, Q) are left-padded, responses (B, R) right-padded. Which rows go tog
 (`ppo.batch_packing`), and how a model attends to rows in one sequence in `models.packed_attention`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class RowLayout(NamedTuple):
     """How a model reads rows.
 
     Attributes:
-        padding_free: rows lie end to end. Their indices are computed on the CPU: rows on another device are copied
-            there, which waits for the device.
+        padding_free: rows lie end to end. Their indices are computed on the CPU, which waits for rows on another
+            device.
         share_prompts: a prompt that several rows have is kept once; only with `padding_free`.
     """
 
@@ -94,69 +94,96 @@ def pack_rows(
     if bool((prompt_lengths == 0).any()):
         row = int((prompt_lengths == 0).nonzero()[0])
         raise ValueError(f"query_attn_masks has no real token in row {row}; a prompt needs at least one token")
-    both = torch.cat([queries, responses.to(queries.device)], dim=1)
+    tokens = torch.cat([queries, responses.to(queries.device)], dim=1)
     if layout.padding_free:
-        return _one_sequence(both, prompt_lengths, response_mask, layout.share_prompts, device)
+        return _one_sequence(tokens, prompt_lengths, response_mask, layout.share_prompts, device)
     lengths = response_lengths(response_mask)
     # A row without a response (a dummy, where ranks must make the same number of passes) costs one column.
     kept = torch.where(lengths > 0, prompt_lengths + lengths - 1, 1)
     width = int(kept.max())
     source = torch.arange(width, device=queries.device) + (queries.size(1) - prompt_lengths).unsqueeze(1)
     inside = torch.arange(width, device=queries.device) < kept.unsqueeze(1)
-    input_ids = both.gather(1, source.clamp_max(both.size(1) - 1)).where(inside, 0)
+    input_ids = tokens.gather(1, source.clamp_max(tokens.size(1) - 1)).where(inside, 0)
     rows, actions = response_mask.nonzero(as_tuple=True)
     states = prompt_lengths[rows] - 1 + actions
     return PackedRows(input_ids.to(device), rows.to(device), states.to(device), actions.to(device))
 
 
 def _one_sequence(
-    both: Tensor, prompt_lengths: Tensor, response_mask: Tensor, share_prompts: bool, device: torch.device
+    tokens: Tensor, prompt_lengths: Tensor, response_mask: Tensor, share_prompts: bool, device: torch.device
 ) -> PackedRows:
-    """`both` (B, Q + R), queries and responses, as one sequence on `device`. The arguments are on the CPU.
+    """The rows `tokens` (B, Q + R), queries and responses, as one sequence on `device`. The arguments are on the CPU.
 
     Rows without a response are left out. If that leaves none (a dummy, where ranks must make the same number of
     passes), one token stays.
     """
-    prompt_columns = both.size(1) - response_mask.size(1)
-    prompts, lengths = prompt_lengths.tolist(), response_lengths(response_mask).tolist()
-    # Rows of equal length become neighbours, so that their attention is one batch.
-    order = sorted((row for row in range(len(lengths)) if lengths[row]), key=lambda row: -prompts[row] - lengths[row])
-    groups: dict[Any, list[int]] = {}
-    for row in order:
-        prompt_tokens = both[row, prompt_columns - prompts[row] : prompt_columns]
-        groups.setdefault(prompt_tokens.numpy().tobytes() if share_prompts else row, []).append(row)
-    spans: list[Span] = []
-    # The row and the position in it from which each span is copied.
-    origins: list[tuple[int, int]] = []
-    # The column of the state that chose the first token of each row's response, and of the one that chose the second.
-    first_state, second_state = torch.zeros(len(lengths), dtype=torch.long), torch.zeros(len(lengths), dtype=torch.long)
-    end = 0
-    for group in groups.values():
-        start, prompt = end, prompts[group[0]]
-        end += prompt
-        for row in group:
-            first_state[row], second_state[row] = start + prompt - 1, end
-            end += lengths[row] - 1
-        # The response of a row without others of its prompt lies in the prompt's span.
-        alone = len(group) == 1
-        spans.append(Span(start, end - start if alone else prompt))
-        origins.append((group[0], 0))
-        for row in group:
-            if lengths[row] > 1 and not alone:
-                spans.append(Span(int(second_state[row]), lengths[row] - 1, start, prompt))
-                origins.append((row, prompt))
-    if not spans:
-        spans, origins, end = [Span(0, 1)], [(0, 0)], 1
-    sizes = torch.tensor([span.length for span in spans])
-    origin_rows, origin_positions = torch.tensor(origins).T
-    offsets = torch.arange(end) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    positions = origin_positions.repeat_interleave(sizes) + offsets
-    # The index of each row's first prompt token in the flattened `both`.
-    row_starts = torch.arange(len(lengths)) * both.size(1) + prompt_columns - prompt_lengths
-    ids = both.flatten()[row_starts[origin_rows].repeat_interleave(sizes) + positions]
+    lengths = response_lengths(response_mask)
+    prompt_end = tokens.size(1) - response_mask.size(1)
+    prompts = [row[prompt_end - length : prompt_end] for row, length in zip(tokens, prompt_lengths, strict=True)]
+    groups = _rows_by_prompt(prompts, lengths.tolist(), share_prompts)
+    layout = _lay_out(groups, prompt_lengths.tolist(), lengths.tolist())
+    sizes = torch.tensor([span.length for span in layout.spans])
+    # The positions of a span continue those of its prefix.
+    shifts = torch.tensor([span.prefix_length - span.start for span in layout.spans])
+    positions = torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
+    sources = torch.tensor(layout.span_rows).repeat_interleave(sizes)
+    ids = tokens[sources, prompt_end - prompt_lengths[sources] + positions]
     rows, actions = response_mask.nonzero(as_tuple=True)
-    states = torch.where(actions == 0, first_state[rows], second_state[rows] + actions - 1)
+    states = torch.where(actions == 0, layout.prompt_ends[rows], layout.response_starts[rows] + actions - 1)
     # One copy to the device instead of five.
     parts = [ids, positions, rows, states, actions]
     ids, positions, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
-    return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(spans))
+    return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), spans=tuple(layout.spans))
+
+
+def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], share_prompts: bool) -> list[list[int]]:
+    """The rows that have a response, longest first, in groups with the same prompt; or each as a group."""
+    # Rows of equal length become neighbours, so that their attention is one batch.
+    order = sorted(range(len(lengths)), key=lambda row: -len(prompts[row]) - lengths[row])
+    groups: dict[bytes | int, list[int]] = {}
+    for row in order:
+        if lengths[row]:
+            groups.setdefault(prompts[row].numpy().tobytes() if share_prompts else row, []).append(row)
+    return list(groups.values())
+
+
+class _Arrangement(NamedTuple):
+    """Where rows lie in one sequence.
+
+    Attributes:
+        spans: ordered by column.
+        span_rows: the row that each span is copied from.
+        prompt_ends: (B,), the column of each row's last prompt token, whose state chose its first response token.
+        response_starts: (B,), the column of that token, whose state chose the second one.
+    """
+
+    spans: list[Span]
+    span_rows: list[int]
+    prompt_ends: Tensor
+    response_starts: Tensor
+
+
+def _lay_out(groups: list[list[int]], prompt_lengths: list[int], lengths: list[int]) -> _Arrangement:
+    """Puts each group's prompt before the responses of its rows, without their last tokens."""
+    spans: list[Span] = []
+    span_rows: list[int] = []
+    prompt_ends = torch.zeros(len(lengths), dtype=torch.long)
+    response_starts = torch.zeros_like(prompt_ends)
+    start = 0
+    for group in groups:
+        prompt, is_alone = prompt_lengths[group[0]], len(group) == 1
+        # The response of a row without others of its prompt lies in the prompt's span.
+        spans.append(Span(start, prompt + lengths[group[0]] - 1 if is_alone else prompt))
+        span_rows.append(group[0])
+        end = start + prompt
+        for row in group:
+            prompt_ends[row] = start + prompt - 1
+            response_starts[row] = end
+            if lengths[row] > 1 and not is_alone:
+                spans.append(Span(end, lengths[row] - 1, start, prompt))
+                span_rows.append(row)
+            end += lengths[row] - 1
+        start = end
+    if not groups:
+        spans, span_rows = [Span(0, 1)], [0]
+    return _Arrangement(spans, span_rows, prompt_ends, response_starts)

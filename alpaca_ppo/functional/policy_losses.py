@@ -274,7 +274,7 @@ def dppo_policy_loss(
                       kl <= cliprange_low   or  p >= q      elsewhere
         kl = q * (log q - log p) + (1 - q) * log((1 - q + 1e-8) / (1 - p + 1e-8))
 
-    The divergence is that of two coins, which show the token or another. A rare token may multiply its probability, and
+    The divergence is binary: this token, or another. A rare token may multiply its probability, and
     a likely one may not move far. Only the gradient of this loss means something. `clipfrac` is the fraction of tokens
     out of range, which have no gradient; `clipfrac_lower` that of tokens in range whose ratio is bounded.
 
@@ -306,9 +306,9 @@ def dppo_policy_loss(
 def positive_nll_loss(
     logprobs: Tensor, positive: Tensor, response_mask: Tensor, *, denominator: Tensor | float | None = None
 ) -> Loss:
-    """Minus the mean log-probability of the tokens of responses that succeeded, `positive` (B,) bool (VAPO,
-    arXiv:2504.05118, which adds it to the policy loss with the weight 0.1); 0, attached to the graph, where there are
-    none. `denominator` is the number of such tokens in the whole optimizer step, and may be 0.
+    """Minus the mean log-probability of the tokens of responses that succeeded (VAPO, arXiv:2504.05118, which adds it
+    to the policy loss with the weight 0.1); 0, attached to the graph, if none did. `positive` (B,) bool, True = the
+    response succeeded. `denominator` is the number of such tokens in the whole optimizer step, and may be 0.
 
     The stat `positive_fraction` is the fraction of masked tokens that are of positive rows.
     """
@@ -353,7 +353,8 @@ def rollout_correction_weights(
     log_ratio = zero_outside(old_logprobs, response_mask) - zero_outside(rollout_logprobs, response_mask)
     counted = response_mask
     if level == "sequence":
-        log_ratio, counted = log_ratio.sum(dim=1, keepdim=True), response_mask.any(dim=1, keepdim=True)
+        log_ratio = log_ratio.sum(dim=1, keepdim=True)
+        counted = response_mask.any(dim=1, keepdim=True)
     weights = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp_max(threshold)
     if normalize:
         # The mean is 0 only if no token counts; all weights are 0 then.
@@ -362,7 +363,7 @@ def rollout_correction_weights(
 
 
 def _ratios(logprobs: Tensor, old_logprobs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, R) each: the log-ratios of new and old probabilities within +-20, 0 outside the mask, and their ratios."""
+    """(B, R) each: log-ratios of new to old probabilities, clamped to +-20, 0 outside the mask; and the ratios."""
     log_ratio = zero_outside(logprobs, response_mask) - zero_outside(old_logprobs, response_mask).detach()
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio, log_ratio.exp()
@@ -380,8 +381,9 @@ def _update_stats(
     """
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
     bounded = torch.zeros_like(response_mask) if bounded is None else bounded
+    has_tokens = response_mask.any()
     # The appended infinity keeps the reductions defined for a batch without rows.
-    infinity, has_tokens = ratio.new_full((1,), torch.inf), response_mask.any()
+    infinity = ratio.new_full((1,), torch.inf)
     smallest = torch.cat([torch.where(response_mask, ratio, infinity).flatten(), infinity]).amin()
     largest = torch.cat([torch.where(response_mask, ratio, -infinity).flatten(), -infinity]).amax()
     return {

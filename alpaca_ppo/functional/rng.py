@@ -2,9 +2,9 @@
 
 `stream_keys` and `uniforms` give each sampled token its random number, a function of (seed, step, round, prompt,
 sample, position). They use a counter-based generator, SplitMix64, in int64 tensor operations, which wrap around in the
-same way on every device. It has no state, so neither the batch that a row is in, nor the rank, nor the order of
-generation can change a token. `seeded_generator` and `seeded_permutation` serve what is drawn once for all ranks, such
-as the order of the prompts.
+same way on every device. It has no state, so batch, rank and order of generation change no token.
+
+`seeded_generator` and `seeded_permutation` serve what is drawn once for all ranks, such as the order of the prompts.
 """
 
 import torch
@@ -39,8 +39,9 @@ def stream_keys(
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), its output function.
     """
-    state = torch.tensor(_signed(seed), device=prompt_ids.device)
-    state = _next(_next(state, 0), step)
+    # Scrambled first, as seeds may be neighbours.
+    state = _next(torch.tensor(_signed(seed), device=prompt_ids.device), 0)
+    state = _next(state, step)
     if sampling_round:
         # Outputs that no prompt takes, because prompts count from 0.
         state = _next(state, -sampling_round)

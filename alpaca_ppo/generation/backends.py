@@ -49,10 +49,7 @@ class Backend(ABC):
         version: of the weights at the last `sync`.
     """
 
-    takes_turns = False
-    takes_stop_strings = False
-    has_own_weights = False
-    half_precision = False
+    takes_turns = takes_stop_strings = has_own_weights = half_precision = False
     name = ""
     version: int | None = None
 
@@ -72,7 +69,6 @@ class Backend(ABC):
             model: the policy's language model in eval mode, with all parameters unless the backend `has_own_weights`.
             prompts: on the device of `model`, without columns that are padding in every row.
             params: already checked.
-            options: `GenerateOptions`.
         """
 
     def problem(self, model: PreTrainedModel) -> str | None:
@@ -146,17 +142,17 @@ def generate(
     The random number behind a token is a function of (seed, step, round, prompt id, sample index, position) only. A
     response therefore does not depend on padding, on the other rows or on their order, except through rounding inside
     the model. The model's own generation config is ignored. The model runs in eval mode without gradients, also within
-    `torch.inference_mode`; its modes are restored afterwards.
+    `torch.inference_mode`.
 
     Args:
         model: a causal language model of transformers, without a wrapper (for a PEFT model: `get_base_model()`).
         prompts: left-padded; `rows` are not read.
         params: how tokens are chosen and what ends a response.
-        backend: or its name: "slots" is this package's own loop, in which waiting prompts take the places of ended
-            rows; "generate" runs `model.generate`; "auto" is slots where the model allows it.
+        backend: one, or its name: "slots" is this package's own loop, "generate" runs `model.generate`, "auto" is slots
+            where the model allows it.
         rows_at_once: the most responses to sample at a time; None sets no limit.
         turns: how responses go on; None ends each with its first turn.
-        hooks: what is called meanwhile.
+        hooks: called during sampling.
 
     Raises:
         ValueError: if a parameter is out of range, a prompt is empty or not left-padded, the model's logits are not
@@ -189,21 +185,12 @@ def generate(
             )
         hooks.on_finished(finished_rows, finished)
 
+    trimmed = _trimmed(prompts, model.device)
     with eval_mode(model):
         generation = backend.generate(
-            model,
-            _trimmed(prompts, model.device),
-            params,
-            rows_at_once=rows_at_once,
-            turns=turns,
-            hooks=replace(hooks, on_finished=report),
+            model, trimmed, params, rows_at_once=rows_at_once, turns=turns, hooks=replace(hooks, on_finished=report)
         )
-    # A user's backend may have returned anything.
-    shape = (rows, params.max_new_tokens)
-    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": (rows,)}
-    shapes = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
-    if shapes != wanted:
-        raise ValueError(f"generation_backend {backend.name!r} returned {shapes}; it must be a Generation of {wanted}")
+    _check_shapes(generation, (rows, params.max_new_tokens), backend.name)
     if unreported:
         remaining = sorted(unreported)
         report(remaining, generation[remaining])
@@ -211,7 +198,9 @@ def generate(
 
 
 def _trimmed(prompts: PromptBatch, device: torch.device) -> PromptBatch:
-    """`prompts` on `device`, without the columns that are padding in every row."""
+    """`prompts` on `device`, without the columns that are padding in every row. Raises ValueError without prompts, or
+    if one is empty or not left-padded.
+    """
     mask = prompts["query_attn_masks"].long()
     if len(mask) == 0:
         raise ValueError("queries has no rows; pass at least one prompt")
@@ -229,3 +218,11 @@ def _trimmed(prompts: PromptBatch, device: torch.device) -> PromptBatch:
         prompt_ids=prompts["prompt_ids"].to(device),
         rows=prompts["rows"],
     )
+
+
+def _check_shapes(generation: Generation, shape: tuple[int, int], backend: str) -> None:
+    """Raises ValueError unless responses have `shape`: a user's backend may have returned anything."""
+    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": shape[:1]}
+    shapes = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
+    if shapes != wanted:
+        raise ValueError(f"generation_backend {backend!r} returned {shapes}; it must be a Generation of {wanted}")

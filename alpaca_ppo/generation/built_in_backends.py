@@ -1,7 +1,6 @@
 """The backends of this package, by their names.
 
-All but vLLM sample from the model that training holds, and choose each token by the same numbers, so they sample the
-same tokens.
+All but vLLM sample from the model that training holds, and sample the same tokens.
 """
 
 from typing import Unpack

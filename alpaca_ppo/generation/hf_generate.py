@@ -1,7 +1,6 @@
 """Sampling with transformers' `model.generate`, for models that cannot be sampled in slots.
 
-`model.generate` only runs the model: a logits processor lets `ResponseRows` choose each token and masks all others. The
-model's generation config is not used.
+`model.generate` only runs the model: a logits processor lets `ResponseRows` choose each token and masks all others.
 """
 
 from typing import Any, Unpack
@@ -20,26 +19,26 @@ def sample_with_generate(
 ) -> Generation:
     """Returns responses of one turn to `prompts`, from the float32 logits of `model.generate`.
 
-    Prompts of similar length are sampled together, with all of their responses if `rows_at_once` has room for these.
+    Prompts of similar length are sampled together, each with all n responses unless `rows_at_once` is less.
     """
     keys, n = params.random_keys(prompts["prompt_ids"]), params.num_return_sequences
     rows = ResponseRows(params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
-    index = torch.arange(len(keys), device=keys.device)
-    rows.rows[:] = index
+    rows.rows[:] = torch.arange(len(keys), device=keys.device)
     rows.keys[:] = keys
     rows.limits[:] = params.max_new_tokens
     rows.running[:] = True
     lengths = prompts["query_attn_masks"].sum(dim=1).repeat_interleave(n)
     order = lengths.argsort(descending=True, stable=True)
     most = options["rows_at_once"] or len(keys)
-    for chunk in order.split(most // n * n or most):
+    chunk_size = most - most % n if most >= n else most
+    for chunk in order.split(chunk_size):
         # The longest comes first.
         width = int(lengths[chunk[0]])
         queries = prompts["queries"][chunk // n, -width:]
         mask = prompts["query_attn_masks"][chunk // n, -width:]
         _generate(model, queries, mask, rows, chunk, options["hooks"])
         options["hooks"].on_finished(chunk.tolist(), rows.outputs[chunk])
-    return rows.outputs[index]
+    return rows.outputs[: len(keys)]
 
 
 def _generate(
@@ -58,8 +57,8 @@ def _generate(
 
     width = rows.outputs.responses.size(1)
     plain = GenerationConfig(max_new_tokens=width, do_sample=False, num_beams=1, use_cache=True)
-    # `generate` fills fields that are None from the model's own config, so that one must be replaced too. Models
-    # inherit `generate` from GenerationMixin, which the type checker does not know.
+    # `generate` fills fields that are None from the model's own config, so that one must be replaced too. The type
+    # checker does not know the `generate` that models inherit.
     generating_model: Any = model
     own_config = model.generation_config
     generating_model.generation_config = plain

@@ -21,8 +21,7 @@ from alpaca_ppo.types import PromptBatch
 class SamplingParams:
     """The settings of one call of the sampler; `generate` checks them.
 
-    The seed, step, round, prompt id, sample index and position determine a token's random number. Log-probs stay those
-    of the full softmax with `top_k` and `top_p`, which are meant for evaluation.
+    Log-probs stay those of the full softmax with `top_k` and `top_p`, which are meant for evaluation.
 
     Attributes:
         max_new_tokens: R, the most tokens of a response, and the width of the result.
@@ -154,8 +153,7 @@ def unpadded(prompts: PromptBatch) -> list[list[int]]:
 
 
 class StopRule:
-    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`. (Limits also
-    end turns; see `Turns.limit`.)
+    """Which token ends its row's turn, by the stop tokens, truncate tokens and stop strings of `params`.
 
     Attributes:
         stop_ids: tokens that end a turn at any position.
@@ -173,8 +171,12 @@ class StopRule:
         self._truncate_after, self._strings = params.truncate_after, params.stop_strings
 
     def __call__(self, tokens: Tensor, positions: Tensor, matched: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (N,) bool, True for a token that ends its row's turn, and the next `matched`: for N rows, each one's
-        token, its position in the turn, and the state of `StopStrings.advance`.
+        """Returns (N,) bool, True where a token ends its row's turn, and the next `matched` (N,).
+
+        Args:
+            tokens: (N,) int64, one of each row.
+            positions: theirs in the turn.
+            matched: the states of `StopStrings.advance` before them.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
         if len(self._truncate_ids):
@@ -196,11 +198,11 @@ class ResponseRows:
         lengths: tokens in the cache, so the column that is written next and, for a running row, the position id of
             `tokens`.
         positions: the response position that is chosen next.
-        turn_starts: the response position at which the turn began; 0 in a response of one turn.
+        turn_starts: the response position at which the turn began.
         limits: the response position before which the turn must end.
         rows: the response in each slot; N for an idle slot.
         keys: of the row's random numbers.
-        matched: the state of `StopStrings.advance` since the start of the turn; 0 without stop strings.
+        matched: the state of `StopStrings.advance` since the start of the turn.
         running: (S,) bool, False for a row whose turn has ended and for an idle slot.
     """
 
@@ -212,9 +214,10 @@ class ResponseRows:
         self._scratch_row = rows
         logprob_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.outputs = unfilled(params, rows + 1, dtype=logprob_dtype, device=device)
+        # The attributes are views of one tensor, which `move` indexes.
         self._slot_state = torch.zeros(8, slots, dtype=torch.long, device=device)
-        self.tokens, self.lengths, self.positions, self.turn_starts, *others = self._slot_state.unbind()
-        self.limits, self.rows, self.keys, self.matched = others
+        self.tokens, self.lengths, self.positions, self.turn_starts = self._slot_state[:4]
+        self.limits, self.rows, self.keys, self.matched = self._slot_state[4:]
         self.rows.fill_(rows)
         self.running = torch.zeros(slots, dtype=torch.bool, device=device)
 
@@ -231,7 +234,8 @@ class ResponseRows:
             logits: (N', V), of the next token in each of `slots`.
             slots: their indices (N',) int64, each at most once, or a slice.
         """
-        params, out, running, positions = self._params, self.outputs, self.running[slots], self.positions[slots]
+        params, out = self._params, self.outputs
+        running, positions = self.running[slots], self.positions[slots]
         numbers = uniforms(self.keys[slots], positions) if params.do_sample else None
         tokens, logprobs = choose_tokens(
             logits, numbers, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p

@@ -4,8 +4,7 @@
 `read_next` reads the next token of each slot, without a synchronization with the host.
 
 `SlotCache` has a fixed number of rows (slots), each filled from column 0 up to its own length, in one block of memory,
-so that steps have the same shapes however often rows come and go. `generation.slots` decides which slot holds which
-row.
+so that steps have the same shapes however often rows come and go.
 """
 
 import inspect
@@ -26,8 +25,8 @@ class Pass(NamedTuple):
     """Where the tokens of one forward pass go, and what attention reads.
 
     Attributes:
-        slots: (N,) int64, the slot of each new token: in a step the first k slots (N = k); otherwise, of tokens that
-            are packed as (1, N), any.
+        slots: (N,) int64, the slot of each new token. In a step these are the first k slots (N = k); tokens packed as
+            (1, N) may be in any slots.
         columns: (N,) int64, its column.
         read_slots: the slots whose states attention reads: k for the first k, or a selection (k,) int64. With None
             attention reads only the new states.
@@ -61,8 +60,10 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores the states of the new tokens and returns those that attention reads: for a step's (k, kv_heads, 1, d)
-        a view (k, kv_heads, columns, d), for packed ones (1, kv_heads, N, d) a copy.
+        """Stores the states of the new tokens and returns those that attention reads.
+
+        A step's states are (k, kv_heads, 1, d); it reads a view (k, kv_heads, columns, d). Those of packed tokens are
+        (1, kv_heads, N, d); they read a copy (k, kv_heads, columns, d), or only themselves.
         """
         assert self._pass is not None, "start comes before a forward pass"
         if layer_idx not in self._storage:
@@ -149,8 +150,8 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
     tokens, slots, columns = torch.tensor(numbers, device=device).T.contiguous()
     counts = [len(entry.tokens) for entry in packed]
     ends = list(itertools.accumulate(counts))
-    end_of = dict(zip(order, ends, strict=True))
-    last = torch.tensor([end_of[i] - 1 for i in range(len(new))], device=device)
+    last_of = {i: end - 1 for i, end in zip(order, ends, strict=True)}
+    last = torch.tensor([last_of[i] for i in range(len(new))], device=device)
     attention: Packing
     if any(entry.past for entry in new):
         filled = max(entry.past + len(entry.tokens) for entry in new)
@@ -171,7 +172,7 @@ def _forward(
     model: PreTrainedModel, cache: SlotCache, tokens: Tensor, position_ids: Tensor, attention: Packing, **keywords: Any
 ) -> Tensor:
     """Returns the logits of a pass after `SlotCache.start`; `tokens` and `position_ids` are (1, N) or (k, 1)."""
-    output = model(
+    logits: Tensor = model(
         input_ids=tokens,
         position_ids=position_ids,
         # `models.packed_attention.DUMMY_MASK`, made on the device: copying it there would wait for the device.
@@ -180,8 +181,7 @@ def _forward(
         use_cache=True,
         packing=attention,
         **keywords,
-    )
-    logits: Tensor = output.logits
+    ).logits
     return logits
 
 
@@ -193,7 +193,6 @@ class ExtendAttention:
         past: tokens that the slot of each of k rows held before.
         counts: new tokens of each row.
         columns: of the cache, which the rows fill.
-        device: of the model.
     """
 
     def __init__(self, past: Sequence[int], counts: Sequence[int], columns: int, device: torch.device) -> None:
@@ -231,7 +230,6 @@ def read_next(
 
     Args:
         model: with the attention of `models.packed_attention`.
-        cache: of the slots.
         tokens: (k,) int64.
         lengths: (k,) int64, tokens that each slot holds before.
         position_ids: (k,) int64, `lengths` for running rows.

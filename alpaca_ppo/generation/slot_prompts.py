@@ -1,8 +1,7 @@
 """Reads prompts into slots: each is computed once for all its samples, and a beginning that several prompts share, such
 as a system prompt or examples, once for all of them.
 
-As samples and prompts may go into slots at different times, the states that they share are kept in a slot of the cache
-that takes no part in steps.
+As samples go into slots at different times, shared states are kept in slots that take no part in steps.
 """
 
 from collections.abc import Sequence
@@ -43,8 +42,8 @@ def group_prompts(prompts: Sequence[Sequence[int]]) -> list[PromptGroup]:
     order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
     # Prompts with a common beginning are neighbours in this order.
     shared = [_common(prompts[a], prompts[b]) for a, b in pairwise(order)]
-    # Beginnings form a tree. This is the path to the latest prompt: for each beginning its length, and the groups of
-    # the prompts that have it, whether or not they have a longer one in common.
+    # Beginnings form a tree. This is the path to the latest prompt: the length of each beginning, and the groups so far
+    # of prompts with this beginning, except those further down the path.
     path: list[tuple[int, list[PromptGroup]]] = [(0, [])]
     for i, common in zip(order, [*shared, 0], strict=True):
         groups = [PromptGroup([i], 0)]
@@ -66,6 +65,7 @@ def _joined(prompts: Sequence[Sequence[int]], common: int, groups: list[PromptGr
     kept = [group for group in groups if group.saved >= common * len(group.prompts)]
     replaced = [group for group in groups if group.saved < common * len(group.prompts)]
     joined = PromptGroup(sorted(i for group in replaced for i in group.prompts), common)
+    # `replaced` may be empty.
     mean_length = sum(len(prompts[i]) for i in joined.prompts) / max(1, len(joined.prompts))
     # A pass over a beginning that is a small share of the prompts costs more than it saves.
     long_enough = common >= max(MIN_COMMON, mean_length / 8)
@@ -98,29 +98,19 @@ class SlotPrompts:
 
     @staticmethod
     def extra_slots(groups: Sequence[PromptGroup], n: int) -> int:
-        """Slots beyond those of the steps: one for a beginning, one for a prompt with samples that wait."""
+        """The number of slots beyond those of the steps."""
         return int(any(group.common for group in groups)) + int(n > 1)
 
     def read(
         self, placed: dict[int, list[int]], appended: Sequence[NewTokens], next_prompt: int | None
     ) -> dict[int, Tensor]:
-        """Reads prompts into the slots of `placed`, and the tokens of rows that go on; returns the logits (V,) after
-        each slot. `next_prompt` is the prompt of the first row that still waits.
+        """Reads each prompt of `placed` into its slots there, and the tokens `appended` to rows that go on. Returns the
+        logits (V,) after the last token of each slot. `next_prompt` is the prompt of the first row that still waits.
         """
-        logits: dict[int, Tensor] = {}
-        new = list(placed)
-        if new and self._split is not None:
-            # Its samples were the first that waited.
-            prompt, known_logits = self._split
-            assert new[0] == prompt, "rows wait in the order of their prompts"
-            del new[0]
-            self._cache.copy(self._split_slot, placed[prompt], len(self._prompts[prompt]))
-            logits |= dict.fromkeys(placed[prompt], known_logits)
-            if prompt != next_prompt:
-                self._split = None
-        slots = {prompt: placed[prompt][0] for prompt in new}
+        logits = self._place_split(placed, next_prompt)
+        first_slots = {prompt: slots[0] for prompt, slots in placed.items() if slots[0] not in logits}
         without_past, with_past = [], list(appended)
-        for prompt, slot in slots.items():
+        for prompt, slot in first_slots.items():
             tokens, group = self._prompts[prompt], self._group[prompt]
             if group.common:
                 with_past.append(NewTokens(slot, group.common, tokens[group.common :]))
@@ -128,21 +118,31 @@ class SlotPrompts:
                 without_past.append(NewTokens(slot, 0, tokens[: group.common or len(tokens)]))
         # In a separate pass, because attention without earlier tokens needs no padding.
         logits |= self._extend(without_past)
-        self._share_beginnings(slots, next_prompt)
+        self._share_beginnings(first_slots, next_prompt)
         logits |= self._extend(with_past)
-        for prompt in new:
-            first, *others = placed[prompt]
-            self._cache.copy(first, others, len(self._prompts[prompt]))
-            logits |= dict.fromkeys(others, logits[first])
-        if new and new[-1] == next_prompt:
-            slot = slots[next_prompt]
-            self._cache.copy(slot, [self._split_slot], len(self._prompts[next_prompt]))
-            self._split = next_prompt, logits[slot].clone()
+        for prompt, slot in first_slots.items():
+            others, length = placed[prompt][1:], len(self._prompts[prompt])
+            self._cache.copy(slot, others, length)
+            logits |= dict.fromkeys(others, logits[slot])
+            if prompt == next_prompt:
+                self._cache.copy(slot, [self._split_slot], length)
+                self._split = prompt, logits[slot].clone()
         return logits
 
+    def _place_split(self, placed: dict[int, list[int]], next_prompt: int | None) -> dict[int, Tensor]:
+        """Copies a prompt that was read earlier to the slots of samples that waited; returns the logits there."""
+        if not placed or self._split is None:
+            return {}
+        prompt, logits = self._split
+        assert next(iter(placed)) == prompt, "rows wait in the order of their prompts"
+        self._cache.copy(self._split_slot, placed[prompt], len(self._prompts[prompt]))
+        if prompt != next_prompt:
+            self._split = None
+        return dict.fromkeys(placed[prompt], logits)
+
     def _share_beginnings(self, slots: dict[int, int], next_prompt: int | None) -> None:
-        """Copies the beginning of each group from the slot of its first prompt to those of the others, and keeps that
-        of the prompt that waits next.
+        """Copies the beginning of each group from the slot of its first prompt to those of its other prompts, and keeps
+        that of `next_prompt` in `_beginning_slot`.
         """
         for prompt, slot in slots.items():
             group = self._group[prompt]

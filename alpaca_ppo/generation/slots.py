@@ -3,8 +3,8 @@
 So the few long responses of a rollout do not run alone while other prompts wait, and memory is that of the slots. A
 row that waits for the reply to a turn (`generation.turns`) keeps its slot, and the others go on without it.
 
-The loop alternates between two passes, `_admit` and `_decode`, and after each collects the rows that have ended. It
-decides which rows take part; `slot_passes` computes, `responses` chooses tokens, `slot_prompts` reads prompts.
+The loop alternates between two passes, `_admit` and `_decode`, and after each collects the rows that have ended.
+`slot_passes` computes, `responses` chooses tokens, `slot_prompts` reads prompts.
 """
 
 import math
@@ -89,7 +89,6 @@ class _Row:
     `ResponseRows`; during a turn the first two may be too large, until `_SlotLoop._end_turns` corrects them.
 
     Attributes:
-        index: of the response.
         chosen: tokens that the policy chose in earlier turns.
         last: the last token of its last turn.
         unread: tokens that it reads before its next turn; None while the reply is pending.
@@ -106,7 +105,7 @@ class _Row:
 
 
 class _SlotLoop:
-    """The rows that wait, the rows in slots, and the tensors of the steps. Arguments are those of `sample_in_slots`.
+    """The rows that wait, the rows in slots, and the tensors of the steps.
 
     Each row in a slot is either in `_busy`, if steps advance it, or in `_between_turns`; both are keyed by slot.
     """
@@ -169,10 +168,10 @@ class _SlotLoop:
         A pass costs c steps (`StepShapes.admission_cost`). With turns of L tokens, S / L slots become free per step, so
         k of them become free in k * L / S steps and are idle for half of these on average: k**2 * L / (2 * S**2) steps.
         The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L). At that point the slots have
-        been idle for as long as the pass takes. This last condition needs no L, so it is used for rows between two
-        turns, which also wait for replies.
+        been idle for as long as the pass takes. This condition, which needs no L, is used for rows between two turns.
         """
-        free, resumable = self._slots - len(self._busy) - len(self._between_turns), len(self._resumable())
+        free = self._slots - len(self._busy) - len(self._between_turns)
+        resumable = len(self._resumable())
         if not self._busy:
             return resumable > 0 or (free > 0 and bool(self._waiting))
         idle_steps = self._idle_steps + resumable
@@ -204,32 +203,34 @@ class _SlotLoop:
             row.unread = None
             self._reserve(row.length + 1)
         self._idle_steps = 0
-        self._choose(self._prompts.read(placed, appended, self._waiting[0] // n if self._waiting else None))
+        next_prompt = self._waiting[0] // n if self._waiting else None
+        self._choose(self._prompts.read(placed, appended, next_prompt))
 
     def _choose(self, logits: dict[int, Tensor]) -> None:
-        """Begins a turn of the rows in the slots `logits`, and chooses its first token from these (V,)."""
-        rows, out = [self._busy[slot] for slot in logits], self._out
-        for row in rows:
+        """Begins a turn of each row in the slots of `logits`, and chooses its first token from these (V,)."""
+        out = self._out
+        numbers = []
+        for slot in logits:
+            row = self._busy[slot]
             row.turn_start, row.limit = row.position, self._params.max_new_tokens
             if self._turns is not None:
                 row.limit = self._turns.limit(position=row.position, chosen=row.chosen, width=row.limit)
+            numbers.append((slot, row.index, row.length, row.position, row.turn_start, row.limit))
         # One tensor, so that a device is written to once.
-        numbers = [
-            (slot, row.index, row.length, row.position, row.turn_start, row.limit)
-            for slot, row in zip(logits, rows, strict=True)
-        ]
-        slots, indices, *counts = torch.tensor(numbers, device=self._keys.device).T.contiguous()
-        out.lengths[slots], out.positions[slots], out.turn_starts[slots], out.limits[slots] = counts
+        on_device = torch.tensor(numbers, device=self._keys.device)
+        slots, indices, lengths, positions, turn_starts, limits = on_device.T.contiguous()
         out.rows[slots], out.keys[slots] = indices, self._keys[indices]
+        out.lengths[slots], out.positions[slots] = lengths, positions
+        out.turn_starts[slots], out.limits[slots] = turn_starts, limits
         out.running[slots], out.matched[slots] = True, 0
         self._hooks.before_token()
         out.choose(torch.stack(list(logits.values())), slots)
-        for row in rows:
-            row.position += 1
+        for slot in logits:
+            self._busy[slot].position += 1
 
     def _compact(self) -> None:
         """Moves rows into lower slots if the next step can then have fewer."""
-        target = self._step_slots(len(self._busy))
+        target = min(self._shapes.slot_unit(len(self._busy)), self._slots)
         movers = sorted(slot for slot in self._busy if slot >= target)
         if not movers:
             return
@@ -247,20 +248,17 @@ class _SlotLoop:
         sources, targets = torch.tensor([holes + movers, movers + holes], device=self._keys.device)
         self._out.move(sources, targets)
 
-    def _step_slots(self, slots: int) -> int:
-        return min(self._shapes.slot_unit(slots), self._slots)
-
     def _decode(self) -> None:
-        """Makes the steps until `_collect_ended`. Rows that have ended are computed too, but do not advance."""
+        """Makes the steps up to the next `_collect_ended`. A row that ends earlier is computed, but not advanced."""
         steps = min(self._shapes.check_every, max(row.limit - row.position for row in self._busy.values()))
-        slots = self._step_slots(max(self._busy) + 1)
+        slots = min(self._shapes.slot_unit(max(self._busy) + 1), self._slots)
         self._idle_steps += steps * len(self._resumable())
         lengths, running, tokens = self._out.lengths[:slots], self._out.running[:slots], self._out.tokens[:slots]
         for _ in range(steps):
             self._hooks.before_token()
             # Counts also rows that have ended on the device since the host last read it.
             longest = max(row.length for row in self._busy.values())
-            # One more column, into which a slot writes whose row ends with this step and then idles.
+            # One column more than this step needs: if a row ends in it, later steps write into the next column.
             self._reserve(longest + 2)
             columns = min(self._shapes.columns(1 + longest), self._max_columns)
             # A row that has ended stays at its last position: the next one may be more than the model has.
@@ -302,30 +300,34 @@ class _SlotLoop:
 
     def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
         """Finishes the rows of `ended` (by slot) that have reached their limit, and asks how the others go on."""
-        out, width = self._out, self._params.max_new_tokens
-        slots, rows = torch.tensor([list(ended), [row.index for row in ended.values()]], device=self._keys.device)
+        slots = torch.tensor(list(ended), device=self._keys.device)
         # The host may have counted steps that a row no longer took.
-        lengths, positions = out.lengths[slots].tolist(), out.positions[slots].tolist()
-        finished = out.outputs[rows]
-        responses, masks = finished.responses.tolist(), finished.response_mask.tolist()
-        stopped = finished.stopped.tolist()
+        lengths, positions = self._out.lengths[slots].tolist(), self._out.positions[slots].tolist()
         complete: list[_Row] = []
-        asked: dict[int, Turn] = {}
-        for i, (slot, row) in enumerate(ended.items()):
-            row.length, row.position = lengths[i], positions[i]
-            row.chosen += row.position - row.turn_start
-            if turns.limit(position=row.position, chosen=row.chosen, width=width) == row.position:
+        others: dict[int, _Row] = {}
+        for (slot, row), length, position in zip(ended.items(), lengths, positions, strict=True):
+            row.length, row.position = length, position
+            row.chosen += position - row.turn_start
+            if turns.limit(position=position, chosen=row.chosen, width=self._params.max_new_tokens) == position:
                 complete.append(row)
-                continue
-            row.last = responses[i][row.position - 1]
-            self._between_turns[slot] = row
-            response, mask = responses[i][: row.position], masks[i][: row.position]
-            asked[slot] = Turn(row.index, response, mask, row.turn_start, stopped=stopped[i])
+            else:
+                others[slot] = row
         self._count_turns(ended.values())
         self._finish(complete)
+        self._ask_handler(turns, others)
+
+    def _ask_handler(self, turns: Turns, rows: dict[int, _Row]) -> None:
+        """Asks how `rows` (by slot) go on, and appends the replies that are not pending."""
+        self._between_turns |= rows
+        indices = torch.tensor([row.index for row in rows.values()], dtype=torch.long, device=self._keys.device)
+        outputs = self._out.outputs[indices]
+        responses, masks = outputs.responses.tolist(), outputs.response_mask.tolist()
+        stopped = outputs.stopped.tolist()
         ended_by_reply: list[_Row] = []
-        for slot, turn in asked.items():
-            reply = turns.handler.on_stop(turn)
+        for i, (slot, row) in enumerate(rows.items()):
+            response, mask = responses[i][: row.position], masks[i][: row.position]
+            row.last = response[-1]
+            reply = turns.handler.on_stop(Turn(row.index, response, mask, row.turn_start, stopped=stopped[i]))
             if not isinstance(reply, Pending):
                 ended_by_reply += self._append_reply(slot, reply)
         self._finish(ended_by_reply)
@@ -342,7 +344,7 @@ class _SlotLoop:
         self._finish(complete)
 
     def _append_reply(self, slot: int, reply: Reply) -> list[_Row]:
-        """Appends the reply to the turn of the row in `slot`; returns the row if its response ends there, else []."""
+        """Appends the reply to the turn of the row in `slot`; returns the row in a list if its response ends there."""
         row, width = self._between_turns[slot], self._params.max_new_tokens
         appended = check_reply(reply, row.index, self._model.config.get_text_config().vocab_size)
         if appended is not None:
@@ -376,16 +378,17 @@ def _compare_slots(model: PreTrainedModel) -> str | None:
     """Compares two prompts, a step and appended tokens in slots with plain passes over the rows."""
     vocabulary, device = model.config.get_text_config().vocab_size, model.device
     rows = [[(7 * i + 3 * j + 1) % vocabulary for j in range(length)] for i, length in enumerate((8, 5))]
+    cache = SlotCache(slots=2, columns=8)
     # Of the prompts; the step reads the next token of each row, and the last pass the rest.
-    lengths, cache = (5, 2), SlotCache(slots=2, columns=8)
+    lengths = (5, 2)
     in_slots = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(lengths)])]
     tokens = torch.tensor([row[n] for row, n in zip(rows, lengths, strict=True)], device=device)
     filled = torch.tensor(lengths, device=device)
     in_slots.append(read_next(model, cache, tokens, filled, filled, columns=6))
     in_slots.append(extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(lengths)]))
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-        whole: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
-        if problem := difference(torch.stack([logits[i] for logits in in_slots]), whole[[n - 1, n, -1]], "logits"):
+        plain: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
+        if problem := difference(torch.stack([logits[i] for logits in in_slots]), plain[[n - 1, n, -1]], "logits"):
             return f"{problem} from those of a pass over the row"
     return None
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 # Written by decoders for bytes that are no complete character.
@@ -47,6 +47,14 @@ def resolve_stop_tokens(
     return tuple(sorted(ids))
 
 
+def set_stop_tokens(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Writes the ids that end a response into the generation config that is saved with `model`, so that `generate` and
+    vLLM end its answers there too.
+    """
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = [*ids]
+
+
 def resolve_turn_end(
     processing_class: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int | None:
@@ -55,14 +63,12 @@ def resolve_turn_end(
     That is a special or added token which the template writes after an answer:
 
     - the first one, such as Phi-3's `<|end|>`, which precedes the eos;
-    - if the conversation ends with several that are not separated by words, the eos among them, the first of these:
-      earlier ones belong to a section between the answer and the end of the turn;
+    - if the conversation ends with several such tokens, without words between them and with the eos among them, the
+      first of these several: earlier ones belong to a section between the answer and the end of the turn;
     - the pad token only if there is no other;
     - if there is none, the token that starts the next turn, unless that is the bos.
 
     None for a template that cannot render an answer, changes its text, or ends turns with plain text.
-
-    `chat_template_kwargs` are further arguments of the template.
     """
     # Templates of multimodal models take a list of parts, and some render nothing for a string.
     for content in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
@@ -75,7 +81,7 @@ def resolve_turn_end(
         if token is None:
             longer = _text_after_answer(processing_class, [user, answer, user], chat_template_kwargs)
             token = None if longer is None else _end_of_turn(processing_class, longer)
-        starts_text = token == processing_class.bos_token_id != processing_class.eos_token_id
+        starts_text = token == processing_class.bos_token_id and token != processing_class.eos_token_id
         return None if starts_text else token
     return None
 
@@ -97,7 +103,7 @@ def _text_after_answer(
 
 
 def _end_of_turn(processing_class: PreTrainedTokenizerBase, text: str) -> int | None:
-    """The special or added token of `text`, which follows an answer, that ends the turn, or None. (Some fine-tunes add
+    """The special or added token that ends the turn, or None; `text` is what follows the answer. (Some fine-tunes add
     `<|im_end|>` as an ordinary token.)
     """
     names = dict(zip(processing_class.all_special_ids, processing_class.all_special_tokens, strict=True))
@@ -115,8 +121,8 @@ def _end_of_turn(processing_class: PreTrainedTokenizerBase, text: str) -> int | 
     # Words at the end may start the next answer, as in Llama 3's first template, so without an eos all count.
     if processing_class.eos_token_id in since_words:
         candidates = since_words
-    padding = {processing_class.pad_token_id} - {processing_class.eos_token_id}
-    return next((i for i in candidates if i not in padding), candidates[0] if candidates else None)
+    preferred = [i for i in candidates if i != processing_class.pad_token_id or i == processing_class.eos_token_id]
+    return next(iter(preferred or candidates), None)
 
 
 def resolve_truncate_tokens(
@@ -154,8 +160,7 @@ class StopStrings:
     """The stop strings of a run for one tokenizer.
 
     They are searched for in the bytes of the response, special tokens included, also where these are no valid UTF-8.
-    `vocab_size`, of the model, may be larger than the tokenizer's. `completed` is the state of a row that contains a
-    string.
+    `vocab_size`, of the model, may be larger than the tokenizer's.
 
     Raises:
         ValueError: for a tokenizer that writes a token differently after different tokens.
@@ -166,7 +171,8 @@ class StopStrings:
         texts = token_bytes(processing_class, vocab_size)
         steps = _token_steps(_byte_steps([text.encode() for text in self.strings]), texts)
         self.completed = len(steps) - 1
-        # Nearly all tokens lead from every state back to the start, so equal columns are stored once.
+        # Nearly all tokens lead from every state but the completed one back to the start, so equal columns are stored
+        # once; theirs is the first.
         moving = steps[:-1].any(axis=0)
         columns, kinds = np.unique(steps[:, moving], axis=1, return_inverse=True)
         start = np.zeros((len(steps), 1), dtype=np.int64)
@@ -194,8 +200,10 @@ def token_bytes(processing_class: PreTrainedTokenizerBase, vocab_size: int) -> l
     Raises:
         ValueError: see `StopStrings`.
     """
+    # Some tokenizers strip the first space.
     before: list[int] = processing_class("a", add_special_tokens=False)["input_ids"]
-    start, *rows = _decoded(processing_class, [before, *([*before, token] for token in range(vocab_size))])
+    (start,) = _decoded(processing_class, [before])
+    rows = _decoded(processing_class, [[*before, token] for token in range(vocab_size)])
     names = {token: name for name, token in processing_class.get_vocab().items()}
     texts = [row[len(start) :] if row.startswith(start) else _UNKNOWN for row in rows]
     _check_concatenation(processing_class, before, start, texts)
@@ -206,18 +214,17 @@ def token_bytes(processing_class: PreTrainedTokenizerBase, vocab_size: int) -> l
 
 
 def _decoded(processing_class: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
-    texts = processing_class.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return [str(text) for text in texts]
+    return processing_class.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _check_concatenation(
     processing_class: PreTrainedTokenizerBase, before: list[int], start: str, texts: Sequence[str]
 ) -> None:
-    """Checks on some tokens that the text of a row is that of its tokens one after the other."""
+    """Raises ValueError unless the text of some tokens, forwards and then backwards, is their `texts` joined."""
     # Without parts of characters, which form characters together.
     with_text = [token for token, text in enumerate(texts) if _UNKNOWN not in text]
     checked = with_text[:: max(1, len(with_text) // _CHECKED_TOKENS)]
-    checked += reversed(checked)
+    checked += checked[::-1]
     expected = start + "".join(texts[token] for token in checked)
     (decoded,) = _decoded(processing_class, [[*before, *checked]])
     if decoded != expected:

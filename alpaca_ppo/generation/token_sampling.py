@@ -1,7 +1,6 @@
 """Choosing one token per row of logits, by inverse-CDF sampling or greedily, with the log-prob of the chosen token.
 
-The log-prob is always that of the full softmax at the temperature; top_k and top_p restrict the choice only, and are
-meant for evaluation.
+The log-prob is always that of the full softmax at the temperature; top_k and top_p restrict the choice only.
 """
 
 from typing import NamedTuple
@@ -33,8 +32,8 @@ def choose_tokens(
 
     A token is drawn with its probability under softmax(logits / temperature), renormalized over the tokens that top_k
     and then top_p keep (all tokens tied at the k-th place are kept). A token of probability zero is never drawn. If a
-    row of logits contains a NaN, its log-prob is NaN. Computed in float32, or in float64 for float64 logits.
-    `uniforms` are (N,) float64 in (0, 1); None takes the most likely token.
+    row of logits contains a NaN, its log-prob is NaN. `uniforms` are (N,) float64 in (0, 1); None takes the
+    most likely token.
     """
     weights = _weights(logits, temperature)
     blocks = _Blocks(weights)
@@ -51,7 +50,7 @@ def choose_tokens(
 def _weights(logits: Tensor, temperature: float) -> Tensor:
     """Returns exp((logits - their maximum) / temperature), in float32 or float64.
 
-    A vocabulary has up to 256k tokens, so on a CPU the time to choose one is that to move the bytes.
+    In place where possible, because on a CPU most of the time goes into moving bytes.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:

@@ -33,7 +33,7 @@ class Turn:
         row: b * n + j for sample j of prompt b.
         response: token ids of the response so far, with what was appended to earlier turns.
         response_mask: as long as `response`; True = a token the policy chose.
-        start: position of the turn's first token in `response`; the turn lasts to the end.
+        start: position of the turn's first token in `response`.
         stopped: True = `StopRule` ended it, False = cut off after `Turns.max_turn_tokens` tokens.
     """
 
@@ -87,12 +87,9 @@ class Turns:
         """The response position before which a turn that begins at `position` must end, with `chosen` tokens of the
         policy in earlier turns and responses of `width` tokens.
         """
-        ends = [width]
-        if self.max_turn_tokens is not None:
-            ends.append(position + self.max_turn_tokens)
-        if self.max_policy_tokens is not None:
-            ends.append(position + self.max_policy_tokens - chosen)
-        return min(ends)
+        turn_end = width if self.max_turn_tokens is None else position + self.max_turn_tokens
+        policy_end = width if self.max_policy_tokens is None else position + self.max_policy_tokens - chosen
+        return min(width, turn_end, policy_end)
 
     def replies(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
         """Yields what `handler.ready` returns; the caller removes each row from `pending`. Raises ValueError for a

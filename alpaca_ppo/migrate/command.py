@@ -26,23 +26,29 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
     if re.fullmatch(OVERRIDE, file):
         return translate_verl(file, read_overrides([file, *arguments]))
     path = Path(file)
-    unread: dict[str, str] = {}
     if not path.is_file():
         raise ValueError(f"{file}: give a script or a YAML file;{where(file, what='file')}")
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix in (".yaml", ".yml"):
-            content = flattened(yaml.safe_load(text))
-        elif path.suffix == ".sh":
-            content = read_overrides(overrides_of_shell(text, file))
-        else:
-            content, unread = read_script(text)
-    except (SyntaxError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
+        content, unread = _read_file(path, file)
+    except (SyntaxError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{file} is no TRL script, and no YAML file that maps names to values: {error}") from error
     # Names of verl are paths with dots (actor_rollout_ref.model.path); a script of TRL may have such names too.
     if any("." in name for name in content) and path.suffix != ".py":
         return translate_verl(file, {**content, **read_overrides(arguments)})
     return translate_trl(path.name, {**content, **_flags(arguments)}, unread, processes)
+
+
+def _read_file(path: Path, file: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The names in a file with their values, and the expressions of a script that are no literals."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".sh":
+        return read_overrides(overrides_of_shell(text, file)), {}
+    if path.suffix not in (".yaml", ".yml"):
+        return read_script(text)
+    content = yaml.safe_load(text)
+    if not isinstance(content, dict):
+        raise yaml.YAMLError(f"it holds a {type(content).__name__}")
+    return flattened(content), {}
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, Any]:

@@ -119,13 +119,16 @@ class Translation:
 
     def as_yaml(self) -> str:
         """The options as a file for `--config`, with what was not taken in a comment."""
-        lines = [f"# Translated from {self.source}.", *(["#", "# Not taken:"] if self.not_taken else [])]
+        lines = [f"# Translated from {self.source}."]
+        if self.not_taken:
+            lines += ["#", "# Not taken:"]
         for reason, names in self.not_taken.items():
             note = f"{', '.join(names)}: {reason}"
             lines += textwrap.wrap(note, 118, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False)
         lines.append("")
         for name in OPTIONS:
             value, option = self.options.get(name), OPTIONS[name]
+            # Null only where it is valid and not the default.
             if value is not None or (name in self.options and option.nullable and option.default is not None):
                 comment = f"  # {self.comments[name]}" if self.comments.get(name) else ""
                 lines.append(f"{name}: {_text(value)}{comment}")

@@ -1,13 +1,13 @@
 """Translates TRL's GRPOConfig and PPOConfig, and reads the scripts that make them.
 
-A script is not executed. The literal arguments of the calls in `_CALLS` are read, also through variables that are
-assigned once, and so are attributes that are set on the configuration.
+The literal arguments of the calls in `_CALLS` are read, also through variables that are assigned once, and so are
+attributes that are set on the configuration.
 """
 
 import ast
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, find_foreign_name
@@ -98,40 +98,23 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         source: the name of the translated file.
         given: TRL's names with their values, from the file and from flags.
         unread: the expressions of the arguments of a script that are no literals.
-        processes: of the TRL run.
     """
     kind = "PPOConfig" if _OF_PPO & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)
     values, options = result.values, result.options
     sections = ["script", *(section for section in CONFIG_SECTIONS if section == kind or section not in _KINDS)]
     result.take(sections)
-    for name, expression in unread.items():
-        entry = find_foreign_name(name, sections)
-        # Another name may have set the same option, unless that was TRL's default for this name.
-        is_set = entry and entry.same and entry.ours[0] in options and name not in defaults(kind)
-        if name not in given and not is_set:
-            in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
-            remedy = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
-            result.leave(name, f"`{expression}` is no literal; {remedy}")
+    _leave_unread(result, unread, sections)
     is_grpo = kind == "GRPOConfig"
     updates = _grpo(result, processes) if is_grpo else _ppo(result, processes)
     # Steps are optimizer steps in GRPO, but rollouts in TRL's PPOTrainer, whose scheduler also steps once a rollout.
-    steps_per_rollout = updates if is_grpo else 1
     updates_per_step = 1 if is_grpo else updates
     if is_grpo and values["max_steps"] > 0:
         rollouts = math.ceil(values["max_steps"] / updates)
         result.set("max_steps", rollouts, f"{values['max_steps']} / {updates} of a rollout")
     elif not options.get("total_episodes"):
         result.set("total_epochs", math.ceil(values["num_train_epochs"]), "num_train_epochs")
-    for name in ("logging_steps", "save_steps", "eval_steps"):
-        strategy = values.get(name.replace("_steps", "_strategy"), "steps")
-        interval = values.get(name) or values["logging_steps"]
-        if strategy == "no":
-            result.set(name, 0)
-        elif strategy != "steps" or interval < 1:
-            result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
-        else:
-            result.set(name, max(1, round(interval / steps_per_rollout)), f"rollouts: {interval} / {steps_per_rollout}")
+    _set_intervals(result, steps_per_rollout=updates if is_grpo else 1)
     if (warmup := values.get("warmup_steps") or 0) >= 1:
         result.set("warmup_steps", int(warmup * updates_per_step), f"{warmup} * {updates_per_step} optimizer steps")
     if not values.get("push_to_hub"):
@@ -144,14 +127,39 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
     return result
 
 
+def _leave_unread(result: Translation, unread: Mapping[str, str], sections: Sequence[str]) -> None:
+    """Lists the names in `unread` as not taken, unless a flag or another name sets the option."""
+    for name, expression in unread.items():
+        entry = find_foreign_name(name, sections)
+        # If TRL has a default for this name, that has set the option.
+        is_set = entry and entry.same and entry.ours[0] in result.options and name not in defaults(result.section)
+        if name not in result.given and not is_set:
+            in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
+            remedy = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
+            result.leave(name, f"`{expression}` is no literal; {remedy}")
+
+
+def _set_intervals(result: Translation, *, steps_per_rollout: int) -> None:
+    """Sets the rollouts between two logs, checkpoints or evaluations."""
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        strategy = result.values.get(name.replace("_steps", "_strategy"), "steps")
+        interval = result.values.get(name) or result.values["logging_steps"]
+        if strategy == "no":
+            result.set(name, 0)
+        elif strategy != "steps" or interval < 1:
+            result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
+        else:
+            result.set(name, max(1, round(interval / steps_per_rollout)), f"rollouts: {interval} / {steps_per_rollout}")
+
+
 def _grpo(result: Translation, processes: int) -> int:
-    """Sets batch sizes, loss and KL; returns the optimizer steps on a rollout."""
-    values, group = result.values, result.count("num_generations")
+    """Sets batch sizes, upper clip range and KL; returns the optimizer steps on a rollout."""
+    group = result.count("num_generations")
     device_batch = result.count("per_device_train_batch_size")
     accumulation = result.count("gradient_accumulation_steps")
-    per_generation = values.get("steps_per_generation") or accumulation
+    per_generation = result.values.get("steps_per_generation") or accumulation
     batch = device_batch * processes * accumulation
-    generated = values.get("generation_batch_size") or device_batch * processes * per_generation
+    generated = result.values.get("generation_batch_size") or device_batch * processes * per_generation
     if generated % group:
         raise ValueError(
             f"a generation of {generated} completions is not a multiple of num_generations ({group}), so TRL refuses; "
@@ -164,7 +172,7 @@ def _grpo(result: Translation, processes: int) -> int:
     result.set("rollout_per_device_batch_size", max(group, completions // processes), "a process samples all at once")
     result.set("kl_coef", 0.0, "TRL has the KL in the loss")
     is_cispo = result.options.get("policy_loss") == "cispo"
-    epsilon_high = values.get("epsilon_high") or 0.0
+    epsilon_high = result.values.get("epsilon_high") or 0.0
     if epsilon_high and not is_cispo:
         result.set("cliprange_high", epsilon_high)
     elif is_cispo and epsilon_high > 1:
@@ -176,7 +184,6 @@ def _grpo(result: Translation, processes: int) -> int:
 
 def _ppo(result: Translation, processes: int) -> int:
     """Sets batch sizes and rewards; returns the optimizer steps on a rollout."""
-    values = result.values
     device_batch = result.count("per_device_train_batch_size")
     accumulation = result.count("gradient_accumulation_steps")
     prompts_per_process = device_batch * accumulation
@@ -184,12 +191,11 @@ def _ppo(result: Translation, processes: int) -> int:
     batch = prompts_per_process * processes
     step = min(prompts_per_process, micro_batch * accumulation) * processes
     result.set("rollout_batch_size", batch, f"prompts: {device_batch} * {processes} processes * {accumulation}")
-    result.set(
-        "step_batch_size", step, f"TRL steps after {accumulation} micro-batches of {micro_batch} on each process"
-    )
+    comment = f"TRL steps after {accumulation} micro-batches of {micro_batch} on each process"
+    result.set("step_batch_size", step, comment)
     result.set("step_per_device_batch_size", micro_batch)
-    if penalty := values.get("missing_eos_penalty"):
+    if penalty := result.values.get("missing_eos_penalty"):
         result.set("penalty_reward_value", -penalty, "replaces the score; TRL subtracts the penalty")
-    if values.get("reward_model_path"):
+    if result.values.get("reward_model_path"):
         result.set("init_value_with_reward", True, "TRL's script starts the critic from the reward model")
     return math.ceil(batch / step) * result.count("num_ppo_epochs")

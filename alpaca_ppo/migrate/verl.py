@@ -49,22 +49,13 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
         result.set("reference", "none", "neither use_kl_in_reward nor use_kl_loss")
     if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):
         options.pop("overlong_buffer_len", None)
-    group, prompts = result.count(f"{_ROLLOUT}.n"), result.count("data.train_batch_size")
-    mini_batch = result.count(f"{_ACTOR}.ppo_mini_batch_size")
-    step = min(mini_batch, prompts) * group
-    result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini_batch} * rollout.n {group}")
-    if values.get(f"{_ACTOR}.use_dynamic_bsz"):
-        tokens = values.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384)
-        result.set("max_tokens_per_micro_batch", max(tokens, options["query_len"] + options["response_len"]))
-    forward_batch = values.get(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu") or 32
-    result.set("rollout_per_device_batch_size", max(forward_batch, group), "sampled and scored at once: memory alone")
+    updates = _set_batch_sizes(result)
     if options.get("max_steps"):
         options.pop("total_epochs", None)
     # verl's scheduler steps once a rollout, ours once an optimizer step.
-    per_rollout = math.ceil(options["rollout_batch_size"] * group / step) * options["ppo_epochs"]
     for name, optim in (("warmup_steps", f"{_ACTOR}.optim"), ("critic_lr_warmup_steps", "critic.optim")):
         if (steps := values.get(f"{optim}.lr_warmup_steps", 0)) > 0:
-            result.set(name, steps * per_rollout, f"{steps} rollouts * {per_rollout} optimizer steps")
+            result.set(name, steps * updates, f"{steps} rollouts * {updates} optimizer steps")
         if options[name] and options["lr_scheduler_type"] == "constant":
             result.set("lr_scheduler_type", "constant_with_warmup")
     for key, name in (("data.train_files", "dataset_name"), ("data.val_files", "eval_dataset_name")):
@@ -81,3 +72,18 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     options.setdefault("output_dir", f"checkpoints/{project}/{experiment}")
     result.finish()
     return result
+
+
+def _set_batch_sizes(result: Translation) -> int:
+    """Sets batch sizes; returns the optimizer steps on a rollout."""
+    values, options = result.values, result.options
+    group, prompts = result.count(f"{_ROLLOUT}.n"), result.count("data.train_batch_size")
+    mini_batch = result.count(f"{_ACTOR}.ppo_mini_batch_size")
+    step = min(mini_batch, prompts) * group
+    result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini_batch} * rollout.n {group}")
+    if values.get(f"{_ACTOR}.use_dynamic_bsz"):
+        tokens = values.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384)
+        result.set("max_tokens_per_micro_batch", max(tokens, options["query_len"] + options["response_len"]))
+    forward_batch = values.get(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu") or 32
+    result.set("rollout_per_device_batch_size", max(forward_batch, group), "sampled and scored at once: memory alone")
+    return math.ceil(options["rollout_batch_size"] * group / step) * options["ppo_epochs"]

@@ -25,7 +25,7 @@ def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     """Advantages and returns (B, R) by the estimator `args.adv_estimator`.
 
     Raises:
-        ValueError: when an input that the estimator needs is missing, or it returns anything but `Advantages`.
+        ValueError: when an input that the estimator needs is missing, or the estimator returns no `Advantages`.
     """
     name = args.adv_estimator
     for trait, field in _NEEDED.items():
@@ -48,7 +48,8 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
         lam_policy = functional.length_adaptive_lam(mask, alpha=args.lam_alpha)
     elif args.lam_policy is not None:
         lam_policy = float(args.lam_policy)
-    lam_critic, turn_lam = args.lam if args.lam_critic is None else args.lam_critic, args.turn_lam
+    lam_critic = args.lam if args.lam_critic is None else args.lam_critic
+    turn_lam = args.turn_lam
     if inputs.critic_pretraining:
         # Monte-Carlo returns: the critic, which is untrained, does not enter its own targets.
         lam_critic, turn_lam = 1.0, None
@@ -64,7 +65,6 @@ def _gae(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     )
     if not args.whiten_advantages:
         return estimated
-    # Not the returns, which are the critic's targets.
     return estimated._replace(advantages=functional.masked_whiten(estimated.advantages, mask))
 
 
@@ -79,13 +79,6 @@ def _remax(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     return functional.remax(inputs.rewards, inputs.baseline_scores, inputs.response_mask)
 
 
-@ADV_ESTIMATORS.implement("grpo")
-@ADV_ESTIMATORS.implement("grpo_no_std")
-@ADV_ESTIMATORS.implement("rloo")
-@ADV_ESTIMATORS.implement("opo")
-@ADV_ESTIMATORS.implement("reinforce_plus_plus_baseline")
-@ADV_ESTIMATORS.implement("qae")
-@ADV_ESTIMATORS.implement("grpo_passk")
 def _group(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     """Compares the sums of shaped rewards, so that a KL penalty in the reward counts."""
     assert inputs.prompt_ids is not None
@@ -93,6 +86,10 @@ def _group(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:
     scores = torch.where(mask, inputs.rewards, 0).sum(dim=1)
     advantages = functional.group_advantages(scores, inputs.prompt_ids, mask, estimator=args.adv_estimator)
     return Advantages(advantages, torch.where(mask, scores.unsqueeze(1), 0))
+
+
+for _name in functional.GROUP_ESTIMATORS:
+    ADV_ESTIMATORS.implement(_name)(_group)
 
 
 @ADV_ESTIMATORS.implement("gdpo")

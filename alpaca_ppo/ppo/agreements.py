@@ -25,13 +25,14 @@ def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, acc
     if isinstance(reference, CopiedReference):
         models["reference"] = reference.policy
     local = {name: model.padding_reason for name, model in models.items() if model.padding_reason is not None}
-    gathered = gather_list(local, accelerator)
-    by_reason: dict[str, list[str]] = {}
-    for rank, reasons in enumerate(gathered):
+    first_reasons: dict[str, tuple[int, str]] = {}
+    for rank, reasons in enumerate(gather_list(local, accelerator)):
         for name, reason in reasons.items():
-            if not any(name in earlier for earlier in gathered[:rank]):
-                by_reason.setdefault(reason, []).append(name if name in local else f"{name} on process {rank}")
-                models[name].padding_reason = reason
+            first_reasons.setdefault(name, (rank, reason))
+    by_reason: dict[str, list[str]] = {}
+    for name, (rank, reason) in first_reasons.items():
+        models[name].padding_reason = reason
+        by_reason.setdefault(reason, []).append(name if name in local else f"{name} on process {rank}")
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
 
 
@@ -41,13 +42,13 @@ def agree_on_backend(backend: Backend, engine: Engine, *, multi_turn: bool) -> s
     Returns why it cannot, as text; empty if it can. Every rank must call it.
 
     Raises:
-        ValueError: on every rank, if it cannot and has no fallback, or responses have several turns.
+        ValueError: on every rank, if it cannot, and has no fallback or responses have several turns.
     """
     problem = f"generation_backend {backend.name!r} samples one turn" if multi_turn and not backend.takes_turns else ""
     if not backend.has_own_weights:
         with engine.sampling() as model:
             local = backend.problem(model)
-        problem = next((found for found in gather_list(local, engine.accelerator) if found), problem)
+        problem = next((reason for reason in gather_list(local, engine.accelerator) if reason), problem)
     if problem and multi_turn:
         raise ValueError(f"environments answer the policy, which cannot be sampled over several turns: {problem}")
     if problem:

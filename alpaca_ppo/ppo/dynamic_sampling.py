@@ -12,6 +12,7 @@ from torch import Tensor
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.functional import informative_rows
+from alpaca_ppo.ppo.row_masks import select_rows, trained_rows
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.types import Rollouts
 
@@ -21,7 +22,7 @@ def informative(rollouts: Rollouts, args: PPOConfig) -> Tensor:
     source separately, in the scores of a source whose weight is not 0.
     """
     ids = rollouts["prompt_ids"]
-    trained = rollouts.get("trained_rows", torch.ones_like(ids, dtype=torch.bool))
+    trained = trained_rows(rollouts)
     columns, weights = [rollouts["scores"]], [1.0]
     if ADV_ESTIMATORS.trait(args.adv_estimator, "needs_scores_by_source"):
         columns = list(rollouts["scores_by_source"].unbind(dim=1))
@@ -40,15 +41,14 @@ def replace_uninformative(
     """Replaces prompts that are not `informative` by fresh ones, in at most `dynamic_sampling` rounds; returns the
     rollouts and the metrics of the sampling.
 
-    No informative prompt of the batch is drawn again; in a small dataset, one that was replaced before may be. A fresh
-    prompt all of whose rewards failed replaces nothing. What is uninformative after the last round stays, so that steps
-    have as many rows as without dynamic sampling.
+    No informative prompt of the batch is drawn again; in a small dataset, a prompt that was replaced may be. A fresh
+    prompt whose rewards all failed replaces nothing. Prompts that are uninformative after the last round stay, so that
+    steps have as many rows as without dynamic sampling.
 
     Args:
         rollouts: of the step's scheduled prompts, of all ranks.
         prompts: draws fresh prompts, which it counts.
         rollout: from dataset indices and the number of the round (from 1) to global rollouts.
-        args: of the run.
     """
     counts = dict.fromkeys(("objective/sampling_rounds", "objective/redrawn_prompts", "tokens/discarded"), 0.0)
     for sampling_round in range(1, args.dynamic_sampling + 1):
@@ -61,8 +61,8 @@ def replace_uninformative(
         counts["objective/redrawn_prompts"] += len(fresh)
         new = rollout(fresh, sampling_round)
         if "trained_rows" in new:
-            scored = torch.isin(new["prompt_ids"], new["prompt_ids"][new["trained_rows"]])
-            new = {key: value[scored] for key, value in new.items()}  # type: ignore
+            scored_prompts = new["prompt_ids"][new["trained_rows"]]
+            new = select_rows(new, torch.isin(new["prompt_ids"], scored_prompts))
         rollouts, discarded = _replace(rollouts, new, dict(zip(uninformative, fresh, strict=False)))
         counts["tokens/discarded"] += discarded
     left = rollouts["prompt_ids"][~informative(rollouts, args)].unique()
@@ -86,7 +86,8 @@ def _replace(rollouts: Rollouts, new: Rollouts, replacements: dict[int, int]) ->
     """`rollouts` with each prompt of `replacements` replaced by its fresh prompt if that has rows in `new`, and the
     number of discarded tokens.
     """
-    num_rows, new_rows = len(rollouts["prompt_ids"]), _rows_by_prompt(new["prompt_ids"])
+    num_rows = len(rollouts["prompt_ids"])
+    new_rows = _rows_by_prompt(new["prompt_ids"])
     kept: list[int] = []
     for prompt, rows in _rows_by_prompt(rollouts["prompt_ids"]).items():
         if replacements.get(prompt) in new_rows:
@@ -94,6 +95,6 @@ def _replace(rollouts: Rollouts, new: Rollouts, replacements: dict[int, int]) ->
         # An uninformative prompt may have been drawn again, in the place of another one.
         elif prompt not in new_rows:
             kept += rows
-    both: dict[str, Tensor] = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
-    merged: Rollouts = {key: value[kept] for key, value in both.items()}  # type: ignore[assignment]
-    return merged, int(both["response_mask"].sum() - merged["response_mask"].sum())
+    joined: Rollouts = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
+    merged = select_rows(joined, kept)
+    return merged, int(joined["response_mask"].sum() - merged["response_mask"].sum())

@@ -15,10 +15,10 @@ _MAX_SHOWN = 8
 
 
 def rewards_shaped_alike(rows: dict[str, Tensor] | None, accelerator: Accelerator) -> dict[str, Tensor] | None:
-    """This rank's `rows`, with rewards (B, R) if another rank's have that shape: where all rewards failed, it is not
-    known that the sources score tokens. Every rank must call it.
+    """This rank's `rows`, with rewards (B, R) if those of another rank have that shape. A rank on which all rewards
+    failed does not know that the sources score tokens. Every rank must call it.
     """
-    per_token_here = bool(rows) and rows["rewards"].dim() == 2  # type: ignore[index]
+    per_token_here = rows["rewards"].dim() == 2 if rows else False
     per_token_anywhere = any_rank(per_token_here, accelerator)
     if not rows or per_token_here or not per_token_anywhere or bool(rows["trained_rows"].any()):
         return rows
@@ -38,7 +38,6 @@ def leave_out_failures(
     Args:
         rollouts: of all ranks, with `trained_rows` False where a reward failed.
         failures: of this rank.
-        accelerator: of the run.
         compares_group: whether the estimator compares the responses to a prompt. Then a response is also left out if
             the rewards of all others failed: its advantage would be its bare score.
         may_fail: whether all rewards may fail.
@@ -50,22 +49,27 @@ def leave_out_failures(
         ValueError: on every rank, if no response is left, unless `may_fail`; this rank's first failure if it has one.
     """
     scored = rollouts["trained_rows"]
-    only_one = torch.zeros_like(scored)
-    if compares_group:
-        _, group = torch.unique(rollouts["prompt_ids"], return_inverse=True)
-        member = scored & rollouts["response_mask"].any(dim=1)
-        members = torch.bincount(group[member], minlength=len(group))[group]
-        failed = torch.bincount(group[~scored], minlength=len(group))[group]
-        only_one = member & (members == 1) & (failed > 0)
-    rollouts["trained_rows"] = scored & ~only_one
+    incomparable = _only_ones_with_reward(rollouts) if compares_group else torch.zeros_like(scored)
+    rollouts["trained_rows"] = scored & ~incomparable
     errors = [str(failure) for failure in failures[:_MAX_SHOWN]]
-    errors = [error for of_rank in gather_list(errors, accelerator) for error in of_rank]
-    num_failed, num_only = int((~scored).sum()), int(only_one.sum())
+    errors = [error for errors_of_rank in gather_list(errors, accelerator) for error in errors_of_rank]
+    num_failed = int((~scored).sum())
     if not num_failed:
         return ""
-    left = f", and {num_only} because no other response to their prompt has a reward" if num_only else ""
-    shown = "\n".join(f"- {error}" for error in errors[:_MAX_SHOWN])
-    text = f"{num_failed} of {len(scored)} responses give no gradient because their reward failed{left}:\n{shown}"
+    text = f"{num_failed} of {len(scored)} responses give no gradient because their reward failed"
+    if bool(incomparable.any()):
+        text += f", and {int(incomparable.sum())} because no other response to their prompt has a reward"
+    text += ":\n" + "\n".join(f"- {error}" for error in errors[:_MAX_SHOWN])
     if may_fail or bool(rollouts["trained_rows"].any()):
         return text
     raise failures[0] if failures else ValueError(text)
+
+
+def _only_ones_with_reward(rollouts: Rollouts) -> Tensor:
+    """(B,) bool, True = no other response to the row's prompt has a reward, as some failed. Empty ones do not count."""
+    scored = rollouts["trained_rows"]
+    _, group = torch.unique(rollouts["prompt_ids"], return_inverse=True)
+    member = scored & rollouts["response_mask"].any(dim=1)
+    members = torch.bincount(group[member], minlength=len(group))[group]
+    failed = torch.bincount(group[~scored], minlength=len(group))[group]
+    return member & (members == 1) & (failed > 0)

@@ -5,8 +5,6 @@ Every process passes the statistics of all processes' sequences. The configurati
 
 import math
 
-from alpaca_ppo.config.ppo_config import PPOConfig
-
 ERROR_LIMIT = 0.2
 """Bound of the relative error kl / target - 1 in one update (arXiv:1909.08593, section 2.2)."""
 
@@ -63,7 +61,3 @@ class KLController:
         """Restores the state; target, gain and horizon stay those of the constructor."""
         self.value, self._variance = float(state["value"]), float(state["variance"])
         self._num_variances = int(state["num_variances"])
-
-
-def make_kl_controller(args: PPOConfig) -> KLController:
-    return KLController(args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon)

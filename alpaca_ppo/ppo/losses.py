@@ -35,8 +35,8 @@ def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]
 
 
 def step_denominators(rollouts: Rollouts, rows: Tensor, args: PPOConfig) -> dict[str, Tensor]:
-    """The `denominator` of the losses of the optimizer step on `rows` and, with `positive_nll_coef`, `positive_tokens`
-    (see `types.Rollouts`): scalars of 1 or more.
+    """The losses' `denominator` in the optimizer step on `rows`, and `positive_tokens` with `positive_nll_coef` (see
+    `types.Rollouts`): scalars of 1 or more.
     """
     mask = rollouts["response_mask"][rows]
     count = mask.sum() if args.loss_agg_mode == "token-mean" else mask.any(dim=1).sum()
@@ -56,7 +56,8 @@ def _succeeded(scores: Tensor, args: PPOConfig) -> Tensor:
 def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) -> Terms:
     """The sum of policy loss, negative log-likelihood of successes, KL loss and entropy bonus, and their statistics."""
     assert outputs.logprobs is not None
-    mask, denominator, weights = batch["response_mask"], batch["denominator"], batch.get("loss_weights")
+    mask, denominator = batch["response_mask"], batch["denominator"]
+    weights = batch.get("loss_weights")
     returned = POLICY_LOSSES.get(args.policy_loss)(
         outputs.logprobs,
         batch["logprobs"],
@@ -79,7 +80,7 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
 
     loss = policy.loss
     if args.positive_nll_coef:
-        # Without importance weights: it imitates these responses, and estimates no expectation under the old policy.
+        # Without importance weights: this term imitates, and estimates no expectation under the old policy.
         positive = _succeeded(batch["scores"], args)
         nll = functional.positive_nll_loss(outputs.logprobs, positive, mask, denominator=batch["positive_tokens"])
         stats |= {"loss/positive_nll": nll.loss, "policy/positive_fraction": nll.stats["positive_fraction"]}
@@ -119,67 +120,41 @@ def _ranges(args: PPOConfig) -> _ClipRanges:
 
 _DPPO_RATIO_BOUND = 20.0
 
+# `inputs` are logprobs, old_logprobs, advantages and response_mask.
+
 
 @POLICY_LOSSES.implement("clip")
-def _clip(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
-) -> Loss:
+def _clip(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
     return functional.policy_loss(
-        logprobs,
-        old,
-        advantages,
-        mask,
-        clip_ratio_c=args.clip_ratio_c,
-        loss_agg_mode=args.loss_agg_mode,
-        **_ranges(args),
-        **scale,
+        *inputs, clip_ratio_c=args.clip_ratio_c, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale
     )
 
 
 @POLICY_LOSSES.implement("gspo")
-def _gspo(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
-) -> Loss:
-    return functional.gspo_policy_loss(
-        logprobs, old, advantages, mask, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale
-    )
+def _gspo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.gspo_policy_loss(*inputs, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale)
 
 
 @POLICY_LOSSES.implement("cispo")
-def _cispo(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
-) -> Loss:
-    return functional.cispo_policy_loss(
-        logprobs, old, advantages, mask, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale
-    )
+def _cispo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.cispo_policy_loss(*inputs, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale)
 
 
 @POLICY_LOSSES.implement("sapo")
-def _sapo(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
-) -> Loss:
-    return functional.sapo_policy_loss(
-        logprobs, old, advantages, mask, tau_pos=1.0, tau_neg=1.05, loss_agg_mode=args.loss_agg_mode, **scale
-    )
+def _sapo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.sapo_policy_loss(*inputs, tau_pos=1.0, tau_neg=1.05, loss_agg_mode=args.loss_agg_mode, **scale)
 
 
 @POLICY_LOSSES.implement("gmpo")
-def _gmpo(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
-) -> Loss:
-    return functional.gmpo_policy_loss(logprobs, old, advantages, mask, **_ranges(args), **scale)
+def _gmpo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.gmpo_policy_loss(*inputs, **_ranges(args), **scale)
 
 
 @POLICY_LOSSES.implement("dppo")
 @POLICY_LOSSES.implement("dppo_kl")
-def _dppo(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, args: PPOConfig, **scale: Unpack[_Scale]
-) -> Loss:
+def _dppo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
     return functional.dppo_policy_loss(
-        logprobs,
-        old,
-        advantages,
-        mask,
+        *inputs,
         divergence="kl" if args.policy_loss == "dppo_kl" else "tv",
         clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
         loss_agg_mode=args.loss_agg_mode,

@@ -180,17 +180,18 @@ def group_stats(rollouts: Rollouts) -> dict[str, float]:
     `objective/identical_responses` is the share of responses that equal another one to the same prompt,
     `objective/uniform_groups` the share of prompts whose responses all have the same score.
     """
-    groups = rollouts["prompt_ids"].unique(return_inverse=True)[1]
+    _, groups = rollouts["prompt_ids"].unique(return_inverse=True)
     several = groups.bincount() > 1
     if not bool(several.any()):
         return {}
     tokens = torch.where(rollouts["response_mask"], rollouts["responses"], -1)
-    rows = torch.cat([groups.unsqueeze(1), tokens], dim=1)
-    _, distinct, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
+    responses = torch.cat([groups.unsqueeze(1), tokens], dim=1)
+    _, distinct, counts = responses.unique(dim=0, return_inverse=True, return_counts=True)
+    repeated = counts[distinct] > 1
     uniform_rows = ~informative_rows(rollouts["scores"], groups)
     uniform = torch.zeros_like(several).scatter(0, groups, uniform_rows)
     return {
-        "objective/identical_responses": float((counts[distinct] > 1)[several[groups]].float().mean()),
+        "objective/identical_responses": float(repeated[several[groups]].float().mean()),
         "objective/uniform_groups": float(uniform[several].float().mean()),
     }
 
@@ -296,10 +297,8 @@ class StatsAccumulator:
             if scalar.dim():
                 raise ValueError(f"the statistic {name!r} of a loss has shape {tuple(scalar.shape)}; return a scalar")
         # One transfer, since every .item() waits for the device.
-        device = next(
-            (scalar.device for scalar in scalars.values() if scalar.device.type != "cpu"), torch.device("cpu")
-        )
-        values = torch.stack([scalar.to(device) for scalar in scalars.values()]).tolist()
+        devices = [scalar.device for scalar in scalars.values() if scalar.device.type != "cpu"]
+        values = torch.stack([scalar.to(devices[0] if devices else "cpu") for scalar in scalars.values()]).tolist()
         for name, value in zip(scalars, values, strict=True):
             if name.startswith("loss/"):
                 self.sums[name] = self.sums.get(name, 0.0) + value
@@ -361,6 +360,7 @@ class StepStats:
         update: the statistics of the optimizer step in progress.
         faults: what was not finite in it.
         skipped: optimizer steps that were not taken because something was not finite.
+        empty_updates: planned optimizer steps that were left out because no row of theirs gives a gradient.
         kl_stopped: whether the approximate KL ended the update: its last batch is counted, without an optimizer step.
     """
 
@@ -368,6 +368,7 @@ class StepStats:
         self.update = StatsAccumulator()
         self.faults: list[str] = []
         self.skipped = 0
+        self.empty_updates = 0
         self.kl_stopped = False
         self._by_part: dict[Part, StatsAccumulator] = {}
         self._steps: dict[Part, int] = {}
@@ -391,7 +392,8 @@ class StepStats:
             stats["policy/first_ratio_error_max"] = error
         self.update.add(stats, batch.tokens)
         self.update.add_padding(batch.lengths, padded=batch.padded)
-        self.faults += [batch.fault] if batch.fault else []
+        if batch.fault:
+            self.faults.append(batch.fault)
 
     def end_update(self, part: Part, *, taken: bool, skipped: bool) -> None:
         """Ends an optimizer step that trained `part`: counts it, or leaves a `skipped` one out."""
@@ -399,7 +401,7 @@ class StepStats:
             self.skipped += 1
         else:
             self._by_part.setdefault(part, StatsAccumulator()).merge(self.update)
-            self._steps[part] = self._steps.get(part, 0) + taken
+            self._steps[part] = self._steps.get(part, 0) + int(taken)
             self.kl_stopped = not taken
         self.update, self.faults = StatsAccumulator(), []
 
@@ -409,14 +411,15 @@ class StepStats:
         `loss/*` are averaged over the optimizer steps of each part, and these means added up.
         """
         by_part: dict[Part, StatsAccumulator] = {}
-        for of_rank in gather_list(self._by_part, accelerator):
-            for part, stats in of_rank.items():
+        for by_part_of_rank in gather_list(self._by_part, accelerator):
+            for part, stats in by_part_of_rank.items():
                 by_part.setdefault(part, StatsAccumulator()).merge(stats)
-        together, losses = StatsAccumulator(), dict[str, float]()
+        together = StatsAccumulator()
+        losses: dict[str, float] = {}
         for part, stats in sorted(by_part.items()):
             batches = self._steps[part]
             if self.kl_stopped and part != "critic":
-                # The batch whose KL ended the update.
+                # The batch whose KL ended the update took no step.
                 batches += 1
             for name, value in stats.sums.items():
                 losses[name] = losses.get(name, 0.0) + value / batches
@@ -425,6 +428,7 @@ class StepStats:
         counts = {
             "policy/optimizer_steps": total - self._steps.get("critic", 0),
             "policy/skipped_updates": self.skipped,
+            "policy/empty_updates": self.empty_updates,
             "policy/kl_stopped": self.kl_stopped,
         }
         if with_critic:

@@ -23,7 +23,7 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 SHORT = 16
 """Maximal length of a response in the check before the first rollout."""
 OUTLIER = 0.5
-"""Nats at which a token's difference is clipped there, so that a fifth of the tokens must differ to end a run."""
+"""Nats at which that check clips a token's difference, so that a fifth of the tokens must differ to end a run."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,11 @@ class Bound:
 #
 # stop: PPO's clip lets an update change a token's log-prob by about 0.2 nats (`cliprange`). With a mean difference of
 # half of that, the ratio is as much noise as signal (`old_policy: rollout`), or the responses are from another policy
-# (`recompute`), whose probability of ten tokens is wrong by a factor of up to e. A few tokens that the trainer gives
-# almost no probability are enough for a k3 of 0.1 nats. The ratio of a single token ends no run: its gradient is
-# clipped.
+# (`recompute`). A few tokens that the trainer gives almost no probability are enough for a k3 of 0.1 nats. The ratio of
+# a single token ends no run: its gradient is clipped.
 #
-# These bounds suit the thousands of tokens of a step. In the few of the check before the first rollout, one token that
-# bfloat16 routed to another expert would exceed them, so there each difference is clipped to `OUTLIER`.
+# Among the few tokens of the check before the first rollout, one that bfloat16 routed to another expert would exceed
+# them: see `OUTLIER`.
 BOUNDS: Mapping[str, Bound] = {
     "mismatch/logprob_abs_mean": Bound(warn=1e-3, warn_half=0.05, stop=0.1),
     "mismatch/k3": Bound(warn=1e-4, warn_half=0.01, stop=0.1),
@@ -65,7 +64,7 @@ class SamplerMismatch(ValueError):
 
 
 def exceeded_bounds(stats: Mapping[str, float], *, half_precision: bool, temperature: float = 1.0) -> dict[str, float]:
-    """Returns the largest bound, `stop` or that of rounding, that each metric of `stats` exceeds, if any.
+    """Returns, for each metric of `stats` that exceeds a bound, the largest such bound: `stop` or that of rounding.
 
     A NaN exceeds none; `hook_checks` refuses log-probs that are not finite. Logits and their rounding are divided by
     the `temperature`, so below 1 `warn_half` grows, at most to `stop`.
@@ -113,8 +112,8 @@ class SamplerCheck:
     """
 
     def __init__(self, collector: RolloutCollector, *, multi_turn: bool, report: Callable[[str], Any]) -> None:
-        self._collector, self._args, self._report = collector, collector.args, report
         engine, backend, args = collector.engine, collector.backend, collector.args
+        self._collector, self._args, self._report = collector, args, report
         critic = engine.actor_critic.critic
         shares_states = critic is not None and critic.shares_states
         needs_recomputing = backend.has_own_weights or multi_turn or shares_states or self.half_precision
@@ -212,9 +211,9 @@ class SamplerCheck:
         exceeded = exceeded_bounds(stats, half_precision=self.half_precision, temperature=args.temperature)
         if not exceeded or args.mismatch_action == "ignore":
             return
-        found = [f"{metric} is {stats[metric]:.3g} (bound {bound:g})" for metric, bound in exceeded.items()]
+        measured = [f"{metric} is {stats[metric]:.3g} (bound {bound:g})" for metric, bound in exceeded.items()]
         text = (
-            f"sampler and trainer disagree on the log-probs of the same tokens {where}: {', '.join(found)}; "
+            f"sampler and trainer disagree on the log-probs of the same tokens {where}: {', '.join(measured)}; "
             "docs/troubleshooting.md#sampler-and-trainer-disagree lists the causes"
         )
         stops = may_stop and args.mismatch_action == "stop" and args.old_policy != "correct"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator
@@ -87,12 +87,19 @@ def sample_responses(
     }
 
 
+class ForwardBatch(NamedTuple):
+    """The rows of a forward pass of a model."""
+
+    rows: list[int]
+    tensors: list[Tensor]  # those of ROW_KEYS, on the device
+    packed: PackedRows | tuple[PackedRows, ...]  # as `model.pack` returns them
+
+
 class ForwardRows:
     """Rows for forward passes of several models: batched and copied to the device once, packed once for each layout.
 
     Args:
         samples: rows with the ROW_KEYS, on the CPU.
-        device: of the models.
         per_device_batch_size: rows of one forward pass with padding.
         max_tokens: tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding.
         count_of_all_ranks: maps this rank's number of batches to the number that every rank makes; the identity (`int`)
@@ -110,37 +117,37 @@ class ForwardRows:
     ) -> None:
         self.shape = samples["responses"].shape
         self._rows, self._device = row_tensors(samples), device
-        self._group = int(samples["sample_ids"].max()) + 1 if "sample_ids" in samples else 1
+        self._rows_per_prompt = int(samples["sample_ids"].max()) + 1 if "sample_ids" in samples else 1
         self._batch_size, self._max_tokens = per_device_batch_size, max_tokens
         self._count_of_all_ranks = count_of_all_ranks
         self._batches: dict[bool, list[tuple[list[int], DeviceBatch]]] = {}
         self._packed: dict[tuple[bool, int, RowLayout], PackedRows] = {}
 
-    def batches(self, model: ActorCritic | Policy) -> Iterator[tuple[list[int], list[Tensor], Any]]:
-        """The rows of each forward pass of `model`, their tensors on the device, and what `model.pack` returns."""
-        free = model.padding_free
-        if free not in self._batches:
-            self._batches[free] = self._divide(free)
-        for number, (rows, batch) in enumerate(self._batches[free]):
-            tensors = list(batch.device.values())
-            if isinstance(model, Policy):
-                yield rows, tensors, self._pack(batch, (free, number, model.layout))
-            else:
-                yield rows, tensors, tuple(self._pack(batch, (free, number, layout)) for layout in model.layouts)
+    def batches(self, model: ActorCritic | Policy) -> Iterator[ForwardBatch]:
+        """The rows of each forward pass of `model`."""
+        padding_free = model.padding_free
+        if padding_free not in self._batches:
+            self._batches[padding_free] = self._divide(padding_free)
+        for number, (rows, batch) in enumerate(self._batches[padding_free]):
+            pack = partial(self._pack, batch, padding_free, number)
+            packed = pack(model.layout) if isinstance(model, Policy) else tuple(map(pack, model.layouts))
+            yield ForwardBatch(rows, list(batch.device.values()), packed)
 
     def _divide(self, padding_free: bool) -> list[tuple[list[int], DeviceBatch]]:
         lengths = row_lengths(self._rows["query_attn_masks"], self._rows["response_mask"])
         if padding_free and self._max_tokens is not None:
-            chunks = chunks_by_tokens(lengths, self._max_tokens, group=self._group)
+            chunks = chunks_by_tokens(lengths, self._max_tokens, group=self._rows_per_prompt)
         else:
             chunks = chunks_by_length(lengths, self._batch_size)
         chunks += [[] for _ in range(self._count_of_all_ranks(len(chunks)) - len(chunks))]
         return list(zip(chunks, DeviceRows(self._rows, chunks, self._device), strict=True))
 
-    def _pack(self, batch: DeviceBatch, key: tuple[bool, int, RowLayout]) -> PackedRows:
+    def _pack(self, batch: DeviceBatch, padding_free: bool, number: int, layout: RowLayout) -> PackedRows:
+        """The batch of this number in `layout`."""
+        key = (padding_free, number, layout)
         if key not in self._packed:
             # From the tensors on the CPU, so that reading lengths does not wait for the device.
-            self._packed[key] = pack_rows(*batch.host.values(), layout=key[2], device=self._device)
+            self._packed[key] = pack_rows(*batch.host.values(), layout=layout, device=self._device)
         return self._packed[key]
 
 
@@ -155,11 +162,9 @@ def forward_responses(
     poll: Callable[[], Any] = lambda: None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies`, and of an `ActorCritic` `values`, `value_means`: (B, R), on the CPU, without gradients.
+    """`logprobs`, `entropies` and, from an `ActorCritic`, `values` and `value_means`: (B, R), on the CPU, detached.
 
     Args:
-        model: policy, or policy and critic.
-        rows: the prompts and responses.
         temperature: divides the logits.
         chunk_size: tokens whose logits are in memory at once.
         with_entropies: as in `RolloutOptions`.
@@ -181,6 +186,7 @@ def forward_responses(
             if value is None or name == "predictions":
                 continue
             result = out.setdefault(name, torch.zeros(rows.shape, dtype=value.dtype))
+            # Without a dummy.
             result[numbers] = value[: len(numbers)].cpu()
     return out
 
@@ -232,11 +238,11 @@ class RolloutCollector:
         If forward passes need every rank (`engine.synced_forwards`), a rank with fewer prompts than others gets dummies
         at the end.
         """
-        share, num_dummies = collectives.rank_share(indices, self.accelerator), 0
-        if self.engine.synced_forwards:
-            num_dummies = -(-len(indices) // self.accelerator.num_processes) - len(share)
-        items = [prompts[i] for i in share] + [prompts[0]] * num_dummies
-        batch = self.prompt_batch(items, [*share, *[0] * num_dummies])
+        share = collectives.rank_share(indices, self.accelerator)
+        largest_share = -(-len(indices) // self.accelerator.num_processes)
+        num_dummies = largest_share - len(share) if self.engine.synced_forwards else 0
+        share += [0] * num_dummies
+        batch = self.prompt_batch([prompts[i] for i in share], share)
         return [{**batch, "num_dummies": num_dummies, "sampling_round": sampling_round}]
 
     def prompt_batch(self, items: Sequence[Any], prompt_ids: Sequence[int]) -> PromptBatch:
@@ -247,7 +253,7 @@ class RolloutCollector:
         """The rows of all ranks, on the CPU, in the prompts' order.
 
         Args:
-            rows: this rank's, without dummies; None if a signal stopped it: then all ranks raise here.
+            rows: this rank's, without dummies; None if a signal stopped it. All ranks then raise here.
             samples_per_prompt: neighbouring rows.
         """
         if self.scorer.failure_handling.mask_rows:
@@ -315,7 +321,8 @@ class RolloutCollector:
         `ref_logprobs` are the policy's. Every rank must call it, with equally many rows if forward passes need every
         rank (`engine.synced_forwards`).
         """
-        engine, device, batch_size = self.engine, self.accelerator.device, self.args.rollout_per_device_batch_size
+        engine, device = self.engine, self.accelerator.device
+        batch_size = self.args.rollout_per_device_batch_size
         equal_passes = partial(collectives.max_int_over_ranks, accelerator=self.accelerator)
         rows = ForwardRows(
             samples,

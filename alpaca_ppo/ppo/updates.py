@@ -26,6 +26,7 @@ from alpaca_ppo.distributed.optimizer import Part, Schedules, StepCounts, prepar
 from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
+from alpaca_ppo.models.policy import use_update_mode
 from alpaca_ppo.ppo.batch_packing import plan_micro_batches, row_lengths
 from alpaca_ppo.ppo.device_rows import DeviceRows, row_tensors, upload
 from alpaca_ppo.ppo.losses import Terms, step_denominators
@@ -309,5 +310,5 @@ def make_updater(
     ]
     totals = StepCounts(*map(sum, zip(*planned, strict=True)))
     schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
-    actor_critic.train()
+    use_update_mode(actor_critic)
     return Updater(make_engine(accelerator, actor_critic, optimizer, args), schedules, args)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,8 @@ def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
 def report_page(data: Mapping[str, Any]) -> str:
     """Returns the HTML page that shows `data`."""
     assets = files("alpaca_ppo.report") / "assets"
-    names = ", ".join(run["name"] for run in data["runs"])
     parts = {
-        "title": html.escape(f"Report: {names}"),
+        "title": html.escape(f"Report: {', '.join(run['name'] for run in data['runs'])}"),
         "style": (assets / "page.css").read_text(encoding="utf-8"),
         "data": script_json({name: value for name, value in data.items() if name != "tokens"}),
         "tokens": "{" + ",\n".join(f'"{i}":{text}' for i, text in data["tokens"].items()) + "}",
@@ -82,6 +81,7 @@ def report_page(data: Mapping[str, Any]) -> str:
 
 
 def _run_data(run: Run, group: int, left_out: list[str]) -> dict[str, Any]:
+    """Returns what the page shows of a run; adds to `left_out` that curves are averaged."""
     lines = run.metrics
     names = sorted({name for line in lines for name in line} - {"step"})
     if len(lines) > MAX_POINTS:
@@ -160,15 +160,25 @@ class Answers:
 
 
 def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
-    """Chooses the answers of a report, and those of them whose tokens it holds, in at most `token_mb` megabytes."""
+    """Returns the answers of a report, with the tokens of as many as fit into `token_mb` megabytes."""
     answers = Answers()
-    limit = max(READ_TIMES * token_mb, 8.0) * 1e6
+    rows = _choose_rows(runs, max_bytes=max(READ_TIMES * token_mb, 8.0) * 1e6, left_out=answers.left_out)
+    prompts: dict[str, int] = {}
+    summaries = [_summary(row, prompts) for row in rows]
+    answers.columns = {name: [summary[name] for summary in summaries] for name in _COLUMNS}
+    answers.prompts = list(prompts)
+    _choose_tokens(answers, rows, token_mb=token_mb)
+    return answers
+
+
+def _choose_rows(runs: Sequence[Run], *, max_bytes: float, left_out: list[str]) -> list[dict[str, Any]]:
+    """Returns the rows of the answers that are shown; adds to `left_out` how many are missing."""
     files = [(i, file) for i, run in enumerate(runs) for file in run.tables]
-    chosen = _choose_files(files, max_bytes=limit)
+    chosen = _choose_files(files, max_bytes=max_bytes)
     if len(chosen) < len(files):
-        answers.left_out.append(
+        left_out.append(
             f"Answers of {len(chosen)} of {len(files)} tables are shown, spread over the steps: the tables have "
-            f"{sum(file.size for _, file in files) / 1e6:.0f} MB, and {limit / 1e6:.0f} MB are read at most. "
+            f"{sum(file.size for _, file in files) / 1e6:.0f} MB, and {max_bytes / 1e6:.0f} MB are read at most. "
             "alpaca-ppo report --token_mb shows more."
         )
     rows = [
@@ -178,14 +188,9 @@ def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
         for values in read_lines(file.path, key="prompt")
     ]
     if len(rows) > MAX_ANSWERS:
-        answers.left_out.append(f"The tables show {MAX_ANSWERS} of {len(rows)} answers, spread over runs and steps.")
+        left_out.append(f"The tables show {MAX_ANSWERS} of {len(rows)} answers, spread over runs and steps.")
         rows = [rows[i] for i in sorted(spread_order(len(rows))[:MAX_ANSWERS])]
-    prompts: dict[str, int] = {}
-    summaries = [_summary(row, prompts) for row in rows]
-    answers.columns = {name: [summary[name] for summary in summaries] for name in _COLUMNS}
-    answers.prompts = list(prompts)
-    _choose_tokens(answers, rows, token_mb=token_mb)
-    return answers
+    return rows
 
 
 def _choose_tokens(answers: Answers, rows: Sequence[Mapping[str, Any]], *, token_mb: float) -> None:
@@ -213,12 +218,13 @@ def _choose_files(files: Sequence[tuple[int, TableFile]], *, max_bytes: float) -
     for run, file in files:
         tables.setdefault((run, file.table), []).append((run, file))
     orders = [[table[k] for k in spread_order(len(table))] for table in tables.values()]
-    chosen, size = set[tuple[int, TableFile]](), 0
+    chosen: set[tuple[int, TableFile]] = set()
+    size = 0
     # A file of each table in turn.
-    for entry in (entry for turn in zip_longest(*orders) for entry in turn if entry is not None):
-        if not chosen or size + entry[1].size <= max_bytes:
-            chosen.add(entry)
-            size += entry[1].size
+    for run, file in filter(None, chain.from_iterable(zip_longest(*orders))):
+        if not chosen or size + file.size <= max_bytes:
+            chosen.add((run, file))
+            size += file.size
     return chosen
 
 
@@ -235,12 +241,12 @@ def _summary(row: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
     """Returns the entries of `row` in `Answers.columns`, and adds a new prompt to `prompts`."""
     kl = rounded(row.get("kl"))
     if kl is None:
-        token_kls = [number_or_none(token.get("kl")) for token in row.get("tokens") or ()]
-        numbers = [number for number in token_kls if number is not None]
-        kl = rounded(sum(numbers)) if numbers else None
-    more = {name: value for name, value in row.items() if name not in _KNOWN}
+        token_kls = [k for token in row.get("tokens") or () if (k := number_or_none(token.get("kl"))) is not None]
+        kl = rounded(sum(token_kls)) if token_kls else None
+    others = {name: value for name, value in row.items() if name not in _KNOWN}
     # An evaluation writes each score as an entry of the row.
-    scores = {name: more.pop(name) for name in list(more) if isinstance(more[name], int | float | None)}
+    scores = {name: value for name, value in others.items() if isinstance(value, int | float | None)}
+    more = {name: value for name, value in others.items() if name not in scores}
     return {
         **{name: row[name] for name in ("run", "table", "step")},
         "prompt_id": plain(row.get("prompt_id")),
@@ -267,14 +273,14 @@ def _text(value: Any) -> str:
 
 
 def _token_order(columns: Mapping[str, list[Any]], candidates: Sequence[int]) -> Iterable[int]:
-    """Returns the answers in the order in which they get their tokens."""
+    """Returns `candidates` in the order in which they get their tokens."""
+
+    def ranked(name: str) -> list[int]:
+        return sorted((i for i in candidates if columns[name][i] is not None), key=lambda i: columns[name][i])
+
     followed = [i for i in candidates if columns["table"][i] != "rollouts"]
-    extremes: list[int] = []
-    for name in ("score", "kl"):
-        ranked = sorted((i for i in candidates if columns[name][i] is not None), key=lambda i: columns[name][i])
-        extremes += ranked[::-1][:_EXTREMES]
-        if name == "score":
-            extremes += ranked[:_EXTREMES]
+    by_score = ranked("score")
+    extremes = [*by_score[::-1][:_EXTREMES], *by_score[:_EXTREMES], *ranked("kl")[::-1][:_EXTREMES]]
     cut_off = [i for i in candidates if columns["stopped"][i] is False][:_EXTREMES]
     followed_spread = [followed[k] for k in spread_order(len(followed))]
     all_spread = [candidates[k] for k in spread_order(len(candidates))]

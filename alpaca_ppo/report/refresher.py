@@ -15,7 +15,7 @@ SHARE = 0.02
 
 class ReportRefresher(TrainerCallback):
     """Writes report.html into the run's folder on the main process: with a log, in at most a `SHARE` of the run's time,
-    and at the end. If that fails, `say` is called with a message and the run goes on, because its records are whole.
+    and at the end. If that fails, `say` is called with a message and the run goes on.
     """
 
     def __init__(self, output_dir: str, *, is_main: bool, say: Callable[[str], Any] = lambda text: None) -> None:
@@ -23,7 +23,7 @@ class ReportRefresher(TrainerCallback):
         self._next_write = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Postpones the first report by half a minute, which a small run may not even last."""
+        """Postpones the first report by half a minute."""
         self._next_write = time.monotonic() + 30
 
     def on_log(self, args: Any, state: Any, control: Any, **context: Any) -> None:

@@ -60,17 +60,16 @@ def read_run(path: Path, name: str, *, examine: bool = False) -> Run:
     adds to the findings from training.
     """
     lines = read_lines(path / "metrics.jsonl")
-    metrics = [{**{name: number_or_none(v) for name, v in row.items()}, "step": int(row["step"])} for row in lines]
+    metrics = [{key: number_or_none(v) for key, v in line.items()} | {"step": int(line["step"])} for line in lines]
     config = read_config(path)
-    findings = examined(config, metrics if examine else (), read_findings(path))
     return Run(
         name=name,
         path=path,
         metrics=metrics,
         config=config,
-        findings=findings,
+        findings=examined(config, metrics if examine else (), read_findings(path)),
         weights=read_weights_step(path / "final"),
-        tables=[TableFile(*found, found[2].stat().st_size) for found in sorted(table_files(path))],
+        tables=[TableFile(table, step, file, file.stat().st_size) for table, step, file in sorted(table_files(path))],
     )
 
 

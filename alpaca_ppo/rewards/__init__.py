@@ -1,6 +1,4 @@
-"""Reward sources, and the `RewardScorer` that checks their scores and adds them up. The KL penalty is part of reward
-shaping, in `functional.shaping`.
-"""
+"""Reward sources, and the `RewardScorer` that checks their scores and adds them up."""
 
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError

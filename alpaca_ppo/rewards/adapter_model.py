@@ -15,8 +15,7 @@ class AdapterClassifier(nn.Module):
     it, and a score head.
 
     Its logits equal those of transformers' classifier with the same adapter: the score is read at the last token that
-    is not the pad id, or at the first if there is none, on whichever side a row is padded. If eos is the pad id, that
-    is the token before the final eos.
+    is not the pad id, or at the first if there is none, on whichever side a row is padded.
 
     Args:
         pad_token_id: the pad id of the tokenizer that the adapter was trained with; None uses the base's.
@@ -31,7 +30,7 @@ class AdapterClassifier(nn.Module):
     ) -> None:
         super().__init__()
         config = read_reward_adapter(folder)
-        # Loads the adapter onto the base, and returns the weights of the classifier's head, of which there is one.
+        # Loads the adapter, and returns the weights of its score head.
         (score_weight,) = adapters.load(REWARD, "reward_adapter", folder, config, trainable=False).values()
         self.adapters, self.padding_free = adapters, padding_free
         self.score = nn.Parameter(score_weight.to(torch.float32), requires_grad=False)
@@ -44,8 +43,9 @@ class AdapterClassifier(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, *, columns: Tensor | None = None, **keywords: Any
     ) -> SequenceClassifierOutput:
-        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token; or,
-        for B rows end to end as (1, N), with the column at which each one is scored in `columns` (B,).
+        """Returns `logits` (B, 1) float32 for `input_ids` (B, T) with `attention_mask` (B, T), 1 = a real token.
+
+        Rows may also lie end to end, as (1, N); then `columns` (B,) says at which column each row is scored.
         """
         with self.adapters.active(REWARD):
             hidden = self.adapters.model.base_model(

@@ -62,7 +62,7 @@ class RewardError(ValueError):
     batch; None if no single row is at fault.
     """
 
-    def __init__(self, source: str, problem: str, batch: RewardBatch, row: int | None) -> None:
+    def __init__(self, source: str, problem: str, batch: RewardBatch, row: int | None = None) -> None:
         example = row or 0
         place = f"row {row}" if row is not None else f"a batch of {len(batch)} rows; the first row:"
         super().__init__(
@@ -91,7 +91,8 @@ def make_reward_batch(
     completion_ids: Sequence[Sequence[int]],
     rows: Sequence[dict[str, Any]],
 ) -> RewardBatch:
-    """Returns the batch of at least one row. A text completion of a message prompt becomes an assistant message.
+    """Returns the batch of at least one row. A text completion of a message prompt becomes an assistant message, or the
+    messages of its episode.
 
     Raises:
         ValueError: if the lists differ in length, or a column has the name of another argument.
@@ -101,6 +102,7 @@ def make_reward_batch(
     if clash := [name for name in rows[0] if name in reserved]:
         raise ValueError(f"the dataset columns {clash} have the names of arguments of reward functions; rename them")
     replies: list[Prompt] = []
+    # All four, to compare their lengths.
     for prompt, completion, _, _ in zip(prompts, completions, completion_ids, rows, strict=True):
         if isinstance(prompt, list) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]

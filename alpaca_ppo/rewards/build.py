@@ -78,18 +78,17 @@ def source_names(reward_funcs: RewardFunc | Sequence[RewardFunc] | None) -> list
 
 
 def check_columns(reward_funcs: RewardFunc | Sequence[RewardFunc] | None, dataset: str, columns: Sequence[str]) -> None:
-    """Checks that a dataset, which errors call `dataset`, has the columns that the functions require.
+    """Checks that the `columns` of a dataset include those that the functions require; errors call it `dataset`.
 
     Raises:
         ValueError: naming the function, the missing arguments, and those that are available.
     """
     available = [*RESERVED_COLUMNS, *(name for name in columns if name not in ("prompt", *RESERVED_COLUMNS))]
-    for source in _resolve_sources(reward_funcs):
-        if not isinstance(source, FunctionReward):
-            continue
-        if missing := [name for name in source.parameters.required if name not in (*available, *OFFERED)]:
+    functions = [source for source in _resolve_sources(reward_funcs) if isinstance(source, FunctionReward)]
+    for function in functions:
+        if missing := [name for name in function.parameters.required if name not in (*available, *OFFERED)]:
             raise ValueError(
-                f"reward source {source.name!r} requires the arguments {missing}, but only {available} are available "
+                f"reward source {function.name!r} requires the arguments {missing}, but only {available} are available "
                 f"from the {dataset}; rename the argument, add the column to the dataset, or give it a default"
             )
 
@@ -102,7 +101,7 @@ def _resolve_sources(reward_funcs: Any) -> list[FunctionReward | PreTrainedModel
 
 
 def _resolve_source(source: Any) -> FunctionReward | PreTrainedModel | str:
-    """Returns functions and `RemoteReward`s as `FunctionReward`; models, and their paths or hub ids, as they are."""
+    """Returns a function, its name or a `RemoteReward` as `FunctionReward`; a model, its path or hub id unchanged."""
     if isinstance(source, str):
         _, colon, name = source.rpartition(":")
         if colon and name.isidentifier() and not Path(source).is_dir():

@@ -7,7 +7,7 @@ To the scorer it is a Python function: its scores are checked and its calls retr
 import asyncio
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -52,8 +52,10 @@ class RemoteReward:
             check_url("RemoteReward(url)", address)
         if not 0 < timeout <= 86400:
             raise ValueError(f"RemoteReward(timeout={timeout}) must be above 0 and at most a day, in seconds")
+        # Refuses an unusable key.
         key_from(KEY_VARIABLE)
-        self.__name__, self.timeout, self._columns = name, float(timeout), columns
+        self.__name__ = name
+        self.timeout, self._columns = float(timeout), columns
         self._turn = 0
 
     def __repr__(self) -> str:
@@ -89,31 +91,21 @@ class RemoteReward:
             }
             for part in parts
         ]
-        try:
-            bodies = [json.dumps(request, allow_nan=False).encode() for request in requests]
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"a column of {list(sent)} or a prompt cannot be sent as JSON ({type(error).__name__}: {error}); name "
-                "the columns to send, RemoteReward(columns=[...])"
-            ) from error
-        calls = [
-            self._ask(body, completion_ids[part], turn) for body, part, turn in zip(bodies, parts, turns, strict=True)
-        ]
-        answers = await asyncio.gather(*calls)
+        bodies = _as_json(requests, list(sent))
+        answers = await asyncio.gather(*map(self._ask, bodies, [completion_ids[part] for part in parts], turns))
         if log_metric is not None:
             for answer, _ in answers:
-                for name, value in (answer.get("metrics") or {}).items():
-                    # A single number for the whole request counts once for each of its rows.
-                    for row_value in value if isinstance(value, list) else [value] * len(answer["rewards"]):
-                        log_metric(name, row_value)
+                _log_metrics(answer, log_metric)
             if len(self.urls) > 1:
                 log_metric(f"{self.__name__}/failed_requests", sum(failed_servers for _, failed_servers in answers))
         return [reward for answer, _ in answers for reward in answer["rewards"]]
 
     async def _ask(self, body: bytes, completion_ids: list[list[int]], turn: int) -> tuple[dict[str, Any], int]:
-        """Returns the first answer, from server `turn` on, and how many servers failed before."""
+        """Returns the first usable answer, from server `turn` on, and how many servers failed before; if all fail,
+        raises `RemoteServersFailed`.
+        """
         failures = []
-        # Much more than numbers take for each row and token.
+        # Far more than the numbers take.
         max_bytes = 2**20 + sum(4096 + 64 * len(ids) for ids in completion_ids)
         for attempt in range(len(self.urls)):
             url = self.urls[(turn + attempt) % len(self.urls)]
@@ -127,6 +119,23 @@ class RemoteReward:
             except RequestFailed as failure:
                 failures.append(failure)
         raise RemoteServersFailed("the reward server " + ", and ".join(map(str, failures)))
+
+
+def _as_json(requests: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[bytes]:
+    try:
+        return [json.dumps(request, allow_nan=False).encode() for request in requests]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"a column of {columns} or a prompt cannot be sent as JSON ({type(error).__name__}: {error}); name the "
+            "columns to send, RemoteReward(columns=[...])"
+        ) from error
+
+
+def _log_metrics(answer: Mapping[str, Any], log_metric: Callable[[str, float], None]) -> None:
+    """Logs the metrics in an answer; a single number counts once for each row."""
+    for name, value in (answer.get("metrics") or {}).items():
+        for row_value in value if isinstance(value, list) else [value] * len(answer["rewards"]):
+            log_metric(name, row_value)
 
 
 def _split_between_prompts(prompts: Sequence[Prompt], count: int) -> list[slice]:

@@ -79,11 +79,9 @@ def call_functions(
 ) -> list[Any]:
     """Returns what each function returned for `batch`, unchecked.
 
-    Functions that raise are called again, those that succeed are not. If a function still raises in the last attempt,
-    it is called for each row separately to find the rows at fault. With `mask_rows`, a `RowFailure` then takes the
-    place of their scores.
-
-    `on_source` is called with the name of a source before its calls.
+    `on_source` is called with a source's name before each call. Functions that raise are called again. If a function
+    still raises in the last attempt, it is called for each row separately to find the rows at fault. With `mask_rows`,
+    a `RowFailure` then takes the place of their scores.
 
     Raises:
         RewardError: without `mask_rows`, if a function raises in all attempts; it is chained to the exception and names
@@ -98,6 +96,7 @@ def call_functions(
     pending = list(range(len(sources)))
     for attempt in range(failure_handling.retries + 1):
         if attempt:
+            # The inner minimum keeps the power finite.
             time.sleep(min(2.0 ** min(attempt - 1, 10), LONGEST_PAUSE))
         calls = [partial(call, sources[i], sources[i].keywords(batch)) for i in pending]
         for i, outcome in zip(pending, _call_all(calls), strict=True):
@@ -120,8 +119,7 @@ def _call_on_rows(
     outcomes = _call_all([partial(source.function, **source.keywords(row)) for row in rows])
     if not failure_handling.mask_rows:
         first = next((i for i, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)), None)
-        retries = failure_handling.retries
-        attempts = f" in the last of {retries + 1} attempts" if retries else ""
+        attempts = f" in the last of {failure_handling.retries + 1} attempts" if failure_handling.retries else ""
         raise RewardError(source.name, f"raised {type(error).__name__}: {error}{attempts}", batch, first) from error
     scores: list[Any] = []
     for i, outcome in enumerate(outcomes):
@@ -163,11 +161,9 @@ def score_list(name: str, result: Any, batch: RewardBatch) -> list[Any]:
     """
     result = _as_python(result)
     if not isinstance(result, (list, tuple)):
-        raise RewardError(
-            name, f"returned a {type(result).__name__} instead of a list of {len(batch)} numbers", batch, None
-        )
+        raise RewardError(name, f"returned a {type(result).__name__} instead of a list of {len(batch)} numbers", batch)
     if len(result) != len(batch):
-        raise RewardError(name, f"returned {len(result)} scores for {len(batch)} responses", batch, None)
+        raise RewardError(name, f"returned {len(result)} scores for {len(batch)} responses", batch)
     return list(result)
 
 
@@ -183,14 +179,15 @@ def check_row(name: str, score: Any, batch: RewardBatch, row: int) -> RowScore:
     if score is None:
         return None
     score = _as_python(score)
-    numbers = score if isinstance(score, (list, tuple)) else [score]
+    is_per_token = isinstance(score, (list, tuple))
+    numbers = score if is_per_token else [score]
     for number in numbers:
         if not isinstance(number, Real):
             raise RewardError(name, f"returned {shown(number)}, a {type(number).__name__} and not a number", batch, row)
         # Also catches NaN, and numbers that overflow float32.
         if not -MAX_FLOAT32 <= cast(float, number) <= MAX_FLOAT32:
             raise RowFailure(name, f"returned {shown(number)}, which is not finite in float32", batch, row)
-    if numbers is not score:
+    if not is_per_token:
         return float(score)
     tokens = len(batch.completion_ids[row])
     if len(numbers) != tokens:

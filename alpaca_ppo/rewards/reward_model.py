@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.control_tokens import ControlTokens
-from alpaca_ppo.functional.packing import RowLayout, pack_rows
+from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.loading import load_complete
 from alpaca_ppo.models.packed_attention import sequence_keywords
 from alpaca_ppo.models.policy import eval_mode
@@ -35,7 +35,7 @@ class ModelReward:
     Args:
         tokenizer: the tokenizer that the model was trained with.
         name: of the source in metrics and errors.
-        batch_size: bounds a forward pass to the tokens of so many rows as long as the longest.
+        batch_size: a forward pass has at most this many times the tokens of the longest row.
         padding_free: lays rows end to end if the model can read them so. False pads them, `batch_size` rows in each
             forward pass.
 
@@ -63,8 +63,7 @@ class ModelReward:
         self._equal_passes = not padding_free
 
     def prepare(self, *, equal_passes: bool, packs_everywhere: Callable[[bool], bool] = bool) -> None:
-        """Tries whether the model can read rows end to end, before its parameters are sharded. Without this, the first
-        call tries it.
+        """Tries whether the model can read rows end to end, before its parameters are sharded.
 
         Args:
             equal_passes: whether ranks with equally many rows must make equally many forward passes.
@@ -94,44 +93,49 @@ class ModelReward:
         torch.nn.Module.to(self.model, device)
 
     def _tokenize(self, batch: RewardBatch) -> list[Tensor]:
+        """Returns the token ids of each row; raises `RewardError` for a row with none or too many."""
         longest = self.tokenizer.model_max_length
         # A multimodal model nests the text model's settings; BLOOM's, for one, have no max_position_embeddings.
         limit = min(getattr(self.model.config.get_text_config(), "max_position_embeddings", longest), longest)
-        protects = bool(batch.episodes) and not batch.episodes[0].trusted
         sequences = []
-        for row, (prompt, completion) in enumerate(zip(batch.prompts, batch.completions, strict=True)):
-            if protects:
-                prompt, completion = batch.episodes[row].protected(completion, self._control_tokens)
-            options = {}
-            if isinstance(prompt, str) and isinstance(completion, str):
-                text: Any = prompt + completion
-            else:
-                messages = [*_messages("user", prompt), *_messages("assistant", completion)]
-                text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-                # The template has written the special tokens. Plain text is left to the tokenizer's default, which is
-                # not always True.
-                options = {"add_special_tokens": False}
-            if protects:
-                ids = self._control_tokens.encode(text, **options)
-            else:
-                ids = self.tokenizer(text, **options)["input_ids"]
+        for row in range(len(batch)):
+            ids = self._row_ids(batch, row)
             if not 0 < len(ids) <= limit:
                 problem = f"takes 1 to {limit} tokens but got {len(ids)}; change query_len or response_len"
                 raise RewardError(self.name, problem, batch, row)
             sequences.append(torch.tensor(ids))
         return sequences
 
+    def _row_ids(self, batch: RewardBatch, row: int) -> list[int]:
+        """Returns the token ids of prompt and completion as one text."""
+        prompt, completion = batch.prompts[row], batch.completions[row]
+        protects = bool(batch.episodes) and not batch.episodes[row].trusted
+        if protects:
+            prompt, completion = batch.episodes[row].protected(completion, self._control_tokens)
+        # Special tokens by the tokenizer's default, which is not always to add them.
+        options = {}
+        if isinstance(prompt, str) and isinstance(completion, str):
+            text: Any = prompt + completion
+        else:
+            messages = [*_messages("user", prompt), *_messages("assistant", completion)]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            # The template wrote them.
+            options = {"add_special_tokens": False}
+        if protects:
+            return self._control_tokens.encode(text, **options)
+        return list(self.tokenizer(text, **options)["input_ids"])
+
     def _groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Returns the rows of each forward pass, longest first."""
         order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
         if self._equal_passes or not order:
             return [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
-        max_tokens, groups = self.batch_size * lengths[order[0]], [order[:1]]
+        groups = [order[:1]]
         for row in order[1:]:
             group = [*groups[-1], row]
             # With padding, every row is as wide as the first, the longest.
             tokens = sum(lengths[i] for i in group) if self._packs else lengths[group[0]] * len(group)
-            if tokens <= max_tokens:
+            if tokens <= self.batch_size * lengths[order[0]]:
                 groups[-1] = group
             else:
                 groups.append([row])
@@ -184,30 +188,33 @@ def _score_packed(model: Any, sequences: Sequence[Tensor]) -> Tensor:
     """Returns the scores of `_score_padded` from rows laid end to end."""
     config = model.config.get_text_config()
     pad = _padding_id(config, sequences)
-    device = next(model.parameters()).device
+    packed = _pack(sequences, next(model.parameters()).device)
+    # transformers reads the score at the last token that is not `pad`, or else at the first.
+    scored = [int(real[-1]) if len(real := (ids != pad).nonzero()) else 0 for ids in sequences]
+    tokens_after = torch.tensor([len(ids) - 1 - column for ids, column in zip(sequences, scored, strict=True)])
+    columns = packed.states - tokens_after.to(packed.states.device)
+    if isinstance(model, AdapterClassifier):
+        keywords = sequence_keywords(model.adapters.model.base_model, packed)
+        return model(packed.input_ids, columns=columns, **keywords).logits.squeeze(-1).cpu()
+    logits: list[Tensor] = []
+    # The model's own forward pass gathers sharded parameters, but returns the score of one row only. The hook reads the
+    # scores of all tokens from the head, which transformers calls `score`.
+    handle = model.score.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    try:
+        with _scoring_config(config, pad):
+            model(input_ids=packed.input_ids, **sequence_keywords(model.base_model, packed))
+    finally:
+        handle.remove()
+    return logits[0][0, columns].squeeze(-1).cpu()
+
+
+def _pack(sequences: Sequence[Tensor], device: torch.device) -> PackedRows:
+    """Returns the rows laid end to end, whose `states` are the columns of their last tokens."""
     queries = pad_sequence(list(sequences), batch_first=True, padding_side="left")
     mask = pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True, padding_side="left")
     # Stands for the token that a row's last hidden state would predict.
     response = torch.zeros(len(sequences), 1, dtype=torch.long)
-    packed = pack_rows(queries, mask, response, response == 0, layout=RowLayout(padding_free=True), device=device)
-    # transformers reads the score at the last token that is not `pad`, or else at the first.
-    scored = [int(real[-1]) if len(real := (ids != pad).nonzero()) else 0 for ids in sequences]
-    tokens_after = torch.tensor([len(ids) - 1 - column for ids, column in zip(sequences, scored, strict=True)])
-    columns = packed.states - tokens_after.to(device)
-    base: Any = (model.adapters.model if isinstance(model, AdapterClassifier) else model).base_model
-    keywords = sequence_keywords(base, packed)
-    if isinstance(model, AdapterClassifier):
-        return model(packed.input_ids, columns=columns, **keywords).logits.squeeze(-1).cpu()
-    logits: list[Tensor] = []
-    # The model's own forward pass gathers sharded parameters, but returns the score of one row only. The hook reads the
-    # scores of all hidden states from the head, which transformers calls `score` in models that score one token.
-    handle = model.score.register_forward_hook(lambda module, inputs, output: logits.append(output))
-    try:
-        with _scoring_config(config, pad):
-            model(input_ids=packed.input_ids, **keywords)
-    finally:
-        handle.remove()
-    return logits[0][0, columns].squeeze(-1).cpu()
+    return pack_rows(queries, mask, response, response == 0, layout=RowLayout(padding_free=True), device=device)
 
 
 def build_model_reward(
@@ -222,17 +229,14 @@ def build_model_reward(
     """Returns the reward source of a model in memory, or of a folder or hub id, which is loaded from safetensors.
 
     Args:
-        source: the model, or where to load it from.
         tokenizer: None loads the one from the model's folder or hub id.
-        batch_size: see `ModelReward`.
+        batch_size, padding_free: see `ModelReward`.
         dtype: of a model that is loaded; a model in memory keeps its own.
         trust_remote_code: run code that comes with the model.
-        padding_free: see `ModelReward`.
 
     Raises:
         ValueError: if the model does not exist, is damaged, is an adapter, does not have exactly one label, lacks
-            weights (a language model has no trained score head), comes with code that it may not run, or has no
-            tokenizer.
+            weights, comes with code that it may not run, or has no tokenizer.
     """
     origin, name = _origin(source), model_name(source)
     model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
@@ -247,8 +251,9 @@ def build_model_reward(
 
 
 def _load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Loads the classifier in `folder`, or of this hub id; raises ValueError as `build_model_reward` does."""
+    """Returns the classifier in `folder`, which may be a hub id; raises ValueError as `build_model_reward` does."""
     field = "reward_model_name_or_path (or an entry of reward_funcs, whose functions are module:function)"
+    # Only checks it.
     model_folder(field, folder, part=None, writes_text=False)
     if is_adapter(folder):
         raise ValueError(
@@ -270,9 +275,8 @@ def _origin(source: Any) -> str:
 
 
 def _padding_id(config: Any, sequences: Sequence[Tensor]) -> int:
-    """Returns the id to pad with. A classifier scores a row at its last token that is not `config.pad_token_id`, so
-    that is the id, whatever the tokenizer's pad token is. Without one, it scores a row at its last token, so any id
-    works that no row ends with.
+    """Returns the id to pad with: `config.pad_token_id`, because a classifier scores the last token that is another.
+    Without one, it scores the last token, so any id works that no row ends with.
     """
     pad = config.pad_token_id
     # Old Llama configurations use -1 for "no pad token".

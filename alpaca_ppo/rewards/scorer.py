@@ -111,9 +111,8 @@ class RewardScorer:
         """Returns the scores of B responses.
 
         Args:
-            prompts: text or messages.
-            completions: text (which becomes an assistant message if the prompt is messages), or messages.
-            completion_ids: the token ids that the policy chose, including the stop token, without padding.
+            prompts, completions, completion_ids: as in `RewardBatch`; a completion may be text though its prompt is
+                messages.
             rows: the dataset rows; every column except `prompt` is passed to the functions under its name.
 
         Raises:
@@ -124,33 +123,38 @@ class RewardScorer:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
             return RewardResult(torch.zeros(0), dict.fromkeys(self.names, torch.zeros(0)), {})
         batch = make_reward_batch(prompts, completions, completion_ids, rows)
-        # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
-        with self.interruptible_call():
-            returned = iter(call_functions(self.functions, batch, self.failure_handling, self.on_source))
-        raw = []
-        for source in self.sources:
-            if isinstance(source, FunctionReward):
-                raw.append(score_list(source.name, next(returned), batch))
-            else:
-                self.on_source(source.name)
-                raw.append(source(batch))
-        scores, failures = self._check(raw, batch)
+        scores, failures = self._check(self._call_sources(batch), batch)
         self.failures += failures.values()
         by_source = {
             name: torch.tensor([_sequence_score(row_scores[i]) for row_scores in scores], dtype=torch.float32)
             for i, name in enumerate(self.names)
         }
-        lengths = [len(ids) for ids in batch.completion_ids]
-        return RewardResult(self._weighted_sum(scores, lengths), by_source, failures)
+        return RewardResult(self._weighted_sum(scores, [len(ids) for ids in batch.completion_ids]), by_source, failures)
+
+    def _call_sources(self, batch: RewardBatch) -> list[list[Any]]:
+        """Returns the B entries of each source, unchecked."""
+        # One block for all attempts: where ranks run in lockstep, each must enter it the same number of times.
+        with self.interruptible_call():
+            of_functions = iter(call_functions(self.functions, batch, self.failure_handling, self.on_source))
+        raw = []
+        for source in self.sources:
+            if isinstance(source, FunctionReward):
+                raw.append(score_list(source.name, next(of_functions), batch))
+            else:
+                self.on_source(source.name)
+                raw.append(source(batch))
+        return raw
 
     def _check(self, raw: list[list[Any]], batch: RewardBatch) -> tuple[list[list[RowScore]], dict[int, RowFailure]]:
-        """Returns the scores by row and source, None in failed rows, and the failures by row."""
+        """Returns the scores by row and source, None in failed rows, and the failures by row. Without `mask_rows`, it
+        raises the first failure.
+        """
         scores: list[list[RowScore]] = []
         failures: dict[int, RowFailure] = {}
         by_source = list(zip(self.names, raw, strict=True))
         for row in range(len(batch)):
             try:
-                row_scores = [check_row(name, column[row], batch, row) for name, column in by_source]
+                row_scores = [check_row(name, entries[row], batch, row) for name, entries in by_source]
                 if not self.measures and all(score is None for score in row_scores):
                     problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
                     raise RowFailure(", ".join(self.names), problem, batch, row)
@@ -163,7 +167,7 @@ class RewardScorer:
         return scores, failures
 
     def _weighted_sum(self, scores: list[list[RowScore]], lengths: list[int]) -> Tensor:
-        """Returns `RewardResult.rewards` from scores by row and source, and the number of tokens of each row."""
+        """Returns `RewardResult.rewards` from the scores by row and source, and each row's number of tokens."""
         any_per_token = any(isinstance(score, list) for row_scores in scores for score in row_scores)
         total = torch.zeros(len(lengths), max([1, *lengths]) if any_per_token else 1, dtype=torch.float64)
         for row, row_scores in enumerate(scores):
@@ -212,8 +216,8 @@ def score_responses(
     Sources see the tokens under `response_mask` only, which may have holes: a token's reward goes to its column.
 
     Args:
-        processing_class: the policy's tokenizer. The sources get text without special tokens.
-        samples: `responses`, `response_mask` and `stopped`, on the CPU; other keys are ignored.
+        processing_class: the policy's tokenizer.
+        samples: `responses`, `response_mask` and `stopped`, on the CPU.
         rows: the dataset row of each response, with its `prompt`.
     """
     mask = samples["response_mask"]

@@ -14,14 +14,8 @@ from datasets import Dataset
 from peft import get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
-from transformers import (
-    AutoModelForSequenceClassification,
-    EvalPrediction,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalPrediction, set_seed
 
 from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.config.names import model_folder
@@ -37,8 +31,8 @@ PAIR = ("chosen", "rejected")
 
 
 def with_prompts(dataset: Dataset, prompt_column: str) -> Dataset:
-    """The pairs, unchanged unless `chosen` and `rejected` are whole conversations. Then the messages with which both
-    begin are removed from them, and replace the content of `prompt_column`.
+    """The pairs, unchanged unless `chosen` and `rejected` are whole conversations. Then the messages that both begin
+    with replace the content of `prompt_column`.
     """
     first: Any = dataset[0].get(PAIR[0]) if len(dataset) else None
     if not well_formed_messages(first) or first[0]["role"] == "assistant":
@@ -104,6 +98,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     arguments, lora, training = parse_args(
         [RewardModelArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo reward"
     )
+    # `collate` needs them.
     training.remove_unused_columns = False
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)
     data = trainer_data(model_name, arguments, training, PAIR, tokenize, with_prompts)

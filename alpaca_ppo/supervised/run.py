@@ -45,41 +45,49 @@ def trainer_data(
     tokenize: Callable[..., Dataset],
     with_prompts: Callable[[Dataset, str], Dataset] = lambda dataset, _: dataset,
 ) -> dict[str, Any]:
-    """The tokenizer and the datasets of a `Trainer`, as keyword arguments. Sets some defaults in `training`.
+    """The tokenizer and the datasets of a `Trainer`, as keyword arguments. Sets some defaults in `training`, and prints
+    what the training prompts look like.
 
     Args:
-        model: the model that the run starts from.
         arguments: `SFTArguments` or `RewardModelArguments`.
         columns: the columns that the dataset needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
-        with_prompts: adds the column of prompts to a dataset that may lack it; gets the dataset and the column's name.
+        with_prompts: adds the column of prompts to a dataset that may lack it.
+
+    Raises:
+        ValueError: for an adapter, an `output_dir` that holds a model, or a dataset without the columns.
     """
     training.disable_tqdm = training.disable_tqdm or not has_screen()
     # True, the default, warns without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
-    # transformers would load the adapter onto its base. Then a new adapter would replace it, or the base would be
-    # trained but not saved.
-    if is_adapter(model):
-        raise ValueError(f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)")
-    files = [os.path.join(str(training.output_dir), name) for name in ("config.json", "adapter_config.json")]
-    if any(map(os.path.isfile, files)) and not training.resume_from_checkpoint:
-        raise ValueError(
-            f"output_dir is {training.output_dir!r}, which holds a model; choose another folder, or delete it"
-        )
+    _check_folders(model, training)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+
+    def load(split: str) -> PromptDataset:
+        dataset = load_prompt_dataset(arguments.dataset_name, config_name=arguments.dataset_config, split=split)
+        return prompts_of(with_prompts(dataset, arguments.prompt_column), tokenizer, arguments, columns)
+
     data = {"processing_class": tokenizer}
-    source = {"dataset_name": arguments.dataset_name, "config_name": arguments.dataset_config}
-    # The prompts of the training data last, which are printed and recorded.
-    for kind, split in (("eval", arguments.dataset_test_split), ("train", arguments.dataset_train_split)):
-        if split:
-            dataset = with_prompts(load_prompt_dataset(**source, split=split), arguments.prompt_column)
-            prompts = prompts_of(dataset, tokenizer, arguments, columns)
-            data[f"{kind}_dataset"] = tokenize(prompts, tokenizer, arguments)
+    if arguments.dataset_test_split:
+        data["eval_dataset"] = tokenize(load(arguments.dataset_test_split), tokenizer, arguments)
+    prompts = load(arguments.dataset_train_split)
+    data["train_dataset"] = tokenize(prompts, tokenizer, arguments)
     if training.process_index == 0:
         print(*introduction(prompts, tokenizer), sep="\n", flush=True)
     prompts.record_wording(tokenizer)
     return data
+
+
+def _check_folders(model: str, training: TrainingArguments) -> None:
+    # transformers would load the adapter onto its base. Then a new adapter would replace it, or the base would be
+    # trained but not saved.
+    if is_adapter(model):
+        raise ValueError(f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)")
+    folder = str(training.output_dir)
+    files = [os.path.join(folder, name) for name in ("config.json", "adapter_config.json")]
+    if any(map(os.path.isfile, files)) and not training.resume_from_checkpoint:
+        raise ValueError(f"output_dir is {folder!r}, which holds a model; choose another folder, or delete it")
 
 
 class _HeldOut(TrainerCallback):
@@ -113,9 +121,9 @@ def train(trainer: Trainer, next_command: str) -> None:
         names = [name for name in ("eval_loss", "eval_accuracy") if name in held_out.metrics[0]]
         results = {name.replace("_", " "): [metrics[name] for metrics in held_out.metrics] for name in names}
     else:
-        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         # A run that ends before it logs has only the mean loss of all steps.
-        results = {"training loss": [losses[0], *losses[1:][-1:]] if losses else [trained.training_loss]}
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line] or [trained.training_loss]
+        results = {"training loss": losses if len(losses) == 1 else [losses[0], losses[-1]]}
     for name, values in results.items():
         print(f"  {name:13} {' -> '.join(f'{number(value):>10}' for value in values)}")
     folder = str(trainer.args.output_dir)

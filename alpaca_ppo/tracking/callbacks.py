@@ -28,7 +28,7 @@ class StopAboveKL(TrainerCallback):
         self._limit, self._say = max_kl_to_ref, say
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Raises `ValueError` if the step's metrics lack the KL."""
+        """Ends the run if the step's KL is above the limit. Raises `ValueError` if the metrics lack it."""
         if (kl := context["metrics"].get("objective/kl_sum_seq")) is None:
             raise ValueError(
                 f"max_kl_to_ref is {self._limit}, but record_step_stats() returned no objective/kl_sum_seq; return it, "
@@ -48,7 +48,6 @@ class CallbackHandler:
 
     Args:
         callbacks: instances or classes.
-        state: the run's state, shared with the trainer.
         built_in: the trainer's own, notified before the others. They see the same on every rank, so the flags that they
             set are not gathered.
     """

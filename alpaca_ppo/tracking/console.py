@@ -97,8 +97,7 @@ class Console(TrainerCallback):
             self._print_step(kwargs["logs"], state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._log.is_main:
-            return
+        """Prints the summary of the run."""
         history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
         done = f"{step} steps" if step == state.max_steps else f"stopped at step {step} of {state.max_steps}"
         resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
@@ -106,17 +105,21 @@ class Console(TrainerCallback):
         if changed := change_lines(history, metric=self._args.metric_for_best_model):
             means = means_in_words(history)
             lines += [f"from start to end, {means}:" if means else "from start to end:", *changed]
+        lines += self._best_step_lines(history, state)
         path = folder / "findings.jsonl"
         count = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
         findings = f"{count} (printed above and in {path})" if count else "none"
-        lines += [*self._best_step_lines(history, state), f"findings:    {findings}"]
-        best = self._args.load_best_model_at_end and state.best_global_step
-        lines.append(f"policy:      {folder / 'final' / 'policy'}{f' (of step {best})' if best else ''}")
+        lines.append(f"findings:    {findings}")
+        is_best = self._args.load_best_model_at_end and state.best_global_step
+        of_step = f" (of step {state.best_global_step})" if is_best else ""
+        lines.append(f"policy:      {folder / 'final' / 'policy'}{of_step}")
         lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
         self._log.message("\n".join([*lines, f"report:      alpaca-ppo report {shlex.quote(str(folder))}"]))
 
     def _print_step(self, stats: Metrics, state: Any) -> None:
-        stats, step, total = self._without_zero_kl(stats), state.global_step, state.max_steps
+        """Prints a row of the table, below its titles where they are due."""
+        stats = self._without_zero_kl(stats)
+        step, total = state.global_step, state.max_steps
         if not self._columns:
             width = shutil.get_terminal_size((120, 24)).columns
             self._columns = step_columns(stats, max_steps=total, width=width)
@@ -136,25 +139,26 @@ class Console(TrainerCallback):
             self._rows = 0
 
     def _best_step_lines(self, history: Sequence[Metrics], state: Any) -> list[str]:
-        """Names the step with the best `metric_for_best_model`, else the best evaluation, else the highest reward."""
-        label, greater = "best step:   ", True
+        """Names the step with the best `metric_for_best_model`, else with the highest evaluated reward."""
+        greater = True
         if state.best_global_step:
-            step, metric, value = state.best_global_step, self._args.metric_for_best_model, state.best_metric
-            greater = self._args.greater_is_better
+            step, value = state.best_global_step, state.best_metric
+            metric, greater = self._args.metric_for_best_model, self._args.greater_is_better
+            assert metric is not None
         else:
-            sets = [prefix for line in history for prefix in eval_sets(line)]
-            metric = f"{sets[0]}rewards" if sets else "objective/rewards"
-            label = label if sets else "highest training batch: step "
-            values = [(value, line["step"]) for line in history if (value := line.get(metric)) is not None]
-            if len(values) < 2:
+            evaluated = [prefix for line in history for prefix in eval_sets(line)]
+            if not evaluated:
                 return []
-            value, step = max(values, key=lambda pair: pair[0])
+            metric = f"{evaluated[0]}rewards"
+            step_values = [(line["step"], value) for line in history if (value := line.get(metric)) is not None]
+            if len(step_values) < 2:
+                return []
+            step, value = max(step_values, key=lambda pair: pair[1])
             if not step:
                 return [f"best step:   none is better than before training ({metric} {number(value)})"]
-        assert metric is not None
         folder = Path(self._args.output_dir) / f"checkpoint-{step}"
         kept = f"kept in {folder}" if folder.is_dir() else "not kept; metric_for_best_model keeps it"
-        lines = [f"{label}{step} ({metric} {number(value)}, {kept})"]
+        lines = [f"best step:   {step} ({metric} {number(value)}, {kept})"]
         if (before := better_before_training(history, metric, value, greater_is_better=greater)) is not None:
             lines.append(f"             worse than before training ({metric} {number(before)})")
         return lines
@@ -200,8 +204,8 @@ def evaluation_lines(stats: Metrics, start: Metrics, *, step: int) -> list[str]:
             now, before, error = stats[column.key], start.get(column.key), stats.get(f"{column.key}_se")
             text = column.text(now) + (f" ±{number(error)}" if error is not None else "")
             if step and before is not None and now is not None:
-                text = f"{column.text(before)} -> {text}"
-                text += f" ({now - before:+.3f})" if column.key.endswith("/rewards") else ""
+                change = f" ({now - before:+.3f})" if column.key.endswith("/rewards") else ""
+                text = f"{column.text(before)} -> {text}{change}"
             parts.append(f"{column.title} {text}")
         lines.append("  ".join(parts))
     return lines
@@ -213,10 +217,7 @@ def eval_sets(stats: Metrics) -> list[str]:
 
 
 def _evaluation_columns(stats: Metrics, prefix: str) -> list[Column]:
-    """Returns the columns of an eval set, without metrics of other sets, spreads, and the scores behind the reward.
-
-    Metrics with the same number and standard error, such as reward and pass@1 of one sample, share a column.
-    """
+    """Returns the columns of an eval set, without metrics of other sets, spreads, and the scores behind the reward."""
     nested = tuple(other for other in eval_sets(stats) if other != prefix and other.startswith(prefix))
     keys = [key for key in stats if key.startswith(prefix) and not (nested and key.startswith(nested))]
     names = [key.removeprefix(prefix) for key in keys if not key.endswith(("_se", "scores_std"))]
@@ -225,7 +226,12 @@ def _evaluation_columns(stats: Metrics, prefix: str) -> list[Column]:
     columns = [column._replace(key=prefix + name) for name, column in _EVALUATED.items() if name in names]
     others = [name for name in names if name not in _EVALUATED and name not in hidden]
     columns += [Column(prefix + name, name.removeprefix("scores/")) for name in others]
-    distinct: dict[Any, Column] = {}
+    return _without_repetition(columns, stats)
+
+
+def _without_repetition(columns: Iterable[Column], stats: Metrics) -> list[Column]:
+    """Joins columns with the same number and standard error, such as reward and pass@1 of one sample."""
+    distinct: dict[str | tuple[str, str], Column] = {}
     for column in columns:
         value, error = stats[column.key], stats.get(f"{column.key}_se")
         numbers = column.key if value is None or error is None else (f"{value:.5g}", f"{error:.5g}")
@@ -247,7 +253,7 @@ def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> li
         title = prefix.strip("/").replace("/", " ")
         columns += [column._replace(title=f"{title} {column.title}") for column in _evaluation_columns(last, prefix)]
     if metric is not None and metric not in [column.key for column in columns]:
-        columns.append(Column(metric, metric.replace("/", " ") if metric.startswith("eval/") else metric))
+        columns.append(Column(metric, metric.replace("/", " ")))
     with_ends = [(column, ends) for column in columns if (ends := start_and_end(history, column.key)) is not None]
     width = max((len(column.title) for column, _ in with_ends), default=0)
     lines = []

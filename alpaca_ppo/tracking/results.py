@@ -85,8 +85,7 @@ class WeightsStep:
         """Such as "step 20 of 40, the best evaluation by eval/scores (0.93)"."""
         if self.metric is None:
             return f"step {self.step} of {self.trained_steps}"
-        kind = "evaluation" if self.metric.startswith("eval/") else "checkpoint"
-        return f"step {self.step} of {self.trained_steps}, the best {kind} by {self.metric} ({self.value:.4g})"
+        return f"step {self.step} of {self.trained_steps}, the best evaluation by {self.metric} ({self.value:.4g})"
 
     def write(self, folder: StrPath) -> None:
         write_text_atomically(Path(folder) / STEP_FILE, json.dumps(asdict(self), indent=2) + "\n")

@@ -1,10 +1,10 @@
 """Rollouts as rows of plain values for reading: texts, scores, and the numbers of every token."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -19,9 +19,9 @@ TOKEN_COLUMNS = (
 def rollout_rows(
     rollouts: Rollouts, processing_class: Any, *, source_names: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Returns the rollouts as rows, in which `tokens` has an entry for each token of the response, stop token included:
-    the `TOKEN_COLUMNS` in `rollouts` (units as there), or `environment: true` if the policy did not choose it. Without
-    `source_names`, rows have only the weighted sum of the scores.
+    """Returns a row for each rollout, whose `tokens` has an entry for each token of the response, stop token included:
+    the `TOKEN_COLUMNS` that are in `rollouts`, or `environment: true` if the policy did not choose the token. With
+    `source_names`, it also has the `scores` of each source.
     """
     rows = []
     for i in range(rollouts["responses"].size(0)):
@@ -34,14 +34,15 @@ def rollout_rows(
 
 
 def token_entries(rollouts: Rollouts, processing_class: Any, i: int) -> list[dict[str, Any]]:
-    """Returns the entries of `tokens` of row `i` (`rollout_rows`)."""
+    """Returns the `tokens` of row `i`, as in `rollout_rows`."""
     mask, ids = rollouts["response_mask"][i], _written_ids(rollouts, i)
-    names = [name for name in TOKEN_COLUMNS if name in rollouts]
+    tensors = cast(Mapping[str, Tensor], rollouts)
+    columns = {name: tensors[name][i] for name in TOKEN_COLUMNS if name in tensors}
     entries = []
     for t, text in enumerate(_token_texts(ids, processing_class)):
         entry: dict[str, Any] = {"id": ids[t], "text": text}
         if mask[t]:
-            entry |= {name: rounded(rollouts[name][i, t]) for name in names}  # type: ignore[literal-required]
+            entry |= {name: rounded(values[t]) for name, values in columns.items()}
         else:
             entry["environment"] = True
         entries.append(entry)
@@ -88,6 +89,7 @@ def rounded(value: float | Tensor) -> float:
 
 
 def _summary(rollouts: Rollouts, processing_class: Any, i: int) -> dict[str, Any]:
+    """Returns what every table has of response `i`."""
     prompt = rollouts["queries"][i][rollouts["query_attn_masks"][i].bool()].tolist()
     written = _written_ids(rollouts, i)
     row = {

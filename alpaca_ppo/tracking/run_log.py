@@ -65,8 +65,8 @@ class ProgressBar:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[int], Any]]:
-        """Shows `name` during the block. The yielded function adds to the parts done, of `total`. A block within one of
-        the same name continues its bar.
+        """Shows `name` during the block. Yields a function that adds to the number of parts done, of `total`. A block
+        within one of the same name continues its bar.
         """
         if self._phases and self._phases[-1][0] == name:
             yield self._phases[-1][1].update
@@ -105,18 +105,19 @@ class RunLog:
         """Writes run.yaml, removes what a run resumed after `step` writes again, and starts the trackers.
 
         Args:
-            config: all options of the run, as plain values without credentials.
+            config: all options of the run, without credentials.
             provenance: where the run came from, for run.yaml only.
             step: completed steps; -1 for a new run. Tables and skipped updates of later steps are removed.
-            lines: of metrics.jsonl, which are kept. Findings and TensorBoard's events of later steps are removed.
+            lines: how many of metrics.jsonl are kept. Findings and TensorBoard's events of later steps are removed.
         """
-        self._begun, last_line = True, -1
+        self._begun = True
+        last_logged = -1
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             metrics = self.output_dir / "metrics.jsonl"
             _keep_lines(metrics, lines)
-            last_line = max((json.loads(line)["step"] for line in _lines(metrics)), default=-1)
-            for name, last_step in (("findings.jsonl", last_line), ("skipped_updates.jsonl", step)):
+            last_logged = max((json.loads(line)["step"] for line in _lines(metrics)), default=-1)
+            for name, last_step in (("findings.jsonl", last_logged), ("skipped_updates.jsonl", step)):
                 path = self.output_dir / name
                 _keep_lines(path, sum(json.loads(line)["step"] <= last_step for line in _lines(path)))
             for _, table_step, path in list(table_files(self.output_dir)):
@@ -124,7 +125,7 @@ class RunLog:
                     path.unlink()
             write_text_atomically(self.output_dir / "run.yaml", as_yaml({**config, PROVENANCE: provenance}))
         if not self._trackers_of_user:
-            self._start_trackers(config, purge_step=last_line + 1)
+            self._start_trackers(config, purge_step=last_logged + 1)
 
     def log(self, stats: Mapping[str, float], step: int, *, report: bool = True) -> None:
         """Appends the metrics of `step` (from 1; 0 is before training) to metrics.jsonl and, with `report`, to the
@@ -151,7 +152,7 @@ class RunLog:
         """Writes `rows` to <name>/step_<step>.jsonl, and the first `MAX_ROWS` without their tokens to W&B and
         ClearML.
 
-        Before `begin`, it does not replace the table of a run with checkpoints, which a resumed run would not write
+        Before `begin`, a table beside checkpoints is kept, because a run that resumes from one would not write it
         again.
         """
         if not self.is_main:
@@ -162,8 +163,8 @@ class RunLog:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, "".join(map(_json_line, rows)))
-        for tracker in self.accelerator.trackers if rows else ():
-            if isinstance(tracker, WandBTracker | ClearMLTracker):
+        for tracker in self.accelerator.trackers:
+            if rows and isinstance(tracker, WandBTracker | ClearMLTracker):
                 columns = [column for column in rows[0] if column != "tokens"]
                 data = [[row.get(column) for column in columns] for row in rows[:MAX_ROWS]]
                 tracker.log_table(f"{name}/table", columns=columns, data=data, step=step)
@@ -190,6 +191,7 @@ class RunLog:
             self.accelerator.trackers = []
 
     def _start_trackers(self, config: dict[str, Any], *, purge_step: int) -> None:
+        """Starts the trackers in `report_to`, and gives them the run's options."""
         runs = self.output_dir / "runs"
         # TensorBoard hides what an interrupted run wrote for purge_step and later steps.
         board = TensorBoardTracker("", runs, purge_step=purge_step)

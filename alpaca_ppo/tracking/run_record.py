@@ -77,12 +77,9 @@ class RunRecord:
             if argument in ("self", "args"):
                 continue
             option = next(iter(OPTIONS_OF_ARGUMENT.get(argument, ())), None)
-            names: dict[Any, str] = {}
+            names = {} if option is None else _names(value)
             for key, entry in _entries(value):
-                name = entry if isinstance(entry, str) else import_name(entry)
-                if option is not None and name is not None:
-                    names[key] = name
-                else:
+                if key not in names:
                     in_memory[argument if key is None else f"{argument}[{key}]"] = _described(entry)
             if option == "reward_funcs":
                 options |= _reward_options(list(names.values()), given["args"].reward_weights)
@@ -147,6 +144,12 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
     else:
         entries = [(None, value)]
     return [(key, entry) for key, entry in entries if entry is not None]
+
+
+def _names(value: Any) -> dict[Any, str]:
+    """Returns the names of those `_entries` that have one, by their keys."""
+    names = {key: entry if isinstance(entry, str) else import_name(entry) for key, entry in _entries(value)}
+    return {key: name for key, name in names.items() if name is not None}
 
 
 def _reward_options(names: Sequence[str], weights: Sequence[float] | None) -> dict[str, Any]:

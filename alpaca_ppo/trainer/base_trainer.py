@@ -25,7 +25,6 @@ from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, c
 from alpaca_ppo.data.schedule import StepPrompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.accelerator import hardware
-from alpaca_ppo.distributed.collectives import record_error
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
 from alpaca_ppo.models import ActorCritic
@@ -234,7 +233,7 @@ class BaseTrainer(ABC):
             Interrupted: after a signal, once the checkpoint is saved: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
                 After SIGINT in a notebook or an interactive interpreter, KeyboardInterrupt.
         """
-        with record_error(), self.run_lock.held(), self.collector.preemption.install():
+        with collectives.record_error(), self.run_lock.held(), self.collector.preemption.install():
             try:
                 return self._train(resume_from_checkpoint)
             except Interrupted as interrupted:
@@ -289,7 +288,7 @@ class BaseTrainer(ABC):
         on the main rank, None on others. Every rank must call it.
 
         Raises:
-            ValueError: if there is none, or the hub cannot be written to.
+            ValueError: without a name for the repository, or if the hub cannot be written to.
         """
         with collectives.raise_on_all_ranks(self.accelerator):
             name = checked_hub_id(hub_model_id or self.args.hub_model_id)
@@ -319,16 +318,13 @@ class BaseTrainer(ABC):
         scorer = self.collector.scorer
         weights = dict(zip(scorer.names, scorer.weights, strict=True))
         config = without_credentials(asdict(self.args))
-        engine, lock = self.updater.engine, nullcontext() if output_dir else self.run_lock.held()
-        with lock, engine.gathered_parameters(self.actor_critic), collectives.raise_on_all_ranks(self.accelerator):
+        gathered = self.updater.engine.gathered_parameters(self.actor_critic)
+        lock = nullcontext() if output_dir else self.run_lock.held()
+        with lock, gathered, collectives.raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
                 self.train_prompts.record_wording(self.processing_class)
-                export.save_final(
-                    folder,
-                    self.actor_critic,
-                    self.processing_class,
-                    TrainedRun(self.weights_step, stats or {}, config, weights),
-                )
+                run = TrainedRun(step=self.weights_step, metrics=stats or {}, config=config, reward_weights=weights)
+                export.save_final(folder, self.actor_critic, self.processing_class, run)
         # No rank holds gathered parameters during the upload.
         if self.accelerator.is_main_process and self.args.hub_model_id and output_dir is None:
             export.push_folder(folder / "policy", self.args.hub_model_id)
@@ -339,12 +335,12 @@ class BaseTrainer(ABC):
         best, trained = self.state.best_global_step, self.state.global_step
         if best is None or not (self.checkpoints.best_is_loaded or best == trained):
             return WeightsStep(trained, trained)
-        return WeightsStep(best, trained, self.checkpoints.best.metric, self.state.best_metric)
+        return WeightsStep(best, trained, metric=self.checkpoints.best.metric, value=self.state.best_metric)
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>` atomically and returns its path.
 
-        The step's metrics `stats` decide whether it becomes the best checkpoint (`metric_for_best_model`).
+        The metrics `stats` of an evaluation decide whether it becomes the best checkpoint (`metric_for_best_model`).
         """
         self.run_lock.acquire()
         folder = self.checkpoints.save(self.state.global_step, stats or {})
@@ -363,24 +359,21 @@ class BaseTrainer(ABC):
         collectives.drain_collectives(self.accelerator)
 
     def _begin(self, resume_from_checkpoint: bool | str | None) -> None:
+        """Restores a resumed run, checks disk and sampler, begins the log, evaluates before the first step, and ends a
+        step that was interrupted.
+        """
         folder = self.checkpoints.find(resume_from_checkpoint, has_trained=not self.progress.at_start)
         seed_random_states(self.args.seed, self.accelerator.process_index)
-        lines = 0
-        if folder is None:
-            self.progress.advance(self.progress.stats, step_ended=self.progress.step_ended)
-        else:
-            lines = self.checkpoints.load(folder).identity["metrics"]["lines"]
-            self.state.epoch = self.schedule.epoch_at(self.state.global_step)
-            self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
+        lines = self._restore(folder)
         # Also a barrier: every rank has looked for checkpoints before one of them writes to the folder.
         with collectives.raise_on_all_ranks(self.accelerator):
             # A run without steps left only writes its final models again.
             if not self._finished:
                 check_room(self.args, self.start.checkpoint_size, self.schedule.num_steps - self.state.global_step)
         start_is_logged = lines > 0 or not self.progress.at_start
-        step, record = self.progress.step if start_is_logged else -1, self.start.record
-        provenance = record.provenance(hardware(self.accelerator), resumed_step=step)
-        self.run_log.begin(record.config(self.args), provenance, step=step, lines=lines)
+        logged_step = self.progress.step if start_is_logged else -1
+        provenance = self.start.record.provenance(hardware(self.accelerator), resumed_step=logged_step)
+        self.run_log.begin(self.start.record.config(self.args), provenance, step=logged_step, lines=lines)
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")
         self.run_log.message(self._summary())
@@ -395,6 +388,16 @@ class BaseTrainer(ABC):
         if not self.progress.step_ended:
             self._end_step(self.progress.stats)
 
+    def _restore(self, folder: Path | None) -> int:
+        """Loads the checkpoint `folder`, if any; returns how many lines of metrics.jsonl precede it."""
+        if folder is None:
+            self.progress.advance(self.progress.stats, step_ended=self.progress.step_ended)
+            return 0
+        saved = self.checkpoints.load(folder)
+        self.state.epoch = self.schedule.epoch_at(self.state.global_step)
+        self.progress.saved = folder.resolve() == self.checkpoints.folder(self.state.global_step).resolve()
+        return int(saved.identity["metrics"]["lines"])
+
     def _summary(self) -> str:
         padding = self.start.padding if self.args.padding_free == "auto" else ""
         fallback = self.start.sampler_fallback
@@ -405,7 +408,7 @@ class BaseTrainer(ABC):
         if padding:
             text += f", with padding: {padding}"
         if fallback:
-            # Often for the reason that the padding has.
+            # The padding often has the same reason.
             text += ", sampled by model.generate" + ("" if fallback in padding else f": {fallback}")
         return f"{text}\n{self.updater.schedules.unusual_rate}".rstrip()
 
@@ -420,25 +423,22 @@ class BaseTrainer(ABC):
         )
 
     def _check_saved(self, folder: Path, saved: Checkpoint) -> None:
-        """Checks on the main process that this run may resume from the checkpoint `folder`, whose run wrote
-        metrics.jsonl.
-        """
+        """Checks on the main process that this run may resume from the checkpoint `folder`."""
         check_identity(folder, saved.identity, self._identity(), self.args)
         check_metrics(Path(self.args.output_dir), saved.identity["metrics"])
 
     def _end_step(self, stats: dict[str, float]) -> None:
-        """Evaluates, logs and saves after the update; a run that is interrupted here resumes here."""
+        """Evaluates, logs and saves after the update. If this is interrupted, the resumed run repeats it."""
         self.state.epoch = self.schedule.epoch_at(self.state.global_step)
         self.progress.advance(stats, step_ended=False)
         self._notify("on_step_end", metrics=stats)
-        args, control, last = self.args, self.callback_handler.control, self._finished
-        step, stats = self.state.global_step, dict(stats)
-        eval_is_due = last or (args.eval_steps and step % args.eval_steps == 0)
+        args, control = self.args, self.callback_handler.control
+        step, is_last = self.state.global_step, self._finished
+        eval_is_due = is_last or (args.eval_steps and step % args.eval_steps == 0)
         if self.eval_prompts and (eval_is_due or control.should_evaluate):
-            stats.update(self._evaluate())
+            stats = stats | self._evaluate()
             self._notify("on_evaluate", metrics=EvaluationMetrics(stats))
-        self.checkpoints.best.require(stats, evaluation=False)
-        report = step % args.logging_steps == 0 or last or control.should_log
+        report = step % args.logging_steps == 0 or is_last or control.should_log
         self.run_log.log(stats, step, report=report)
         self.progress.advance(stats, step_ended=True)
         if report:
@@ -446,7 +446,7 @@ class BaseTrainer(ABC):
             self._notify("on_log", logs=stats)
         # Also after the last step, so that a run that is killed while it writes the final models loses no training.
         save_is_due = args.save_steps and (step % args.save_steps == 0 or step == self.schedule.num_steps)
-        if self.checkpoints.is_best_evaluation(stats) or save_is_due or control.should_save:
+        if self.checkpoints.is_best(stats) or save_is_due or control.should_save:
             with self.run_log.bar.phase("saving"):
                 self.save_checkpoint(stats)
             self._notify("on_save")
@@ -454,7 +454,7 @@ class BaseTrainer(ABC):
     def _evaluate(self) -> dict[str, float]:
         with self.run_log.bar.phase("evaluating"):
             stats = self.evaluate()
-        self.checkpoints.best.require(stats, evaluation=True)
+        self.checkpoints.best.require(stats)
         return stats
 
     def _notify(self, event: str, **context: Any) -> None:

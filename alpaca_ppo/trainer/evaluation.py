@@ -38,7 +38,6 @@ class Evaluator:
     """Evaluates the policy on the eval sets of a run.
 
     Args:
-        parts: of the run.
         rollout: `PPOTrainer.collect_rollouts`.
 
     Attributes:
@@ -74,18 +73,8 @@ class Evaluator:
 
     def _evaluate_set(self, name: str, folder: str, step: int, record: metrics.StepRecord) -> dict[str, float]:
         """Returns the metrics of the eval set `name`, without logged ones, and writes its table to `folder`."""
-        collector, prompts, args = self._collector, self._prompts[name], self._collector.args
-        # The same random numbers at every step.
-        params = replace(
-            self._sampling_params,
-            seed=args.seed + 1,
-            step=0,
-            num_return_sequences=args.eval_num_samples,
-            temperature=args.eval_temperature or self._sampling_params.temperature,
-            do_sample=args.eval_temperature > 0,
-            top_k=args.eval_top_k,
-            top_p=args.eval_top_p,
-        )
+        collector, prompts = self._collector, self._prompts[name]
+        params = self._eval_sampling_params()
         batches = collector.collate(prompts, range(len(prompts)))
         options = RolloutOptions(with_critic=False, may_fail=True)
         measure = self._measure if collector.metric_scorer.sources else None
@@ -98,6 +87,26 @@ class Evaluator:
             if name not in self._opponents:
                 self._opponents[name] = self._opponent(prompts, batches, params)
             self._compare(prompts, records, self._opponents[name])
+        self._log_table(name, folder, step, rollouts, records)
+        return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts)
+
+    def _eval_sampling_params(self) -> SamplingParams:
+        """How eval prompts are answered: with the same random numbers at every step."""
+        args = self._collector.args
+        return replace(
+            self._sampling_params,
+            seed=args.seed + 1,
+            step=0,
+            num_return_sequences=args.eval_num_samples,
+            temperature=args.eval_temperature or self._sampling_params.temperature,
+            do_sample=args.eval_temperature > 0,
+            top_k=args.eval_top_k,
+            top_p=args.eval_top_p,
+        )
+
+    def _log_table(self, name: str, folder: str, step: int, rollouts: Rollouts, records: list[ResponseRecord]) -> None:
+        """Writes the table of the eval set `name`, and adds its responses to `answers`."""
+        prompts = self._prompts[name]
         table = rollout_tables.evaluation_rows(rollouts, self._processing_class)
         for entry, response in zip(table, records, strict=True):
             columns = self._columns(response)
@@ -109,11 +118,10 @@ class Evaluator:
                 "scores": rollout_tables.rounded(response.values["scores"]),
             }
             self.answers.append(answer | columns)
-        rollout_tables.add_columns(table, prompts, args.prompt_column)
+        rollout_tables.add_columns(table, prompts, self._collector.args.prompt_column)
         if name == next(iter(self._prompts)):
-            add_tokens(collector, self._processing_class, rollouts, table)
+            add_tokens(self._collector, self._processing_class, rollouts, table)
         self._run_log.log_table(folder, table, step)
-        return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts)
 
     def _measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """`metrics` (B, metrics), NaN where a function returned None or failed."""
@@ -121,14 +129,16 @@ class Evaluator:
         return {"metrics": torch.stack(list(scored.values()), dim=1)}
 
     def _records(self, rollouts: Rollouts) -> list[ResponseRecord]:
-        rewards, tensors = sequence_scores(rollouts["rewards"]), dict[str, Any](rollouts)
+        """The responses, with their scores, rewards and metrics by name."""
+        tensors = dict[str, Any](rollouts)
+        rewards = sequence_scores(rollouts["rewards"])
         columns = [rollouts["scores"].unsqueeze(1), rewards.unsqueeze(1), rollouts["scores_by_source"]]
         if "metrics" in tensors:
             columns.append(tensors["metrics"])
         values = torch.cat([column.double() for column in columns], dim=1).tolist()
-        names, texts = self.settings.names, response_texts(self._processing_class, rollouts)[1]
+        _, texts = response_texts(self._processing_class, rollouts)
         return [
-            ResponseRecord(prompt, dict(zip(names, row, strict=True)), text)
+            ResponseRecord(prompt, dict(zip(self.settings.names, row, strict=True)), text)
             for prompt, row, text in zip(rollouts["prompt_ids"].tolist(), values, texts, strict=True)
         ]
 
@@ -137,7 +147,9 @@ class Evaluator:
         shown: dict[str, Any] = {name: rollout_tables.rounded(record.values[name]) for name in names}
         if (correct := correctness(record, self.settings)) is not None:
             shown["correct"] = bool(correct)
-        return shown | ({"opponent": record.opponent, "win": record.win} if self.settings.compares else {})
+        if self.settings.compares:
+            shown |= {"opponent": record.opponent, "win": record.win}
+        return shown
 
     def _compare(
         self, prompts: PromptDataset, records: Sequence[ResponseRecord], opponent: Sequence[tuple[str, float]]
@@ -166,7 +178,8 @@ class Evaluator:
         source that decides (NaN without one).
         """
         rows = [prompts[i]["row"] for i in range(len(prompts))]
-        opponent, source = str(self._collector.args.eval_opponent), self.settings.judged_by
+        opponent = str(self._collector.args.eval_opponent)
+        source = self.settings.judged_by
         if opponent == REFERENCE:
             answers = self._in_order(self._reference_answers(batches, params), len(rows))
         else:
@@ -179,24 +192,26 @@ class Evaluator:
     def _scores_by(self, source: str, rows: Sequence[Any], answers: Sequence[tuple[Any, str]]) -> list[float]:
         """The scores of `answers`, tokens and text, by `source`; NaN where it fails or returns None."""
         collector, accelerator = self._collector, self._collector.accelerator
-        share = list(collectives.rank_share(range(len(rows)), accelerator))
+        share = collectives.rank_share(range(len(rows)), accelerator)
         if collector.engine.synced_forwards:
+            # Equally many forward passes on every rank.
             share += [0] * (collectives.max_int_over_ranks(len(share), accelerator) - len(share))
         is_reward = source == "scores" or source.startswith("scores/")
         scorer = collector.scorer if is_reward else collector.metric_scorer
-        prompts, texts = [rows[i]["prompt"] for i in share], [answers[i][1] for i in share]
-        result = scorer(prompts, texts, [answers[i][0] for i in share], [rows[i] for i in share])
+        prompts = [rows[i]["prompt"] for i in share]
+        ids, texts = [answers[i][0] for i in share], [answers[i][1] for i in share]
+        result = scorer(prompts, texts, ids, [rows[i] for i in share])
         scorer.pop_failures()
         # What functions log about the opponent does not belong to the next step.
         scorer.logged.pop()
-        of_source = source.removeprefix("scores/")
-        values = sequence_scores(result.rewards) if source == "scores" else result.by_source[of_source]
+        name = source.removeprefix("scores/")
+        values = sequence_scores(result.rewards) if source == "scores" else result.by_source[name]
         scores = [math.nan if i in result.failures else value for i, value in enumerate(values.tolist())]
         return self._in_order(scores, len(rows))
 
     def _reference_answers(self, batches: Sequence[PromptBatch], params: SamplingParams) -> list[tuple[Any, str]]:
-        """The reference's response (tokens and text) to each of this rank's prompts, with the random numbers of the
-        policy's first one.
+        """The reference's response (tokens and text) to each of this rank's prompts, sampled with the random numbers of
+        the policy's first response to it.
         """
         collector, (prompts,) = self._collector, batches
         if not prompts["rows"]:
@@ -241,9 +256,6 @@ def answer_texts(
     batch = collate_prompts(items, range(len(ids)), pad_token_id=params.pad_token_id, query_len=query_len)
     collector.sync()
     samples = collector.sample(batch, params)
-    rows = zip(samples["responses"], samples["response_mask"], strict=True)
-    answers = processing_class.batch_decode(
-        [row[mask].tolist() for row, mask in rows], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    _, answers = response_texts(processing_class, samples)
     n = params.num_return_sequences
     return [answers[i : i + n] for i in range(0, len(answers), n)]

@@ -4,8 +4,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from datasets import Dataset
 from peft import PeftConfig
 
 from alpaca_ppo.adapters.files import is_adapter
@@ -16,7 +17,9 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.data.loading import load_eval_datasets
+from alpaca_ppo.data.prompts import prompt_text
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
+from alpaca_ppo.environments.kinds import make_kinds
 from alpaca_ppo.evaluation.results import write_results
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards.build import reward_sources
@@ -24,6 +27,7 @@ from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
 from alpaca_ppo.trainer.preflight import check_room_for_policy, check_start
 from alpaca_ppo.trainer.run_doctor import RunDoctor
+from alpaca_ppo.trainer.setup import make_prompts
 
 
 def train_from_arguments(
@@ -35,7 +39,8 @@ def train_from_arguments(
         ValueError: for a run that cannot start, before anything is loaded if possible.
         SystemExit: with status 3, if an error in `stop_on` has ended the run.
     """
-    resume, peft_config = script_args.resume_from_checkpoint, lora.peft_config("CAUSAL_LM")
+    resume = script_args.resume_from_checkpoint
+    peft_config = lora.peft_config("CAUSAL_LM")
     check_start(args, resume)
     policy = model_folder("model_name_or_path", script_args.model_name_or_path)
     environments, rewards = named_environments(script_args), reward_sources(script_args)
@@ -110,9 +115,46 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
     return results
 
 
+class Answer(NamedTuple):
+    """The texts of a prompt, of the policy's answer and, if there is a reference, of its own."""
+
+    prompt: str
+    response: str
+    of_reference: str | None
+
+
+def answers_to(dataset: Dataset, model: str, script_args: Any, args: PPOConfig) -> list[Answer]:
+    """The answers of `model`, a folder or hub id, and of the reference to the prompts of `dataset`, sampled as in an
+    evaluation. `script_args` name the model that the run started from, environments and tools.
+    """
+    processing_class = load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model")
+    environments = named_environments(script_args)
+    kinds = make_kinds(environments["tools"], environments["environment_factory"])
+    # More tokens than any model reads, so that no prompt is dropped.
+    prompts = make_prompts(dataset, processing_class, replace(args, query_len=1_000_000), kinds)
+    query_len = max(args.query_len, *(len(item["input_ids"]) for item in prompts))
+    reference = _reference_of(model, script_args, args)
+    opponent = None if reference == "none" else "reference"
+    trainer = PPOTrainer(
+        model,
+        lambda completions, **columns: [0.0] * len(completions),
+        replace(args, query_len=query_len, reference=reference, eval_opponent=opponent),
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        processing_class=processing_class,
+        **environments,
+    )
+    trainer.evaluate()
+    trainer.run_log.finish()
+    return [
+        Answer(prompt_text(item, processing_class), answer["response"], answer.get("opponent"))
+        for item, answer in zip(prompts, trainer.evaluator.answers, strict=True)
+    ]
+
+
 def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:
-    """The reference of the KL: that of the configuration, else the model that the run started from, else an adapter's
-    base.
+    """The KL's reference: the configuration's model or none; else the model that the run started from, else an
+    adapter's base, unless that is `model` itself.
     """
     if args.reference not in REFERENCES or args.reference == "none":
         return args.reference
@@ -130,6 +172,7 @@ def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
     Raises:
         ValueError: for what cannot be imported, and for several environments without distinct names.
     """
+    # `name=module:class`, or `module:class`.
     specs = [spec.rpartition("=") for spec in script_args.environments or ()]
     names = [name for name, _, _ in specs]
     factory: Any = None

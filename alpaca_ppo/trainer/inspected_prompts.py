@@ -17,6 +17,7 @@ from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.device_rows import row_tensors
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector, RolloutOptions
+from alpaca_ppo.ppo.row_masks import select_rows
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -29,10 +30,10 @@ def logged_rollouts(
 ) -> list[dict[str, Any]]:
     """Returns the rows of the table of rollouts of `step` (from 1), after its update.
 
-    In steps that log entropies they have the ratio of the updated policy to the old one, which takes a forward pass.
+    In steps that log entropies the rows have the ratio of the updated policy to the old one, by another forward pass.
     """
     args = collector.args
-    logged: Any = {name: value[: args.num_logged_rollouts] for name, value in rollouts.items()}  # type: ignore[index]
+    logged = select_rows(rollouts, slice(args.num_logged_rollouts))
     if metrics.logs_entropies(step - 1) and step > args.critic_pretraining_steps:
         updated = collector.forward(row_tensors(logged), POLICY_ALONE, temperature=args.temperature)
         logged["ratio"] = torch.exp(updated["logprobs"] - logged["logprobs"]) * logged["response_mask"]
@@ -44,14 +45,14 @@ def add_tokens(
 ) -> None:
     """Adds `tokens` to the table's `rows` of an evaluation's first `num_inspected_prompts` prompts.
 
-    Values and entropies take a forward pass over these rows. `rollouts` are those of all ranks that have a reward, one
-    for each row of the table.
+    Values and entropies take a forward pass over these rows. `rollouts` are the responses with a reward, of all ranks:
+    one for each row of the table.
     """
     inspected = (rollouts["prompt_ids"] < collector.args.num_inspected_prompts) & (rollouts["sample_ids"] == 0)
     indices = inspected.nonzero().squeeze(1)
     if not len(indices):
         return
-    chosen: Any = {name: value[indices] for name, value in rollouts.items()}  # type: ignore[index]
+    chosen: Any = select_rows(rollouts, indices)
     chosen |= token_statistics(collector, chosen)
     for position, i in enumerate(indices.tolist()):
         rows[i]["tokens"] = rollout_tables.token_entries(chosen, processing_class, position)
@@ -83,7 +84,7 @@ def greedy_answers(
 
 
 class TrainingPromptInspector(TrainerCallback):
-    """Has a few training prompts answered before training and at `NUM_INSPECTIONS` steps, in inspected/step_*.jsonl.
+    """Has a few training prompts answered before training and in `NUM_INSPECTIONS` steps, for inspected/step_*.jsonl.
 
     Args:
         answer: answers them and writes the table of a step.

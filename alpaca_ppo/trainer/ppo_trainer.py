@@ -36,7 +36,7 @@ from alpaca_ppo.ppo.losses import checked_loss, correction_weights, policy_terms
 from alpaca_ppo.ppo.metrics import StepRecord, StepStats
 from alpaca_ppo.ppo.mismatch import spread_by_length
 from alpaca_ppo.ppo.rollouts import RolloutOptions
-from alpaca_ppo.ppo.row_masks import advantage_mask
+from alpaca_ppo.ppo.row_masks import advantage_mask, gradient_mask
 from alpaca_ppo.ppo.update_plan import plan_updates
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.batch import RowFailure
@@ -133,12 +133,15 @@ class PPOTrainer(BaseTrainer):
         tool_call_parser: ToolCallParser | None = None,
     ) -> None:
         given = setup.TrainerArguments(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, value_model, ref_model,
-            peft_config, reward_processing_classes, callbacks, optimizers, accelerator, metric_funcs,
-            metric_processing_classes, tools, environment_factory, tool_call_parser,
+            model=model, reward_funcs=reward_funcs, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class, value_model=value_model, ref_model=ref_model, peft_config=peft_config,
+            reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers,
+            accelerator=accelerator, metric_funcs=metric_funcs, metric_processing_classes=metric_processing_classes,
+            tools=tools, environment_factory=environment_factory, tool_call_parser=tool_call_parser,
         )  # fmt: skip
         cls = type(self)
-        samples_itself, scores_itself = cls._generate is not PPOTrainer._generate, cls._score is not PPOTrainer._score
+        samples_itself = cls._generate is not PPOTrainer._generate
+        scores_itself = cls._score is not PPOTrainer._score
         parts = setup.make_parts(given, cls, samples_itself=samples_itself, scores_itself=scores_itself)
         super().__init__(parts, callbacks or [])
         self.evaluator = Evaluator(parts, self.collect_rollouts)
@@ -173,13 +176,13 @@ class PPOTrainer(BaseTrainer):
 
     def step_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """The global rollouts of a step (`rollout`), after `dynamic_sampling` has replaced uninformative prompts."""
-        rollouts, step = self.rollout(prompt_batches), self.state.global_step
+        step = self.state.global_step
+        rollouts = self.rollout(prompt_batches)
         hook_checks.check_rollouts(rollouts)
         if self.args.dynamic_sampling:
             prompts = self.step_prompts(step)
-            rollouts, self.step_record.redraw_stats = replace_uninformative(
-                rollouts, prompts, self._redraw, args=self.args
-            )
+            rollouts, stats = replace_uninformative(rollouts, prompts, self._redraw, args=self.args)
+            self.step_record.redraw_stats = stats
             self.progress.drawn[step] = prompts.extra_prompts
         return rollouts
 
@@ -228,10 +231,11 @@ class PPOTrainer(BaseTrainer):
         n = sampling_params.num_return_sequences
         num_prompts = sum(len(batch["rows"]) - batch.get("num_dummies", 0) for batch in prompt_batches)
         self.collector.sync()
-        local, failures = None, list[RowFailure]()
-        shown = self.run_log.bar.phase("sampling", num_prompts * (n + options.greedy_baseline))
+        local: dict[str, Tensor] | None = None
+        failures: list[RowFailure] = []
+        phase = self.run_log.bar.phase("sampling", num_prompts * (n + int(options.greedy_baseline)))
         # After a signal, `preemption.rollout` ends the block early and `local` stays None: `gather` raises everywhere.
-        with shown, self.collector.preemption.rollout(can_stop=self.progress.is_current):
+        with phase, self.collector.preemption.rollout(can_stop=self.progress.is_current):
             parts: list[dict[str, Tensor]] = []
             for batch in prompt_batches:
                 if batch["rows"]:
@@ -258,15 +262,14 @@ class PPOTrainer(BaseTrainer):
         record: StepRecord,
         measure: Measure | None,
     ) -> tuple[dict[str, Tensor], list[RowFailure]]:
-        """The samples of a batch of this rank with scores, log-probs and values, and the rewards that failed, both
-        without those of dummies.
+        """The samples of a batch of this rank with scores, log-probs and values; and the rewards that failed. Those of
+        dummies are left out.
         """
         n = sampling_params.num_return_sequences
-        samplings = [sampling_params]
+        rows = self._sample_and_score(prompts, sampling_params, record, measure)
         if options.greedy_baseline:
-            samplings.append(replace(sampling_params, do_sample=False, num_return_sequences=1))
-        rows, *greedy = [self._sample_and_score(prompts, params, record, measure) for params in samplings]
-        for baseline in greedy:
+            greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
+            baseline = self._sample_and_score(prompts, greedy, record, measure)
             rows["baseline_scores"] = sequence_scores(baseline["rewards"]).repeat_interleave(n)
             if "trained_rows" in rows:
                 rows["trained_rows"] = rows["trained_rows"] & baseline["trained_rows"].repeat_interleave(n)
@@ -284,9 +287,9 @@ class PPOTrainer(BaseTrainer):
         rows = [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
         with ExitStack() as stack:
             if self.environments is not None:
-                begun = self.environments.episodes(prompts, sampling_params, self.collector.preemption.poll)
+                begin = self.environments.episodes(prompts, sampling_params, self.collector.preemption.poll)
                 with timers.measure("environments"):
-                    episodes = stack.enter_context(begun)
+                    episodes = stack.enter_context(begin)
                 rows, sampling_params = episodes.rows, episodes.sampling_params
                 prompts = {**episodes.prompts, "episodes": episodes}
             with timers.measure("rollout"):
@@ -302,7 +305,8 @@ class PPOTrainer(BaseTrainer):
             with timers.measure("score"):
                 scores = self._score(samples, rows)
                 scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
-                return samples | scored | ({} if measure is None else measure(samples | scored, rows))
+                samples = samples | scored
+                return samples if measure is None else samples | measure(samples, rows)
 
     def _generate(self, prompts: PromptBatch, sampling_params: SamplingParams) -> dict[str, Tensor]:
         """Samples `sampling_params.num_return_sequences` (n) responses to each of this rank's P prompts.
@@ -371,11 +375,17 @@ class PPOTrainer(BaseTrainer):
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """Takes the optimizer steps on the global rollouts (`ppo.update_plan`); returns the statistics of all ranks.
 
+        Optimizer steps of which no row gives a gradient (`ppo.row_masks`) are left out, and counted.
+
         Counts the step, so that the next `rollout` uses new random numbers.
         """
         step, stats = self.state.global_step, StepStats()
         rollouts.update(correction_weights(rollouts, self.args))  # type: ignore[typeddict-item]
-        plan = plan_updates(len(rollouts["responses"]), self.args, step, critic_only=self.in_critic_pretraining)
+        planned = plan_updates(len(rollouts["responses"]), self.args, step, critic_only=self.in_critic_pretraining)
+        # With a gradient of 0, momentum and weight decay would still move the weights.
+        gives_gradient = gradient_mask(rollouts, self.args).any(dim=1)
+        plan = [update for update in planned if gives_gradient[update.rows].any()]
+        stats.empty_updates = len(planned) - len(plan)
         with self.step_record.timers.measure("update", len(plan)) as count_updates:
             for update in plan:
                 count_updates(1)
@@ -413,7 +423,7 @@ class PPOTrainer(BaseTrainer):
 
     def record_step_stats(self, train_stats: dict[str, float], rollouts: Rollouts, step: int) -> dict[str, float]:
         """The metrics of `step` (from 1) as a flat dictionary, with AlpacaFarm's names if it has them. Also updates
-        `kl_coef` for the next step (`kl_controller`).
+        `kl_coef` for the next step (`kl_controller`), keeps `last_rollouts` and begins a new `step_record`.
         """
         record, self.step_record = self.step_record, setup.make_step_record(self.run_log)
         self.last_rollouts = rollouts
@@ -445,10 +455,11 @@ class PPOTrainer(BaseTrainer):
         """Counts and logs a skipped optimizer step.
 
         Raises:
-            FloatingPointError: when more than `max_skipped_updates` have been skipped, also before the run was resumed.
+            FloatingPointError: when more than `max_skipped_updates` were skipped, counting those before a resumption.
         """
         self.progress.skipped_updates += 1
-        number, step, limit = self.progress.skipped_updates, self.state.global_step + 1, self.args.max_skipped_updates
+        number, limit = self.progress.skipped_updates, self.args.max_skipped_updates
+        step = self.state.global_step + 1
         skipped = {"number": number, "step": step, "cause": cause, "prompt_ids": prompt_ids}
         self.run_log.append("skipped_updates", skipped)
         text = (

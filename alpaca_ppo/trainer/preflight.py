@@ -58,7 +58,7 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
 
 def check_room_for_policy(args: PPOConfig, policy: str) -> None:
     """Checks, before a script loads anything, that the disk has room for checkpoints of a policy that is trained whole.
-    `train` checks it again, with the critic and with what an earlier run has left.
+    `train` checks again, with the critic, and counts the checkpoints that an earlier run has left.
 
     Raises:
         ValueError: see `check_room`; also for a `policy` that has no configuration.
@@ -116,7 +116,6 @@ def check_room(args: PPOConfig, checkpoint_size: int, steps_left: int = 1) -> No
     models of a run that saves none.
 
     Args:
-        args: of the run.
         checkpoint_size: least size in bytes of a checkpoint, or of the final models.
         steps_left: that the run will take.
 
@@ -126,13 +125,14 @@ def check_room(args: PPOConfig, checkpoint_size: int, steps_left: int = 1) -> No
     if launched_rank() != 0:
         return
     # Without a limit, one: the user may delete checkpoints meanwhile.
-    count, limit = int(args.save_steps > 0), args.save_total_limit
-    if count and limit is not None:
+    count = 1 if args.save_steps > 0 else 0
+    if count and args.save_total_limit is not None:
         present = len(list_committed(args.output_dir, "checkpoint-*"))
         # A new checkpoint is complete before the oldest is deleted.
-        most = min(present + math.ceil(steps_left / args.save_steps), limit + 1)
+        most = min(present + math.ceil(steps_left / args.save_steps), args.save_total_limit + 1)
         count = max(1, most - present)
-    usage, needed = shutil.disk_usage(_existing_folder(args)), checkpoint_size * max(1, count)
+    usage = shutil.disk_usage(_existing_folder(args))
+    needed = checkpoint_size * max(1, count)
     # Some file systems, such as those in user space, report no size.
     if usage.total == 0 or usage.free >= needed:
         return
@@ -177,8 +177,9 @@ def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kind
             f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "
             "conversations have several; leave it out, and compare the rewards of two evaluations"
         )
-    sources = [*source_names(reward_funcs), *([REWARD_ADAPTER] if args.reward_adapter else [])]
-    return make_settings(args, sources=[*sources, *rewarding_classes(kinds)], metrics=source_names(metric_funcs))
+    adapters = [REWARD_ADAPTER] if args.reward_adapter else []
+    sources = [*source_names(reward_funcs), *adapters, *rewarding_classes(kinds)]
+    return make_settings(args, sources=sources, metrics=source_names(metric_funcs))
 
 
 def check_reward_columns(
@@ -190,8 +191,8 @@ def check_reward_columns(
         ValueError: see `rewards.build.check_columns`.
     """
     named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-    sets = {f"eval set {name!r}" if name else "eval set": rows for name, rows in named.items()}
-    for what, rows in {"train set": train_dataset, **sets}.items():
+    eval_sets = {f"eval set {name!r}" if name else "eval set": rows for name, rows in named.items()}
+    for what, rows in {"train set": train_dataset, **eval_sets}.items():
         # Anything else is refused by `prepare_prompts`.
         if isinstance(rows, Dataset):
             columns = [*rows.column_names, *(OF_EPISODES if kinds else ())]

@@ -18,8 +18,8 @@ class RunDoctor(TrainerCallback):
     """Examines the run after every step and evaluation, reports new findings, and ends the run for those that `stop_on`
     names.
 
-    A resumed run reads what was measured and found before, and reports it no second time: a run that a finding has
-    ended can be resumed, and goes on until there is another one.
+    A resumed run does not report earlier findings again: a run that a finding has ended can be resumed, and goes on
+    until there is another.
 
     Attributes:
         doctor: examines the metrics.

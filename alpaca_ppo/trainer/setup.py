@@ -32,34 +32,27 @@ from alpaca_ppo.environments.episodes import Environments, kind_of
 from alpaca_ppo.environments.kinds import EnvironmentFactory, NoEnvironment, make_kinds
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.evaluation.settings import EvaluationSettings, check_set_names
-from alpaca_ppo.generation import (
+from alpaca_ppo.generation import SamplingParams, make_backend
+from alpaca_ppo.generation.stopping import (
     StopStrings,
-    make_backend,
     resolve_stop_tokens,
     resolve_truncate_tokens,
     resolve_turn_end,
+    set_stop_tokens,
 )
-from alpaca_ppo.generation.responses import SamplingParams
 from alpaca_ppo.models import ActorCritic, factory
 from alpaca_ppo.models.loading import check_same_tokenizer, check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.reference import make_reference
 from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
-from alpaca_ppo.ppo.kl_controllers import KLController, make_kl_controller
+from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.metrics import StepRecord
 from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater, make_updater
-from alpaca_ppo.rewards import (
-    AdapterClassifier,
-    FailureHandling,
-    FunctionReward,
-    ModelReward,
-    RewardScorer,
-    build_reward,
-)
-from alpaca_ppo.rewards.build import RewardFunc
+from alpaca_ppo.rewards import AdapterClassifier, FailureHandling, FunctionReward, ModelReward, RewardScorer
+from alpaca_ppo.rewards.build import RewardFunc, build_reward
 from alpaca_ppo.tracking.run_log import RunLog
 from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer import preflight
@@ -140,15 +133,14 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     """Builds a run. What can be checked without a model is checked before one is loaded.
 
     Args:
-        given: the constructor's arguments.
-        trainer_class: of the trainer.
         samples_itself: whether it overrides `_generate`, so that responses may have several turns.
         scores_itself: whether it overrides `_score`, so that reward functions may get other columns than the dataset's.
 
     Raises:
         ValueError: for arguments that cannot work together.
     """
-    args, record = preflight.check_config_class(given.args), RunRecord.of_objects(trainer_class, vars(given))
+    args = preflight.check_config_class(given.args)
+    record = RunRecord.of_objects(trainer_class, vars(given))
     model, ref_model = model_folder("model", given.model), model_folder("ref_model", given.ref_model)
     value_model = model_folder("value_model", given.value_model, part="value", writes_text=False)
     if args.reference not in REFERENCES:
@@ -161,8 +153,8 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
             given.train_dataset, given.eval_dataset, given.reward_funcs, given.metric_funcs, kinds
         )
     accelerator = make_accelerator(args, given.accelerator)
-    device, trust = accelerator.device, args.trust_remote_code
-    processing_class = given.processing_class or load_processing_class(model, trust_remote_code=trust)
+    device = accelerator.device
+    processing_class = given.processing_class or load_processing_class(model, trust_remote_code=args.trust_remote_code)
     train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
     for line in introduction(train_prompts, processing_class):
         accelerator.print(line)
@@ -183,6 +175,8 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
     checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
     sampling_params = make_sampling_params(actor_critic, processing_class, args, chat=chat)
+    truncate = () if sampling_params.truncate_after else sampling_params.truncate_token_ids
+    set_stop_tokens(actor_critic.policy.model, sampling_params.stop_token_ids + truncate)
     add_reward_adapter(scorer, actor_critic, args, device)
     parser = given.tool_call_parser
     environments = make_environments(kinds, parser, processing_class, sampling_params, args, messages=chat)
@@ -223,7 +217,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         updater=updater,
         collector=collector,
         sampler_check=SamplerCheck(collector, multi_turn=multi_turn, report=run_log.message),
-        kl_controller=make_kl_controller(args),
+        kl_controller=KLController(args.kl_controller, args.kl_coef, target_kl=args.target_kl, horizon=args.kl_horizon),
         evaluation=evaluation,
         run_log=run_log,
         state=state,
@@ -266,7 +260,7 @@ def make_step_record(run_log: RunLog) -> StepRecord:
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds) -> PromptDataset:
     """The tokenized prompts of `dataset`, with the tools of `kinds`; overlong ones are dropped or raise an error
-    (`overlong_prompts`). Without a dataset or its prompt column, prompts are blank: environments make them.
+    (`overlong_prompts`). Without a dataset or its prompt column, prompts are blank, and environments make them.
 
     Raises:
         ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary, for no
@@ -287,7 +281,9 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         if args.max_steps is None:
             raise ValueError("train_dataset is None, but max_steps is null; set max_steps to the length of the run")
         (name,) = kinds
-        row = {args.prompt_column: blank} | ({} if name is None else {"environment": name})
+        row = {args.prompt_column: blank}
+        if name is not None:
+            row["environment"] = name
         dataset = Dataset.from_list([row] * args.rollout_batch_size)
     elif kinds and isinstance(dataset, Dataset) and not (args.prompt_template or args.user_template):
         if not {args.prompt_column, "instruction"} & {*dataset.column_names}:
@@ -401,7 +397,9 @@ def make_scorer(
             be read or has no tokenizer.
     """
     given = [] if reward_funcs is None else reward_funcs
-    given, weights = given if isinstance(given, (list, tuple)) else [given], args.reward_weights
+    if not isinstance(given, (list, tuple)):
+        given = [given]
+    weights = args.reward_weights
     if args.reward_adapter is not None:
         if weights is not None:
             if len(weights) != len(given) + 1:
@@ -410,7 +408,7 @@ def make_scorer(
                     "give one each, the adapter's last"
                 )
             weights = weights[:-1] or None
-        # Fail before any model is loaded.
+        # For their errors, before any model is loaded.
         model_folder("reward_adapter", args.reward_adapter, part=None, writes_text=False)
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
@@ -447,7 +445,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
         adapters,
         args.reward_adapter,
         pad_token_id=tokenizer.pad_token_id,
-        # The policy's trial has cached it, before other adapters are added and an engine shards the layers.
+        # Cached by the policy's trial, before other adapters were added; later an engine may shard the layers.
         padding_free=bool(args.padding_free) and packing_problem(adapters.model) is None,
     )
     size, padding_free = args.rollout_per_device_batch_size, bool(args.padding_free)

@@ -10,32 +10,28 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.checkpoint.manager import BestCheckpoint
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.tracking.results import WeightsStep, read_weights_step
-from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer, weights
 
-NAME = "objective/scripted"
+NAME = "eval/scripted"
 
 
-def scripted(*values, evaluations=None):
-    """A trainer class whose metric NAME is `values[0]` after step 1, and so on; and `eval/scripted` likewise, from the
-    evaluation before step 1 on.
-    """
+def scripted(*values, before=0.9):
+    """A trainer class whose evaluations have the metric NAME: `before` training, then `values[0]` after step 1, ..."""
 
     class Scripted(PPOTrainer):
-        def record_step_stats(self, train_stats, rollouts, step):
-            return super().record_step_stats(train_stats, rollouts, step) | {NAME: values[step - 1]}
-
         def evaluate(self):
-            return super().evaluate() | ({"eval/scripted": evaluations[self.state.global_step]} if evaluations else {})
+            step = self.state.global_step
+            return {NAME: values[step - 1] if step else before}
 
     return Scripted
 
 
-def best_run(folder, values, *, resume=None, steps=3, evaluations=None, arguments=None, **overrides):
+def best_run(folder, values, *, resume=None, steps=3, arguments=None, **overrides):
     settings = {
         "save_steps": 1,
+        "eval_steps": 1,
         "metric_for_best_model": NAME,
         "load_best_model_at_end": True,
         "save_total_limit": 2,
@@ -43,9 +39,9 @@ def best_run(folder, values, *, resume=None, steps=3, evaluations=None, argument
     }
     trainer = tiny_trainer(
         folder,
-        trainer_class=scripted(*values, evaluations=evaluations),
+        trainer_class=scripted(*values),
         total_episodes=10 * steps,
-        trainer_arguments=arguments,
+        trainer_arguments={"eval_dataset": prompts(1), **(arguments or {})},
         **settings,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -74,7 +70,7 @@ def test_the_best_checkpoint_is_what_trainer_and_final_hold(tmp_path, layout):
     entries = {"step": 2, "trained_steps": 3, "metric": NAME, "value": 3.0}
     assert json.loads((tmp_path / "final/step.json").read_text()) == entries
     card = (tmp_path / "final/policy/README.md").read_text()
-    assert f"the weights are those of step 2 of 3, the best checkpoint by {NAME} (3). " in card
+    assert f"the weights are those of step 2 of 3, the best evaluation by {NAME} (3). " in card
     assert "| Metric | Step 2 |" in card and f"| `{NAME}` | 3 |" in card
 
 
@@ -122,12 +118,9 @@ def checkpoints(folder):
 
 def evaluated_run(folder, *, resume=None, steps=6, **overrides):
     """Six steps evaluated as 0.9 before training, then 0.1, 0.5, 0.3, 0.7, 0.7 and 0.6; checkpoints after 3 and 6."""
-    evaluations, watch = [0.9, 0.1, 0.5, 0.3, 0.7, 0.7, 0.6], Watch(folder)
-    settings = {"save_steps": 3, "eval_steps": 1, "metric_for_best_model": "eval/scripted", **overrides}
-    arguments = {"eval_dataset": prompts(1), "callbacks": [watch]}
-    trainer = best_run(
-        folder, [0] * 6, evaluations=evaluations, arguments=arguments, steps=steps, resume=resume, **settings
-    )
+    values, watch = [0.1, 0.5, 0.3, 0.7, 0.7, 0.6], Watch(folder)
+    settings = {"save_steps": 3, **overrides}
+    trainer = best_run(folder, values, arguments={"callbacks": [watch]}, steps=steps, resume=resume, **settings)
     return trainer, watch.seen
 
 
@@ -160,25 +153,16 @@ def test_the_main_process_decides_what_is_the_best(tmp_path, monkeypatch):
     trainer = tiny_trainer(tmp_path, trainer_arguments={"eval_dataset": prompts(1)}, **settings)
     for of_main in (True, False):
         monkeypatch.setattr(collectives, "gather_list", lambda item, accelerator, of_main=of_main: [of_main, item])
-        assert trainer.checkpoints.is_best_evaluation({"eval/scores": 1.0 if not of_main else float("nan")}) is of_main
-    # The other metrics choose among the checkpoints that there are anyway.
-    monkeypatch.setattr(collectives, "gather_list", lambda item, accelerator: [item])
-    args = tiny_config(tmp_path, save_steps=1, metric_for_best_model="objective/scores")
-    trainer.checkpoints.best = BestCheckpoint(trainer.state, args)
-    assert trainer.checkpoints.is_best_evaluation({"objective/scores": 1.0}) is False
+        assert trainer.checkpoints.is_best({"eval/scores": 1.0 if not of_main else float("nan")}) is of_main
 
 
-EVALUATIONS = [0, 1, 5, 4, 3, 9, 9]
+EVALUATIONS = [1, 5, 4, 3, 9, 9]
 
 
 def stopping_run(folder, steps, *, resume=None):
     """Its evaluations are EVALUATIONS; it may get worse twice."""
-    arguments = {"eval_dataset": prompts(3), "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)]}
-    settings = {"eval_steps": 1, "metric_for_best_model": "eval/scripted"}
-    values = [0] * len(EVALUATIONS)
-    return best_run(
-        folder, values, evaluations=EVALUATIONS, arguments=arguments, steps=steps, resume=resume, **settings
-    )
+    arguments = {"callbacks": [EarlyStoppingCallback(early_stopping_patience=2)]}
+    return best_run(folder, EVALUATIONS, arguments=arguments, steps=steps, resume=resume)
 
 
 def test_a_resumed_run_stops_as_early_as_a_whole_one(tmp_path):

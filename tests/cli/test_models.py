@@ -10,7 +10,7 @@ import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from alpaca_ppo.cli.commands import main
 from alpaca_ppo.cli.train import run_training
@@ -20,6 +20,8 @@ from alpaca_ppo.models import loading
 from tests.integration.launching import write_run
 from tests.tiny_models import tiny_tokenizer
 
+# Ends an answer, beside the tokenizer's eos.
+STOP = "w7"
 ADAPTER = {"use_peft": True, "lora_r": 2, "critic_layout": "adapter"}
 
 
@@ -30,6 +32,7 @@ def runs(tmp_path_factory):
     given = yaml.safe_load(write_run(folder).read_text())
     for name, settings in (("whole", {}), ("adapter", ADAPTER)):
         options = {**given, **settings, "output_dir": str(folder / name), "save_steps": 1, "learning_rate": 0.05}
+        options["truncate_tokens"] = [STOP]
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(options))
         run_training(["--config", str(folder / f"{name}.yaml")])
         (folder / name / "run.yaml").write_text(yaml.safe_dump(options))
@@ -61,6 +64,17 @@ def test_the_newest_checkpoint_is_exported_as_the_run_wrote_its_last_models(run,
     if run == "whole":
         AutoModelForCausalLM.from_pretrained(tmp_path / "first/policy")
     AutoTokenizer.from_pretrained(tmp_path / "first/policy")
+
+
+def test_exported_models_end_their_answers_where_training_ended_them(runs, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(runs / "whole/final/policy")
+    ends = sorted([tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(STOP)])
+    assert main(["export", str(runs / "whole"), "--to", str(tmp_path / "whole")]) == 0
+    assert main(["export", str(runs / "adapter"), "--to", str(tmp_path / "adapter"), "--merge"]) == 0
+    final = [runs / "whole/final/policy", runs / "adapter/final/policy"]
+    exported = [tmp_path / "whole/policy", tmp_path / "adapter/policy", tmp_path / "adapter/merged"]
+    for folder in final + exported:
+        assert sorted(GenerationConfig.from_pretrained(folder).eos_token_id) == ends
 
 
 @pytest.mark.proof
@@ -240,9 +254,9 @@ def test_what_needs_no_object_works_for_a_run_of_a_python_program(runs, tmp_path
     (tmp_path / "run/run.yaml").write_text(yaml.safe_dump(given))
     flags = ["--prompt", "w10 w11", "--temperature", "0"]
     assert main(["sample", str(tmp_path / "run"), *flags]) == 0
-    note, answer = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
     policy, reference = expected(runs, "whole", "w10 w11")
-    assert "--reference" in note and answer == policy
+    assert "left out: model; --reference MODEL" in printed.err and printed.out.splitlines() == [policy]
     assert main(["sample", str(tmp_path / "run"), *flags, "--reference", str(runs / "policy")]) == 0
     assert capsys.readouterr().out.splitlines() == [policy, reference]
     (tmp_path / "rows.jsonl").write_text('{"question": "w10 w11"}')

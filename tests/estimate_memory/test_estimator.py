@@ -26,6 +26,7 @@ from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate, pr
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
 from alpaca_ppo.estimate_memory.passes import largest_micro_batch, measure
 from tests.tiny_models import tiny_config, tiny_tokenizer
+from tests.tiny_runs import track_all
 
 QUERY, RESPONSE, ROWS, VOCABULARY, LAYERS = 16, 48, 8, 4096, 2
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS}
@@ -119,7 +120,7 @@ def measured_peaks(args: PPOConfig, peft_config: LoraConfig | None, config: Any 
 def trained(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None, value: Any = None) -> MeasuredTrainer:
     """A trainer that has made two steps; its critic starts from a language model of the configuration `value`."""
     live = ResizedBytes() if asks_for_fsdp(args) else LiveBytes()
-    live.track_all()
+    track_all(live)
     before = live.live
     words = [f"w{10 + i % 50}" for i in range(args.query_len)]
     # Every other prompt is a little shorter, so that there is padding.
@@ -134,7 +135,7 @@ def trained(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None,
         peft_config=peft_config,
     )
     trainer.live, trainer.before = live, before
-    live.track_all()
+    track_all(live)
     with live:
         trainer.train()
     return trainer

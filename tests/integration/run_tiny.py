@@ -38,7 +38,7 @@ from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes  # noqa: E402
 from alpaca_ppo.models import trial  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
-from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer  # noqa: E402
+from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer, track_all  # noqa: E402
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -216,7 +216,7 @@ def published(trainer: PPOTrainer, weights: dict[str, torch.Tensor]) -> dict[str
     expected = {name: tensor for name, tensor in named.items() if ".value." not in name}
     live, kept, largest, more, same = LiveBytes(), [], 0, 0, True
     ranks = trainer.accelerator.num_processes
-    live.track_all()
+    track_all(live)
     before, deadline = live.live, time.monotonic() + 30
     with live:
         for name, whole in trainer.updater.engine.policy_weights():

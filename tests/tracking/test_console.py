@@ -232,25 +232,20 @@ def test_a_step_that_a_callback_logs_is_printed_once(tmp_path):
 
 def test_the_best_step_is_that_of_the_chosen_metric(tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
-    chosen = {"metric_for_best_model": "ppo/val/error", "greater_is_better": False, "save_steps": 2}
-    lines = [{"step": 1, "ppo/val/error": 1.0}, {"step": 4, "ppo/val/error": 0.5}]
+    chosen = {"metric_for_best_model": "eval/error", "greater_is_better": False, "save_steps": 2, "eval_steps": 1}
+    lines = [{"step": 1, "eval/error": 1.0}, {"step": 4, "eval/error": 0.5}]
     printed = end_of(tmp_path, *lines, state=at(5, best=4, metric=0.5), **chosen)
     assert printed[0].startswith("done: stopped at step 5 of 100 in 00:00")
-    assert f"best step:   4 (ppo/val/error 0.500, kept in {tmp_path / 'checkpoint-4'})" in printed
+    assert f"best step:   4 (eval/error 0.500, kept in {tmp_path / 'checkpoint-4'})" in printed
     # It is among the changes, too.
-    assert printed[2] == "  ppo/val/error      1.000 ->      0.500"
+    assert printed[2] == "  eval error      1.000 ->      0.500"
 
 
 @pytest.mark.parametrize(
     ("metric", "values", "text"),
     [
-        # Of equal ones the first: 2, with 3.
-        # A training batch is no evaluation. Of equal ones the first: 2, with 3.
-        (
-            "objective/rewards",
-            {1: 1.0, 2: 3.0, 3: None, 4: 3.0},
-            "highest training batch: step 2 (objective/rewards 3.000, not kept; ",
-        ),
+        # Of equal ones the first.
+        ("eval/rewards", {1: 1.0, 2: 3.0, 3: None, 4: 3.0}, "best step:   2 (eval/rewards 3.000, not kept; "),
         ("eval/rewards", {2: 1.0, 4: 0.5}, "best step:   2 (eval/rewards 1.000, not kept; metric_for_best_model keeps"),
         ("eval/rewards", {0: 1.0, 2: 0.5}, "best step:   none is better than before training (eval/rewards 1.000)"),
     ],
@@ -260,6 +255,11 @@ def test_without_a_chosen_metric_the_best_step_is_that_of_the_highest_reward(tmp
     printed = end_of(tmp_path, *lines, state=at(5))
     assert any(line.startswith(text) for line in printed), printed
     assert not any("tensorboard" in line for line in printed)
+
+
+def test_no_step_is_the_best_by_its_training_batch_which_measures_the_weights_before_it(tmp_path):
+    lines = [{"step": step, "objective/rewards": reward} for step, reward in ((1, 1.0), (2, 3.0), (3, 2.0))]
+    assert not any(line.startswith(("best", "highest")) for line in end_of(tmp_path, *lines, state=at(3)))
 
 
 def test_the_end_of_a_run_without_a_step_is_printed_with_the_number_of_findings(tmp_path):

@@ -152,7 +152,7 @@ def test_changes_name_several_sources_what_evaluations_measure_and_the_chosen_me
         "  eval f1          0.500 ->      0.750",
     ]
     assert change_lines(history) == change_lines(history, metric="eval/f1") == shown
-    for metric, title in (("eval/scores", "eval scores"), ("ppo/x", "ppo/x")):
+    for metric, title in (("eval/scores", "eval scores"), ("ppo/x", "ppo x")):
         *others, last = change_lines(history, metric=metric)
         assert others == shown and last.startswith(f"  {title} ")
     # A single source is the reward.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from alpaca_ppo.ppo.updates import non_finite
-from tests.tiny_runs import before_update, metric_lines, poisoned, tiny_trainer, weights
+from tests.tiny_runs import before_update, metric_lines, poisoned, tiny_trainer, weights, with_advantages
 
 
 def skipped_lines(folder):
@@ -87,3 +87,37 @@ def test_the_count_goes_on_in_a_resumed_run_which_is_the_uninterrupted_one_to_th
     # A new run in the folder forgets them.
     tiny_trainer(tmp_path / "new").train()
     assert not (tmp_path / "new/skipped_updates.jsonl").exists()
+
+
+@pytest.mark.parametrize("cause", ["all responses were cut off", "all rewards failed", "no token is the policy's"])
+def test_updates_without_a_trained_row_move_nothing_and_are_counted(tmp_path, cause):
+    """Momentum and weight decay of earlier steps would move the weights, and the schedules would go on."""
+    settings = {"mask_truncated": True, "max_grad_norm": 1.0, "lr_scheduler_type": "linear", "total_episodes": 30}
+    trainer = tiny_trainer(tmp_path, critic_epochs=2, **settings)
+
+    def state():
+        optimizer, schedules = trainer.updater.engine.optimizer, trainer.updater.schedules
+        return str([optimizer.state_dict(), schedules.state_dict()])
+
+    rollouts = with_advantages(trainer, trainer.prompt_batches(0))
+    rollouts["stopped"] = torch.ones_like(rollouts["stopped"])
+    trained = trainer.step_with_rollouts(rollouts)
+    assert trained["policy/empty_updates"] == 0
+    before, weights_before = state(), weights(trainer)
+    rollouts = with_advantages(trainer, trainer.prompt_batches(1))
+    rollouts["stopped"] = torch.full_like(rollouts["stopped"], cause != "all responses were cut off")
+    if cause == "all rewards failed":
+        rollouts["trained_rows"] = torch.zeros_like(rollouts["stopped"])
+    elif cause == "no token is the policy's":
+        rollouts["response_mask"] = torch.zeros_like(rollouts["response_mask"])
+    stats = trainer.step_with_rollouts(rollouts)
+    assert state() == before
+    assert all(torch.equal(weights_before[name], value) for name, value in weights(trainer).items())
+    planned = trained["policy/optimizer_steps"] + trained["val/optimizer_steps"]
+    assert stats == {
+        "policy/optimizer_steps": 0,
+        "policy/skipped_updates": 0,
+        "policy/empty_updates": planned,
+        "policy/kl_stopped": 0,
+        "val/optimizer_steps": 0,
+    }

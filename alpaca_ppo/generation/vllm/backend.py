@@ -4,9 +4,9 @@ Each process of the run starts a server, or uses those that `vllm_urls` names. T
 files of the weights: the first of them writes these, and all go on once every server has loaded them.
 """
 
+import os
 import platform
 import shutil
-from collections import deque
 from pathlib import Path
 from typing import Unpack
 from urllib.parse import urlsplit
@@ -54,13 +54,14 @@ class VLLMBackend(Backend):
             check_url("vllm_urls", url)
         if not self._urls:
             check_options(args)
-        # From which this process samples: those of `vllm_urls`, or `_local`, which it starts.
+        # Those that this process samples from: `vllm_urls`, or `_local`, which it starts.
         self.servers: list[Server] = []
         self._local: LocalServer | None = None
         self._publications = 0
-        # Set by `_prepare`. The first process of a machine writes the files.
-        self._writes, self._folder = True, Path()
+        # `_prepare` sets what follows.
         self._dtype, self._lora_rank = torch.float32, 0
+        # Of the weights' files, and whether this process writes them.
+        self._folder, self._writes = Path(), True
         # Removes the folder when this process ends.
         self._guard: ServerProcess | None = None
 
@@ -74,10 +75,13 @@ class VLLMBackend(Backend):
         number, adapted = self._publications, policy.adapters is not None
         if number == 0:
             self._prepare(policy)
-        folder, version = self._folder / str(number), f"{self._folder.name}-{number}"
-        new = Publication(version, self._folder / "base", folder) if adapted else Publication(version, folder)
         self._publications += 1
-        base = files.copied(weights(base=True), self._dtype, keep=self._writes) if number == 0 or not adapted else {}
+        folder = self._folder / str(number)
+        version = f"{self._folder.name}-{number}"
+        new = Publication(version, self._folder / "base", folder) if adapted else Publication(version, folder)
+        # The base of an adapter does not change.
+        base_changed = number == 0 or not adapted
+        base = files.copied(weights(base=True), self._dtype, keep=self._writes) if base_changed else {}
         adapter = files.copied(weights(), None, keep=self._writes) if adapted else {}
         with raise_on_all_ranks(PartialState()):
             if base:
@@ -91,38 +95,41 @@ class VLLMBackend(Backend):
         self.half_precision = any(server.half_precision for server in self.servers)
 
     def _prepare(self, policy: Policy) -> None:
-        """Makes the folder of the weights and the servers. All ranks must call this."""
+        """Chooses the dtype, and makes the folder of the weights and the servers. All ranks must call this."""
         files.check_policy(policy)
-        args, state = self.args, PartialState()
-        dtype = args.vllm_dtype or ("bfloat16" if args.bf16 else None)
+        dtype = self.args.vllm_dtype or ("bfloat16" if self.args.bf16 else None)
         self._dtype = getattr(torch, dtype) if dtype else policy.model.dtype
         if policy.adapters is not None:
             config = policy.adapters.config_of(POLICY)
             self._lora_rank = max([config.r, *(config.rank_pattern or {}).values()])
+        local_rank = self._share_folder(policy)
+        if self._urls:
+            # Each process sends its first prompt to another server.
+            first = local_rank % len(self._urls)
+            self.servers = [Server(url) for url in self._urls[first:] + self._urls[:first]]
+            with raise_on_all_ranks(PartialState()):
+                together(server.check(self._folder, lora=self._lora_rank > 0) for server in self.servers)
+        else:
+            self._local = LocalServer(self.args, self._folder, self._dtype, self._lora_rank, policy.model.device)
+            self.servers = [self._local]
+
+    def _share_folder(self, policy: Policy) -> int:
+        """Makes one folder for the processes of a machine; returns the rank of this process among them."""
+        state = PartialState()
         # Servers on other machines read the files from output_dir, which one process writes: all count as one machine.
         remote = any(urlsplit(url).hostname not in _THIS_MACHINE for url in self._urls)
         machines = gather_list("" if remote else platform.node(), state)
         peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
-        local_rank = peers.index(state.process_index)
-        self._writes = local_rank == 0
+        self._writes = state.process_index == peers[0]
         with raise_on_all_ranks(state):
             if self._writes:
-                output_dir = Path(args.output_dir).absolute()
+                output_dir = Path(self.args.output_dir).absolute()
                 output_dir.mkdir(parents=True, exist_ok=True)
-                size = files.bytes_of(policy, self._dtype)
-                self._folder = files.make_folder(output_dir if remote else None, size)
-                self._guard = ServerProcess([], {}, Path("/dev/null"), [self._folder])
+                self._folder = files.make_folder(output_dir if remote else None, files.bytes_of(policy, self._dtype))
+                # A watchdog without a server.
+                self._guard = ServerProcess(command=[], variables={}, log=Path(os.devnull), folders=[self._folder])
         self._folder = gather_list(self._folder, state)[peers[0]]
-        if self._urls:
-            # Each process sends its first prompt to another server.
-            servers = deque(map(Server, self._urls))
-            servers.rotate(-local_rank)
-            self.servers = list(servers)
-            with raise_on_all_ranks(state):
-                together(server.check(self._folder, lora=self._lora_rank > 0) for server in servers)
-        else:
-            self._local = LocalServer(args, self._folder, self._dtype, self._lora_rank, policy.model.device)
-            self.servers = [self._local]
+        return peers.index(state.process_index)
 
     def _load(self, new: Publication) -> None:
         """Loads weights into the server of this process, or, on the first process of a machine, into `vllm_urls`."""

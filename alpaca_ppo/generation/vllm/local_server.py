@@ -28,7 +28,7 @@ class LocalServer(Server):
         self._process: ServerProcess | None = None
 
     def start(self, new: Publication, poll: Callable[[], Any]) -> None:
-        """Starts the server on the weights `new`, as `ServerProcess.wait` does."""
+        """Starts the server and waits until it has loaded `new`; calls `poll` meanwhile."""
         if self._process is not None:
             self._process.stop()
         torch.cuda.empty_cache()

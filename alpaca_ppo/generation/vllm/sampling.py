@@ -27,8 +27,7 @@ _MOST_REQUESTS = 256
 _WAIT = 0.05
 # Seconds until a request that has failed is made again.
 RETRY_DELAYS = (0.5, 2.0, 8.0)
-# The most tokens of a request if something else than stop tokens may end a turn. The server knows only stop tokens, and
-# samples these many tokens even if the turn ends earlier.
+# The most tokens of a request if something else than stop tokens, which a server does not know, may end a turn.
 _PIECE = 64
 
 
@@ -60,9 +59,7 @@ class _Row:
 
 
 class Sampling:
-    """Samples the responses of one call of `Backend.generate`. The servers decide how many rows they decode at once;
-    `timeout`, of a request, is in seconds.
-    """
+    """Samples the responses of one call of `Backend.generate`. The `timeout` of a request is in seconds."""
 
     def __init__(
         self,
@@ -152,11 +149,12 @@ class Sampling:
                 server.restart(self._hooks.before_token)
 
     def _append_sampled(self, row: _Row, tokens: list[int], logprobs: list[float]) -> None:
-        """Appends what was sampled, up to what ends the turn, and goes on from there."""
+        """Appends the sampled tokens up to the one that ends the turn; if none does, asks for more."""
         start, count = len(row.tokens), len(tokens)
-        # A stop string is looked for from one token to the next.
+        # The state of stop strings advances by one token per call.
         step = 1 if self._params.stop_strings else count
-        ids, positions = torch.tensor(tokens), torch.arange(start, start + count) - row.turn_start
+        ids = torch.tensor(tokens)
+        positions = torch.arange(start, start + count) - row.turn_start
         for first in range(0, count, step):
             part = slice(first, first + step)
             ends, row.matched = self._rule(ids[part], positions[part], row.matched)
@@ -171,6 +169,7 @@ class Sampling:
             self._send(row)
 
     def _end_turn(self, row: _Row) -> None:
+        """Finishes a row at its limit; asks how others go on."""
         position = len(row.tokens)
         row.chosen += position - row.turn_start
         if self._turns is None or self._limit(row, position) == position:

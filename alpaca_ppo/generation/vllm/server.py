@@ -30,7 +30,7 @@ class Publication:
 
     Attributes:
         model: the folder of a whole model: the policy, or, with an `adapter`, its base.
-        adapter: the folder of the policy's adapter, if it has one.
+        adapter: the folder of the policy's adapter, if any.
     """
 
     version: str
@@ -79,12 +79,12 @@ class Server:
         return not isinstance(await_all([self.ask("/version")])[0], RequestFailed)
 
     async def check(self, folder: Path | None, *, lora: bool) -> None:
-        """Checks how the server was started, that it can load adapters if `lora`, and that it sees the `folder` of the
-        weights, if given.
+        """Checks how the server was started, and sets `half_precision` and `longest_row`. It must load adapters if
+        `lora`, and see the `folder` of the weights if given.
 
         Raises:
             ValueError: for an untested version or a missing flag, or if it does not see `folder`.
-            RequestFailed: see there.
+            RequestFailed: without a usable answer.
         """
         check_version((await self.ask("/version"))["version"], f"the vLLM server at {self.name}")
         paths = (await self.ask("/openapi.json"))["paths"]
@@ -94,22 +94,27 @@ class Server:
         missing = [flag for path, flag in needed.items() if path not in paths]
         if not missing:
             config = (await self.ask("/server_info?config_format=json"))["vllm_config"]["model_config"]
-            self.half_precision, self.longest_row = config["dtype"] != "torch.float32", int(config["max_model_len"])
+            self.half_precision = config["dtype"] != "torch.float32"
+            self.longest_row = int(config["max_model_len"])
             if config["logprobs_mode"] != "processed_logprobs":
                 missing = ["--logprobs-mode processed_logprobs"]
         if missing:
             raise ValueError(f"the vLLM server at {self.name} was started without {missing[0]}; docs/vllm.md has all")
         if folder is not None:
             self._model = (await self.ask("/v1/models"))["data"][0]["id"]
-            # Reads the empty file, which changes no weight. In checkpoint format a missing folder would end the server.
-            empty = {"weights_path": str(folder), "is_checkpoint_format": False}
-            try:
-                await self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": empty})
-            except RequestFailed as error:
-                raise ValueError(
-                    f"the vLLM server at {self.name} does not see {folder}, where weights are written for it; give its "
-                    f"host or container that folder under the same path: {error}"
-                ) from error
+            await self._check_folder(folder)
+
+    async def _check_folder(self, folder: Path) -> None:
+        """Lets the server read the empty file in `folder`, which changes no weight; raises ValueError if it cannot."""
+        # In checkpoint format a missing folder would end the server.
+        empty = {"weights_path": str(folder), "is_checkpoint_format": False}
+        try:
+            await self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": empty})
+        except RequestFailed as error:
+            raise ValueError(
+                f"the vLLM server at {self.name} does not see {folder}, where weights are written for it; give its "
+                f"host or container that folder under the same path: {error}"
+            ) from error
 
     async def load(self, new: Publication) -> None:
         """Loads weights, and empties the cache of what older ones computed. Raises ValueError if requests of others
@@ -155,7 +160,7 @@ class Server:
         nats. `params` are `request_params`, `max_tokens` and `seed`; the request is made after `delay` seconds.
 
         Raises:
-            RequestFailed: see there.
+            RequestFailed: without a usable answer.
             ValueError: for an answer that does not fit the request.
         """
         await asyncio.sleep(delay)

@@ -58,7 +58,7 @@ def _others(leader: int) -> list[int]:
             # After the name, which may hold blanks: state, parent, group, session.
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             # Z is a zombie.
-            is_other = int(session) == leader != int(folder.name) and state != "Z"
+            is_other = int(session) == leader and int(folder.name) != leader and state != "Z"
             if is_other and b"resource_tracker" not in (folder / "cmdline").read_bytes():
                 processes.append(int(folder.name))
     return processes

@@ -39,9 +39,8 @@ def check_policy(policy: Policy) -> None:
 def make_folder(shared: Path | None, size: int) -> Path:
     """Makes a folder with room for two versions of `size` bytes, and returns it.
 
-    It is made in `shared`, a folder that servers on other machines see, or, if that is None, in memory or else in the
-    folder for temporary files. In it is a file without weights, which `Server.check` lets a server load to see whether
-    the server finds the folder.
+    It is made in `shared`, which servers on other machines see, or, if that is None, in memory or else in the folder
+    for temporary files. In it is a file without weights, which `Server.check` lets a server load.
 
     Raises:
         ValueError: if there is no room.
