@@ -55,10 +55,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     adapter = (folder / "adapter_config.json").exists()
     records, data = _read_run(config.get("output_dir"))
     records_of_weights = [record for record in records if record["step"] <= step.step]
-    before = None
-    if step.metric is not None and step.value is not None:
-        greater = config.get("greater_is_better", True)
-        before = better_before_training(records, step.metric, step.value, greater_is_better=greater)
+    greater = config.get("greater_is_better", True)
     options = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
     front_matter = ModelCardData(
         library_name="peft" if adapter else "transformers",
@@ -70,7 +67,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         front_matter,
         template_path=str(_TEMPLATES / "policy.md"),
         run=run,
-        before=before,
+        before=better_before_training(records, step.metric, step.value, greater_is_better=greater),
         base_model=_model_name(base_model),
         data=_model_name(data),
         with_critic="adv_estimator" in config and ADV_ESTIMATORS.trait(config["adv_estimator"], "needs_critic"),

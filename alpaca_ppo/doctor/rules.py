@@ -330,13 +330,11 @@ def all_truncated(history: History) -> Found | None:
     if share >= 0.9:
         # A single response that stops shows that model and run agree on what ends one.
         return _error_if(is_masked or share == 1, what=f"{name} is {share:.0%} before training")
-    now = min(history.last("objective/truncated_fraction", WINDOW), default=0.0)
-    if now < 0.9:
-        return None
-    start = history.series("objective/truncated_fraction")[0][1]
+    name = "objective/truncated_fraction"
+    now, start = min(history.last(name, WINDOW), default=0.0), history.start(name, 1) or 0.0
     what = f"at least {now:.0%} are cut off in each of the last steps, {start:.0%} in the first"
     # Above a half at the start, the task or the model may need long responses.
-    return _error_if(is_masked or start < 0.5, what=what)
+    return _error_if(is_masked or start < 0.5, what=what) if now >= 0.9 else None
 
 
 @_rule(

@@ -20,7 +20,6 @@ from alpaca_ppo.functional.masked import masked_mean
 from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.ppo.metrics import mismatch_of, mismatch_stats
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector
-from alpaca_ppo.ppo.row_masks import select_rows
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 SHORT = 16
@@ -98,14 +97,13 @@ def last_update(collector: RolloutCollector, rollouts: Rollouts) -> str:
     """Returns in a line how far the policy is from the one that gave the last `rollouts`: the KL of at most 16 of them
     (k3), with a warning above the limit of the doctor's `update_too_large`. Every rank must call it.
     """
-    rows: Any = select_rows(rollouts, slice(16))
+    rows: Any = {name: tensor[:16] for name, tensor in dict[str, Any](rollouts).items()}
     after = collector.forward(rows, POLICY_ALONE, temperature=collector.args.temperature)["logprobs"]
     kl = kl_penalty(rows["logprobs"], after, "k3") * rows["response_mask"]
     per_token, per_response = kl.sum() / rows["response_mask"].sum(), kl.sum(dim=1).mean()
     text = f"the last update moved the policy by {per_token:.3g} nats per token, {per_response:.3g} per response"
-    if per_token > 0.1:
-        text += ": the last metrics are not those of the saved weights; evaluate final/policy, lower learning_rate"
-    return text
+    warning = ": the last metrics are not those of the saved weights; evaluate final/policy, lower learning_rate"
+    return text + warning if per_token > 0.1 else text
 
 
 class SamplerCheck:

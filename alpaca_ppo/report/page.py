@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import chain, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from alpaca_ppo.atomic_io import write_text_atomically
@@ -110,12 +111,10 @@ def _weights(run: Run) -> dict[str, Any] | None:
     `text` has their step in words; `best` the step, if a metric chose it; `before` a sentence, if that metric was
     better before training.
     """
-    weights, before = run.weights, None
-    if weights is None:
+    if (weights := run.weights) is None:
         return None
-    if weights.metric is not None and weights.value is not None:
-        greater = run.config.get("greater_is_better") is not False
-        before = better_before_training(run.metrics, weights.metric, weights.value, greater_is_better=greater)
+    greater = run.config.get("greater_is_better") is not False
+    before = better_before_training(run.metrics, weights.metric, weights.value, greater_is_better=greater)
     return {
         "text": str(weights),
         "best": None if weights.metric is None else weights.step,
@@ -124,11 +123,8 @@ def _weights(run: Run) -> dict[str, Any] | None:
 
 
 def _mean_line(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    mean: dict[str, Any] = {"step": lines[-1]["step"]}
-    for name in names:
-        values = [line[name] for line in lines if line.get(name) is not None]
-        mean[name] = sum(values) / len(values) if values else None
-    return mean
+    values = {name: [line[name] for line in lines if line.get(name) is not None] for name in names}
+    return {"step": lines[-1]["step"], **{name: fmean(found) if found else None for name, found in values.items()}}
 
 
 def _groups(runs: Sequence[Run]) -> list[int]:
@@ -289,8 +285,7 @@ def _token_order(columns: Mapping[str, list[Any]], candidates: Sequence[int]) ->
 
 
 def _token_columns(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    names = list(dict.fromkeys(name for token in tokens for name in token))
-    numbers = [name for name in names if name not in ("id", "text", "environment")]
+    numbers = [k for k in dict.fromkeys(k for token in tokens for k in token) if k not in ("id", "text", "environment")]
     columns: dict[str, Any] = {"texts": [_text(token.get("text", "")) for token in tokens]}
     columns["ids"] = [token.get("id") for token in tokens]
     if any(token.get("environment") for token in tokens):

@@ -69,8 +69,7 @@ class Console(TrainerCallback):
     """Prints a line every `logging_steps` steps, evaluations, sampled answers, and a summary at the end."""
 
     def __init__(self, args: PPOConfig, log: RunLog) -> None:
-        self._args, self._log = args, log
-        self._has_reference = args.reference != "none"
+        self._args, self._log, self._has_reference = args, log, args.reference != "none"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start_time = time.perf_counter()
@@ -109,10 +108,9 @@ class Console(TrainerCallback):
         path = folder / "findings.jsonl"
         count = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
         findings = f"{count} (printed above and in {path})" if count else "none"
-        lines.append(f"findings:    {findings}")
-        is_best = self._args.load_best_model_at_end and state.best_global_step
-        of_step = f" (of step {state.best_global_step})" if is_best else ""
-        lines.append(f"policy:      {folder / 'final' / 'policy'}{of_step}")
+        best = state.best_global_step if self._args.load_best_model_at_end else None
+        of_step = f" (of step {best})" if best else ""
+        lines += [f"findings:    {findings}", f"policy:      {folder / 'final' / 'policy'}{of_step}"]
         lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
         self._log.message("\n".join([*lines, f"report:      alpaca-ppo report {shlex.quote(str(folder))}"]))
 
@@ -140,16 +138,11 @@ class Console(TrainerCallback):
 
     def _best_step_lines(self, history: Sequence[Metrics], state: Any) -> list[str]:
         """Names the step with the best `metric_for_best_model`, else with the highest evaluated reward."""
-        greater = True
+        greater = self._args.greater_is_better or not state.best_global_step
         if state.best_global_step:
-            step, value = state.best_global_step, state.best_metric
-            metric, greater = self._args.metric_for_best_model, self._args.greater_is_better
-            assert metric is not None
+            step, value, metric = state.best_global_step, state.best_metric, self._args.metric_for_best_model
         else:
-            evaluated = [prefix for line in history for prefix in eval_sets(line)]
-            if not evaluated:
-                return []
-            metric = f"{evaluated[0]}rewards"
+            metric = next((f"{prefix}rewards" for line in history for prefix in eval_sets(line)), "")
             step_values = [(line["step"], value) for line in history if (value := line.get(metric)) is not None]
             if len(step_values) < 2:
                 return []

@@ -22,8 +22,7 @@ def table_files(run: Path) -> Iterator[tuple[str, int, Path]]:
     """Yields the tables of answers of a run: the folder below the run's, such as eval/math, the step, the file."""
     for top in TABLES:
         for path in (run / top).rglob("step_*.jsonl"):
-            number = path.stem.removeprefix("step_")
-            if number.isdigit():
+            if (number := path.stem.removeprefix("step_")).isdigit():
                 yield path.parent.relative_to(run).as_posix(), int(number), path
 
 
@@ -60,11 +59,11 @@ def means_in_words(history: Sequence[Metrics]) -> str:
 
 
 def better_before_training(
-    history: Sequence[Metrics], metric: str, value: float, *, greater_is_better: bool
+    history: Sequence[Metrics], metric: str | None, value: float | None, *, greater_is_better: bool
 ) -> float | None:
     """Returns `metric` before training if that is better than `value`, or else None."""
-    before = next((line.get(metric) for line in history if line.get("step") == 0), None)
-    if before is None or before == value or (before > value) != greater_is_better:
+    before = next((line.get(metric or "") for line in history if line.get("step") == 0), None)
+    if before is None or value is None or before == value or (before > value) != greater_is_better:
         return None
     return before
 

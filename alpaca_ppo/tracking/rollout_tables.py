@@ -80,7 +80,7 @@ def add_columns(rows: Sequence[dict[str, Any]], prompts: Any, prompt_column: str
     for row in rows:
         dataset_row = prompts[row["prompt_id"]]["row"]
         for message in dataset_row["prompt"] if isinstance(dataset_row["prompt"], list) else []:
-            if message["role"] == "user" and message["content"].strip():
+            if message["role"] == "user" and message.get("content", "").strip():
                 row["question"] = message["content"]
         others = {name: value for name, value in dataset_row.items() if name not in ("prompt", prompt_column)}
         if others:

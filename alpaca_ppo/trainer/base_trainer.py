@@ -179,7 +179,6 @@ class BaseTrainer(ABC):
         defaults = self.sampling_params
         params = replace(
             defaults,
-            step=0,
             seed=seed,
             do_sample=do_sample,
             num_return_sequences=num_return_sequences,
@@ -285,8 +284,7 @@ class BaseTrainer(ABC):
         """Removes and returns a callback, or the first one of a class; None if there is none."""
         return self.callback_handler.pop(callback)
 
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.pop(callback)
+    remove_callback = pop_callback
 
     def push_to_hub(self, hub_model_id: str | None = None) -> str | None:
         """Uploads the current policy to `hub_model_id` (None = that of the configuration); returns the repository's URL

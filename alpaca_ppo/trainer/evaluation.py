@@ -100,8 +100,17 @@ class Evaluator:
 
     def _evaluate_set(self, name: str, folder: str, step: int, record: metrics.StepRecord) -> dict[str, float]:
         """Returns the metrics of the eval set `name`, without logged ones, and writes its table to `folder`."""
-        collector, prompts = self._collector, self._prompts[name]
-        params = self._eval_sampling_params()
+        collector, args, prompts = self._collector, self._collector.args, self._prompts[name]
+        # With the same random numbers at every step.
+        params = replace(
+            self._sampling_params,
+            seed=args.seed + 1,
+            num_return_sequences=args.eval_num_samples,
+            temperature=args.eval_temperature or self._sampling_params.temperature,
+            do_sample=args.eval_temperature > 0,
+            top_k=args.eval_top_k,
+            top_p=args.eval_top_p,
+        )
         batches = collector.collate(prompts, range(len(prompts)))
         options = RolloutOptions(with_critic=False, may_fail=True)
         measure = self._measure if collector.metric_scorer.sources else None
@@ -117,20 +126,6 @@ class Evaluator:
         self._log_table(name, folder, step, rollouts, records)
         dropped = {"dropped_prompts": float(prompts.num_dropped)} if prompts.num_dropped else {}
         return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts) | dropped
-
-    def _eval_sampling_params(self) -> SamplingParams:
-        """How eval prompts are answered: with the same random numbers at every step."""
-        args = self._collector.args
-        return replace(
-            self._sampling_params,
-            seed=args.seed + 1,
-            step=0,
-            num_return_sequences=args.eval_num_samples,
-            temperature=args.eval_temperature or self._sampling_params.temperature,
-            do_sample=args.eval_temperature > 0,
-            top_k=args.eval_top_k,
-            top_p=args.eval_top_p,
-        )
 
     def _log_table(self, name: str, folder: str, step: int, rollouts: Rollouts, records: list[ResponseRecord]) -> None:
         """Writes the table of the eval set `name`, and adds its responses to `answers`."""

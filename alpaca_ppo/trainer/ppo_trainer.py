@@ -187,8 +187,7 @@ class PPOTrainer(BaseTrainer):
 
     def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
         """The global rollouts of dataset indices that `dynamic_sampling` has drawn in a round (from 1)."""
-        batches = self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round)
-        rollouts = self.rollout(batches)
+        rollouts = self.rollout(self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round))
         hook_checks.check_rollouts(rollouts)
         return rollouts
 

@@ -33,13 +33,12 @@ class RunDoctor(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         self.ended_by = []
-        rows: list[Any] = []
-        known: list[Finding] = []
+        found: tuple[list[Any], list[Finding]] = ([], [])
         folder = Path(self._args.output_dir)
         if self._log.is_main and (folder / "metrics.jsonl").exists():
-            rows, known = list(read_lines(folder / "metrics.jsonl")), read_findings(folder)
+            found = list(read_lines(folder / "metrics.jsonl")), read_findings(folder)
         # Other nodes may not see the main process's disk.
-        rows, known = gather_list((rows, known), self._accelerator)[0]
+        rows, known = gather_list(found, self._accelerator)[0]
         self.doctor = Doctor(History(asdict(self._args)), known)
         for row in rows:
             self.doctor.history.add(row["step"], row)
