@@ -85,7 +85,7 @@ class AdapterSet:
         self.add(name, config, trainable=trainable)
         tensors = load_file(weights_file(field, folder))
         try:
-            # Again, because PEFT may have resolved older layer names to parameters of experts of this base.
+            # Checked again, because PEFT may have resolved older layer names to parameters of experts of this base.
             lora_config(config, f"{field} {folder}")
             weights = {key: value for key, value in tensors.items() if not is_head(key)}
             if different := sorted(set(get_peft_model_state_dict(self.peft, adapter_name=name)) ^ set(weights)):
@@ -140,8 +140,8 @@ def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
     """Freezes `model`, in place, and adds a new policy adapter of `config`, a `peft.LoraConfig`.
 
     Raises:
-        ValueError: for a configuration whose adapter changes the base even when it is switched off, that adapts the
-            output head, or that names layers which do not exist; for a model that already has adapters.
+        ValueError: for an adapter that changes the base even when it is switched off, for one of the output head or of
+            layers which do not exist, and for a model that already has adapters.
     """
     config = lora_config(config)
     if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
@@ -171,8 +171,7 @@ def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
     """
     check_adapter_shapes("model_name_or_path", folder, model)
     field = f"model_name_or_path {folder}"
-    peft = load_peft_model(field, model, folder, is_trainable=True)
-    return from_peft_model(peft, field)
+    return from_peft_model(load_peft_model(field, model, folder, is_trainable=True), field)
 
 
 def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> PeftModel:
@@ -193,8 +192,8 @@ def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_train
 
 
 def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
-    """The adapters of a PEFT model, changed in place: its adapter `default` becomes the policy's, and a frozen copy of
-    it the reference. `field` names the model's source in errors.
+    """The adapters of a PEFT model, changed in place: `default` becomes the policy's, and a frozen copy of it the
+    reference. `field` names the model's source in errors.
 
     Raises:
         ValueError: for adapters that this package cannot handle or whose names it reserves; when the adapter `default`
@@ -207,7 +206,7 @@ def from_peft_model(peft: PeftModel, field: str = "peft_config") -> AdapterSet:
     checks.check_head(adapters.model, config)
     checks.check_active_adapter(POLICY, peft)
     checks.raise_precision(peft)
-    # Those of an earlier trainer on the same model; this run starts from the policy that it trained.
+    # An earlier trainer may have added these to the same model.
     checks.delete_owned_adapters((VALUE, REWARD, REFERENCE), peft)
     # Training starts from this adapter: the base with adapters switched off would not do as the reference.
     adapters.copy(POLICY, REFERENCE)
@@ -223,10 +222,6 @@ def _start_magnitudes(peft: PeftModel, name: str) -> None:
         if isinstance(layer, LoraLayer) and name in layer.lora_magnitude_vector and name in layer.lora_A:
             magnitudes: Any = layer.lora_magnitude_vector[name]
             trainable = magnitudes.weight.requires_grad
-            magnitudes.update_layer(
-                base_layer=layer.get_base_layer(),
-                lora_A=layer.lora_A[name].weight,
-                lora_B=layer.lora_B[name].weight,
-                scaling=layer.scaling[name],
-            )
+            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+            magnitudes.update_layer(base_layer=layer.get_base_layer(), lora_A=a, lora_B=b, scaling=layer.scaling[name])
             magnitudes.weight.requires_grad_(trainable)

@@ -26,25 +26,25 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
     """
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     kind = type(model).__name__
-    modules = sorted(config.modules_to_save or ())
-    target_modules = [] if isinstance(config.target_modules, str | None) else sorted(config.target_modules)
-    problem = f"target_modules (--lora_target_modules) is {target_modules or config.target_modules}"
+    targets = [] if isinstance(config.target_modules, str | None) else sorted(config.target_modules)
+    to_save = sorted(config.modules_to_save or ())
+    problem = f"target_modules (--lora_target_modules) is {targets or config.target_modules}"
     remedy = f"name linear layers ({_linear(model)}), or leave it out for every linear layer"
     try:
         # A copy, because PEFT writes resolved names into the configuration, which the user may reuse.
         peft = make(model, copy.deepcopy(config))
     except ValueError as error:
         raise ValueError(f"{problem}, which PEFT cannot adapt on {kind} ({error}); {remedy}") from error
-    adapted = [name for name, module in peft.named_modules() if isinstance(module, BaseTunerLayer)]
-    saved = [name for name, module in peft.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    adapted = [f".{name}" for name, module in peft.named_modules() if isinstance(module, BaseTunerLayer)]
+    copied = [name for name, module in peft.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     fault = None
     # On mixtures of experts PEFT maps all-linear, and layer names from before transformers 5, to expert parameters.
-    if reached := sorted(peft.peft_config["default"].target_parameters or ()):
-        fault = f"{problem}, which adapts the parameters {reached} of experts of {kind} or of their router; {remedy}"
-    elif absent := [name for name in target_modules if not any(f".{key}".endswith(f".{name}") for key in adapted)]:
+    if experts := sorted(peft.peft_config["default"].target_parameters or ()):
+        fault = f"{problem}, which adapts the parameters {experts} of experts of {kind} or of their router; {remedy}"
+    elif absent := [name for name in targets if not any(layer.endswith(f".{name}") for layer in adapted)]:
         fault = f"{problem}, but {kind} has no layers {absent} that PEFT can adapt; {remedy}"
-    elif absent := [name for name in modules if not any(key.endswith(name) for key in saved)]:
-        fault = f"modules_to_save is {modules}, but {kind} has no layers {absent}; correct the names, or leave them out"
+    elif absent := [name for name in to_save if not any(layer.endswith(name) for layer in copied)]:
+        fault = f"modules_to_save is {to_save}, but {kind} has no layers {absent}; correct the names, or leave them out"
     if fault is not None:
         remove_adapter(peft, flags)
         raise ValueError(fault)
@@ -112,7 +112,8 @@ def check_active_adapter(name: str, peft: PeftModel) -> None:
 def check_head(model: PreTrainedModel, config: LoraConfig) -> None:
     """Raises a `ValueError` if the language-model head is adapted."""
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or any(True for _ in head.named_children()):
+    # PEFT's layers have children.
+    if not isinstance(head, nn.Linear) or list(head.children()):
         raise ValueError(
             f"the adapter adapts the language-model head (target_modules {config.target_modules}, modules_to_save "
             f"{config.modules_to_save}), whose logits are computed without one; leave the head out"

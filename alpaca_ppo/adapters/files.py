@@ -1,13 +1,14 @@
 """Saved adapters, in a folder or on the hub: what kind they are, and whether they fit a base, before a model is loaded.
 
-Reads `adapter_config.json` and the header of the safetensors file; weights in other formats are never opened. Arguments
-named `field` say in errors which option names the adapter, `name`, a folder or a hub id.
+Reads `adapter_config.json` and the header of the safetensors file; weights in other formats are never opened. `field`
+is the option that names an adapter, for errors, and `name` its folder or hub id.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
@@ -31,6 +32,7 @@ _PLAIN_FIELDS = set(
     "base_model_name_or_path revision peft_type peft_version auto_mapping".split()
 )
 _NAMES = list | set
+Shape: TypeAlias = tuple[int, ...]
 # The types of entries of an adapter's configuration, which PEFT does not check.
 _ENTRY_TYPES: dict[str, Any] = {
     **dict.fromkeys(("base_model_name_or_path", "task_type"), str),
@@ -129,7 +131,7 @@ def read_policy_adapter(name: str) -> LoraConfig:
 
 
 def read_reward_adapter(name: str) -> LoraConfig:
-    """The configuration of a reward adapter, without its head.
+    """The configuration of a reward adapter, without its head and dropout, and frozen.
 
     Raises:
         ValueError: when it is not LoRA with a score head of one label and nothing else, or has no safetensors file.
@@ -137,12 +139,10 @@ def read_reward_adapter(name: str) -> LoraConfig:
     if not is_adapter(name):
         raise ValueError(f"reward_adapter is {name!r}, no adapter; pass a whole reward model in reward_funcs")
     config = lora_config(read_adapter(f"reward_adapter {name}", name), f"reward_adapter {name}")
-    if layers := sorted(set(config.modules_to_save or ()) - _HEADS):
-        raise ValueError(
-            f"reward_adapter {name} has modules_to_save {layers} beside its score head; train without them"
-        )
+    if saved := sorted(set(config.modules_to_save or ()) - _HEADS):
+        raise ValueError(f"reward_adapter {name} has modules_to_save {saved} beside its score head; train without them")
     heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
-    if [len(shape) == 2 and shape[0] == 1 for shape in heads.values()] != [True]:
+    if len(heads) != 1 or any(len(shape) != 2 or shape[0] != 1 for shape in heads.values()):
         raise ValueError(
             f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
             "alpaca-ppo reward --use_peft"
@@ -180,14 +180,14 @@ def weights_file(field: str, name: str) -> Path:
     path = Path(name) / WEIGHTS
     if not Path(name).exists():
         # A file that is missing is reported below, as for a folder.
-        with suppress(EntryNotFoundError, HfHubHTTPError):
+        with suppress(EntryNotFoundError):
             path = Path(hf_hub_download(name, WEIGHTS))
     if not path.is_file():
         raise ValueError(f"{field} {name} has no {WEIGHTS}, the only format that is read; save the adapter again")
     return path
 
 
-def weight_shapes(field: str, name: str) -> dict[str, tuple[int, ...]]:
+def weight_shapes(field: str, name: str) -> dict[str, Shape]:
     """The shape of each tensor of the adapter, from the file's header.
 
     Raises:
@@ -206,24 +206,30 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
     layers = dict(model.named_modules())
     hidden = int(model.config.get_text_config().hidden_size)
     for key, shape in weight_shapes(field, name).items():
-        layer, _, factor = key.removeprefix("base_model.model.").partition(".lora_")
-        sizes = _sizes(layers.get(layer))
-        # Of layers that are not linear, such as embeddings, any shape is accepted; None = there is no such layer.
-        needed: tuple[int, ...] | None = shape
-        if factor and layer not in layers:
-            needed = None
-        elif is_head(key):
-            needed = (*shape[:1], hidden)
-        elif sizes is not None and factor == "A.weight":
-            needed = (*shape[:1], sizes[0])
-        elif sizes is not None and factor == "B.weight":
-            needed = (sizes[1], *shape[-1:])
+        needed = _needed_shape(key, shape, layers, hidden)
         if shape != needed:
             here = "is not there" if needed is None else f"needs {needed}"
             raise ValueError(
                 f"{field} {name} does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer "
                 f"{here}; use an adapter of this base"
             )
+
+
+def _needed_shape(key: str, shape: Shape, layers: Mapping[str, nn.Module], hidden: int) -> Shape | None:
+    """The shape that the tensor `key` of an adapter needs, given its own, which has the rank; None without its layer.
+    Of layers that are not linear, such as embeddings, any shape is accepted.
+    """
+    layer, _, factor = key.removeprefix("base_model.model.").partition(".lora_")
+    if factor and layer not in layers:
+        return None
+    if is_head(key):
+        return *shape[:1], hidden
+    sizes = _sizes(layers.get(layer))
+    if sizes is not None and factor == "A.weight":
+        return *shape[:1], sizes[0]
+    if sizes is not None and factor == "B.weight":
+        return sizes[1], *shape[-1:]
+    return shape
 
 
 def _sizes(layer: nn.Module | None) -> tuple[int, int] | None:

@@ -13,10 +13,10 @@ from alpaca_ppo.adapters.checks import belongs_to
 
 @torch.no_grad()
 def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
-    """State dictionary of the base with the policy's adapter merged in, on the CPU and at least in float32.
+    """State dictionary of the base with the policy's adapter merged in, on the CPU, at least in float32.
 
     Layers are merged one at a time and restored bit for bit. Of a base in half precision, the rounded weights are
-    merged: load it in float32 for those that are stored.
+    merged; load it in float32 to merge those of its files.
     """
     weights: dict[str, Tensor] = adapters.model.state_dict()
     for name, module in adapters.model.named_modules():
@@ -35,7 +35,8 @@ def merged_weights(adapters: AdapterSet) -> dict[str, Tensor]:
 
 
 def _merged_layer(layer: Any, base: Any) -> Tensor:
-    # The adapter too: DeepSpeed may hold it in bf16, and its product would be rounded before it is added.
+    """The weight of `base`, the plain layer in `layer`, with the adapter added."""
+    # DeepSpeed may hold the adapter in bf16, which would round its product.
     adapter = [parameter for key, parameter in layer.named_parameters() if belongs_to(POLICY, key)]
     saved = [(parameter, parameter.data) for parameter in (base.weight, *adapter)]
     for parameter, data in saved:

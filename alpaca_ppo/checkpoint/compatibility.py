@@ -40,7 +40,7 @@ FREE_TO_CHANGE = frozenset(
 )
 # Options that name folders, which may be moved: `start_identity` has what the folders hold.
 _COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights"}
-# Location, origin and outputs of a model. transformers changes some of these fields when it saves a model.
+# Location, origin and outputs of a model. transformers changes some when it saves the model.
 _NOT_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
 output_hidden_states
@@ -55,19 +55,9 @@ def start_identity(
 ) -> dict[str, Any]:
     """The models, rewards and environments that a run starts from, as plain values.
 
-    To be called before the weights are wrapped or sharded, and before those of a checkpoint are loaded. Trained weights
-    are left out, because they come from the checkpoint; a copied reference is included.
+    To be called before weights are wrapped, sharded, or loaded from a checkpoint. Trained weights are left out, because
+    they come from the checkpoint; a copied reference is included.
     """
-    model, critic = actor_critic.policy.model, actor_critic.critic
-    named = model.named_parameters(remove_duplicate=False)
-    left_out = {name for name, parameter in named if parameter.requires_grad or belongs_to(REWARD, name)}
-    frozen_policy = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
-    of_critic = [] if critic is None else critic.named_parameters()
-    frozen_critic = {name: parameter for name, parameter in of_critic if not parameter.requires_grad}
-    weights = {"reference": _reference_identity(reference)}
-    for role, tensors in (("starting_policy", frozen_policy), ("frozen_critic", frozen_critic)):
-        if tensors:
-            weights[role] = tensors_fingerprint(tensors)
     rewards = {}
     for i, (source, weight) in enumerate(zip(scorer.sources, scorer.weights, strict=True)):
         rewards[str(i)] = {**_source_identity(source), "weight": weight}
@@ -75,7 +65,22 @@ def start_identity(
     for kind in () if environments is None else environments.kinds.values():
         tools = [callable_identity(tool.function) for tool in kind.tools if tool.function is not None]
         kinds[kind.name] = {"environment": callable_identity(kind.environment_class), "tools": tools}
-    return {"weights": weights, "rewards": rewards, "environments": kinds}
+    return {"weights": _frozen_weights(actor_critic, reference), "rewards": rewards, "environments": kinds}
+
+
+def _frozen_weights(actor_critic: ActorCritic, reference: Reference | None) -> dict[str, str]:
+    """Fingerprints of the weights that are not trained, without reward models."""
+    model, critic = actor_critic.policy.model, actor_critic.critic
+    parameters = model.named_parameters(remove_duplicate=False)
+    left_out = {name for name, parameter in parameters if parameter.requires_grad or belongs_to(REWARD, name)}
+    frozen_policy = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
+    critic_parameters = [] if critic is None else critic.named_parameters()
+    frozen_critic = {name: parameter for name, parameter in critic_parameters if not parameter.requires_grad}
+    weights = {"reference": _reference_identity(reference)}
+    for role, tensors in (("starting_policy", frozen_policy), ("frozen_critic", frozen_critic)):
+        if tensors:
+            weights[role] = tensors_fingerprint(tensors)
+    return weights
 
 
 def _reference_identity(reference: Reference | None) -> str:
@@ -111,7 +116,7 @@ def run_identity(
     optimizer_steps: StepCounts | None,
 ) -> dict[str, Any]:
     """Everything that affects the numbers of a run and is not in its checkpoints, as plain values. A changed option
-    would take effect only in part: the learning rate, for example, is restored with the optimizer.
+    might have no effect: the learning rate is restored with the optimizer.
 
     Args:
         start: `start_identity`.
@@ -151,16 +156,16 @@ def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, An
     """Raises a ValueError if `saved`, the `run_identity` in the checkpoint `folder`, differs from `here`, this run's,
     in more than `args.ignore_changes` allow.
     """
-    found: list[str] = []
+    changes: list[str] = []
     for entry, value in here.items():
         if _IGNORED_BY.get(entry) not in (args.ignore_changes or []):
-            found += differences(entry, saved.get(entry, _ABSENT), value)
-    if found:
-        more = f" and {len(found) - _MAX_NAMED} more differences" if len(found) > _MAX_NAMED else ""
-        kinds = [kind for entry, kind in _IGNORED_BY.items() if any(line.startswith(f"{entry}.") for line in found)]
+            changes += differences(entry, saved.get(entry, _ABSENT), value)
+    if changes:
+        more = f" and {len(changes) - _MAX_NAMED} more differences" if len(changes) > _MAX_NAMED else ""
+        kinds = [kind for entry, kind in _IGNORED_BY.items() if any(line.startswith(f"{entry}.") for line in changes)]
         remedy = f"set ignore_changes: [{', '.join(dict.fromkeys(kinds))}], " if kinds else ""
         raise ValueError(
-            f"checkpoint {folder} does not match this run: {', '.join(found[:_MAX_NAMED])}{more}; change it back, "
+            f"checkpoint {folder} does not match this run: {', '.join(changes[:_MAX_NAMED])}{more}; change it back, "
             f"{remedy}or start a new run in another output_dir"
         )
 

@@ -1,7 +1,7 @@
 """The output folder of a run: the lock on it, and which checkpoints and earlier runs it holds.
 
-The main process of a run holds `run.lock` (`flock`), which the kernel releases however the process ends. `run.lock.txt`
-names the holder, for the error of another run. Reading needs no lock. What a checkpoint holds is in `serialization`.
+The main process of a run holds `run.lock` (`flock`), which the kernel releases however it ends. `run.lock.txt` names
+the holder, for the error of another run. Reading needs no lock. What a checkpoint holds is in `serialization`.
 """
 
 import itertools
@@ -80,7 +80,7 @@ def check_no_earlier_run(output_dir: StrPath) -> None:
     metrics = Path(output_dir) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     # Step 0 is an evaluation before the first step. Damaged lines do not count.
-    steps = sum(line.startswith(b'{"step": ') and not line.startswith(b'{"step": 0,') for line in lines)
+    steps = sum(1 for line in lines if line.startswith(b'{"step": ') and not line.startswith(b'{"step": 0,'))
     if committed_path(Path(output_dir) / "final").exists():
         found = "a finished run (its models are in final/)"
     elif newest is not None:
@@ -125,7 +125,8 @@ def abandon_later_checkpoints(folder: Path) -> list[Path]:
 
 def rotate_checkpoints(output_dir: StrPath, save_total_limit: int | None, *, keep: Collection[Path] = ()) -> None:
     """Deletes the oldest checkpoints but those in `keep` until `save_total_limit` are left (None = no limit)."""
-    checkpoints, kept = _checkpoints(output_dir), {path.resolve() for path in keep}
+    checkpoints = _checkpoints(output_dir)
+    kept = {path.resolve() for path in keep}
     surplus = 0 if save_total_limit is None else max(0, len(checkpoints) - save_total_limit)
     for path in [path for path in checkpoints if path.resolve() not in kept][:surplus]:
         remove_folder(path)

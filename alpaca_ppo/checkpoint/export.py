@@ -27,9 +27,9 @@ _WITHOUT_UPLOAD = "or set hub_model_id: null and upload final/policy later (hf u
 def save_final(
     folder: StrPath, actor_critic: ActorCritic, processing_class: Any, run: TrainedRun, *, merged: bool = False
 ) -> None:
-    """Writes the folders policy and, if there is a critic, value (with the policy's backbone, if it has none of its
-    own) into `folder`, each atomically and with the tokenizer and a card; then step.json, which is absent meanwhile.
-    With `merged`, a policy that is an adapter is also written by `save_merged`. `actor_critic` is unwrapped.
+    """Writes the models of `actor_critic`, unwrapped, as folders in `folder`, each atomically and with the tokenizer:
+    policy; value, if there is a critic (without a backbone, it gets the policy's); and merged (`save_merged`), with
+    `merged` and if the policy is an adapter. Deletes step.json first, and writes it last.
     """
     policy, adapters = actor_critic.policy.model, actor_critic.policy.adapters
     folder = Path(folder)
@@ -56,8 +56,8 @@ def save_final(
 
 
 def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) -> None:
-    """Writes the full policy with its adapter merged into the base, atomically and at least in float32; see
-    `merged_weights` for a base in half precision.
+    """Writes the policy with its adapter merged into the base, atomically and at least in float32; of a base in half
+    precision see `merged_weights`.
     """
     model = adapters.model
     config: Any = copy.deepcopy(model.config)

@@ -1,7 +1,7 @@
 """Fingerprints of models and functions, by which a resumed run recognises what it started from.
 
-They are cheap rather than complete: they leave out most weights of large tensors and, of a function, the functions and
-files that it uses, what its decorators add, and the state of its object, unless that is a dataclass.
+They are cheap, not complete: they leave out most weights of large tensors and, of a function, the functions and files
+that it uses, what its decorators add, and its object's state, unless that is a dataclass.
 
 `datasets.fingerprint.Hasher` hashes an importable function by its name alone: an edited reward function would count as
 unchanged, and a moved file as changed.
@@ -33,9 +33,7 @@ _MAX_READABLE = 200
 
 
 def tensors_fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names, dtypes, shapes and every n-th value of `tensors`, equal on every device. For a model of 7
-    billion weights, 10 MB are read in about a second.
-    """
+    """A hash of names, dtypes, shapes and every n-th value of `tensors`, equal on every device."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -100,7 +98,7 @@ def _code_identity(value: Any, inside: tuple[int, ...]) -> str:
         return f"{_identity(value.__func__, inside)} of {_identity(value.__self__, inside)}"
     if isinstance(value, FunctionType):
         parameters = inspect.signature(value).parameters.values()
-        made_with = {each.name: each.default for each in parameters if each.default is not each.empty}
+        made_with = {p.name: p.default for p in parameters if p.default is not p.empty}
         # A cell is empty if its variable is assigned later, or never.
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         made_with |= {name: cell.cell_contents for name, cell in cells if cell != CellType()}

@@ -27,11 +27,9 @@ class Component(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Called on every rank."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
         """Restores what `state_dict` returned."""
-        ...
 
 
 class BestCheckpoint:
@@ -68,8 +66,9 @@ class BestCheckpoint:
 
     def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
         """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
-        self._state.best_metric, self._state.best_global_step = stats[self.metric or ""], step
-        self._state.best_model_checkpoint, self.folder, self.stats = str(folder), folder, dict(stats)
+        self.folder, self.stats = folder, dict(stats)
+        self._state.best_metric = stats[self.metric or ""]
+        self._state.best_global_step, self._state.best_model_checkpoint = step, str(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Metric, step and metrics of the best checkpoint."""
@@ -140,12 +139,14 @@ class CheckpointManager:
         # All ranks gather the sharded state; the main process writes it.
         weights, optimizer = self._engine.weights(), self._engine.optimizer_state()
         rng = collectives.gather_list(random_states(), self._accelerator)
-        states = {name: component.state_dict() for name, component in self._components().items()}
+        components = {name: component.state_dict() for name, component in self._components().items()}
         with collectives.raise_on_all_ranks(self._accelerator):
             if self._accelerator.is_main_process:
-                best, schedule = self.best.state_dict(), self._scheduler.state_dict()
-                saved = Checkpoint(weights, optimizer, schedule, rng, states, best=best, identity=self._identity())
-                saved.write(folder)
+                scheduler, best = self._scheduler.state_dict(), self.best.state_dict()
+                checkpoint = Checkpoint(
+                    weights, optimizer, scheduler, rng, components=components, best=best, identity=self._identity()
+                )
+                checkpoint.write(folder)
                 clean_leftovers(self._output_dir)
                 kept = [folder] if self.best.folder is None else [folder, self.best.folder]
                 directory.rotate_checkpoints(self._output_dir, self._args.save_total_limit, keep=kept)
@@ -160,8 +161,8 @@ class CheckpointManager:
         return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
 
     def find(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
-        """What `directory.resolve_checkpoint` returns; removes what killed processes left in the output folder, and,
-        with `overwrite_output_dir`, an earlier run unless it is this trainer's (`has_trained`).
+        """What `directory.resolve_checkpoint` returns. Also removes from the output folder what killed processes left
+        and, with `overwrite_output_dir`, an earlier run, unless it is this trainer's (`has_trained`).
         """
         overwrite = self._args.overwrite_output_dir and not has_trained
         folder = directory.resolve_checkpoint(resume_from_checkpoint, self._output_dir, overwrite=overwrite)
@@ -178,7 +179,8 @@ class CheckpointManager:
         """Restores everything from the checkpoint `folder`, abandons those of later steps beside it, and returns it.
         Raises a ValueError, before anything changes, for one that is damaged or of another run.
         """
-        saved, components = Checkpoint.read(folder), self._components()
+        saved = Checkpoint.read(folder)
+        components = self._components()
         with collectives.raise_on_all_ranks(self._accelerator):
             if saved.components.keys() != components.keys():
                 raise ValueError(

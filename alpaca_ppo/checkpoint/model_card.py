@@ -51,21 +51,23 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         base_model: hub id or folder that training started from; the front matter names only a hub id.
         own_code: whether the model, or an adapter's base, needs `trust_remote_code`.
     """
-    adapter, config, step = (folder / "adapter_config.json").exists(), run.config, run.step
+    config, step = run.config, run.step
+    adapter = (folder / "adapter_config.json").exists()
     records, data = _read_run(config.get("output_dir"))
     records_of_weights = [record for record in records if record["step"] <= step.step]
     before = None
     if step.metric is not None and step.value is not None:
         greater = config.get("greater_is_better", True)
         before = better_before_training(records, step.metric, step.value, greater_is_better=greater)
-    shown = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
+    options = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
+    front_matter = ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base_model if base_model and _is_hub_id(base_model) else None,
+        tags=["alpaca_ppo", "ppo", "rlhf"],
+    )
     card = ModelCard.from_template(
-        ModelCardData(
-            library_name="peft" if adapter else "transformers",
-            pipeline_tag="text-generation",
-            base_model=base_model if base_model and _is_hub_id(base_model) else None,
-            tags=["alpaca_ppo", "ppo", "rlhf"],
-        ),
+        front_matter,
         template_path=str(_TEMPLATES / "policy.md"),
         run=run,
         before=before,
@@ -78,9 +80,9 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         curve=_CURVE if _write_curve(records, folder / _CURVE) else None,
         adapter=adapter,
         own_code=own_code,
-        options=shown,
+        options=options,
         # A code block ends at the first fence of at least its own length.
-        fence="`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0)),
+        fence="`" * max(3, 1 + max(map(len, re.findall("`+", options)), default=0)),
     )
     card.save(folder / "README.md")
 

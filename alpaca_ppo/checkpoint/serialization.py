@@ -81,33 +81,36 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
     """Checks the sizes of all files of a checkpoint, and the hashes of those in `hashed`. Raises a ValueError that
     names the file, for a folder that is missing, incomplete, damaged or not a checkpoint.
     """
-    there = committed_path(folder)
-    if not there.is_dir():
+    committed = committed_path(folder)
+    if not committed.is_dir():
         raise ValueError(
             f"checkpoint {folder} does not exist or is not a folder; name an existing checkpoint-<step> folder"
         )
     try:
-        manifest = json.loads((there / "manifest.json").read_text(encoding="utf-8"))
-        found = {key: manifest[key] for key in FORMAT}
+        manifest = json.loads((committed / "manifest.json").read_text(encoding="utf-8"))
+        written_format = {key: manifest[key] for key in FORMAT}
         entries = {name: manifest["files"][name] for name in FILES}
         files = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"{folder} has no readable manifest.json of a checkpoint; {_REMEDY}") from error
-    if found != FORMAT:
+    if written_format != FORMAT:
         raise ValueError(
-            f"{folder}/manifest.json has {shown(found)} instead of {FORMAT}; install the version that wrote it"
+            f"{folder}/manifest.json has {shown(written_format)} instead of {FORMAT}; install the version that wrote it"
         )
     for name, (size, digest) in files.items():
-        path = there / name
-        if not path.is_file():
-            problem = "is missing"
-        elif (size_now := path.stat().st_size) != size:
-            problem = f"is damaged: it has {size_now} bytes instead of {size}"
-        elif name in hashed and _hash(path) != digest:
-            problem = "is damaged: its content has changed"
-        else:
-            continue
-        raise ValueError(f"checkpoint file {folder / name} {problem}; {_REMEDY}")
+        if problem := _file_problem(committed / name, size, digest if name in hashed else None):
+            raise ValueError(f"checkpoint file {folder / name} {problem}; {_REMEDY}")
+
+
+def _file_problem(path: Path, size: int, digest: str | None) -> str | None:
+    """What is wrong with a file, or None; without `digest` its content is not read."""
+    if not path.is_file():
+        return "is missing"
+    if (size_now := path.stat().st_size) != size:
+        return f"is damaged: it has {size_now} bytes instead of {size}"
+    if digest is not None and _hash(path) != digest:
+        return "is damaged: its content has changed"
+    return None
 
 
 def _hash(path: Path) -> str:
@@ -134,7 +137,8 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
     """Copies the weights of the checkpoint `folder` into `actor_critic`, built as in the run that wrote it, and the
     tokens that end an answer. Raises as `verify_files`, and a ValueError for weights of other models.
     """
-    saved, targets = read_weights(folder), actor_critic.state_dict()
+    saved = read_weights(folder)
+    targets = actor_critic.state_dict()
     # Frozen weights are not saved, and the model may have been loaded in another type.
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     target_shapes = {name: tuple(tensor.shape) for name, tensor in targets.items() if name in saved}
@@ -148,7 +152,7 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
 
 def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:
     """The least number of bytes of a checkpoint: the `trained` parameters in float32 or wider and, with `adamw`, two
-    moments of each. Without `adamw`, the least number of bytes of the final models.
+    moments of each. Without `adamw`, that of the final models.
     """
     weights = sum(tensor.numel() * max(4, tensor.element_size()) for tensor in trained)
     return weights * (3 if adamw else 1)

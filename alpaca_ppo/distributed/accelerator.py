@@ -23,8 +23,8 @@ from alpaca_ppo.distributed.threads import limit_threads
 from alpaca_ppo.library_output import ignore_known_lines
 from alpaca_ppo.models import ActorCritic
 
-# A run gets the first one whose `is_chosen` is True. A new one is a file and an entry here; `make_accelerator` refuses
-# options that it excludes, and keeps Accelerate from sharding too.
+# A run gets the first whose `is_chosen` is True. For a new one, `make_accelerator` refuses options that it excludes,
+# and keeps Accelerate from sharding.
 ENGINES: tuple[type[Engine], ...] = (FSDPEngine, DeepSpeedEngine, Engine)
 
 
@@ -58,8 +58,8 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
 def _new_accelerator(args: PPOConfig) -> Accelerator:
     plugin = deepspeed_plugin(args)
     on_cpu = args.use_cpu or not torch.cuda.is_available()
-    # With DeepSpeed and no GPU, Accelerate forms a process group only for a named backend. "nccl", its default, leaves
-    # the choice to it.
+    # With DeepSpeed and no GPU, Accelerate forms a process group only for a named backend; with "nccl", its default, it
+    # chooses itself.
     backend = "gloo" if plugin is not None and on_cpu else "nccl"
     try:
         # `FSDPEngine` shards in place of Accelerate.
@@ -82,6 +82,7 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
 
 
 def _check_given(accelerator: Accelerator, args: PPOConfig) -> None:
+    """Checks the user's accelerator; raises as `make_accelerator`."""
     if args.bf16 != (accelerator.mixed_precision == "bf16"):
         raise ValueError(
             f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
@@ -102,7 +103,7 @@ def _check_given(accelerator: Accelerator, args: PPOConfig) -> None:
 def hardware(accelerator: Accelerator) -> dict[str, Any]:
     """The run's processes, how they share the models, and the machine of this one."""
     plugin, device = accelerator.state.deepspeed_plugin, accelerator.device
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "processes": accelerator.num_processes,
         "distributed": "FSDP" if parse_flag_from_env("ACCELERATE_USE_FSDP") else accelerator.distributed_type.value,
         "zero_stage": None if plugin is None else plugin.zero_stage,
@@ -115,7 +116,7 @@ def hardware(accelerator: Accelerator) -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["gpus_of_machine"] = torch.cuda.device_count()
-        found["cuda"] = torch.version.cuda
-    return found
+        described["gpu"] = torch.cuda.get_device_name(device)
+        described["gpus_of_machine"] = torch.cuda.device_count()
+        described["cuda"] = torch.version.cuda
+    return described

@@ -24,9 +24,9 @@ def rank_share(items: Sequence[T], accelerator: Accelerator) -> list[T]:
 def drain_collectives(accelerator: Accelerator) -> None:
     """Waits until all ranks are here and gloo's threads have released their tensors, so that a process may exit.
 
-    Releasing takes the interpreter's lock, which interpreter shutdown and the destructor of DDP's reducer keep, so that
-    a process that exits too early aborts or hangs: https://github.com/pytorch/pytorch/issues/56297 and pull request
-    179291. Remove this once torch gives it up in both.
+    Releasing takes the interpreter's lock, which interpreter shutdown and the destructor of DDP's reducer keep: a
+    process that exits too early aborts or hangs (https://github.com/pytorch/pytorch/issues/56297 and pull request
+    179291). Remove this once torch releases the lock in both.
     """
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
@@ -75,7 +75,7 @@ def any_rank(flag: bool, accelerator: Accelerator) -> bool:
 
 
 def max_int_over_ranks(number: int, accelerator: Accelerator) -> int:
-    """The largest of the ranks' numbers, by one all-reduce, which is cheap enough for every micro-batch."""
+    """The largest of the ranks' numbers, by one all-reduce, cheap enough for every micro-batch."""
     if accelerator.num_processes == 1:
         return number
     everywhere = torch.tensor(number, device=accelerator.device)
@@ -105,8 +105,8 @@ def gather_rows(
     """The global batch on every rank, on the CPU and in prompt order; None if any rank passed None.
 
     Args:
-        rows: (B_rank, ...) tensors with the same keys on every rank, of the prompts that `rank_share` gave it, each
-            prompt's rows next to each other; empty without prompts, None if the rank was interrupted.
+        rows: (B_rank, ...) tensors with the same keys on every rank, of its `rank_share` of the prompts, each prompt's
+            rows next to each other; empty without prompts, None if the rank was interrupted.
 
     Raises:
         ValueError: when no rank has rows, or a tensor is (B,) on one rank and (B, R) on another.
@@ -121,8 +121,10 @@ def gather_rows(
     for rank, part in parts.items():
         local = torch.arange(len(next(iter(part.values()))))
         prompt, sample = local // samples_per_prompt, local % samples_per_prompt
+        # `rank_share` gave out prompts in turn.
         places.append((prompt * len(gathered) + rank) * samples_per_prompt + sample)
-    order, nonempty = torch.cat(places).argsort(), list(parts.values())
+    order = torch.cat(places).argsort()
+    nonempty = list(parts.values())
     for key, first in nonempty[0].items():
         if any(part[key].shape[1:] != first.shape[1:] for part in nonempty):
             shapes = ", ".join(str(tuple(part[key].shape)) for part in nonempty)

@@ -97,36 +97,17 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
         ValueError: for an entry that contradicts these, an optimizer or a scheduler, and for float32 gradients under
             ZeRO 1 in bf16.
     """
-    for name in ("optimizer", "scheduler"):
-        if name in config:
-            raise ValueError(
-                f"the DeepSpeed configuration has {name!r}; remove it: learning_rate, lr_scheduler_type and the adam_* "
-                "fields of the run decide it"
-            )
     rows = args.step_per_device_batch_size
     # Only for DeepSpeed's check of the batch size; optimizer steps may have other numbers of micro-batches.
     micro_batches = math.ceil(args.step_batch_size / (rows * processes))
-    ours = {
+    from_run = {
         "gradient_accumulation_steps": micro_batches,
         "train_micro_batch_size_per_gpu": rows,
         "train_batch_size": rows * micro_batches * processes,
         "gradient_clipping": args.max_grad_norm,
     }
+    _check_entries(config, from_run, args)
     zero: dict[str, Any] = dict(config.get("zero_optimization", {}))
-    given = {name: config.get(name, "auto") for name in ours}
-    given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
-    for name, expected in {**ours, "bf16.enabled": args.bf16, "fp16.enabled": False}.items():
-        if given[name] not in ("auto", expected):
-            raise ValueError(
-                f"the DeepSpeed configuration has {name} {shown(given[name])}, but the run's configuration makes it "
-                f'{expected!r}; write "auto" there'
-            )
-    gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
-    if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and "offload_optimizer" not in zero:
-        raise ValueError(
-            "the DeepSpeed configuration has data_types.grad_accum_dtype 'fp32', whose optimizer under ZeRO 1 in bf16 "
-            "cannot be read; remove the entry, or set zero_optimization.stage to 2"
-        )
     automatic = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
@@ -136,4 +117,29 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
     bf16 = {**config.get("bf16", {}), "enabled": args.bf16, "check_grad_overflow": args.bf16}
     # Keeps torch's optimizer, even if its state is offloaded.
     optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-    return {**config, **ours, "zero_optimization": zero, "bf16": bf16, **optimizer}
+    return {**config, **from_run, "zero_optimization": zero, "bf16": bf16, **optimizer}
+
+
+def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args: PPOConfig) -> None:
+    """Raises as `resolve_auto`; `from_run` are the entries that options set."""
+    for name in ("optimizer", "scheduler"):
+        if name in config:
+            raise ValueError(
+                f"the DeepSpeed configuration has {name!r}; remove it: learning_rate, lr_scheduler_type and the adam_* "
+                "fields of the run decide it"
+            )
+    given = {name: config.get(name, "auto") for name in from_run}
+    given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
+    for name, expected in {**from_run, "bf16.enabled": args.bf16, "fp16.enabled": False}.items():
+        if given[name] not in ("auto", expected):
+            raise ValueError(
+                f"the DeepSpeed configuration has {name} {shown(given[name])}, but the run's configuration makes it "
+                f'{expected!r}; write "auto" there'
+            )
+    zero = config.get("zero_optimization", {})
+    gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
+    if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and "offload_optimizer" not in zero:
+        raise ValueError(
+            "the DeepSpeed configuration has data_types.grad_accum_dtype 'fp32', whose optimizer under ZeRO 1 in bf16 "
+            "cannot be read; remove the entry, or set zero_optimization.stage to 2"
+        )

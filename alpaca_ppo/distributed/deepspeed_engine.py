@@ -39,33 +39,42 @@ class DeepSpeedEngine(Engine):
                 f"group {self._parts.index('both')} of the optimizer has parameters of policy and critic, which "
                 "DeepSpeed cannot clip or freeze apart; make one group of each"
             )
+        self._configure(args)
         # DeepSpeed replaces the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
-        plugin, policy = self.accelerator.deepspeed_plugin, self.actor_critic.policy
-        assert plugin is not None
-        self.config: dict[str, Any] = plugin.deepspeed_config
-        hidden = policy.model.config.get_text_config().hidden_size
-        processes = self.accelerator.num_processes
-        self.config.update(resolve_auto(self.config, args, processes=processes, hidden_size=hidden))
-        self.accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
-        self.stage: int = plugin.zero_stage
-        self.synced_forwards = self.stage == 3
         self._frozen_optimizers: list[Any] = []
+        policy = self.actor_critic.policy
         if self.stage == 3:
             self._samplers[policy] = Sampler(policy.model, self.accelerator.device)
         engine, _ = self.accelerator.prepare(self.actor_critic, self.optimizer)
+        if self.stage == 3:
+            _register_head_use(self.actor_critic, policy)
+            _register_head_use(policy, policy)
         self._zero = engine.optimizer
+        self._treat_groups_separately()
+        return engine
+
+    def _configure(self, args: PPOConfig) -> None:
+        """Completes the plugin's configuration in place."""
+        plugin = self.accelerator.deepspeed_plugin
+        assert plugin is not None
+        self.stage: int = plugin.zero_stage
+        self.synced_forwards = self.stage == 3
+        self.config: dict[str, Any] = plugin.deepspeed_config
+        hidden_size = self.actor_critic.policy.model.config.get_text_config().hidden_size
+        processes = self.accelerator.num_processes
+        self.config.update(resolve_auto(self.config, args, processes=processes, hidden_size=hidden_size))
+        self.accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
+
+    def _treat_groups_separately(self) -> None:
+        """Makes the optimizer clip policy and critic by their own norms, and leave out frozen groups."""
+        limits: dict[Part, float] = {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm}
+        self._clipping = _Clipping(self._zero, self._parts, limits, stage=self.stage)
         # DeepSpeed cannot leave a group out of a step, and with a gradient and a learning rate of 0 AdamW would still
         # decay the moments and count the step. Delete `_step_group` once it can.
         self._step_any_group = self._zero._optimizer_step
         self._zero._optimizer_step = self._step_group
         self._frozen_groups: set[int] = set()
-        limits: dict[Part, float] = {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm}
-        self._clipping = _Clipping(self._zero, self._parts, limits, stage=self.stage)
-        if self.synced_forwards:
-            _register_head_use(self.actor_critic, policy)
-            _register_head_use(policy, policy)
-        return engine
 
     def begin(self) -> None:
         self._zero.zero_grad()
@@ -169,8 +178,6 @@ class DeepSpeedEngine(Engine):
             target.data.copy_(value)
 
     def optimizer_state(self) -> dict[str, Any]:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         self._link_optimizer_state()
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
@@ -180,18 +187,25 @@ class DeepSpeedEngine(Engine):
             # The optimizer steps flat partitions of a group, all of which have the same keys and the same step.
             flat = self._flat_partitions(i)[0]
             for number, parameter in zip(numbers, parameters, strict=True):
-                for key, value in self.optimizer.state.get(flat, {}).items():
-                    is_moment = torch.is_tensor(value) and value.shape == flat.shape
-                    if is_moment:
-                        saved = self._on_writer(safe_get_full_optimizer_state(parameter, key))
-                    else:
-                        # The step. In a plain optimizer, one tensor for all parameters would be counted up by each.
-                        saved = copy.deepcopy(value)
-                    state.setdefault(number, {})[key] = saved
+                if parameter_state := self._state_of(parameter, flat):
+                    state[number] = parameter_state
             settings = {key: value for key, value in self.optimizer.param_groups[i].items() if key != "params"}
             groups.append({**settings, "params": list(numbers)})
             first += len(parameters)
         return {"state": state, "param_groups": groups}
+
+    def _state_of(self, parameter: nn.Parameter, flat: Tensor) -> dict[str, Any]:
+        """The whole state of `parameter`; `flat` is a partition of its group."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        state = {}
+        for key, value in self.optimizer.state.get(flat, {}).items():
+            if torch.is_tensor(value) and value.shape == flat.shape:
+                state[key] = self._on_writer(safe_get_full_optimizer_state(parameter, key))
+            else:
+                # The step. In a plain optimizer, one tensor for all parameters would be counted up by each.
+                state[key] = copy.deepcopy(value)
+        return state
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
@@ -245,13 +259,13 @@ def _register_head_use(module: nn.Module, policy: Policy) -> None:
 
 
 class _Clipping:
-    """Clips the gradients of policy and critic each by its own norm, to its entry in `limits`. DeepSpeed clips all of
-    them by one norm, so that a large value loss would shrink the policy's step.
+    """Clips the gradients of policy and critic each by its own norm, to its entry in `limits`. DeepSpeed's common norm
+    would let a large value loss shrink the policy's step.
 
     A ZeRO optimizer's `step` computes the norm of each group, combines them into one that decides whether the step is
     skipped, and passes that to `unscale_and_clip_grads` for each group, in the same order (https://github.com/
-    deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py and stage3.py). These methods of `zero`
-    are replaced; delete this class once DeepSpeed can clip groups separately.
+    deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py and stage3.py). The methods that compute
+    norms and clip are replaced; delete this class once DeepSpeed can clip groups separately.
     """
 
     def __init__(self, zero: Any, parts: Sequence[Part], limits: Mapping[Part, float], *, stage: int) -> None:

@@ -98,8 +98,8 @@ class Engine:
 
     @property
     def learning_rates(self) -> LearningRates:
-        """The rates of the next optimizer step: the largest of the groups with parameters of the policy, and the
-        largest of those with parameters of the critic.
+        """The rates of the next optimizer step: the largest of the groups with parameters of the policy, and of those
+        with parameters of the critic.
         """
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         groups = list(zip(rates, self._parts, strict=True))
@@ -188,15 +188,15 @@ class Engine:
             yield
 
     def policy_weights(self, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors of the state dictionary of the policy's language model, in the precision of the
-        passes, tied weights once; with adapters, only the policy's adapter, or with `base` everything but adapters.
-        Every rank must iterate to the end. A tensor is emptied when the next one is asked for, to save memory.
+        """Names and whole tensors of the policy's language model, in the precision of the passes, tied weights once;
+        with adapters, only the policy's adapter, or with `base` everything but adapters. Every rank must iterate to the
+        end. A tensor is emptied when the next one is asked for, to save memory.
         """
         policy = self.actor_critic.policy
         adapter = None if policy.adapters is None else {id(p) for p in policy.adapters.parameters_of(POLICY)}
         yielded: set[int] = set()
         for name, tensor in policy.model.state_dict(keep_vars=True).items():
-            wanted = adapter is None or (".lora_" not in name if base else id(tensor) in adapter)
+            wanted = adapter is None or (base and ".lora_" not in name) or (not base and id(tensor) in adapter)
             if wanted and id(tensor) not in yielded:
                 yielded.add(id(tensor))
                 with self._unsharded(tensor) as (whole,):

@@ -26,18 +26,18 @@ def check_fsdp(args: PPOConfig, accelerator: Accelerator | None = None) -> None:
     offloads = launched and parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
     version = os.environ.get("FSDP_VERSION", "1") if launched else "2"
     given = None if accelerator is None else accelerator.distributed_type
-    # Name, value, whether FSDP2 excludes this value, and the remedy.
-    refused = [
-        ("deepspeed", deepspeed, bool(deepspeed), "use one of the two"),
-        ("load_in_4bit", args.load_in_4bit, args.load_in_4bit, "use DDP or ZeRO 2, or dtype: bfloat16"),
-        ("reference", args.reference, args.reference == "copy_offloaded", "set reference: copy, or use ZeRO 3"),
-        ("fsdp_version", version, version != "2", "set it to 2"),
-        ("fsdp_offload_params", offloads, offloads, "set it to false, or use --accelerate_config zero3_offload"),
-        ("the accelerator's distributed_type", given, given == DistributedType.FSDP, "pass one without FSDP, or none"),
-    ]
+    _refuse_if(bool(deepspeed), "deepspeed", deepspeed, "use one of the two")
+    _refuse_if(args.load_in_4bit, "load_in_4bit", args.load_in_4bit, "use DDP or ZeRO 2, or dtype: bfloat16")
+    _refuse_if(args.reference == "copy_offloaded", "reference", args.reference, "set reference: copy, or use ZeRO 3")
+    _refuse_if(version != "2", "fsdp_version", version, "set it to 2")
+    _refuse_if(offloads, "fsdp_offload_params", offloads, "set it to false, or use --accelerate_config zero3_offload")
+    is_fsdp = given == DistributedType.FSDP
+    _refuse_if(is_fsdp, "the accelerator's distributed_type", given, "pass one without FSDP, or none")
     for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
         size = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"))
-        refused.append((f"parallelism_config_{name}", size, size > 1, "set it to 1: every process holds a part"))
-    for name, value, is_refused, remedy in refused:
-        if is_refused:
-            raise ValueError(f"{name} is {value!r}, which fsdp excludes; {remedy}")
+        _refuse_if(size > 1, f"parallelism_config_{name}", size, "set it to 1: every process holds a part")
+
+
+def _refuse_if(excluded: bool, name: str, value: object, remedy: str) -> None:
+    if excluded:
+        raise ValueError(f"{name} is {value!r}, which fsdp excludes; {remedy}")

@@ -1,10 +1,11 @@
 """The engine for FSDP2: torch's `fully_shard` shards weights, gradients and optimizer state over the processes.
 
 Accelerate's FSDP plugin is not used: it prepares one model with its optimizer, and does nothing on a CPU. As in verl
-and prime-rl, every decoder layer and the critic's backbone is gathered by itself; everything else (embeddings, norms,
-heads, tied pairs) belongs to the root and is gathered with it.
+and prime-rl, every decoder layer and the critic's backbone is gathered by itself; the rest (embeddings, norms, heads,
+tied pairs) belongs to the root.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -59,7 +60,7 @@ class FSDPEngine(Engine):
         for group in self.optimizer.param_groups:
             group["params"] = [sharded[id(parameter)] for parameter in group["params"]]
         self._prepared_optimizer = self.accelerator.prepare_optimizer(self.optimizer)
-        # FSDP2 gathers a root's parameters in its forward pass, and in methods that are registered as one.
+        # FSDP2 gathers a root's parameters in its forward pass, and in methods that are registered as such.
         model.with_root_gathered = lambda forward, *args, **kwargs: forward(*args, **kwargs)
         register_fsdp_forward_method(model, "with_root_gathered")
         self._with_root_gathered = model.with_root_gathered
@@ -101,6 +102,7 @@ class FSDPEngine(Engine):
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         shards = [_local(parameter).detach() for parameter in parameters if parameter.grad is not None]
+        # For `clip_above`.
         for shard, gradient in zip(shards, gradients, strict=True):
             shard.grad = gradient
         square = get_total_norm(gradients).square().to(self.accelerator.device)
@@ -183,15 +185,15 @@ def _local(tensor: Tensor) -> Tensor:
 def _full(tensor: Tensor) -> Tensor:
     """The whole tensor, on every rank.
 
-    Not by `full_tensor`, which crashes a process now and then on CPUs: the two threads of gloo write the name of their
-    last operation into one string without a lock. Only names of up to 15 letters, which are stored in place, are safe:
-    ALLGATHER is, ALLGATHER_COALESCED of `full_tensor` is not.
+    Not by `full_tensor`, which crashes now and then on CPUs: gloo's two threads write the name of their last operation
+    into one string without a lock. Only names of up to 15 letters, which are stored in place, are safe: ALLGATHER is,
+    ALLGATHER_COALESCED of `full_tensor` is not.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     mesh, shard = tensor.device_mesh, tensor.to_local().detach()
     # The last ranks may have fewer rows, or none; all_gather needs as many on each.
-    rows = -(-len(tensor) // mesh.size())
+    rows = math.ceil(len(tensor) / mesh.size())
     padded = shard if len(shard) == rows else torch.cat((shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])))
     whole = shard.new_empty(rows * mesh.size(), *shard.shape[1:])
     all_gather(whole, padded, mesh.get_group())

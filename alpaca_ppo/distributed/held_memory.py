@@ -33,7 +33,7 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
     """
     if args.deepspeed is None:
         return Sharding(processes, stage, fsdp=args.fsdp)
-    # With a hidden size of 0, "auto" buckets have size 0.
+    # This hidden size makes "auto" buckets 0.
     settings = resolve_auto(read_deepspeed_file(args.deepspeed), args, processes=processes, hidden_size=0)
     zero = settings["zero_optimization"]
     file_stage = zero.get("stage", 0)
@@ -43,8 +43,9 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
             f"zero_stage is {stage}, but deepspeed {args.deepspeed!r} has stage {file_stage}; leave zero_stage out"
         )
     bucket = int(zero.get("reduce_bucket_size", 5e8))
-    offloads = [(zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")]
-    return Sharding(processes, file_stage, bucket, offload_optimizer=offloads[0], offload_weights=offloads[1])
+    offload_optimizer = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    offload_weights = (zero.get("offload_param") or {}).get("device", "none") != "none"
+    return Sharding(processes, file_stage, bucket, offload_optimizer=offload_optimizer, offload_weights=offload_weights)
 
 
 @dataclass
@@ -100,8 +101,8 @@ class _Held:
 def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[list[PhaseMemory], float]:
     """The peak of each phase on one device, in the order of PHASES; and the bytes offloaded to host memory."""
     offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
-    reference = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
-    weights = sum(measured.weights.values()) - reference
+    offloaded = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
+    weights = sum(measured.weights.values()) - offloaded
     if sharding.fsdp:
         held = _held_by_fsdp(measured, weights, sharding.processes)
     elif sharding.stage:
@@ -117,7 +118,7 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
         replace(sampling, phase="sampling", activations=measured.sampling),
         replace(forward, phase="score", activations=measured.score),
         # An offloaded reference is on the device only during its own pass.
-        replace(forward, phase="log-probs", weights=forward.weights + reference, activations=measured.logprobs),
+        replace(forward, phase="log-probs", weights=forward.weights + offloaded, activations=measured.logprobs),
         replace(backward, phase="backward", activations=measured.backward),
         replace(between, phase="optimizer step", gradients=held.step_gradients),
     ], held.on_host
@@ -141,31 +142,36 @@ def _held_by_fsdp(measured: Measured, weights: float, processes: int) -> _Held:
 
 
 def _held_by_zero(measured: Measured, weights: float, sharding: Sharding, args: PPOConfig) -> _Held:
-    stage, elements = sharding.stage, measured.elements
     share = measured.gradients / sharding.processes
+    elements = measured.elements
     bucket = sharding.bucket * measured.gradients / max(1.0, elements)
-    gradients = share + bucket if stage == 3 else 0.0
+    gradients = share + bucket if sharding.stage == 3 else 0.0
     # As many buckets as with `overlap_comm`, in stage 2 also for the shares that are reduced.
-    backward = {1: measured.gradients + share + 2 * bucket, 2: 2 * share + 4 * bucket, 3: gradients}[stage]
+    backward = {1: measured.gradients + share + 2 * bucket, 2: 2 * share + 4 * bucket, 3: gradients}[sharding.stage]
     # The step reads gradients in float32. The state is two moments and a master copy, all in float32.
-    step = gradients + share * (stage < 3) + 4 * elements / sharding.processes
+    step = (gradients if sharding.stage == 3 else share) + 4 * elements / sharding.processes
     held = _Held(weights, 12 * elements / sharding.processes, gradients, backward, step_gradients=step)
     if sharding.offload_optimizer and not args.use_cpu:
         held.on_host = held.optimizer + share
         held.optimizer = 0.0
         held.gradients = held.step_gradients = max(0.0, gradients - share)
         held.backward_gradients = backward - share
-    if stage == 3:
-        held.weights /= sharding.processes
-        policy = held.sampling_gathered = measured.weights["policy"]
-        most = _MAX_LIVE * (2.0 if args.bf16 or args.dtype == "bfloat16" else 4.0)
-        whole = min(policy + measured.weights.get("critic", 0.0), most)
-        # Passes of one base with different adapters have no common order that DeepSpeed could record.
-        unordered = args.uses_critic and args.critic_layout == "adapter"
-        held.gathered = min(measured.layer, most) if unordered else whole
-        # Passes of the critic alone have such an order.
-        held.backward_gathered = held.gathered + (whole - held.gathered) * args.separate_critic_steps
-        if sharding.offload_weights and not args.use_cpu:
-            held.on_host += held.weights
-            held.weights = 0.0
+    if sharding.stage == 3:
+        _shard_weights(held, measured, sharding, args)
     return held
+
+
+def _shard_weights(held: _Held, measured: Measured, sharding: Sharding, args: PPOConfig) -> None:
+    """Sets the weights that ZeRO 3 holds, gathers and offloads."""
+    held.weights /= sharding.processes
+    held.sampling_gathered = measured.weights["policy"]
+    most = _MAX_LIVE * (2.0 if args.bf16 or args.dtype == "bfloat16" else 4.0)
+    all_models = min(measured.weights["policy"] + measured.weights.get("critic", 0.0), most)
+    # Passes of one base with different adapters have no common order that DeepSpeed could record.
+    unordered = args.uses_critic and args.critic_layout == "adapter"
+    held.gathered = min(measured.layer, most) if unordered else all_models
+    # Passes of the critic alone have such an order.
+    held.backward_gathered = all_models if args.separate_critic_steps else held.gathered
+    if sharding.offload_weights and not args.use_cpu:
+        held.on_host += held.weights
+        held.weights = 0.0

@@ -1,8 +1,8 @@
 """The launcher that started this process: the rank it assigned, and the end of the process when it dies.
 
 When torchrun, `accelerate launch` or deepspeed are killed (SIGKILL, or out of memory), their ranks would train on
-unnoticed. So each rank watches its launcher from the import of `alpaca_ppo.trainer` on. The ranks of
-`notebook_launcher` are children of the notebook and end with it.
+unnoticed, so each rank watches its launcher from the import of `alpaca_ppo.trainer` on. Ranks of `notebook_launcher`
+end with the notebook.
 """
 
 import os
@@ -19,14 +19,10 @@ from accelerate.utils import get_int_from_env
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 # By torchrun (and `accelerate launch` of several processes), by `accelerate launch` of one process, and by deepspeed.
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "CROSS_SIZE")
-_MODULES = (
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "accelerate.commands.launch",
-    "accelerate.commands.accelerate_cli",
-    "deepspeed.launcher.launch",
-    "alpaca_ppo.cli",
-)
+_MODULES = """
+torch.distributed.run torch.distributed.launch accelerate.commands.launch accelerate.commands.accelerate_cli
+deepspeed.launcher.launch alpaca_ppo.cli
+""".split()
 _SCRIPTS = ("torchrun", "accelerate", "accelerate-launch", "alpaca-ppo")
 _POLL_SECONDS = 1.0
 # Ctrl-C and Slurm signal the launcher and its ranks; a rank may get the signal after its launcher has ended.
@@ -47,8 +43,7 @@ def watch_launcher() -> None:
     """Ends this process soon after its launcher's death, if a launcher started it: first by SIGTERM, on which a trainer
     saves a checkpoint. May be called repeatedly.
 
-    The parent must run a launcher's command, because a user may have exported a launcher's variables in a shell, whose
-    runs live on when it ends.
+    The parent must run a launcher's command: its variables may be exported in a shell, whose runs outlive it.
     """
     global _watched
     if _watched is None and any(name in os.environ for name in _SET_BY_LAUNCHERS) and launcher_command() is not None:

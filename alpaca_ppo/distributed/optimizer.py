@@ -39,8 +39,8 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
 
 
 def prepared_optimizer(given: Optimizer | None, model: ActorCritic, args: PPOConfig, device: torch.device) -> Optimizer:
-    """The user's optimizer without frozen parameters, or else AdamW. Raises a ValueError for a user's optimizer
-    together with `critic_learning_rate`, or without some trainable parameter.
+    """The user's optimizer, from which frozen parameters are removed, or else AdamW. Raises a ValueError for a user's
+    optimizer with `critic_learning_rate`, or without some trainable parameter.
     """
     if given is None:
         return make_optimizer(model, args, device)
@@ -92,9 +92,9 @@ class StepCounts(NamedTuple):
 class Schedules:
     """The learning rates of an optimizer: the policy's groups follow one schedule, the critic's groups another.
 
-    A user's schedule (`own`) sets the rates of all groups and counts all optimizer steps; so does the one of `args` if
-    a group has parameters of both. Raises a ValueError for an unknown schedule, or a warm-up of the critic without a
-    schedule for it. `actor_critic` is not yet wrapped or sharded, and `totals` are those of the whole run.
+    A user's schedule (`own`) sets the rates of all groups and counts all optimizer steps; so does that of `args` if a
+    group has parameters of both. Raises a ValueError for an unknown schedule, or a critic's warm-up without one.
+    `actor_critic` is not yet wrapped or sharded, and `totals` are those of the whole run.
     """
 
     def __init__(

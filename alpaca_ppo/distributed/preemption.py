@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT ask a run to save its state and exit, or SIGINT at a prompt or in a notebook to return there.
 
-A signal handler only records the request. All ranks poll it between steps (`poll_all_ranks`), and each one during a
-rollout (`poll`), which is then discarded. `trainer.base_trainer` decides what is saved.
+A signal handler only records the request. All ranks poll it between steps (`poll_all_ranks`), and each during a rollout
+(`poll`), which is then discarded. `trainer.base_trainer` decides what is saved.
 """
 
 import os
@@ -92,7 +92,7 @@ class PreemptionHandler:
 
     @contextmanager
     def rollout(self, *, can_stop: bool) -> Iterator[None]:
-        """Wraps this rank's part of a rollout, which it leaves when it is asked to stop, in lockstep only within a
+        """Wraps this rank's rollout, which it leaves at a `poll` when it is asked to stop, in lockstep only within a
         `part`. With `can_stop` False it runs to its end, because a checkpoint could not be resumed exactly.
         """
         self._stoppable = can_stop
@@ -134,17 +134,20 @@ class PreemptionHandler:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         elif not self._signum:
-            self._signum, self._requested_at = signum, time.monotonic()
-            launcher.end_without_launcher()
-            if self._accelerator.is_main_process:
-                after = "exiting; a second signal exits immediately"
-                if signum == signal.SIGINT and at_prompt():
-                    after = "returning to the prompt; a second SIGINT returns immediately, without a checkpoint"
-                # Not print, which the signal may have interrupted.
-                os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint and {after}\n".encode())
-            if self._at_once:
-                self.poll()
+            self._request_stop(signum)
         elif time.monotonic() - self._requested_at >= _ONE_REQUEST:
             if signum == signal.SIGINT and at_prompt():
                 raise KeyboardInterrupt
             os._exit(128 + signum)
+
+    def _request_stop(self, signum: int) -> None:
+        self._signum, self._requested_at = signum, time.monotonic()
+        launcher.end_without_launcher()
+        if self._accelerator.is_main_process:
+            after = "exiting; a second signal exits immediately"
+            if signum == signal.SIGINT and at_prompt():
+                after = "returning to the prompt; a second SIGINT returns immediately, without a checkpoint"
+            # Not print, which the signal may have interrupted.
+            os.write(2, f"\n{signal.Signals(signum).name}: saving a checkpoint and {after}\n".encode())
+        if self._at_once:
+            self.poll()

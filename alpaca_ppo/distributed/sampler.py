@@ -19,6 +19,7 @@ class Sampler:
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+        # `deepcopy` uses these instead.
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
             empty = torch.empty(0, dtype=parameter.dtype, device=device)

@@ -1,8 +1,8 @@
 """How many threads torch computes with in each process.
 
-torch and Accelerate take all cores of the machine, whatever a container's quota, other programs and other ranks leave.
-Threads without a core slow a run down, because each operator waits for its slowest thread. How threads wait is set in
-`alpaca_ppo/__init__.py`, before torch is imported.
+torch and Accelerate take all cores, whatever a container's quota, other programs and other ranks leave. Threads without
+a core slow a run down, because each operator waits for its slowest thread. How threads wait is set in
+`alpaca_ppo/__init__.py`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from alpaca_ppo.distributed.collectives import gather_list
 
 def limit_threads(accelerator: Accelerator) -> None:
     """Lowers torch's number of threads to this process's share of the idle cores, unless the user chose the number, and
-    prints that once on each machine. All ranks must call this, because not all launchers say how many are on a machine.
+    prints so once on each machine. All ranks must call this, because not all launchers say how many are on a machine.
     """
     # A launcher may have bound each rank to some cores. macOS and Windows do not tell to which ones.
     cores = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

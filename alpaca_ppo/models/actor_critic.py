@@ -25,8 +25,7 @@ class ActorCriticOutputs(NamedTuple):
         logprobs: (B, R), nats.
         entropies: (B, R), nats.
         values: (B, R), value of the state before the token, in reward units; used by GAE.
-        value_means: (B, R), mean of the return that a distributional critic predicts; differs from `values` at a risk
-            level.
+        value_means: (B, R), the mean return that a distributional critic predicts; not `values` at a risk level.
         predictions: the input of the critic's loss: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles.
     """
 
@@ -122,29 +121,24 @@ class ActorCritic(nn.Module):
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
             packed: `pack` of these rows, if the caller has it.
         """
-        packed_rows, packed_critic_rows = packed or self.pack(queries, query_attn_masks, responses, response_mask)
+        rows, critic_rows = packed or self.pack(queries, query_attn_masks, responses, response_mask)
         logprobs = entropies = None
         critic = self.critic if with_critic else None
         if with_policy or (critic is not None and critic.shares_states):
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy):
-                states = self.policy.states(packed_rows)
+                states = self.policy.states(rows)
         if with_policy:
             logprobs, entropies = self.policy.outputs_from_states(
-                states,
-                packed_rows,
-                responses,
-                temperature=temperature,
-                chunk_size=chunk_size,
-                with_entropies=with_entropies,
+                states, rows, responses, temperature=temperature, chunk_size=chunk_size, with_entropies=with_entropies
             )
         if critic is None:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
         if not critic.shares_states:
-            states = self._critic_states(critic, packed_critic_rows)
+            states = self._critic_states(critic, critic_rows)
         flat = critic.head(states, value_taus)
-        values = scatter_tokens(flat.values, packed_critic_rows, responses)
-        predictions = scatter_tokens(flat.predictions, packed_critic_rows, responses)
-        means = scatter_tokens(flat.means, packed_critic_rows, responses) if critic.head.distributional else None
+        values = scatter_tokens(flat.values, critic_rows, responses)
+        predictions = scatter_tokens(flat.predictions, critic_rows, responses)
+        means = scatter_tokens(flat.means, critic_rows, responses) if critic.head.distributional else None
         return ActorCriticOutputs(logprobs, entropies, values, means, predictions)
 
     def critic_parameters(self) -> list[nn.Parameter]:
@@ -167,6 +161,7 @@ class ActorCritic(nn.Module):
         return nullcontext() if adapters is None else adapters.active(VALUE)
 
     def _critic_states(self, critic: Critic, packed: PackedRows) -> Tensor:
+        """The states (N, H) from the critic's own backbone or adapter."""
         if critic.backbone is not None:
             return response_states(critic.backbone, packed)
         adapters, model = self.policy.adapters, self.policy.model

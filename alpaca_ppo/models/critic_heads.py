@@ -1,9 +1,8 @@
 """Critic heads: the base class, and those of this package (scalar, c51, hl_gauss, quantile and iqn).
 
-A head computes values from hidden states (N, H), and the loss of its predictions. Heads compute in float32 at least,
-whatever the dtype of the backbone and of their own weights (DeepSpeed makes those bfloat16 in a bfloat16 run). Those of
-this package start at the value 0, so that the first advantages are the returns themselves; their losses are functions
-of `functional`.
+Heads compute in float32 at least, whatever the dtype of the backbone and of their own weights (DeepSpeed makes those
+bfloat16 in a bfloat16 run). Those of this package start at the value 0, so that the first advantages are the returns
+themselves; their losses are functions of `functional`.
 """
 
 import math
@@ -64,13 +63,13 @@ class CriticHead(nn.Module, ABC):
         return cls(hidden_size)
 
     def settings(self) -> dict[str, Any]:
-        """The options that rebuild the head for its saved weights, stored beside them as JSON."""
+        """The options that rebuild the head, stored as JSON beside its weights."""
         return {}
 
     @property
     def risk_level(self) -> str:
-        """What is read as the value, as in the configuration: `neutral`, the mean; `0.1`, the mean of that lower tail
-        (CVaR); `upper:0.1`, of that upper tail. It is not part of `settings`, and may be set at any time.
+        """What is read as the value, as in the configuration: `neutral`, the mean of the return; `0.1`, that of its
+        lowest tenth (CVaR); `upper:0.1`, that of its highest. Not part of `settings`; may be set at any time.
         """
         return self._risk_level
 
@@ -132,8 +131,11 @@ class CriticHead(nn.Module, ABC):
 
         `taus` (K,) in (0, 1), from `sample_taus`, are the quantile levels of `predictions`, given in training only;
         values do not depend on them.
+
+        Raises:
+            ValueError: when `read` does not return `HeadOutputs` of N rows.
         """
-        first, rows = next(self.parameters(), None), len(states)
+        first = next(self.parameters(), None)
         dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
         with torch.autocast(states.device.type, enabled=False):
             outputs: Any = self.read(states.to(dtype), taus)
@@ -141,11 +143,12 @@ class CriticHead(nn.Module, ABC):
             raise ValueError(f"read() of the critic {self.kind!r} returned a {type(outputs).__name__}, not HeadOutputs")
         for field, value in outputs._asdict().items():
             dims = (1, 2) if field == "predictions" else (1,)
-            if not (isinstance(value, Tensor) and value.dim() in dims and len(value) == rows):
-                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if not (isinstance(value, Tensor) and value.dim() in dims and len(value) == len(states)):
+                returned = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                rows = len(states)
+                allowed = f"({rows},) or ({rows}, M)" if field == "predictions" else f"({rows},)"
                 raise ValueError(
-                    f"read() of the critic {self.kind!r} returned {field} of {found}; it must be a tensor ({rows},)"
-                    + (f" or ({rows}, M)" if field == "predictions" else "")
+                    f"read() of the critic {self.kind!r} returned {field} of {returned}; it must be a tensor {allowed}"
                 )
         return outputs
 
@@ -158,7 +161,7 @@ def register_critic_head(
     Args:
         name: without spaces, commas and colons; the value of `critic` that selects it, also stored with its weights.
         distributional: it learns the distribution of the return and reads its `risk_level` (`value_of`).
-        fixed_support: it gives probabilities to returns between the two ends of `PPOConfig.value_support`.
+        fixed_support: its returns lie between the ends of `PPOConfig.value_support`.
 
     Raises:
         ValueError: when the name is taken or not allowed.
@@ -235,7 +238,8 @@ class ScalarHead(CriticHead):
 
 
 class _CategoricalCritic(CriticHead):
-    """The base of the c51 and the hl_gauss head: probabilities of fixed returns (`support`) between two ends.
+    """The base of the c51 and the hl_gauss head: probabilities of fixed returns (`support`) between two ends,
+    to which returns outside are clamped.
 
     At the start every state has the same distribution: uniform where the support is symmetric about 0, otherwise tilted
     until its mean is 0, or as near to it as the support allows. Each return keeps a thousandth of the uniform
@@ -277,9 +281,7 @@ class _CategoricalCritic(CriticHead):
 
 @CRITIC_HEADS.implement("c51")
 class C51Head(_CategoricalCritic):
-    """Probabilities of `num_atoms` returns evenly spaced over [v_min, v_max] (arXiv:1707.06887). Returns outside are
-    clamped to the ends.
-    """
+    """Probabilities of `num_atoms` returns evenly spaced over [v_min, v_max] (arXiv:1707.06887)."""
 
     kind = "c51"
 
@@ -295,8 +297,7 @@ class C51Head(_CategoricalCritic):
 @CRITIC_HEADS.implement("hl_gauss")
 class HLGaussHead(_CategoricalCritic):
     """Probabilities of `num_atoms` bins of equal width over [v_min, v_max], learned from returns that are smoothed by a
-    normal distribution (HL-Gauss, arXiv:2403.03950). Returns outside are clamped to the ends. A risk level reads a tail
-    of the smoothed distribution.
+    normal distribution (HL-Gauss, arXiv:2403.03950). A risk level reads a tail of the smoothed distribution.
     """
 
     kind = "hl_gauss"
@@ -400,6 +401,7 @@ class IQNHead(_QuantileCritic):
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """`predictions` (N, K) are the quantiles at `taus`, or without them at the midpoints."""
         midpoints = self.midpoints(states)
+        # With `taus`, the predictions, which are trained, are computed below.
         with torch.set_grad_enabled(torch.is_grad_enabled() and taus is None):
             at_midpoints = self.quantiles(states, midpoints)
             means = at_midpoints.mean(dim=-1)
@@ -418,6 +420,7 @@ def _initial_logits(atoms: Tensor) -> Tensor:
     the mean nearest to 0. The odds between neighbouring atoms are at most 100.
     """
     if float(atoms[0] + atoms[-1]) == 0.0:
+        # The mean is 0 at t = 0.
         return torch.zeros_like(atoms)
     high = math.log(100.0) / float(atoms[1] - atoms[0])
     low = -high

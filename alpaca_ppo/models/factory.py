@@ -38,15 +38,15 @@ def build_actor_critic(
 
     Args:
         policy: the model to train, or a frozen one with adapters; not copied.
-        critic_layout: `separate` (a backbone: that of `value_model`, or a copy of the policy's without adapters),
-            `adapter` (an adapter on the policy's base model), `shared` (a head on the policy's hidden states), or None
-            for no critic.
-        value_model: a `Critic`, or a causal language model of any size or a sequence classifier with one label, from
-            which the critic takes the backbone, and the `score` if the head can start from it; not copied.
-        head: called with the hidden size, returns the critic's head: a head's class, or a `functools.partial` of one.
+        critic_layout: `separate` (the backbone of `value_model`, or a copy of the policy's without adapters), `adapter`
+            (an adapter on the policy's base model), `shared` (the policy's hidden states), or None for no critic.
+        value_model: a `Critic`, or a causal language model of any size or a sequence classifier with one label, whose
+            backbone the critic takes, and the `score` if the head can start from it; not copied.
+        head: makes the critic's head of the hidden size: a head's class, or a `functools.partial` of one.
 
     Raises:
-        ValueError: if `value_model` is given in a layout other than `separate`, or is a `Critic` with another head.
+        ValueError: if `value_model` is given in a layout other than `separate`, or is a `Critic` with another head; for
+            `adapter`, if the policy has none.
     """
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(
@@ -58,9 +58,10 @@ def build_actor_critic(
     if isinstance(value_model, Critic):
         head(value_model.head.hidden_size).check_like(value_model.head)
         return ActorCritic(wrapped, value_model)
-    dtype, hidden_size = wrapped.model.dtype, wrapped.head.weight.size(1)
-    backbone: Any = None
-    score: Tensor | None = None
+    dtype = wrapped.model.dtype
+    if critic_layout == "separate":
+        source = copy_without_adapters(wrapped) if value_model is None else value_model
+        return ActorCritic(wrapped, _separate_critic(source, head, dtype))
     if critic_layout == "adapter":
         adapters = wrapped.adapters
         if adapters is None:
@@ -69,19 +70,20 @@ def build_actor_critic(
             adapters.copy(start, VALUE, trainable=True)
         else:
             adapters.add(VALUE, adapters.config_of(POLICY), trainable=True)
-    elif critic_layout == "separate":
-        source: Any = copy_without_adapters(wrapped) if value_model is None else value_model
-        # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
-        backbone = source.base_model.to(torch.promote_types(dtype, torch.float32))
-        if is_causal_lm(source):
-            hidden_size = source.get_output_embeddings().weight.size(1)
-        else:
-            score = source.get_parameter("score.weight").detach()
-            hidden_size = score.size(1)
-    critic_head = build_head(head, hidden_size, dtype)
-    if score is not None:
-        critic_head.load_score_weight(score)
-    return ActorCritic(wrapped, Critic(critic_head, backbone, has_adapter=critic_layout == "adapter"))
+    critic_head = build_head(head, wrapped.head.weight.size(1), dtype)
+    return ActorCritic(wrapped, Critic(critic_head, None, has_adapter=critic_layout == "adapter"))
+
+
+def _separate_critic(source: Any, head: Callable[[int], CriticHead], policy_dtype: torch.dtype) -> Critic:
+    """A critic with the backbone of `source`, whose head starts from its `score` if it can."""
+    # The whole backbone is trained, so it needs float32 even if the policy's frozen base is in half precision.
+    backbone = source.base_model.to(torch.promote_types(policy_dtype, torch.float32))
+    if is_causal_lm(source):
+        return Critic(build_head(head, source.get_output_embeddings().weight.size(1), policy_dtype), backbone)
+    score: Tensor = source.get_parameter("score.weight").detach()
+    critic_head = build_head(head, score.size(1), policy_dtype)
+    critic_head.load_score_weight(score)
+    return Critic(critic_head, backbone)
 
 
 def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
@@ -101,10 +103,9 @@ def make_actor_critic(
     """The policy and critic that `args` describe; `model` itself if it is an `ActorCritic`.
 
     Raises:
-        ValueError: when arguments exclude each other or lack what they need; when an `ActorCritic` differs from what
-            `args` describe; for adapters that this package cannot handle; when the critic's starting point does not fit
-            the policy; and for a model that has fewer positions than prompt and response, or needs padding with
-            `padding_free: true`.
+        ValueError: when arguments exclude each other or lack what they need; when an `ActorCritic` differs from `args`;
+            for adapters that this package cannot handle; when the critic's starting point does not fit the policy; for
+            a model with fewer positions than prompt and response, or that needs padding with `padding_free: true`.
     """
     for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.model_init_kwargs}
     if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
@@ -114,22 +115,23 @@ def make_actor_critic(
     adapted = model.policy.adapters if isinstance(model, ActorCritic) else peft_config or has_adapter(model)
     if args.reward_adapter is not None and not adapted:
         raise ValueError(f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config")
-    layout = args.critic_layout if args.uses_critic else None
     make_head = partial(CRITIC_HEADS.get(args.critic).from_config, args)
     if isinstance(model, ActorCritic):
         _check_actor_critic(model, value_model, peft_config, make_head, args)
         return _prepared(model, args)
-    start = _critic_start(value_model, reward_funcs, args)
+    critic_start = _critic_start(value_model, reward_funcs, args)
     policy = _load_policy(model, peft_config, args)
-    critic = None
-    if start is not None and args.critic_layout == "separate":
-        critic = load_value_model(start, policy.model if isinstance(policy, AdapterSet) else policy, args)
+    backbone_start = None
+    if critic_start is not None and args.critic_layout == "separate":
+        language_model = policy.model if isinstance(policy, AdapterSet) else policy
+        backbone_start = load_value_model(critic_start, language_model, args)
+    layout = args.critic_layout if args.uses_critic else None
     with torch.random.fork_rng():
-        # The critic's head and adapter may start from random weights, which must be the same on every rank.
+        # Random weights of the critic's head and adapter must be the same on every rank.
         torch.manual_seed(args.seed)
-        built = build_actor_critic(policy, critic_layout=layout, value_model=critic, head=make_head)
-        if start is not None and critic is None:
-            start_on_policy(built, start, args)
+        built = build_actor_critic(policy, critic_layout=layout, value_model=backbone_start, head=make_head)
+        if critic_start is not None and backbone_start is None:
+            start_on_policy(built, critic_start, args)
     return _prepared(built, args)
 
 
@@ -171,6 +173,7 @@ def _critic_start(value_model: ModelSource | None, reward_funcs: Any, args: PPOC
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
+    """The policy: the whole `model`, its adapter, or the one that `peft_config` asks for."""
     if peft_config is not None and has_adapter(model):
         raise ValueError(
             f"model {name_of(model)!r} has an adapter, and peft_config asks for another; "
@@ -190,6 +193,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
         return adapter_set.load_adapters(language_model, model)
     if peft_config is not None:
         with torch.random.fork_rng():
+            # The same weights on every rank.
             torch.manual_seed(args.seed)
             return adapter_set.add_policy_adapter(language_model, peft_config)
     if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:

@@ -43,7 +43,7 @@ def load_causal_lm(
     """The causal language model `model`, with dropout off.
 
     Args:
-        model: a folder, a hub id, or a model in memory, for which the other arguments are not used.
+        model: a folder, a hub id, or a model in memory, which needs no other arguments.
         trust_remote_code: run code that comes with the model.
         dtype: of the weights.
         load_in_4bit: quantize the weights (NF4, arXiv:2305.14314).
@@ -122,14 +122,11 @@ def load_complete(
     problem = f"no model can be loaded from {name!r}"
     if given := sorted(arguments.keys() - {"dtype", "quantization_config"}):
         remedy += f"; or it refuses an argument of model_init_kwargs ({', '.join(given)})"
+    arguments = {"dtype": torch.float32, **arguments}
     bars = transformers_bars(shown=has_screen())
     with remote_code(name, trust=trust_remote_code), loading(problem, name, remedy), bars:
         loaded: tuple[PreTrainedModel, Any] = auto_class.from_pretrained(
-            name,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-            **{"dtype": torch.float32, **arguments},
+            name, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True, **arguments
         )
     model, info = loaded
     if info["missing_keys"]:
@@ -161,12 +158,11 @@ def load_processing_class(
 
 
 def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "model") -> None:
-    """Checks that a row fits a model. `lengths` has the tokens of each part of the row, by the option that sets it;
-    `config` is the model's configuration of transformers, and `owner` its name in errors.
+    """Checks that a row fits the model of `config`, called `owner` in errors. `lengths` has the tokens of each part of
+    the row, by the option that sets it.
 
-    With the rope types `longrope` and `dynamic` the frequencies depend on the longest row of the batch at the time of
-    the pass (transformers' `modeling_rope_utils.dynamic_rope_update`). Every response starts short, so a longer row
-    would cross the length at which they change.
+    With the rope types `longrope` and `dynamic`, frequencies depend on the longest row of the batch (transformers'
+    `dynamic_rope_update`). A response starts short, so a longer row would cross the length at which they change.
 
     Raises:
         ValueError: if the row exceeds `max_position_embeddings`, or the length at which rotary frequencies change.
@@ -207,7 +203,8 @@ def _switch_length(rope: Mapping[str, Any], text: Any) -> int | None:
 
 def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the tokenizer") -> None:
     """Raises a `ValueError` if the tokenizer (`owner` in errors) has a token without an embedding in `model`."""
-    embeddings, added = int(model.config.get_text_config().vocab_size), tokenizer.added_tokens_decoder
+    embeddings = int(model.config.get_text_config().vocab_size)
+    added = tokenizer.added_tokens_decoder
     in_use = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id}
     for token, i in tokenizer.get_vocab().items():
         # The last token of Gemma 3's tokenizer represents an image; its text-only models have no embedding for it.
@@ -220,8 +217,8 @@ def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the to
 
 
 def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remote_code: bool = False) -> None:
-    """Checks that the tokenizer of `value_model`, a folder or hub id, has the policy's ids for its tokens. Special
-    tokens, and tokens that only one of the two has, may differ; a model without a tokenizer passes.
+    """Checks that the tokenizer of `value_model`, a folder or hub id, has the policy's ids. Special tokens and those
+    that only one of the two has may differ; a model without a tokenizer passes.
 
     Raises:
         ValueError: if an id stands for another token.
@@ -231,12 +228,12 @@ def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remot
     except ValueError:
         return
     special = {*tokenizer.all_special_ids, *processing_class.all_special_ids}
-    tokens = {number: token for token, number in tokenizer.get_vocab().items() if number not in special}
-    vocabulary = processing_class.get_vocab().items()
-    different = [(number, token) for token, number in vocabulary if tokens.get(number, token) != token]
+    token_of = {number: token for token, number in tokenizer.get_vocab().items() if number not in special}
+    policy_vocabulary = processing_class.get_vocab().items()
+    different = [(number, token) for token, number in policy_vocabulary if token_of.get(number, token) != token]
     if different:
         number, token = min(different)
         raise ValueError(
             f"value_model {value_model!r} has another tokenizer than the policy: {len(different)} ids stand for other "
-            f"tokens, {number} for {tokens[number]!r} instead of {token!r}; start the critic from another model"
+            f"tokens, {number} for {token_of[number]!r} instead of {token!r}; start the critic from another model"
         )

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span
 
-# The `attention_mask` that goes with `packing`, to be moved to the model's device: because of its four dimensions,
-# transformers builds no mask and does not ask the device whether `position_ids` are those of packed sequences.
+# The `attention_mask` that goes with `packing`, to be moved to the model's device. As it has four dimensions,
+# transformers builds no mask, and does not ask the device whether `position_ids` are those of packed sequences.
 DUMMY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 _PREFIX = "packed_"
@@ -56,7 +56,6 @@ class Packing(Protocol):
             key: (1, kv_heads, M, d), rotated.
             value: (1, kv_heads, M, width).
         """
-        ...
 
 
 def install_attention(model: PreTrainedModel) -> bool:
@@ -93,10 +92,14 @@ def underlying_attention(model: PreTrainedModel) -> str:
 def _attention(
     underlying: Callable[..., Any], module: nn.Module, *args: Any, packing: Packing | None = None, **kwargs: Any
 ) -> Any:
+    """What layers call after `install_attention`: returns the output, and weights or None."""
     if packing is None:
         return underlying(module, *args, **kwargs)
     query, key, value, *_ = args
-    settings = AttentionSettings(*map(kwargs.get, ("scaling", "sliding_window", "softcap", "s_aux")))
+    get = kwargs.get
+    settings = AttentionSettings(
+        scaling=get("scaling"), sliding_window=get("sliding_window"), softcap=get("softcap"), sinks=get("s_aux")
+    )
     return packing.attend(module, query, key, value, settings), None
 
 
@@ -127,16 +130,13 @@ def dense_attention(
     scaling, _, softcap, sinks = settings
     groups = query.size(1) // key.size(1)
     if softcap is None and sinks is None:
-        if groups > 1 and query.size(2) == 1 and (allowed is None or allowed.dim() < 3 or allowed.size(-3) == 1):
+        heads_see_the_same = allowed is None or allowed.dim() < 3 or allowed.size(-3) == 1
+        if groups > 1 and query.size(2) == 1 and heads_see_the_same:
             # The heads that share keys become queries: nothing is copied.
             folded = query.unflatten(1, (key.size(1), groups)).squeeze(3)
-            return scaled_dot_product_attention(folded, key, value, attn_mask=allowed, scale=scaling).reshape(
-                query.size(0), query.size(1), 1, value.size(-1)
-            )
+            return sdpa(folded, key, value, attn_mask=allowed, scale=scaling).flatten(1, 2).unsqueeze(2)
         key, value = _repeated(key, groups), _repeated(value, groups)
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scaling
-        )
+        return sdpa(query, key, value, attn_mask=allowed, is_causal=allowed is None, scale=scaling)
     if allowed is None:
         allowed = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
     scores = (query @ _repeated(key, groups).mT) * (query.size(-1) ** -0.5 if scaling is None else scaling)
@@ -172,7 +172,7 @@ def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]
     if is_installed(backbone):
         mask = DUMMY_MASK.to(device)
         return {"position_ids": packed.position_ids, "attention_mask": mask, "packing": PackedSequences(packed.spans)}
-    # The names of transformers' FlashAttentionKwargs. It has no prefixes.
+    # The names of transformers' FlashAttentionKwargs. Flash attention has no prefixes.
     assert not any(span.prefix_length for span in packed.spans)
     lengths = [span.length for span in packed.spans]
     ends, longest = _cumulative(lengths, device), max(lengths)
@@ -195,7 +195,7 @@ class PackedSequences:
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = tuple(spans)
         self.longest = max(span.prefix_length + span.length for span in spans)
-        # Neighbours of equal lengths and prefix, which are computed in one batch.
+        # Neighbours of equal length and prefix, which are computed in one batch.
         self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
         self._masks: dict[int | None, Tensor] = {}
         self._kernel_rows: _KernelRows | None = None
@@ -215,16 +215,17 @@ class PackedSequences:
         splits = (part.split(sizes, dim=2) for part in (query, key, value))
         outputs = []
         for rows, *split in zip(self._batches, *splits, strict=True):
-            _, length, prefix_start, prefix = rows[0]
+            _, length, prefix_start, prefix_length = rows[0]
             # (rows, heads, L, d) of (1, heads, rows * L, d).
             q, k, v = (part[0].unflatten(1, (len(rows), -1)).transpose(0, 1) for part in split)
-            if prefix:
-                columns = slice(prefix_start, prefix_start + prefix)
-                k = torch.cat([key[:, :, columns].expand(len(rows), -1, -1, -1), k], dim=2)
-                v = torch.cat([value[:, :, columns].expand(len(rows), -1, -1, -1), v], dim=2)
+            if prefix_length:
+                prefix = slice(prefix_start, prefix_start + prefix_length)
+                k = torch.cat([key[:, :, prefix].expand(len(rows), -1, -1, -1), k], dim=2)
+                v = torch.cat([value[:, :, prefix].expand(len(rows), -1, -1, -1), v], dim=2)
             allowed = None
-            if prefix or (window is not None and length > window):
-                allowed = self._mask(window, query.device)[prefix : prefix + length, : prefix + length]
+            if prefix_length or (window is not None and length > window):
+                mask = self._mask(window, query.device)
+                allowed = mask[prefix_length : prefix_length + length, : prefix_length + length]
             out = dense_attention(q, k, v, allowed, settings)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).unsqueeze(0)
@@ -251,33 +252,27 @@ class PackedSequences:
         width = value.size(-1)
         if width < query.size(-1):
             value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
+        lengths = (rows.query_ends, rows.key_ends, rows.longest_query, self.longest)
+        before_and_after = (-1 if window is None else window - 1, 0)
+        grouped = query.size(1) != key.size(1)
         out = varlen.varlen_attn(
-            query,
-            key,
-            value,
-            rows.query_ends,
-            rows.key_ends,
-            rows.longest_query,
-            self.longest,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.size(1) != key.size(1),
+            query, key, value, *lengths, scale=scaling, window_size=before_and_after, enable_gqa=grouped
         )
         assert isinstance(out, Tensor)
         return out[..., :width]
 
     def _prepare_kernel(self, device: torch.device) -> _KernelRows:
-        query_ends = _cumulative([span.length for span in self.spans], device)
+        query_ends = key_ends = _cumulative([span.length for span in self.spans], device)
         longest = max(span.length for span in self.spans)
-        if not any(span.prefix_length for span in self.spans):
-            return _KernelRows(None, query_ends, key_ends=query_ends, longest_query=longest)
-        columns = [
-            torch.arange(start, start + length)
-            for span in self.spans
-            for start, length in ((span.prefix_start, span.prefix_length), (span.start, span.length))
-        ]
-        key_ends = _cumulative([span.prefix_length + span.length for span in self.spans], device)
-        return _KernelRows(torch.cat(columns).to(device), query_ends, key_ends, longest)
+        key_columns = None
+        if any(span.prefix_length for span in self.spans):
+            columns = []
+            for span in self.spans:
+                columns.append(torch.arange(span.prefix_start, span.prefix_start + span.prefix_length))
+                columns.append(torch.arange(span.start, span.start + span.length))
+            key_columns = torch.cat(columns).to(device)
+            key_ends = _cumulative([span.prefix_length + span.length for span in self.spans], device)
+        return _KernelRows(key_columns=key_columns, query_ends=query_ends, key_ends=key_ends, longest_query=longest)
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -304,7 +299,7 @@ def kernel_works(
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return False
-    sequences = PackedSequences([Span(0, 5), Span(5, 3), Span(8, 2, 0, 5)])
+    sequences = PackedSequences([Span(0, 5), Span(5, 3), Span(8, 2, prefix_start=0, prefix_length=5)])
     generator = torch.Generator().manual_seed(0)
     window = 2 if windowed else None
     drawn = [

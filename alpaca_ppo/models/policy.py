@@ -1,8 +1,8 @@
 """A causal language model that computes log-probabilities and entropies of response tokens.
 
-Policy, recomputed old policy and reference all use this one path: the backbone runs on rows that lie end to end
+Policy, recomputed old policy and reference use this one path: the backbone runs on rows that lie end to end
 (`packed_attention`) or, where the model needs padding, on left-aligned rows (`packing.pack_rows`), and logits are
-computed only for the hidden states that predict response tokens, one chunk at a time. Sampling is in `generation`.
+computed only for the states that predict response tokens, one chunk at a time. Sampling is in `generation`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.packed_attention import row_layout, sequence_keywords
 
 # Bytes of a micro-batch's logits that are kept for the backward pass, which recomputes the others: those of 3,500
-# tokens in bfloat16 at a vocabulary of 150,000. Results do not depend on it.
+# tokens in bfloat16 at a vocabulary of 150,000.
 KEPT_LOGITS = 2**30
 
 
@@ -34,8 +34,8 @@ class PolicyOutputs(NamedTuple):
 
 
 class Policy(nn.Module):
-    """The policy: a `PreTrainedModel` with a language-model head. Its parameters are shared, not copied; some of its
-    activations are replaced by faster ones (`use_torch_activations`).
+    """The policy: a `PreTrainedModel` with a language-model head, not copied, in which some activations are replaced by
+    faster ones (`use_torch_activations`).
 
     Args:
         model: the language model; `AdapterSet.model` if it has adapters.
@@ -46,8 +46,8 @@ class Policy(nn.Module):
 
     Raises:
         ValueError: if the model has no output embeddings or no backbone, is the decoder of an encoder-decoder, or
-            computes its logits in a way that this class does not support. The last is not checked for a subclass that
-            overrides `outputs_from_states`.
+            computes its logits in a way that this class does not support, unless a subclass overrides
+            `outputs_from_states`.
     """
 
     def __init__(self, model: PreTrainedModel, adapters: AdapterSet | None = None) -> None:
@@ -60,7 +60,6 @@ class Policy(nn.Module):
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
         self.padding_reason: str | None = f"{type(self).__name__} reads padded rows"
-        # An override may compute logits that this class does not support.
         if type(self).outputs_from_states is Policy.outputs_from_states:
             self._check_logits()
 
@@ -135,13 +134,9 @@ class Policy(nn.Module):
             packed: `pack_rows` of these rows in `layout`, if the caller has it.
         """
         packed = packed or pack_rows(queries, query_attn_masks, responses, response_mask, layout=self.layout)
+        states = self.states(packed)
         return self.outputs_from_states(
-            self.states(packed),
-            packed,
-            responses,
-            temperature=temperature,
-            chunk_size=chunk_size,
-            with_entropies=with_entropies,
+            states, packed, responses, temperature=temperature, chunk_size=chunk_size, with_entropies=with_entropies
         )
 
     @torch.no_grad()
@@ -178,10 +173,10 @@ def check_architecture(model: PreTrainedModel, role: str) -> None:
     fields = {"decoder_layers", "num_decoder_layers"} & model.config.to_dict().keys()
     if not fields and model.base_model is not model:
         return
-    found = f"no backbone under its base_model_prefix ({model.base_model_prefix!r})"
+    obstacle = f"no backbone under its base_model_prefix ({model.base_model_prefix!r})"
     if fields:
-        found = f"{', '.join(fields)}, as the decoder of an encoder-decoder"
-    raise ValueError(f"{type(model).__name__} cannot be a {role}: it has {found}; use a decoder-only model")
+        obstacle = f"{', '.join(fields)}, as the decoder of an encoder-decoder"
+    raise ValueError(f"{type(model).__name__} cannot be a {role}: it has {obstacle}; use a decoder-only model")
 
 
 def logit_scaling(config: object) -> tuple[float, Callable[[Tensor], Tensor] | None]:
@@ -230,8 +225,8 @@ def use_update_mode(model: nn.Module) -> None:
 def disable_dropout(model: nn.Module) -> None:
     """Sets every dropout probability to 0 in place, also for modules that checkpoint activations in train mode.
 
-    That covers `nn.Dropout` and float attributes that layers read directly, such as `attention_dropout`, `resid_pdrop`
-    and `layerdrop`.
+    Covers `nn.Dropout` and float attributes that layers read, such as `attention_dropout`, `resid_pdrop` and
+    `layerdrop`.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -246,8 +241,7 @@ def use_torch_activations(model: nn.Module) -> None:
 
     They differ by rounding only (2e-7 in float32, 1e-15 in float64). torch's are about three times as fast, and their
     backward pass needs the input alone instead of half a dozen tensors of its size. Left as they are: `gelu_fast` and
-    BLOOM's, whose constants are rounded to 10 and 8 digits, and `quick_gelu`, which torch does not have. Weights and
-    configuration do not change, so a saved model is the same.
+    BLOOM's, whose constants are rounded to 10 and 8 digits, and `quick_gelu`, which torch does not have.
     """
     for module in list(model.modules()):
         for name, child in module.named_children():

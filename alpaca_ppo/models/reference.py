@@ -56,11 +56,11 @@ Reference = CopiedReference | AdapterReference
 
 
 def make_reference(actor_critic: ActorCritic, ref_model: ModelSource | None, args: PPOConfig) -> Reference | None:
-    """The reference that `args.reference` names; with `auto`, `ref_model` if it is given.
+    """The reference that `args.reference` names, None for `none`; with `auto`, `ref_model` if it is given.
 
     Raises:
-        ValueError: when `ref_model` and `args.reference` are both given, when the reference has another vocabulary or
-            too few positions, or needs padding with `padding_free: true`, and for `adapter_off` without adapters.
+        ValueError: when both are given; when the reference has another vocabulary or too few positions, or needs
+            padding with `padding_free: true`; for `adapter_off` without adapters.
     """
     policy, choice = actor_critic.policy, args.reference
     if ref_model is not None and choice != "auto":
@@ -69,6 +69,7 @@ def make_reference(actor_critic: ActorCritic, ref_model: ModelSource | None, arg
         return None
     if choice == "adapter_off" and policy.adapters is None:
         raise ValueError("reference is 'adapter_off' but the policy has no adapter; give peft_config, or use copy")
+    # Other choices are folders and hub ids.
     source = ref_model if choice in REFERENCES else choice
     if source is not None:
         reference = _other_policy(policy, source, args)
@@ -82,10 +83,8 @@ def make_reference(actor_critic: ActorCritic, ref_model: ModelSource | None, arg
 
 def _other_policy(policy: Policy, source: ModelSource, args: PPOConfig) -> Policy:
     """The reference `source`, another model than the policy. One in memory is copied: it may be trained elsewhere."""
-    model: Any = source
-    if isinstance(source, PeftModel):
-        # The language model; the adapter stays in its layers.
-        model = source.get_base_model()
+    # The adapter stays in its layers.
+    model: Any = source.get_base_model() if isinstance(source, PeftModel) else source
     loaded = load_causal_lm(
         model, trust_remote_code=args.trust_remote_code, dtype=policy.model.dtype, arguments=args.model_init_kwargs
     )
@@ -100,8 +99,8 @@ def _other_policy(policy: Policy, source: ModelSource, args: PPOConfig) -> Polic
 def initial_policy(policy: Policy) -> Policy:
     """A copy of the model that the training of `policy` starts from, with bitwise equal outputs.
 
-    A subclass of `Policy` is called with the copied model as its only argument. An adapter that training starts from
-    stays an adapter in the copy: merging would round it to the base's precision, and the KL would not be 0 at step 0.
+    A subclass of `Policy` is called with the copied model alone. An adapter that training starts from stays an adapter:
+    merging would round it to the base's precision, and the KL would not be 0 at step 0.
     """
     if policy.adapters is None or policy.adapters.starting_point is None:
         return type(policy)(copy_without_adapters(policy).eval())

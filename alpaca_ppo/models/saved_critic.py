@@ -2,7 +2,7 @@
 classifier with one label, or a causal language model of any size.
 
 The folder holds the critic's backbone as transformers saves it, or its adapter as PEFT does (of a `shared` critic the
-policy's), and the settings and weights of the head. `checkpoint.export` makes the writing atomic.
+policy's), and the head. `checkpoint.export` makes the writing atomic.
 """
 
 import copy
@@ -24,7 +24,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, build_head
 from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm, load_complete, load_sequence_classifier
-from alpaca_ppo.models.policy import check_architecture, disable_dropout
+from alpaca_ppo.models.policy import Policy, check_architecture, disable_dropout
 from alpaca_ppo.registry import CRITIC_HEADS
 from alpaca_ppo.saved_models import has_remote_code, loading
 
@@ -48,7 +48,7 @@ def name_of(model: Any) -> str:
 
 
 def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
-    """Writes the critic of `actor_critic` into `folder`."""
+    """Writes the head of the critic into `folder`, and the backbone or adapter whose states it reads."""
     policy, critic = actor_critic.policy, actor_critic.critic
     assert critic is not None
     if critic.backbone is None and policy.adapters is not None:
@@ -70,8 +70,8 @@ def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
 
 
 def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None) -> Critic:
-    """The critic that a run saved in `folder` (`final/value`), in float32, dropout off. The run's risk level is not
-    stored: set `critic.head.risk_level`. `arguments` are further ones of `from_pretrained` for the backbone.
+    """The critic that a run saved in `folder` (`final/value`), in float32, dropout off. Its risk level is not stored:
+    set `critic.head.risk_level`. `arguments` are further ones of the backbone's `from_pretrained`.
 
     `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions.
 
@@ -91,6 +91,7 @@ def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapp
 
 
 def _load_head(folder: str) -> CriticHead:
+    """The head in a critic's folder; raises as `load_critic`."""
     path = Path(folder) / HEAD_SETTINGS
     with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
         settings = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -125,7 +126,6 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
         start: Any = load_critic(value_model, **options)
-        config: Any = start.backbone.config
     else:
         # The critic is trained; a reward model or policy that is the same object must not change.
         source: Any = value_model if isinstance(value_model, str) else copy.deepcopy(value_model)
@@ -134,22 +134,20 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
             check_architecture(start, "critic")
         else:
             start = load_sequence_classifier(source, **options)
-        config = start.config
-    vocabulary, needed = config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
+    language_model: Any = start.backbone if isinstance(start, Critic) else start
+    vocabulary, needed = language_model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
     # Larger is fine: models of one tokenizer pad their embeddings differently.
     if vocabulary < needed:
         raise ValueError(
             f"the critic's vocabulary ({vocabulary}) is smaller than the policy's ({needed}); start it from "
             f"another model, or enlarge its embeddings (model.resize_token_embeddings({needed})) and save it"
         )
-    start.requires_grad_(True)
-    return start
+    return start.requires_grad_(True)
 
 
 def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfig) -> None:
-    """Loads the head, and the adapter if there is one, from the critic's folder `value_model` into the critic of
-    `built`, which has no backbone. The critic must compute the values that it computed when it was saved, so a `shared`
-    critic needs a policy with the same weights.
+    """Loads the critic in the folder `value_model`, its head and any adapter, into that of `built`, which has no
+    backbone. A `shared` critic needs the policy that it was saved with.
 
     Raises:
         ValueError: when `value_model` is not a critic of the same layout, has another head, or adapts or reads another
@@ -157,9 +155,8 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
     """
     assert built.critic is not None and built.critic.backbone is None
     adapters = built.policy.adapters
-    if not (isinstance(value_model, str) and is_critic_folder(value_model)) or (
-        is_adapter(value_model) != (adapters is not None)
-    ):
+    has_adapters = adapters is not None
+    if not isinstance(value_model, str) or not is_critic_folder(value_model) or is_adapter(value_model) != has_adapters:
         raise ValueError(
             f"value_model {name_of(value_model)!r} is not the final/value of a run with critic_layout "
             f"{args.critic_layout!r} and {'adapters' if adapters else 'no adapters'}; use one, or leave value_model out"
@@ -167,24 +164,27 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
     head = _load_head(value_model)
     built.critic.head.check_like(head)
     built.critic.head.load_state_dict(head.state_dict())
-    different: list[str] = []
-    if adapters is None:
-        saved: Any = load_value_model(value_model, built.policy.model, args).backbone
-        different = _different_tensors(saved.state_dict(), built.policy.model.base_model.state_dict())
-    elif built.critic.has_adapter:
+    if adapters is not None and built.critic.has_adapter:
         adapters.load(VALUE, "value_model", value_model, read_value_adapter(value_model), trainable=True)
-    else:
-        config = read_value_adapter(value_model)
-        warn_of_other_base(value_model, config, adapters.model)
-        saved_adapter = load_file(weights_file("value_model", value_model))
-        different = _different_tensors(saved_adapter, adapters.tensors_of(POLICY))
-        if describe(config) != describe(adapters.config_of(POLICY)):
-            different.append("the adapter's configuration")
-    if different:
+    elif different := _differences_from_policy(value_model, built.policy, args):
         raise ValueError(
             f"value_model {value_model!r} reads the states of another policy than this one ({different[0]} differs); "
             "start the policy from the final/policy beside it, or leave value_model out"
         )
+
+
+def _differences_from_policy(value_model: str, policy: Policy, args: PPOConfig) -> list[str]:
+    """Names of what differs between `policy` and the one whose states a saved `shared` critic reads."""
+    if policy.adapters is None:
+        saved: Any = load_value_model(value_model, policy.model, args).backbone
+        return _different_tensors(saved.state_dict(), policy.model.base_model.state_dict())
+    config = read_value_adapter(value_model)
+    warn_of_other_base(value_model, config, policy.adapters.model)
+    saved_adapter = load_file(weights_file("value_model", value_model))
+    different = _different_tensors(saved_adapter, policy.adapters.tensors_of(POLICY))
+    if describe(config) != describe(policy.adapters.config_of(POLICY)):
+        different.append("the adapter's configuration")
+    return different
 
 
 def _different_tensors(saved: Mapping[str, Tensor], policy: Mapping[str, Tensor]) -> list[str]:

@@ -24,12 +24,11 @@ _FLASH = ("flash_attention_", "kernels-community/")
 
 
 class Trial:
-    """Finds out by trying (`attempt`) why a model cannot do something, once for all models of the same classes and
-    configuration.
+    """Finds out by trying why a model cannot do something, once for all models of the same classes and configuration.
 
     Args:
-        attempt: returns the problem, or None. An error that it raises is a problem too, such as that of a keyword which
-            a forward pass does not take.
+        attempt: returns the problem, or None. An error that it raises is a problem too, as of a keyword that the model
+            does not take.
     """
 
     def __init__(self, attempt: Callable[[Any], str | None]) -> None:
@@ -112,7 +111,7 @@ def fit_rows(reader: Policy | Critic, backbone: Any, args: PPOConfig, *, owner: 
 
 
 def _try_packing(backbone: PreTrainedModel) -> str | None:
-    """Compares rows end to end with padded ones; the caller then chooses the attention that `backbone` keeps."""
+    """Why rows end to end do not have the states of padded ones, or None. Leaves any attention in `backbone`."""
     padded_rows, packed = _trial_rows(backbone)
     if packed_attention.is_installed(backbone):
         packed_attention.uninstall_attention(backbone)
@@ -175,50 +174,57 @@ def _packed_states(backbone: PreTrainedModel, packed: PackedRows, nan_row: Span 
 
 
 def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
-    """Checks that every layer's mask is causal, within the sliding window in the keywords of its attention.
+    """Why a layer's mask is not causal within the sliding window of its keywords; None if all are.
 
-    Short rows cannot show it, because windows and chunks have thousands of tokens. So functions are registered here
-    that transformers calls for each mask and for each layer's attention.
+    Short rows cannot show it, because windows and chunks have thousands of tokens; `_MaskRecorder` asks the masks.
     """
-    # Of each mask that the model makes; the layers get the index into this list in place of the mask.
-    windows: list[int | None] = []
-    problems: list[str] = []
-    attention_was_called = False
-
-    def make_mask(**arguments: Any) -> Tensor:
-        window = arguments.get("local_size")
-        edges = [0, 1, 5] if window is None else [0, 1, 5, window - 1, window, window + 1, 2 * window + 1]
-        k = torch.tensor(edges, device=input_ids.device)
-        q, zero = k.unsqueeze(1), k.new_zeros(1, 1)
-        causal = k <= q if window is None else (k <= q) & (q - k < window)
-        if bool((arguments["mask_function"](zero, zero, q, k.unsqueeze(0)) != causal).any()):
-            problems.append("its masks are not causal masks or sliding windows")
-        windows.append(window)
-        return torch.full((1, 1, 1, 1), len(windows) - 1, device=input_ids.device)
-
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
-    ) -> tuple[Tensor, None]:
-        nonlocal attention_was_called
-        attention_was_called = True
-        window = None if attention_mask is None else windows[int(attention_mask.flatten()[0])]
-        keyword = keywords.get("sliding_window")
-        if keyword != window:
-            problems.append(f"a layer with a window of {window} tokens has the keyword {keyword}")
-        if keywords.get("is_causal") is False or keywords.get("position_bias") is not None:
-            problems.append("a layer is not causal, or has biases of positions")
-        settings = packed_attention.AttentionSettings(keywords.get("scaling"))
-        out = packed_attention.dense_attention(query, key, value, None, settings)
-        return out.transpose(1, 2).contiguous(), None
-
+    recorder = _MaskRecorder(input_ids.device)
     before = backbone.config._attn_implementation
-    AttentionInterface.register(_RECORDER, attention)
-    AttentionMaskInterface.register(_RECORDER, make_mask)
+    AttentionInterface.register(_RECORDER, recorder.attention)
+    AttentionMaskInterface.register(_RECORDER, recorder.make_mask)
     backbone.set_attn_implementation(_RECORDER)
     try:
         backbone(input_ids=input_ids, use_cache=False)
     finally:
         backbone.set_attn_implementation(before)
-    if not problems and not attention_was_called:
+    if not recorder.problems and not recorder.attention_was_called:
         return "it has no attention of transformers' interface"
-    return problems[0] if problems else None
+    return recorder.problems[0] if recorder.problems else None
+
+
+class _MaskRecorder:
+    """Makes a model's masks and computes its attention, and collects `problems` of both."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.problems: list[str] = []
+        self.attention_was_called = False
+        self._device = device
+        # Of each mask, by its number.
+        self._windows: list[int | None] = []
+
+    def make_mask(self, **arguments: Any) -> Tensor:
+        """Checks a mask on both sides of its window's edges; returns its number, in place of the mask."""
+        window = arguments.get("local_size")
+        places = [0, 1, 5] if window is None else [0, 1, 5, window - 1, window, window + 1, 2 * window + 1]
+        k = torch.tensor(places, device=self._device)
+        q, zero = k.unsqueeze(1), k.new_zeros(1, 1)
+        causal = k <= q if window is None else (k <= q) & (q - k < window)
+        if bool((arguments["mask_function"](zero, zero, q, k.unsqueeze(0)) != causal).any()):
+            self.problems.append("its masks are not causal masks or sliding windows")
+        self._windows.append(window)
+        return torch.full((1, 1, 1, 1), len(self._windows) - 1, device=self._device)
+
+    def attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+    ) -> tuple[Tensor, None]:
+        """Compares a layer's keywords with its mask; returns the output for a causal one."""
+        self.attention_was_called = True
+        window = None if attention_mask is None else self._windows[int(attention_mask.flatten()[0])]
+        keyword = keywords.get("sliding_window")
+        if keyword != window:
+            self.problems.append(f"a layer with a window of {window} tokens has the keyword {keyword}")
+        if keywords.get("is_causal") is False or keywords.get("position_bias") is not None:
+            self.problems.append("a layer is not causal, or has biases of positions")
+        settings = packed_attention.AttentionSettings(keywords.get("scaling"))
+        out = packed_attention.dense_attention(query, key, value, None, settings)
+        return out.transpose(1, 2).contiguous(), None

@@ -87,8 +87,10 @@ def test_another_tokenizer_is_refused(run):
 def test_another_architecture_of_the_same_shapes_is_refused(run):
     other = tiny_causal_lm("llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
     other.generation_config.eos_token_id = [2, 9]
-    message = r"policy\.rope_parameters\.rope_theta is 10000\.0 in the checkpoint and 500\.0 here, "
+    message = (
+        r"policy\.rope_parameters\.rope_theta is 10000\.0 in the checkpoint and 500\.0 here, "
         r".*policy\.stop_tokens is \[2\]"
+    )
     refuse(run, message, model=other)
     model = tiny_trainer(run.parent / "other").actor_critic
     model.critic.backbone.config = tiny_causal_lm("llama", rms_norm_eps=1e-3).config
