@@ -25,10 +25,10 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
     """The overrides in a shell script that starts verl; `file` is its name in errors."""
     variables, overrides = {"HOME": str(Path.home())}, list[str]()
 
-    def value_of(expansion: re.Match[str]) -> str:
-        name, default, name_alone, numbers = expansion.groups()
-        value = eval(numbers.replace("/", "//")) if numbers else variables.get(name or name_alone) or default
-        return expansion[0] if value is None else str(value)
+    def value_of(found: re.Match[str]) -> str:
+        # Digits and operators alone are calculated; otherwise there is a name, and perhaps a default.
+        value = eval(found[4].replace("/", "//")) if found[4] else variables.get(found[1] or found[3]) or found[2]
+        return found[0] if value is None else str(value)
 
     # Without comments and here-documents.
     text = re.sub(r"(?ms)^\s*#.*?$|<<-?\s*(['\"]?)(\w+)\1.*?^\s*\2$", "", text).replace("\\\n", " ")

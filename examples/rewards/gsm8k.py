@@ -2,8 +2,8 @@
 
     --reward_funcs examples.rewards.gsm8k:correctness examples.rewards.gsm8k:well_formed
 
-Both have TRL's signature. `correctness` needs the dataset's `answer` column, or `extra_info`, in which verl's files have
-the answer. The reasoning is not judged.
+Both have TRL's signature. `correctness` needs the dataset's `answer` column, or `extra_info`, in which verl's files
+have the answer. The reasoning is not judged.
 """
 
 import re

@@ -373,6 +373,11 @@ def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
             {"lr_scheduler_type": "cosine"},
         ),
         ({"trainer.save_freq": 20}, {"save_steps": 20, "eval_steps": 0}),
+        (
+            {"reward": {"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 64, "log": False}}}},
+            {"overlong_buffer_len": 64},
+        ),
+        ({"trainer.logger": ["console", "wandb"]}, {"report_to": ["wandb"]}),
     ],
 )
 def test_values_of_verl_that_follow_from_others(given, expected, tmp_path):
@@ -501,6 +506,8 @@ def test_an_estimator_or_loss_that_is_not_built_in_is_refused(tmp_path):
     for name in ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"):
         with pytest.raises(ValueError, match=f"{name} is 'gpg': no counterpart: GPG is not built in"):
             of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", name: "gpg"})
+    with pytest.raises(ValueError, match="distillation.enabled is True: no counterpart: distillation is not built in"):
+        of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", "distillation": {"enabled": True}})
     with pytest.raises(ValueError, match="loss_type is 'sigmoid': loss_agg_mode and policy_loss, for grpo"):
         of_yaml(tmp_path, {"beta": 0.1, "loss_type": "sigmoid"})
 
