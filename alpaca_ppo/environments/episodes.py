@@ -60,11 +60,10 @@ class Environments:
         `poll` is called several times a second while calls are awaited; an exception in it ends the block.
         """
         n = sampling_params.num_return_sequences
-        made = [
-            Episode(kind_of(self.kinds, row), row, int(prompt_id), self.settings)
-            for row, prompt_id in zip(prompts["rows"], prompts["prompt_ids"], strict=True)
-            for _ in range(n)
-        ]
+        made = []
+        for row, prompt_id in zip(prompts["rows"], prompts["prompt_ids"].tolist(), strict=True):
+            settings = replace(self.settings, conversation=self.settings.conversation.of_row(row))
+            made += [Episode(kind_of(self.kinds, row), row, prompt_id, settings) for _ in range(n)]
         episodes = Episodes(made, self, poll)
         try:
             # A seed of 31 bits for each prompt in this step and round, the same for all its samples. Its stream is not

@@ -13,7 +13,7 @@ TOTAL = "scores"
 """The weighted sum of the reward sources."""
 RESERVED = (
     "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction masked_rows correct "
-    "win_rate unjudged length_difference prompt response set"
+    "dropped_prompts win_rate unjudged length_difference prompt response set"
 ).split()
 """Metrics of every evaluation and columns of answers.jsonl, whose names no metric function may have."""
 
