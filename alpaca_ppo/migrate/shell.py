@@ -14,11 +14,12 @@ OVERRIDE = r"[+~]{0,2}\w+\.[\w.]+=.*"
 # A block, which ends on its line or at its indentation; and an assignment that depends on the command before it.
 _BRANCH = r"(?ms)^([ \t]*)(?:(?:if|case|for|while|until)\b|(?:function )?\w+ *\(\))(?:[^\n]*;[ \t]*|.*?^\1)"
 _BRANCH += r"(?:(?:fi|esac|done)\b|\})|(?:&&|\|\|)\s*\w+\+?=[^\n]*"
-# With brackets inside, three deep.
-_BALANCED = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"
+# With brackets inside, five deep.
+_BALANCED = reduce(lambda inner, _: rf"(?:[^()]|\({inner}\))*", range(6), "")
 _CALCULATION, _ARRAY = rf"\$\(\({_BALANCED}\)\)", rf"=(?:\$\{{branch\}})?\(({_BALANCED})\)"
 # One without another inside: a variable, perhaps with a default, or a calculation with nothing but numbers.
-_EXPANSION = r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)|\$(\(\((?:[\d()+%/-]|\*(?!\*))+\)\))"
+_NUMBERS = _BALANCED.replace("[^()]", r"[\d+/-]|\*(?!\*)")
+_EXPANSION = r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)|\$(\(\(" + _NUMBERS + r"\)\))"
 
 
 def overrides_of_shell(text: str, file: str) -> list[str]:

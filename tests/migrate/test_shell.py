@@ -17,10 +17,10 @@ def read(text: str) -> dict[str, str]:
     ("text", "expected"),
     [
         (f"{RUN} a.n=$((1024 * 2)) a.m=$((7/2))", {"a.n": "2048", "a.m": "3"}),
-        # (512 + 2048) / 4 = 640, and 640 % 7 = 3.
+        # (512 + 2048) / 4 = 640, and 640 - 7 * 3 = 619.
         (
-            f"p=512\nr=$((p * 4))\nt=$(( ($p + ${{r}}) / 4 ))\n{RUN} a.n=${{t}} a.m=$((t % 7))",
-            {"a.n": "640", "a.m": "3"},
+            f"p=512\nr=$((p * 4))\nt=$(( ($p + ${{r}}) / 4 ))\n{RUN} a.n=${{t}} a.m=$((t - 7 * 3))",
+            {"a.n": "640", "a.m": "619"},
         ),
         (f"{RUN} a.n=${{A:-${{B:-3}}}}", {"a.n": "3"}),
         (f"P=8\nT=${{T:-$((P + 1))}}\n{RUN} a.n=$T", {"a.n": "9"}),
@@ -59,6 +59,7 @@ def test_overrides_are_those_that_a_shell_would_pass(text, expected):
         f"N=$(date +%Y)\n{RUN} a.n=x_$N",
         f"{RUN} a.n=$((N * 2))",
         f"{RUN} a.n=$((2 ** 10))",
+        f"{RUN} a.n=$((7 % 4))",
         f"M=a/b\n{RUN} a.n=${{M##*/}}",
         f"N=1\nif [ $A ]; then\n  N=2\nelse\n  N=3\nfi\n{RUN} a.n=$N",
         f"N=1\nif [ $A ]; then N=2; fi\n{RUN} a.n=$N",
