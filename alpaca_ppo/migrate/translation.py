@@ -51,6 +51,11 @@ class Translation:
 
     def __post_init__(self) -> None:
         self.given = {name: _number(value) for name, value in self.given.items()}
+        for name, default in defaults(self.section).items():
+            value = self.given.get(name)
+            is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+            if is_number and isinstance(value, str) and "$" not in value:
+                raise ValueError(f"{name} is {value!r} in {self.source}; it must be a number")
         self.values: dict[str, Any] = {**defaults(self.section), **self.given}
 
     def set(self, name: str, value: Any, comment: str = "") -> None:
@@ -64,7 +69,11 @@ class Translation:
         self.not_taken.setdefault(reason, []).append(f"{name}{value}")
 
     def take(self, sections: Sequence[str]) -> None:
-        """Sets the options that follow from a single foreign name by the table; `finish` decides about the others."""
+        """Sets the options that follow from a single foreign name by the table of `config.foreign_names`.
+
+        Lists as not taken what has no option here, or a value that only a run decides; names that count only with
+        others wait for `finish`. Raises a ValueError for a value without a counterpart.
+        """
         for name, value in list(self.values.items()):
             # It may be a reference of OmegaConf, ${name}.
             self.values[name] = value = self.values.get(str(value)[2:-1], value)
@@ -75,8 +84,8 @@ class Translation:
                 self.set(name, value, "" if name in self.given else defaults("comments").get(name, ""))
             elif entry is None:
                 self.leave(name, "there is no option of this name")
-            elif isinstance(options := entry.values.get(value_key(value)), Mapping):
-                for option, our_value in options.items():
+            elif isinstance(options_of_value := entry.values.get(value_key(value)), Mapping):
+                for option, our_value in options_of_value.items():
                     self.set(option, our_value, f"{name}: {value}")
             elif name in defaults(self.section) and (unknown or (entry.values and not entry.same)):
                 raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
@@ -85,7 +94,8 @@ class Translation:
                 del self.values[name]
             elif entry.same:
                 self.set(entry.ours[0], value)
-                self._undecided += [(entry, name)] * (name in self.given)
+                if name in self.given:
+                    self._undecided.append((entry, name))
             elif name in self.given and not entry.is_neutral(value):
                 self._undecided.append((entry, name))
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from alpaca_ppo.migrate import translate
 from alpaca_ppo.migrate.shell import overrides_of_shell
 
 RUN = "python3 -m verl.trainer.main_ppo"
@@ -91,3 +92,25 @@ def test_what_only_a_run_decides_keeps_a_dollar_sign(text):
 def test_a_script_that_does_not_start_one_training_is_refused(text):
     with pytest.raises(ValueError, match="run.sh has no overrides of verl.trainer.main_ppo"):
         overrides_of_shell(text, "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('python -m verl.trainer.main_ppo data.train_batch_size=4 "x', "cannot be read as a shell script .No closing"),
+        (
+            "python -m verl.trainer.main_ppo data.max_prompt_length=$((4/0))",
+            r"data.max_prompt_length is '\$\(\(4/0\)\)'",
+        ),
+    ],
+)
+def test_what_no_shell_could_run_is_refused_by_name(script, said, tmp_path):
+    (tmp_path / "run.sh").write_text(script)
+    with pytest.raises(ValueError, match=said):
+        translate(str(tmp_path / "run.sh"))
+
+
+def test_text_where_a_number_is_needed_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("max_steps: abc\nnum_generations: 4\nbeta: 0.1\n")
+    with pytest.raises(ValueError, match="max_steps is 'abc' in TRL's GRPOConfig in run.yaml; it must be a number"):
+        translate(str(tmp_path / "run.yaml"))
