@@ -99,7 +99,7 @@ def test_a_script_that_does_not_start_one_training_is_refused(text):
     [
         ('python -m verl.trainer.main_ppo data.train_batch_size=4 "x', "cannot be read as a shell script .No closing"),
         (
-            "python -m verl.trainer.main_ppo data.max_prompt_length=$((4/0))",
+            "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x data.max_prompt_length=$((4/0))",
             r"data.max_prompt_length is '\$\(\(4/0\)\)'",
         ),
     ],
