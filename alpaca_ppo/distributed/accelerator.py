@@ -38,12 +38,16 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     """An Accelerator configured by `args`, whichever launcher started the program; or the user's, after checking it.
 
     Raises:
-        ValueError: when the user's accelerator contradicts `args` or has no trackers; when this process already has an
-            Accelerator with other settings; see also `check_fsdp` and `deepspeed_plugin`.
+        ValueError: for a precision other than float32 and bfloat16, of the launcher too; when the user's accelerator
+            contradicts `args` or has no trackers; when this process already has an Accelerator with other settings; see
+            also `check_fsdp` and `deepspeed_plugin`.
     """
     watch_launcher()
     ignore_known_lines()
     check_fsdp(args, accelerator)
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    if (precision := launched if accelerator is None else accelerator.mixed_precision) not in ("no", "bf16"):
+        raise ValueError(f"mixed_precision is {precision!r}; set it to 'no' and the run's bf16 to true or false")
     if accelerator is None:
         accelerator = _new_accelerator(args)
     else:
