@@ -112,6 +112,10 @@ def _check_sizes(config: Any) -> None:
     for name, (limit_name, limit) in limits.items():
         if (value := getattr(config, name) or 0) > limit:
             raise ValueError(f"{name} ({shown(value)}) is larger than {limit_name} ({limit}); set it to that or less")
+    for name in ("learning_rate", "critic_learning_rate"):
+        rate = getattr(config, name)
+        if config.lr_scheduler_type == "polynomial" and rate is not None and rate <= 1e-7:
+            raise ValueError(f"{name} is {rate}, but lr_scheduler_type 'polynomial' ends at 1e-07; set a larger rate")
     budget = config.max_tokens_per_micro_batch
     if budget is not None and budget < config.longest_row:
         raise ValueError(

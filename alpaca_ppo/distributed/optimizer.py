@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.launcher import launched_rank
 from alpaca_ppo.models import ActorCritic
 
 # What an optimizer step trains.
@@ -110,14 +111,11 @@ class Schedules:
                     f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {reason}, so policy and critic have "
                     "one schedule; set critic_lr_warmup_steps: null"
                 )
-            self._schedules = {"both": own or make_scheduler(optimizer, args, args.warmup_steps, totals.total)}
+            self._schedules = {"both": own or make_scheduler(optimizer, args, "both", totals)}
             return
-        policy, critic = _Groups(optimizer, parts, "policy"), _Groups(optimizer, parts, "critic")
-        warmup = args.warmup_steps if args.critic_lr_warmup_steps is None else args.critic_lr_warmup_steps
-        self._schedules = {
-            "policy": make_scheduler(policy, args, args.warmup_steps, totals.policy),
-            "critic": make_scheduler(critic, args, warmup, totals.critic),
-        }
+        both: tuple[Part, ...] = ("policy", "critic")
+        groups = {part: _Groups(optimizer, parts, part) for part in both}
+        self._schedules = {part: make_scheduler(groups[part], args, part, totals) for part in both}
 
     @property
     def of_policy(self) -> Any:
@@ -149,7 +147,9 @@ class _Groups(Optimizer):
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Part], part: Part) -> None:
         self._optimizer, self._indices = optimizer, [i for i, group_part in enumerate(parts) if group_part == part]
-        self.defaults = optimizer.defaults
+        # With this rate, a polynomial schedule computes the factor by which it ends.
+        rate = {"lr": self.param_groups[0]["lr"]} if self._indices else {}
+        self.defaults = optimizer.defaults | rate
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -160,7 +160,16 @@ class _Groups(Optimizer):
         """Does nothing: the whole optimizer has taken the step."""
 
 
-def make_scheduler(optimizer: Optimizer, args: PPOConfig, warmup: float, total_steps: int) -> Any:
-    """The schedule that `args` name. A `warmup` below 1 is a share of `total_steps`, rounded up as in transformers."""
-    steps = math.ceil(warmup * total_steps) if warmup < 1 else int(warmup)
-    return get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=steps, num_training_steps=total_steps)
+def make_scheduler(optimizer: Optimizer, args: PPOConfig, part: Part, totals: StepCounts) -> Any:
+    """The schedule of `part` that `args` name. A warm-up below 1 is a share of all steps, rounded up as in
+    transformers; one that lasts for the whole run is printed.
+    """
+    of_critic = part == "critic" and args.critic_lr_warmup_steps is not None
+    name = "critic_lr_warmup_steps" if of_critic else "warmup_steps"
+    warmup, total = getattr(args, name), totals.total if part == "both" else getattr(totals, part)
+    steps = math.ceil(warmup * total) if warmup < 1 else int(warmup)
+    if 0 < total <= steps and launched_rank() == 0:
+        print(f"{name} is {warmup}, but the run has {total} optimizer steps for {part}: the learning rate only rises")
+    # A polynomial schedule divides by the difference of the two.
+    total = max(total, steps + 1)
+    return get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=steps, num_training_steps=total)
