@@ -48,14 +48,18 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
-    """Its parameters; only `any_others` for a class that has no signature, such as one written in C."""
+    """Its parameters; only `any_others` for a class that has no signature, such as one written in C. What a
+    `functools.wraps` decorator passes on, it may supply itself, so that is not required.
+    """
     try:
-        parameters = inspect.signature(function).parameters.values()
+        wrapped, own = (inspect.signature(function, follow_wrapped=follows).parameters for follows in (True, False))
     except ValueError:
         return Parameters([], [], any_others=True)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    any_others = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return Parameters([p.name for p in named], [p.name for p in named if p.default is p.empty], any_others)
+    takes_others, wrapped_does = (any(p.kind is p.VAR_KEYWORD for p in ps.values()) for ps in (own, wrapped))
+    named = own | wrapped if takes_others else own
+    names = [name for name, p in named.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [name for name in names if name in own and own[name].default is inspect.Parameter.empty]
+    return Parameters(names, required, any_others=takes_others and wrapped_does)
 
 
 class _Loop:

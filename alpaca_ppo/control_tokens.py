@@ -3,21 +3,25 @@
 `ControlTokens.protect` prepares such a text, which then goes through a chat template or follows a prompt; `encode`
 makes token ids of the whole. A control token that the template writes is one id; the same characters in protected text
 become tokens of ordinary text, even if the template strips, shortens or joins texts, or the tokenizer normalises
-look-alikes.
+look-alikes. `continuing` encodes text that follows other tokens.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 # A code point that Unicode reserves for use within a program.
 _GUARD = "\ufdd0"
 # A cuneiform sign, which no vocabulary has.
 _RARE = "\U0001242b"
 _NO_WORD = re.compile(r"[<>\[\]{}|#]")
+# What puts a space before a text, in the parts of a tokenizer, and the value with which it does not.
+_NO_SPACE = {"prepend_scheme": "never", "prepend": "", "add_prefix_space": False}
 
 
 def _any_of(texts: Iterable[str]) -> str:
@@ -39,6 +43,31 @@ def _control_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
         for number, token in tokenizer.added_tokens_decoder.items()
         if (token.special or _NO_WORD.search(token.content)) and token.content.strip() and number not in unknown
     }
+
+
+def continuing(tokenizer: Any) -> Callable[[str], list[int]]:
+    """A function that returns the token ids of a text that continues another: without the space that tokenizers such as
+    Llama 2's put before a text.
+    """
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    # A tokenizer that is written in Python has none.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = {} if backend is None else json.loads(backend.to_str())
+    parts = {name: state.get(name) for name in ("normalizer", "pre_tokenizer")}
+    bare = json.loads(json.dumps(parts), object_hook=lambda part: {k: _NO_SPACE.get(k, v) for k, v in part.items()})
+    if bare == parts:
+        return encode
+    copy = Tokenizer.from_str(json.dumps({**state, **bare, "truncation": None, "padding": None}))
+    unknown = state["model"].get("unk_token", state["model"].get("unk_id"))
+    added = {token["id"] for token in state["added_tokens"] if unknown not in (token["id"], token["content"])}
+
+    def encode_rest(text: str) -> list[int]:
+        ids, usual = copy.encode(text, add_special_tokens=False).ids, encode(text)
+        # From the first added token on, the text is encoded as within a whole one.
+        start, usual_start = (next((i for i, token in enumerate(x) if token in added), len(x)) for x in (ids, usual))
+        return [*ids[:start], *usual[usual_start:]]
+
+    return encode_rest
 
 
 class ControlTokens:
@@ -74,7 +103,8 @@ class ControlTokens:
         # may be the middle of a token.
         self._insides = "\0".join(text[1:] for text in self._ids)
         try:
-            self._renamed = self._rename() if self._ids else None
+            self._renamed = self._rename() if self._ids else tokenizer
+            self._continuing, self._continuing_renamed = continuing(tokenizer), continuing(self._renamed)
             faults = [text for text in self._ids if not self._is_text(text)]
         # The library may raise anything, and a tokenizer that is written in Python lacks `backend_tokenizer`.
         except Exception as error:
@@ -126,17 +156,19 @@ class ControlTokens:
         names = names or {}
         return self._parts.sub(lambda part: chr(int(part[1])) if part[1] else names.get(part[2], part[2]), text)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
         """The token ids of text with protected parts. They are the tokenizer's ids for the restored text, unless these
         contain other control tokens than the text may write; then the ids come from the tokenizer of `_rename`.
+        `continues` = the text follows another (`continuing`) and gets no special tokens.
         """
-        plain = self.restored(text)
-        ids = list(self._tokenizer(plain, add_special_tokens=False)["input_ids"])
+        plain, tokenizer, rest = self.restored(text), self._tokenizer, self._continuing
+        ids = list(tokenizer(plain, add_special_tokens=False)["input_ids"])
         written = [self._ids[part[2]] for part in self._parts.finditer(text) if part[2]]
         if self._control_of(ids) != written:
-            assert self._renamed is not None
-            return self._renamed.encode(self.restored(text, self._names), add_special_tokens=add_special_tokens).ids
-        return list(self._tokenizer(plain)["input_ids"]) if add_special_tokens else ids
+            plain, tokenizer, rest = self.restored(text, self._names), self._renamed, self._continuing_renamed
+        # A tokenizer's own default is not always True.
+        options = {} if add_special_tokens else {"add_special_tokens": False}
+        return rest(plain) if continues else list(tokenizer(plain, **options)["input_ids"])
 
     def _control_of(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._control]
@@ -146,7 +178,7 @@ class ControlTokens:
         ids = self.encode(text + self.protect(text), add_special_tokens=False)
         return self._control_of(ids) == [self._ids[text]] != ids
 
-    def _rename(self) -> Tokenizer:
+    def _rename(self) -> PreTrainedTokenizerFast:
         """A copy of the tokenizer in which its control tokens have names that occur in no text.
 
         `split_special_tokens` would still find added tokens that are not special, and control tokens in the vocabulary
@@ -165,4 +197,4 @@ class ControlTokens:
         else:
             words = [[self._names.get(text, text), score] for text, score in words]
         state["model"]["vocab"] = words
-        return Tokenizer.from_str(json.dumps(state))
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))

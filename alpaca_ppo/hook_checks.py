@@ -47,7 +47,7 @@ def complete_samples(
             "queries": prompts["queries"].repeat_interleave(n, dim=0),
             "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
             **samples,
-            # Whatever the hook returned under these names.
+            # These replace what the hook returned under the same names.
             "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
             "sample_ids": torch.arange(n).repeat(count) if sample_ids is None else torch.tensor(sample_ids),
         }
@@ -57,16 +57,14 @@ def complete_samples(
     for key, dtype in dtypes.items():
         if complete[key].dtype != dtype:
             raise ValueError(f"_generate() returned {key} as {complete[key].dtype}; it must be {dtype}")
+    if bool((empty := ~mask.any(dim=1)).any()):
+        row = int(empty.nonzero()[0])
+        raise ValueError(f"_generate() returned a response_mask without a chosen token in row {row}")
     # A True column before a False one is padding to the right of a token.
-    for what, wrong in (
-        ("a response_mask without a chosen token", ~mask.any(dim=1)),
-        ("query_attn_masks", (attention[:, :-1] & ~attention[:, 1:]).any(dim=1) | ~attention[:, -1]),
-    ):
-        if bool(wrong.any()):
-            raise ValueError(
-                f"_generate() returned {what} in row {int(wrong.nonzero()[0])}; every response needs a chosen token, "
-                "and a prompt is left-padded"
-            )
+    right_padded = (attention[:, :-1] & ~attention[:, 1:]).any(dim=1) | ~attention[:, -1]
+    if bool(right_padded.any()):
+        row = int(right_padded.nonzero()[0])
+        raise ValueError(f"_generate() returned query_attn_masks in row {row} that are not left-padded")
     _check_finite("_generate", {"rollout_logprobs": complete["rollout_logprobs"]}, mask)
     return {key: value.cpu() for key, value in complete.items()}
 

@@ -3,9 +3,10 @@
 On several processes: `accelerate launch -m alpaca_ppo.cli evaluate`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from alpaca_ppo.config.fields import argument, options_of
 from alpaca_ppo.config.names import model_folder
@@ -15,9 +16,13 @@ from alpaca_ppo.config.script_arguments import MEASURED, LoraArguments, ScriptAr
 from alpaca_ppo.evaluation.results import results_text
 from alpaca_ppo.library_output import say_loading
 
-# The groups of options that an evaluation reads, and options of other groups.
-_GROUPS = ("Evaluation", "Prompts", "Generation", "Rewards", "Devices and memory")
-_MORE_OPTIONS = "seed dtype reference load_in_4bit trust_remote_code rollout_per_device_batch_size".split()
+# Options that act on training alone: groups, but for a few, and some of other groups.
+_TRAINING_GROUPS = (
+    *("Run and tracking", "Checkpoints", "Batch sizes and epochs", "Optimizer"),
+    *("Advantages", "Policy loss", "KL to the reference policy", "Critic"),
+)
+_ACT_NEVERTHELESS = ("seed", "rollout_per_device_batch_size", "max_tokens_per_micro_batch")
+_TRAINING_OPTIONS = ("whiten_rewards", "total_epochs", "total_episodes", "max_steps")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,17 @@ class EvaluateArguments(ScriptArguments):
     needed_objects = MEASURED
 
 
+def evaluation_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The `options` of a run, by name, that act in an evaluation, with learning options that need no critic."""
+    groups = {name: option.group for name, option in options_of(PPOConfig).items()}
+    acting = {
+        name: value
+        for name, value in options.items()
+        if name in _ACT_NEVERTHELESS or (groups[name] not in _TRAINING_GROUPS and name not in _TRAINING_OPTIONS)
+    }
+    return acting | {"adv_estimator": "reinforce_plus_plus", "kl_coef": 0.0, "report_to": ["none"]}
+
+
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluates, prints the metrics, and writes results.json and answers.jsonl."""
     script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo evaluate")
@@ -52,12 +68,7 @@ def evaluate(argv: Sequence[str]) -> int:
             f"results_dir is {str(folder)!r}, which holds the results of an earlier evaluation; choose another folder, "
             "or replace them with --overwrite"
         )
-    read = [name for name, option in options_of(PPOConfig).items() if option.group in _GROUPS or name in _MORE_OPTIONS]
-    settings = {name: getattr(args, name) for name in read}
-    # The other options are those of a run without a critic, which whiten_rewards needs, and without a KL penalty.
-    del settings["whiten_rewards"]
-    settings |= {"num_return_sequences": 1, "adv_estimator": "reinforce_plus_plus", "kl_coef": 0.0}
-    args = PPOConfig(**{**settings, "report_to": ["none"], "output_dir": str(folder)})
+    args = PPOConfig(**evaluation_options(vars(args)), output_dir=str(folder))
     say_loading()
     from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments
 

@@ -38,7 +38,7 @@ def train(argv: Sequence[str]) -> int:
 
 def sft(argv: Sequence[str]) -> int:
     """Fine-tunes a causal language model."""
-    _print_help_if_asked([SFTArguments], "alpaca-ppo sft", argv)
+    _print_help_if_asked([SFTArguments, LoraArguments], "alpaca-ppo sft", argv)
     say_loading()
     from alpaca_ppo.supervised.sft import train_sft
 

@@ -4,7 +4,9 @@ What they must know of an estimator, a loss or a critic comes from `registry`, s
 register too.
 """
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from alpaca_ppo.config.fields import shown
@@ -46,6 +48,32 @@ def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:
         if refused := set(names.split()) & set(given or ()):
             # The value is not shown, because it may be a token.
             raise ValueError(f"{field} has {min(refused)!r}; {remedy}")
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template that the columns `chat_template_kwargs` and `tools` of a dataset row hold, as
+    values or as JSON text. Raises ValueError for a column that holds something else.
+    """
+    keywords, tools = (_parsed(row.get(name)) or {} for name in ("chat_template_kwargs", "tools"))
+    if not isinstance(keywords, Mapping):
+        raise ValueError(f"column 'chat_template_kwargs' is {shown(keywords)}; make it a mapping, or rename it")
+    check_keywords("chat_template_kwargs", keywords)
+    return {**keywords, "tools": tools} if tools else {**keywords}
+
+
+def _parsed(value: Any) -> Any:
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else without_nulls(value)
+    return value
+
+
+def without_nulls(value: Any, *, deep: bool = True) -> Any:
+    """`value` without None in its mappings: Arrow gives a mapping the keys of those in all rows. Not `deep` = in the
+    outermost mappings only.
+    """
+    if isinstance(value, Mapping):
+        return {k: without_nulls(entry) if deep else entry for k, entry in value.items() if entry is not None}
+    return [without_nulls(entry, deep=deep) for entry in value] if isinstance(value, list) else value
 
 
 def check_combinations(config: Any) -> None:

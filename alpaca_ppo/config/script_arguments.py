@@ -154,7 +154,7 @@ class EstimateArguments(ModelArguments):
 
 @dataclass(frozen=True)
 class LoraArguments(CheckedArguments):
-    """LoRA instead of full fine-tuning (arXiv:2106.09685), for `alpaca-ppo train` and `alpaca-ppo reward`."""
+    """LoRA instead of full fine-tuning (arXiv:2106.09685), for `alpaca-ppo train`, `sft` and `reward`."""
 
     use_peft: bool = argument(False, group="LoRA")
     """Freeze the base model and train LoRA adapters on it."""

@@ -43,7 +43,7 @@ class SFTArguments(_SupervisedArguments):
     chat_template_kwargs: dict[str, JsonValue] | None = None
     """Further arguments of the chat template, such as {enable_thinking: false}, as YAML or JSON."""
     completion_column: str = "completion"
-    """Column of the text or the turns to learn."""
+    """Column of what to learn: text, messages or turns; without it, whole conversations in messages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

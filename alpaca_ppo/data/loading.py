@@ -41,7 +41,8 @@ def load_prompt_dataset(dataset_name: str, *, split: str | None = None, config_n
             cause = cause.__cause__
         reason = str(cause) if type(cause) is ValueError else f"{type(cause).__name__}: {cause}"
         raise ValueError(f"dataset_name {dataset_name!r} cannot be read: {reason}") from error
-    return _select_split(splits, split, dataset_name)
+    # A format is saved with a dataset.
+    return unformatted(_select_split(splits, split, dataset_name))
 
 
 def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
@@ -68,6 +69,13 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
     if not split:
         return None
     return load_prompt_dataset(script_args.dataset_name, split=split, config_name=script_args.dataset_config)
+
+
+def unformatted(dataset: Dataset) -> Dataset:
+    """`dataset` with all columns as Python's values, whatever its output format; a function that transforms rows
+    stays.
+    """
+    return dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
 
 
 def _load_eval_dataset(source: str) -> Dataset:
@@ -175,6 +183,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _check_cells(path: Path, separator: str) -> None:
     """Checks that rows have a cell for each column: pandas would shift the cells of a longer one."""
+    # By default, the module refuses cells of more than 131,072 characters, which pandas reads.
+    csv.field_size_limit(2**31 - 1)
     with open(path, encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, delimiter=separator)
         columns = next(rows, [])

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from os.path import commonprefix
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.control_tokens import ControlTokens
+from alpaca_ppo.data.loading import unformatted
 from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
@@ -131,7 +132,10 @@ def prepare_prompts(
     """
     assert query_len >= 1 and overlong in ("drop", "truncate", "error")
     _check_dataset(dataset)
+    dataset = unformatted(dataset)
     form = (form or PromptForm()).resolved(dataset.column_names, chat=bool(tokenizer.chat_template))
+    json_columns = frozenset(name for name, feature in dataset.features.items() if "Json(" in str(feature))
+    form = replace(form, json_columns=json_columns)
     digest = hashlib.sha256()
     # The rows that are kept, and their token ids; the lengths are those of all prompts.
     kept: list[int] = []
@@ -143,11 +147,11 @@ def prepare_prompts(
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        prompts, tools = _prompts_of_rows(rows, start, form, tools_of, kind)
+        prompts, options = _prompts_of_rows(rows, start, form, tools_of, kind)
         kind = type(prompts[0])
         protected = control_tokens.protect(prompts) if control_tokens else prompts
         tokenized = tokenize_prompts(
-            protected, tokenizer, form.chat_template_kwargs, tools=tools, control_tokens=control_tokens, start=start
+            protected, tokenizer, options, may_be_blank=tools_of is not None, control_tokens=control_tokens, start=start
         )
         lengths += map(len, tokenized)
         for number, ids in enumerate(tokenized, start):
@@ -183,17 +187,20 @@ def prepare_prompts(
 
 def _prompts_of_rows(
     rows: list[dict[str, Any]], start: int, form: PromptForm, tools_of: ToolsOf | None, kind: type | None
-) -> tuple[list[Any], list[Schemas] | None]:
-    """Returns the checked prompts of `rows`, the first of which is row `start`, and, with `tools_of`, the schemas of
-    their tools. All prompts must be of one type: that of earlier rows, `kind`, if there are any.
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Returns the checked prompts of `rows`, the first of which is row `start`, and the chat template's arguments for
+    each. All must be of one type: that of earlier rows, `kind`, if there are any.
     """
     prompts: list[Any] = []
-    tools: list[Schemas] = []
+    options: list[dict[str, Any]] = []
     for number, row in enumerate(rows, start):
         try:
             prompt = form.prompt_of(row)
-            if tools_of is not None:
-                tools.append(tools_of(row))
+            options.append(form.options_of(row) if isinstance(prompt, list) else {})
+            if tools_of is not None and (schemas := tools_of(row)):
+                if "tools" in options[-1]:
+                    raise ValueError("column 'tools' is set, but the run has tools of its own; remove or rename it")
+                options[-1]["tools"] = list(schemas)
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
         _check_prompt(prompt, number, may_be_blank=tools_of is not None)
@@ -204,7 +211,7 @@ def _prompts_of_rows(
                 f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
             )
         prompts.append(prompt)
-    return prompts, None if tools_of is None else tools
+    return prompts, options
 
 
 def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -265,10 +272,11 @@ def _check_dataset(dataset: Dataset) -> None:
 
 
 def well_formed_messages(value: Any) -> bool:
-    """Whether `value` is a non-empty list of messages, whose `role` and `content` are text."""
-    if not isinstance(value, list) or not value:
+    """Whether `value` is a non-empty list of messages, whose `role` and `content` (if no tool calls) are text."""
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         return False
-    return all(isinstance(m, dict) and all(isinstance(m.get(key), str) for key in ("role", "content")) for m in value)
+    texts = [(m.get("role"), m.get("content", "" if m.get("tool_calls") else None)) for m in value]
+    return all(isinstance(text, str) for pair in texts for text in pair)
 
 
 def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
@@ -289,9 +297,9 @@ def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
 def tokenize_prompts(
     prompts: list[Any],
     tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    options: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Schemas] | None = None,
+    may_be_blank: bool = False,
     control_tokens: ControlTokens | None = None,
     start: int = 0,
 ) -> list[list[int]]:
@@ -299,8 +307,8 @@ def tokenize_prompts(
 
     Args:
         prompts: all texts, or all messages.
-        tools: given with environments or tools: the schemas that the chat template shows with each prompt. An empty
-            text then gets no tokens.
+        options: further arguments of the chat template for each prompt, such as `tools`.
+        may_be_blank: with environments or tools: an empty text gets no tokens.
         control_tokens: given where prompts have parts that it protects.
         start: the row of the first prompt, for errors.
 
@@ -315,18 +323,16 @@ def tokenize_prompts(
             "model, set tokenizer.chat_template, or use text prompts"
         )
     else:
-        options = {"add_generation_prompt": True, "return_dict": True, **(chat_template_kwargs or {})}
-        options["tokenize"] = control_tokens is None
+        keywords = {"add_generation_prompt": True, "return_dict": True, "tokenize": control_tokens is None}
         tokenized = []
-        for number, messages in enumerate(prompts):
-            with_tools = {"tools": list(tools[number])} if tools and tools[number] else {}
-            rendered = _rendered(messages, tokenizer, {**options, **with_tools}, start + number)
+        for number, (messages, given) in enumerate(zip(prompts, options, strict=True), start):
+            rendered = _rendered(messages, tokenizer, {**keywords, **given}, number)
             if control_tokens is None:
                 tokenized.append(list(rendered["input_ids"]))
             else:
                 tokenized.append(control_tokens.encode(rendered, add_special_tokens=False))
     for number, (prompt, ids) in enumerate(zip(prompts, tokenized, strict=True), start):
-        if tools is not None and not prompt:
+        if may_be_blank and not prompt:
             ids.clear()
         elif not ids:
             raise ValueError(

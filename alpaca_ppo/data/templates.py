@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from alpaca_ppo.config.checks import template_options, without_nulls
+
 PROBE = "…"
 
 
@@ -68,13 +70,16 @@ PROMPT_TEMPLATES: dict[str, PromptTemplate] = {
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How dataset rows become prompts, by the options of these names (`config.run_options`)."""
+    """How dataset rows become prompts, by the options of these names (`config.run_options`). `json_columns` have the
+    type Json.
+    """
 
     prompt_column: str = "prompt"
     prompt_template: str | None = None
     user_template: str | None = None
     system_prompt: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    json_columns: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, args: Any) -> "PromptForm":
@@ -151,11 +156,24 @@ class PromptForm:
             prompt = [{"role": "user", "content": prompt.strip()}]
         if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
             return prompt
-        # Arrow sets a key that only other messages have to None; chat templates test for its presence.
-        prompt = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        prompt = self.own_keys(prompt, self.prompt_column)
         if self.system_prompt is not None and all(message.get("role") != "system" for message in prompt):
             return [{"role": "system", "content": self.system_prompt}, *prompt]
         return prompt
+
+    def own_keys(self, messages: Any, column: str) -> Any:
+        """Returns messages of `column` without the keys that they have from other rows: chat templates test for the
+        presence of a key. Those in a column of the type Json have none, and nulls within them are meant.
+        """
+        return without_nulls(messages, deep=column not in self.json_columns)
+
+    def options_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of the chat template for one row, whose own take precedence.
+
+        Raises:
+            ValueError: see `template_options`.
+        """
+        return {**(self.chat_template_kwargs or {}), **template_options(row)}
 
     def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
         """Returns the prompt of `row` up to the policy's answer, with `PROBE` in place of the text of the row."""

@@ -6,15 +6,17 @@ So it must write a message the same whatever its position and whatever follows; 
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
 from alpaca_ppo.async_calls import error_text
+from alpaca_ppo.config.checks import template_options
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.prompts import tokenize_prompts
-from alpaca_ppo.environments.tool_calls import ToolCall, find_json_calls, find_template_calls
+from alpaca_ppo.environments.tool_calls import ToolCall, find_json_calls, find_template_calls, without_thoughts
 
 Message = dict[str, Any]
 # JSON schemas of tools.
@@ -76,13 +78,23 @@ class Conversation:
         self._stop = frozenset(stop_token_ids)
         self._special = frozenset(tokenizer.all_special_ids)
 
+    def of_row(self, row: Mapping[str, Any]) -> "Conversation":
+        """This one, with the chat template's arguments in the columns of a dataset row."""
+        if not (options := template_options(row) if self.messages else {}):
+            return self
+        own = copy(self)
+        own._keywords = self._keywords | options
+        own.__dict__.pop("prompt_end", None)
+        return own
+
     def prompt_ids(self, prompt: Any, schemas: Schemas, observation: str = "") -> list[int]:
         """The token ids of a row's text or messages, with `observation` at their end."""
         tokens = self._control_tokens
         if not self._prompts_trusted:
             prompt = tokens.protect(prompt)
         prompt = with_observation(prompt, tokens.protect(observation))
-        return tokenize_prompts([prompt], self.tokenizer, self._keywords, tools=[schemas], control_tokens=tokens)[0]
+        options = self._keywords | ({"tools": list(schemas)} if schemas else {})
+        return tokenize_prompts([prompt], self.tokenizer, [options], may_be_blank=True, control_tokens=tokens)[0]
 
     @cached_property
     def prompt_end(self) -> str:
@@ -99,10 +111,15 @@ class Conversation:
         skip = not keep_special
         return str(self.tokenizer.decode(kept, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
+    def said_text(self, ids: Sequence[int]) -> str:
+        """The text of a turn with its special tokens and without thoughts, of which the prompt may have begun one."""
+        is_begun = self.prompt_end.rfind("<think>") > self.prompt_end.rfind("</think>")
+        return without_thoughts("<think>" * is_begun + self.turn_text(ids, keep_special=True))
+
     def find_calls(self, text: str, schemas: Schemas) -> list[ToolCall]:
         """The tool calls in a turn's text."""
         if getattr(self.tokenizer, "response_template", None) is not None:
-            return find_template_calls(self.tokenizer, text, self.prompt_end, schemas)
+            return find_template_calls(self.tokenizer, text, without_thoughts(self.prompt_end), schemas)
         return find_json_calls(text)
 
     def reply_ids(
@@ -269,7 +286,7 @@ class Conversation:
         return text
 
     def _ids(self, text: str) -> list[int]:
-        return self._control_tokens.encode(text, add_special_tokens=False)
+        return self._control_tokens.encode(text, continues=True)
 
 
 def _assistant(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:

@@ -252,7 +252,7 @@ class Episode:
     def _find_calls(self, turn: Turn) -> list[ToolCall]:
         """The tool calls in a turn."""
         conversation, parser = self.settings.conversation, self.settings.tool_call_parser
-        text = conversation.turn_text(turn.response[turn.start :], keep_special=True)
+        text = conversation.said_text(turn.response[turn.start :])
         if parser is not None:
             try:
                 return find_parsed_calls(parser, text)

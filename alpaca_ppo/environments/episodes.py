@@ -53,18 +53,21 @@ class Environments:
     def episodes(
         self, prompts: PromptBatch, sampling_params: SamplingParams, poll: Callable[[], Any]
     ) -> Iterator["Episodes"]:
-        """A block in which the episodes of `prompts` exist, `sampling_params.num_return_sequences` for each. `poll` is
-        called several times a second while calls are awaited; an exception in it ends the block.
+        """Resets an environment for each episode, `sampling_params.num_return_sequences` of each prompt, and yields
+        the episodes with the prompts that the environments have completed. The end of the block abandons open calls
+        and releases the environments, for reuse if they can be.
+
+        `poll` is called several times a second while calls are awaited; an exception in it ends the block.
         """
         n = sampling_params.num_return_sequences
-        made = [
-            Episode(kind_of(self.kinds, row), row, int(prompt_id), self.settings)
-            for row, prompt_id in zip(prompts["rows"], prompts["prompt_ids"], strict=True)
-            for _ in range(n)
-        ]
+        made = []
+        for row, prompt_id in zip(prompts["rows"], prompts["prompt_ids"].tolist(), strict=True):
+            settings = replace(self.settings, conversation=self.settings.conversation.of_row(row))
+            made += [Episode(kind_of(self.kinds, row), row, prompt_id, settings) for _ in range(n)]
         episodes = Episodes(made, self, poll)
         try:
-            # A seed of 31 bits for each prompt in this step and round, the same for all its samples.
+            # A seed of 31 bits for each prompt in this step and round, the same for all its samples. Its stream is not
+            # the sampler's, so that an environment's random numbers do not repeat those of the tokens.
             reset_params = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1)
             keys = reset_params.random_keys(prompts["prompt_ids"])
             episodes.begin([int(key) & 0x7FFFFFFF for key in keys for _ in range(n)])
@@ -72,6 +75,7 @@ class Environments:
             episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
             yield episodes
         finally:
+            # The numbers of the episodes whose call has not returned: it may still write to the environment.
             running = self.calls.abandon()
             for number, episode in enumerate(made):
                 if episode.environment is not None:

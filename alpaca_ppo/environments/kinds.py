@@ -9,7 +9,7 @@ which has no `reply`.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partialmethod
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -140,11 +140,12 @@ class EnvironmentKind:
         return named | (dict(row) if self._reset_parameters.any_others else {})
 
 
-def _public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
+def _public_methods(instance: Any) -> dict[str, Any]:
     # Properties are skipped: before `reset` they may not have a value.
-    static = inspect.getmembers_static(instance, lambda member: not isinstance(member, property | cached_property))
-    public = {name: getattr(instance, name, None) for name, _ in static if not name.startswith("_")}
-    return {name: value for name, value in public.items() if inspect.ismethod(value) and name not in _RESERVED}
+    static = dict(inspect.getmembers_static(instance, lambda value: not isinstance(value, property | cached_property)))
+    public = {name: getattr(instance, name, None) for name in static if name[0] != "_" and name not in _RESERVED}
+    unbound = [name for name, member in static.items() if isinstance(member, staticmethod | partialmethod)]
+    return {name: value for name, value in public.items() if inspect.ismethod(value) or name in unbound}
 
 
 class NoEnvironment:

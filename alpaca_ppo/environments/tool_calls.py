@@ -13,6 +13,8 @@ from alpaca_ppo.config.fields import shown
 
 _DEEPEST = 64
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+# A thought, or in group 1 a call, whose arguments may quote one.
+_THOUGHT = re.compile(r"(<tool_call>.*?(?:</tool_call>|\Z))|<think>.*?(?:</think>|\Z)", re.DOTALL)
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -34,12 +36,17 @@ class ToolCall:
 
 ToolCallParser = Callable[[str], Sequence[Mapping[str, Any]]]
 """Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. The text
-includes special tokens, except for the one that ended the turn."""
+includes special tokens, except for the one that ended the turn, and no thoughts."""
 
 
 def encodable(text: str) -> str:
     """`text` with a question mark for each lone surrogate, which neither tokenizers nor files accept."""
     return text.encode("utf-8", "replace").decode()
+
+
+def without_thoughts(text: str) -> str:
+    """`text` without what is between <think> and </think>, or the end: a call in it is only mentioned."""
+    return _THOUGHT.sub(lambda found: found[1] or "", text)
 
 
 def find_json_calls(text: str) -> list[ToolCall]:

@@ -14,7 +14,7 @@ TOTAL = "scores"
 RESERVED = (
     "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction masked_rows turns "
     "environment_tokens tool_calls tool_failure_rate correct win_rate unjudged length_difference prompt_id sample_id "
-    "prompt response score stopped length kl columns tokens opponent win set run table step more"
+    "prompt response score stopped length kl columns tokens opponent win set run table step more dropped_prompts"
 ).split()
 """Metrics of every evaluation and columns of its tables, of answers.jsonl and of the report, whose names no metric
 function may have."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from alpaca_ppo.control_tokens import continuing
+
 # Written by decoders for bytes that are no complete character.
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -147,7 +149,7 @@ def _truncate_token(processing_class: PreTrainedTokenizerBase, token: str | int)
         return token
     if token in vocabulary:
         return vocabulary[token]
-    ids = processing_class.encode(token, add_special_tokens=False)
+    ids = continuing(processing_class)(token)
     if len(ids) != 1 or ids[0] == processing_class.unk_token_id:
         raise ValueError(
             f"truncate_tokens holds {token!r}, which the tokenizer splits into {len(ids)} tokens "

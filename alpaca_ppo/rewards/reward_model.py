@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from alpaca_ppo.adapters.files import is_adapter
+from alpaca_ppo.config.checks import template_options
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
@@ -118,7 +119,8 @@ class ModelReward:
             text: Any = prompt + completion
         else:
             messages = [*_messages("user", prompt), *_messages("assistant", completion)]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            columns = {name: values[row] for name, values in batch.columns.items()}
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **template_options(columns))
             # The template wrote them.
             options = {"add_special_tokens": False}
         if protects:

@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from transformers.trainer_utils import EvalPrediction, set_seed
 
 from alpaca_ppo.adapters.checks import inject_adapter
+from alpaca_ppo.config.checks import template_options
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
@@ -25,40 +26,33 @@ from alpaca_ppo.config.supervised_arguments import RewardModelArguments
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.prompts import well_formed_messages
 from alpaca_ppo.library_output import has_screen, transformers_bars
-from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
+from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
 
 PAIR = ("chosen", "rejected")
 
 
 def with_prompts(dataset: Dataset, prompt_column: str) -> Dataset:
-    """The pairs, unchanged unless `chosen` and `rejected` are whole conversations. Then the messages that both begin
-    with replace the content of `prompt_column`.
-    """
-    first: Any = dataset[0].get(PAIR[0]) if len(dataset) else None
-    if not well_formed_messages(first) or first[0]["role"] == "assistant":
-        return dataset
+    """The pairs; of whole conversations, the messages with which both begin become the prompt."""
 
-    def split(row: dict[str, Any]) -> dict[str, Any]:
-        chosen, rejected = row["chosen"], row["rejected"]
+    def shared(chosen: list[Any], rejected: list[Any]) -> int:
         # The last message is always the completion.
-        shared = 0
-        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-            shared += 1
-        return {prompt_column: chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+        pairs = list(zip(chosen[:-1], rejected[:-1], strict=False))
+        return next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
 
-    return dataset.map(split)
+    return split_conversations(dataset, PAIR, prompt_column, shared)
 
 
 def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, arguments: RewardModelArguments) -> Dataset:
     """Rows of `chosen` and `rejected`, token ids with the prompt, and `length`, that of the longer one."""
     pairs = []
     for row in (item["row"] for item in prompts):
-        chosen, rejected = (_sequence(tokenizer, row["prompt"], row[column]) for column in PAIR)
+        chosen, rejected = (_sequence(tokenizer, row, prompts.form.own_keys(row[name], name)) for name in PAIR)
         pairs.append({"chosen": chosen, "rejected": rejected, "length": max(len(chosen), len(rejected))})
     return rows_that_fit(pairs, arguments.max_length)
 
 
-def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: Any) -> list[int]:
+def _sequence(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], completion: Any) -> list[int]:
+    prompt = row["prompt"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return list(tokenizer(prompt + completion)["input_ids"])
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
@@ -67,8 +61,8 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: Any) 
             f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or, after "
             "a prompt of messages, a list of messages with 'role' and 'content'"
         )
-    encoded: Any = tokenizer.apply_chat_template([*prompt, *answer], tokenize=True, return_dict=True)
-    return list(encoded["input_ids"])
+    options: Any = {"tokenize": True, "return_dict": True, **template_options(row)}
+    return list(tokenizer.apply_chat_template([*prompt, *answer], **options)["input_ids"])
 
 
 class RewardTrainer(Trainer):
@@ -101,7 +95,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     # `collate` needs them.
     training.remove_unused_columns = False
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)
-    data = trainer_data(model_name, arguments, training, PAIR, tokenize, with_prompts)
+    data, counts = trainer_data(model_name, arguments, training, PAIR, tokenize, with_prompts)
     tokenizer = data["processing_class"]
     # The trainer would seed after the head and the adapter are initialized.
     set_seed(training.seed)
@@ -117,4 +111,4 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
         return dict(tokenizer.pad({"input_ids": sequences}, padding_side="right", return_tensors="pt"))
 
     trainer = RewardTrainer(model, training, collate, compute_metrics=accuracy, **data)
-    train(trainer, "alpaca-ppo train --model_name_or_path ... --dataset_name ... --reward_model_name_or_path")
+    train(trainer, counts, "alpaca-ppo train --model_name_or_path ... --dataset_name ... --reward_model_name_or_path")

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
 from alpaca_ppo.adapters.files import is_adapter
+from alpaca_ppo.config.checks import without_nulls
 from alpaca_ppo.data import PromptDataset, PromptForm, introduction, load_prompt_dataset, prepare_prompts
+from alpaca_ppo.data.prompts import well_formed_messages
 from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.distributed.threads import limit_threads
 from alpaca_ppo.library_output import has_screen, transformers_bars
@@ -24,6 +27,31 @@ def rows_that_fit(rows: Iterable[dict[str, Any]], max_length: int) -> Dataset:
     if not kept:
         raise ValueError(f"no row fits into max_length ({max_length}) tokens; raise it")
     return Dataset.from_list(kept)
+
+
+def split_conversations(
+    dataset: Dataset, columns: Sequence[str], prompt_column: str, prompt_length: Callable[..., int]
+) -> Dataset:
+    """The dataset, in which rows are changed whose `columns` are whole conversations: their first messages, so many as
+    `prompt_length` of these conversations, are removed from them and replace the content of `prompt_column`.
+    """
+
+    def is_whole(messages: Any) -> bool:
+        return well_formed_messages(without_nulls(messages)) and messages[0]["role"] != "assistant"
+
+    def split(number: int, row: dict[str, Any]) -> dict[str, Any]:
+        whole = [is_whole(row[column]) for column in columns]
+        if not any(whole):
+            return {prompt_column: None, **row}
+        if not all(whole):
+            raise ValueError(f"row {number}: one of {columns} begins with the prompt, one does not; write it in all")
+        length = prompt_length(*(row[column] for column in columns))
+        completions = {column: row[column][length:] for column in columns}
+        return {**row, prompt_column: row[columns[0]][:length], **completions}
+
+    if {*columns} <= {*dataset.column_names} and any(is_whole(row[name]) for row in dataset for name in columns):
+        return Dataset.from_list([split(*numbered) for numbered in enumerate(dataset)], on_mixed_types="use_json")
+    return dataset
 
 
 def prompts_of(
@@ -43,16 +71,17 @@ def trainer_data(
     training: TrainingArguments,
     columns: Sequence[str],
     tokenize: Callable[..., Dataset],
-    with_prompts: Callable[[Dataset, str], Dataset] = lambda dataset, _: dataset,
-) -> dict[str, Any]:
-    """The tokenizer and the datasets of a `Trainer`, as keyword arguments. Sets some defaults in `training`, and prints
-    what the training prompts look like.
+    with_prompts: Callable[..., Dataset],
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The tokenizer and the datasets of a `Trainer`, as keyword arguments, and how many rows they have and lack. Sets
+    some defaults in `training`, and prints what the training prompts look like.
 
     Args:
         arguments: `SFTArguments` or `RewardModelArguments`.
         columns: the columns that the dataset needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
-        with_prompts: adds the column of prompts to a dataset that may lack it.
+        with_prompts: adds the column of prompts to a dataset that may lack it; gets the dataset, the column's name, and
+            those of `columns` that can be chosen.
 
     Raises:
         ValueError: for an adapter, an `output_dir` that holds a model, or a dataset without the columns.
@@ -63,20 +92,25 @@ def trainer_data(
     _check_folders(model, training)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    chosen = columns if "completion_column" in vars(arguments) else ()
+    data, counts = {"processing_class": tokenizer}, dict[str, float]()
 
-    def load(split: str) -> PromptDataset:
+    def load(kind: str, split: str) -> PromptDataset:
         dataset = load_prompt_dataset(arguments.dataset_name, config_name=arguments.dataset_config, split=split)
-        return prompts_of(with_prompts(dataset, arguments.prompt_column), tokenizer, arguments, columns)
+        dataset = with_prompts(dataset, arguments.prompt_column, *chosen)
+        prompts = prompts_of(dataset, tokenizer, arguments, columns)
+        rows = data[f"{kind}_dataset"] = tokenize(prompts, tokenizer, arguments)
+        lost, most = len(dataset) - len(rows), arguments.max_length
+        PartialState().print(f"{kind} data: {len(rows)} rows ({lost} longer than max_length, {most}, are dropped)")
+        counts.update({f"{kind}_rows": len(rows), f"{kind}_rows_dropped": lost})
+        return prompts
 
-    data = {"processing_class": tokenizer}
     if arguments.dataset_test_split:
-        data["eval_dataset"] = tokenize(load(arguments.dataset_test_split), tokenizer, arguments)
-    prompts = load(arguments.dataset_train_split)
-    data["train_dataset"] = tokenize(prompts, tokenizer, arguments)
-    if training.process_index == 0:
-        print(*introduction(prompts, tokenizer), sep="\n", flush=True)
+        load("eval", arguments.dataset_test_split)
+    prompts = load("train", arguments.dataset_train_split)
+    PartialState().print(*introduction(prompts, tokenizer), sep="\n", flush=True)
     prompts.record_wording(tokenizer)
-    return data
+    return data, counts
 
 
 def _check_folders(model: str, training: TrainingArguments) -> None:
@@ -104,8 +138,10 @@ class _HeldOut(TrainerCallback):
     on_train_end = on_train_begin
 
 
-def train(trainer: Trainer, next_command: str) -> None:
-    """Trains and saves the model, and prints losses, the folder, and `next_command` with the folder."""
+def train(trainer: Trainer, counts: dict[str, float], next_command: str) -> None:
+    """Trains and saves the model, with train_results.json, which also holds `counts`; and prints losses, the folder,
+    and `next_command` with the folder.
+    """
     limit_threads(trainer.accelerator)
     start = time.perf_counter()
     held_out = _HeldOut(trainer)
@@ -114,6 +150,7 @@ def train(trainer: Trainer, next_command: str) -> None:
     with transformers_bars(shown=has_screen()):
         trained = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         trainer.save_model()
+        trainer.save_metrics("train", {**trained.metrics, **counts})
     if not trainer.is_world_process_zero():
         return
     print(f"done: {trainer.state.global_step} steps in {tqdm.format_interval(time.perf_counter() - start)}")

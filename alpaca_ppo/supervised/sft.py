@@ -4,45 +4,102 @@ Packing is left out; `--train_sampling_strategy group_by_length` keeps padding s
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+from accelerate import PartialState
 from datasets import Dataset
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from peft import get_peft_model
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
+from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import SFTArguments
+from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
+from alpaca_ppo.data.prompts import well_formed_messages
 from alpaca_ppo.generation import resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
-from alpaca_ppo.supervised.run import rows_that_fit, train, trainer_data
+from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
 
 IGNORED = -100
+
+
+def with_prompts(dataset: Dataset, prompt_column: str, completion_column: str = "completion") -> Dataset:
+    """The demonstrations; of whole conversations, in that column or in `messages`, the prompt is what comes before the
+    first answer.
+    """
+    if completion_column not in dataset.column_names and "messages" in dataset.column_names:
+        dataset = dataset.rename_column("messages", completion_column)
+
+    def before_answer(messages: list[dict[str, Any]]) -> int:
+        return next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages) - 1)
+
+    return split_conversations(dataset, [completion_column], prompt_column, before_answer)
 
 
 def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, arguments: SFTArguments) -> Dataset:
     """Rows of `input_ids`, `labels` and `length`. Labels ignore the prompt and include the end of the completion: the
     eos or, if prompts are messages, what ends a turn in the chat template.
 
-    A completion is text, or a list of turns with `role` and `text`, as in tables of rollouts under `turns`; turns of
-    other roles than `policy` are not learned.
+    A completion is text; after a prompt of messages also messages, of which the assistant's are learned, all as the
+    chat template writes them; or a list of turns with `role` and `text`, as in tables of rollouts under `turns`, of
+    which those of `policy` are learned.
     """
     turn_end = resolve_turn_end(tokenizer, arguments.chat_template_kwargs) if prompts.are_messages else None
     end = tokenizer.eos_token_id if turn_end is None else turn_end
-    rows = []
+    encode, rows, rewritten = continuing(tokenizer), [], 0
     for item in prompts:
-        prompt = item["input_ids"]
-        ids, labels = [*prompt], [IGNORED] * len(prompt)
-        for is_learned, text in _parts(item["row"][arguments.completion_column]):
-            part = tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids += part
-            labels += part if is_learned else [IGNORED] * len(part)
-        completion = ids[len(prompt) :]
-        if completion[-1:] != [end]:
-            ids.append(end)
-            labels.append(end)
-        rows.append({"input_ids": ids, "labels": labels, "length": len(labels)})
+        row, parts = item["row"], [(False, item["input_ids"])]
+        completion = prompts.form.own_keys(row[arguments.completion_column], arguments.completion_column)
+        answers = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        roles = [message["role"] for message in answers] if well_formed_messages(answers) else [""]
+        if prompts.are_messages and roles[0] == roles[-1] == "assistant":
+            texts, goes_on = _growing_texts(tokenizer, row["prompt"], answers, prompts.form.options_of(row))
+            if not goes_on:
+                rewritten += 1
+                parts = [(False, tokenizer(texts[0], add_special_tokens=False)["input_ids"])]
+            for before, after in pairwise(texts):
+                part = encode(after.removeprefix(before))
+                size = part.index(end) + 1 if end in part else len(part)
+                # Without its end, an earlier answer cannot be told from what follows it.
+                parts += [(end in part or after == texts[-1], part[:size]), (False, part[size:])]
+            # What the template writes after the last turn.
+            del parts[-1]
+        else:
+            parts += [(is_learned, encode(text)) for is_learned, text in _parts(completion)]
+        if parts[-1][1][-1:] != [end]:
+            parts.append((True, [end]))
+        ids = [token for _, part in parts for token in part]
+        labels = [token if is_learned else IGNORED for is_learned, part in parts for token in part]
+        rows.append({"input_ids": ids, "labels": labels, "length": len(ids)})
+    if rewritten:
+        PartialState().print(
+            f"in {rewritten} of {len(rows)} rows the chat template writes the prompt in another way once an answer "
+            f"follows {texts[0][-40:]!r}; only the last answer is learned there, after the prompt of alpaca-ppo train"
+        )
     return rows_that_fit(rows, arguments.max_length)
+
+
+def _growing_texts(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[Any], answers: list[Any], options: dict[str, Any]
+) -> tuple[list[str], bool]:
+    """The conversation before each of the assistant's `answers`, and all of it, each the beginning of the next. False =
+    the chat template writes it in another way later, so only the last two are here; if not even these go on from each
+    other, the answer's own text ends the last.
+    """
+
+    def written(messages: list[Any], **keywords: Any) -> str:
+        return str(tokenizer.apply_chat_template([*prompt, *messages], tokenize=False, **options, **keywords))
+
+    starts = [i for i, message in enumerate(answers) if message["role"] == "assistant"]
+    texts = [*(written(answers[:i], add_generation_prompt=True) for i in starts), written(answers)]
+    if goes_on := all(after.startswith(before) for before, after in pairwise(texts)):
+        return texts, goes_on
+    before, whole = texts[-2:]
+    return [before, whole if whole.startswith(before) else before + answers[-1].get("content", "")], goes_on
 
 
 def _parts(completion: Any) -> list[tuple[bool, str]]:
@@ -54,16 +111,25 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
     if not turns or not are_valid or turns[-1]["role"] != "policy":
         raise ValueError(
             f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or a list of "
-            'turns such as {"role": "policy", "text": "..."}, of which the last is the policy\'s'
+            'turns such as {"role": "policy", "text": "..."}, of which the last is the policy\'s, or, after a prompt '
+            "of messages, a list of messages that begins and ends with the assistant's"
         )
     return [(turn["role"] == "policy", turn["text"]) for turn in turns]
 
 
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
-    arguments, training = parse_args([SFTArguments, TrainingArguments], argv, prog="alpaca-ppo sft")
+    arguments, lora, training = parse_args(
+        [SFTArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo sft"
+    )
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path)
-    data = trainer_data(model_name, arguments, training, [arguments.completion_column], tokenize)
+    column = arguments.completion_column
+    data, counts = trainer_data(model_name, arguments, training, [column], tokenize, with_prompts)
+    # The trainer would seed after the adapter is initialized.
+    set_seed(training.seed)
+    model = load_causal_lm(model_name)
+    if config := lora.peft_config("CAUSAL_LM"):
+        model = inject_adapter(get_peft_model, model, config)
     collator = DataCollatorForSeq2Seq(data["processing_class"], label_pad_token_id=IGNORED)
-    trainer = Trainer(load_causal_lm(model_name), training, collator, **data)
-    train(trainer, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")
+    trainer = Trainer(model, training, collator, **data)
+    train(trainer, counts, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")

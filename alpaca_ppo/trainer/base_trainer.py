@@ -373,6 +373,8 @@ class BaseTrainer(ABC):
         start_is_logged = lines > 0 or not self.progress.at_start
         logged_step = self.progress.step if start_is_logged else -1
         provenance = self.start.record.provenance(hardware(self.accelerator), resumed_step=logged_step)
+        sets = {"train": self.train_prompts, **{f"eval {name}".strip(): p for name, p in self.eval_prompts.items()}}
+        provenance["prompts"] = {name: str(prompts) for name, prompts in sets.items()}
         self.run_log.begin(self.start.record.config(self.args), provenance, step=logged_step, lines=lines)
         if folder is not None:
             self.run_log.message(f"resuming from {folder} (step {self.state.global_step} of {self.schedule.num_steps})")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.prompts import tokenize_prompts
 from alpaca_ppo.distributed import collectives
@@ -88,7 +89,8 @@ class Evaluator:
                 self._opponents[name] = self._opponent(prompts, batches, params)
             self._compare(prompts, records, self._opponents[name])
         self._log_table(name, folder, step, rollouts, records)
-        return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts)
+        dropped = {"dropped_prompts": float(prompts.num_dropped)} if prompts.num_dropped else {}
+        return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts) | dropped
 
     def _eval_sampling_params(self) -> SamplingParams:
         """How eval prompts are answered: with the same random numbers at every step."""
@@ -184,8 +186,7 @@ class Evaluator:
             answers = self._in_order(self._reference_answers(batches, params), len(rows))
         else:
             texts = stored_answers(opponent, rows)
-            ids = self._processing_class(texts, add_special_tokens=False)["input_ids"]
-            answers = list(zip(ids, texts, strict=True))
+            answers = list(zip(map(continuing(self._processing_class), texts), texts, strict=True))
         scores = [math.nan] * len(rows) if source is None else self._scores_by(source, rows, answers)
         return [(text, score) for (_, text), score in zip(answers, scores, strict=True)]
 
@@ -248,7 +249,7 @@ def answer_texts(
         raise ValueError(
             f"prompts is {several!r:.200}; give at least one, and either texts or conversations (lists of messages)"
         )
-    ids = tokenize_prompts(several, processing_class, collector.args.chat_template_kwargs)
+    ids = tokenize_prompts(several, processing_class, [collector.args.chat_template_kwargs or {}] * len(several))
     query_len = max(map(len, ids))
     model = collector.engine.actor_critic.policy.model
     check_lengths(model.config, {"the prompt": query_len, "max_new_tokens": params.max_new_tokens})

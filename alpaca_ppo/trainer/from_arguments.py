@@ -4,8 +4,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from datasets import Dataset
 from peft import PeftConfig
 
 from alpaca_ppo.adapters.files import is_adapter
@@ -16,7 +17,9 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.data import load_prompt_dataset
 from alpaca_ppo.data.loading import load_eval_datasets
+from alpaca_ppo.data.prompts import prompt_text
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
+from alpaca_ppo.environments.kinds import make_kinds
 from alpaca_ppo.evaluation.results import write_results
 from alpaca_ppo.models.loading import load_processing_class
 from alpaca_ppo.rewards.build import reward_sources
@@ -24,6 +27,7 @@ from alpaca_ppo.tracking.run_record import RunRecord
 from alpaca_ppo.trainer.ppo_trainer import PPOTrainer
 from alpaca_ppo.trainer.preflight import check_room_for_policy, check_start
 from alpaca_ppo.trainer.run_doctor import RunDoctor
+from alpaca_ppo.trainer.setup import make_prompts
 
 
 def train_from_arguments(
@@ -109,6 +113,43 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
     }
     write_results(Path(args.output_dir), results, trainer.evaluator.answers)
     return results
+
+
+class Answer(NamedTuple):
+    """The texts of a prompt, of the policy's answer and, if there is a reference, of its own."""
+
+    prompt: str
+    response: str
+    of_reference: str | None
+
+
+def answers_to(dataset: Dataset, model: str, script_args: Any, args: PPOConfig) -> list[Answer]:
+    """The answers of `model`, a folder or hub id, and of the reference to the prompts of `dataset`, sampled as in an
+    evaluation. `script_args` name the model that the run started from, environments and tools.
+    """
+    processing_class = load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model")
+    environments = named_environments(script_args)
+    kinds = make_kinds(environments["tools"], environments["environment_factory"])
+    # More tokens than any model reads, so that no prompt is dropped.
+    prompts = make_prompts(dataset, processing_class, replace(args, query_len=1_000_000), kinds)
+    query_len = max(args.query_len, *(len(item["input_ids"]) for item in prompts))
+    reference = _reference_of(model, script_args, args)
+    opponent = None if reference == "none" else "reference"
+    trainer = PPOTrainer(
+        model,
+        lambda completions, **columns: [0.0] * len(completions),
+        replace(args, query_len=query_len, reference=reference, eval_opponent=opponent),
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        processing_class=processing_class,
+        **environments,
+    )
+    trainer.evaluate()
+    trainer.run_log.finish()
+    return [
+        Answer(prompt_text(item, processing_class), answer["response"], answer.get("opponent"))
+        for item, answer in zip(prompts, trainer.evaluator.answers, strict=True)
+    ]
 
 
 def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:

@@ -159,6 +159,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     for line in introduction(train_prompts, processing_class):
         accelerator.print(line)
     eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
+    for name, prompts in eval_prompts.items():
+        if prompts.num_dropped or prompts.num_cut:
+            accelerator.print(f"eval set {name}".strip() + f": {prompts}; raise query_len ({args.query_len})")
     chat = any(prompts.are_messages for prompts in (train_prompts, *eval_prompts.values()))
     scorer = make_scorer(given.reward_funcs, given.reward_processing_classes, args, device, kinds)
     metric_scorer = build_scorer(given.metric_funcs, given.metric_processing_classes, args, device, measures=True)

@@ -78,6 +78,17 @@ def test_a_finished_run_is_evaluated_with_its_own_configuration(base, tmp_path, 
     assert table[0]["columns"] == {"answer": "0"}
 
 
+def test_prompts_that_are_too_long_are_counted_beside_the_scores(base, tmp_path, capsys):
+    # Five prompts of 1, 2, 3, 4 and 1 tokens.
+    argv = options(base, tmp_path / "results", query_len=2, reward_funcs=[REWARD])
+    assert evaluate([*argv, "--model", str(base / "model")]) == 0
+    results = json.loads((tmp_path / "results/results.json").read_text())
+    assert results["prompts"] == {"": 3} and results["metrics"]["eval/dropped_prompts"] == 2
+    said = capsys.readouterr().out
+    assert "eval set: 3 prompts (2 dropped as overlong); raise query_len (2)\n" in said
+    assert re.search(r"^dropped_prompts +2$", said, re.M)
+
+
 def test_vllm_samples_the_answers_of_an_evaluation_and_its_server_ends_with_it(base, tmp_path, monkeypatch):
     monkeypatch.setenv("STARTED_BY", str(tmp_path))
     model, fake, found = ["--model", str(base / "model")], FakeVLLM(), []

@@ -254,9 +254,9 @@ def test_what_needs_no_object_works_for_a_run_of_a_python_program(runs, tmp_path
     (tmp_path / "run/run.yaml").write_text(yaml.safe_dump(given))
     flags = ["--prompt", "w10 w11", "--temperature", "0"]
     assert main(["sample", str(tmp_path / "run"), *flags]) == 0
-    note, answer = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
     policy, reference = expected(runs, "whole", "w10 w11")
-    assert "--reference" in note and answer == policy
+    assert "left out: model; --reference MODEL" in printed.err and printed.out.splitlines() == [policy]
     assert main(["sample", str(tmp_path / "run"), *flags, "--reference", str(runs / "policy")]) == 0
     assert capsys.readouterr().out.splitlines() == [policy, reference]
     (tmp_path / "rows.jsonl").write_text('{"question": "w10 w11"}')

@@ -212,6 +212,16 @@ def test_a_damaged_saved_dataset_and_an_impossible_name_are_refused(tmp_path):
             load_prompt_dataset(name)
 
 
+def test_a_long_cell_and_a_saved_format_are_read(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer\na," + "x" * 140_000 + "\n")
+    (row,) = load_prompt_dataset(str(tmp_path / "rows.csv"))
+    assert row == {"prompt": "a", "answer": "x" * 140_000}
+    Dataset.from_list([{"prompt": "a", "answer": 1}]).with_format("numpy", columns=["answer"]).save_to_disk(
+        tmp_path / "s"
+    )
+    assert load_prompt_dataset(str(tmp_path / "s"))[0] == {"prompt": "a", "answer": 1}
+
+
 def test_what_is_no_split_is_refused(tmp_path):
     name = write(tmp_path / "prompts.jsonl", ROWS)
     for split in ("train[", "", "train[a:b]", "train[5%]"):

@@ -1,3 +1,4 @@
+import json
 from datetime import date
 from decimal import Decimal
 
@@ -5,8 +6,8 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Json
 from tokenizers import normalizers
 
-from alpaca_ppo.data import PromptForm, prepare_prompts
-from tests.data.tokenizers import byte_tokenizer, chat_tokenizer, framing_tokenizer
+from alpaca_ppo.data import PromptForm, load_prompt_dataset, prepare_prompts
+from tests.data.tokenizers import CHAT_TEMPLATE, byte_tokenizer, chat_tokenizer, framing_tokenizer
 from tests.tiny_models import BOS, EOS, PAD, tiny_tokenizer
 
 WORDS = ["one", "two", "three", "user", "assistant", "system", "named"]
@@ -42,6 +43,74 @@ def test_overlong_prompts_are_dropped_and_counted_and_the_rest_keep_their_order(
     prompts = prepare([{"prompt": text} for text in ["one", "one two three", "two", "three two one"]], query_len=2)
     assert prompts.num_dropped == 2
     assert [(item["input_ids"], item["row"]["prompt"]) for item in prompts] == [([ONE], "one"), ([TWO], "two")]
+
+
+SHOWS_TOOLS = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{% if think %}three {% endif %}" + CHAT_TEMPLATE
+USES = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for key, value in c.function.arguments.items() %}"
+    "{{ key }}{{ ' named' if value is none }} {% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_row_has_tools_and_template_arguments_of_its_own(as_text):
+    tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = SHOWS_TOOLS
+    written = json.dumps if as_text else (lambda value: value)
+    messages = [{"role": "user", "content": "one"}]
+    rows = [
+        {"prompt": messages, "tools": written([{"name": "two"}]), "chat_template_kwargs": written({"think": False})},
+        {"prompt": messages, "tools": None, "chat_template_kwargs": None},
+    ]
+    first, second = prepare(rows, tokenizer, query_len=9, chat_template_kwargs={"think": True})
+    plain = [BOS, USER, ONE, EOS, BOS, ASSISTANT]
+    assert (first["input_ids"], second["input_ids"]) == ([TWO, *plain], [THREE, *plain])
+    for column, value, problem in (
+        ("chat_template_kwargs", "fast", "row 0: column 'chat_template_kwargs' is 'fast'; make it a mapping"),
+        ("chat_template_kwargs", '{"tokenize": true}', "row 0: chat_template_kwargs has 'tokenize'"),
+        ("tools", "two", "the chat template refuses the messages in row 0"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            prepare([{"prompt": messages, column: value}], tokenizer)
+
+
+def test_tools_of_a_row_and_of_the_run_exclude_each_other():
+    tokenizer = chat_tokenizer(WORDS)
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "one"}], "tools": [{"name": "two"}]}])
+    with pytest.raises(ValueError, match="row 0: column 'tools' is set, but the run has tools of its own"):
+        prepare_prompts(rows, tokenizer, query_len=9, tools_of=lambda row: [{"name": "three"}])
+    assert len(prepare_prompts(rows, tokenizer, query_len=9, tools_of=lambda row: [])) == 1
+
+
+def test_a_call_has_its_own_arguments_and_not_those_of_other_rows(tmp_path):
+    tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = USES
+    rows = [
+        {"prompt": [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+            {"role": "tool", "content": "one"},
+        ]}
+        for arguments in ({"two": 2, "one": None}, {"three": 3})
+    ]  # fmt: skip
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    of_arrow = prepare_prompts(load_prompt_dataset(str(tmp_path / "rows.parquet")), tokenizer, query_len=9)
+    assert [item["input_ids"] for item in of_arrow] == [[TWO], [THREE]]
+    # JSON keeps what is written, and its null too.
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_json = prepare_prompts(load_prompt_dataset(str(tmp_path / "rows.jsonl")), tokenizer, query_len=9)
+    assert [item["input_ids"] for item in of_json] == [[TWO, ONE, NAMED], [THREE]]
+
+
+@pytest.mark.parametrize("form", ["pandas", "numpy", "torch", "arrow"])
+def test_an_output_format_and_a_choice_of_columns_change_no_prompt(form):
+    messages = [{"role": "user", "content": "one"}]
+    rows = Dataset.from_list([{"prompt": messages, "answer": 1}, {"prompt": messages, "answer": 2}])
+    expected = list(prepare_prompts(rows, chat_tokenizer(WORDS), query_len=9))
+    for formatted in (rows.with_format(form), rows.with_format(form, columns=["answer"])):
+        assert list(prepare_prompts(formatted, chat_tokenizer(WORDS), query_len=9)) == expected
+    changed = rows.with_transform(lambda batch: {**batch, "answer": [7] * len(batch["answer"])})
+    assert prepare_prompts(changed, chat_tokenizer(WORDS), query_len=9)[1]["row"]["answer"] == 7
 
 
 def test_row_numbers_continue_across_chunks():

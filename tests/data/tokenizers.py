@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +22,23 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<eos>")
+
+
+SPACED = ("<unk>", "<s>", "</s>", "\u2581", *"aeipqrstU:?\n")
+"""The entries of `spaced_tokenizer`, whose ids are their places."""
+
+
+def spaced_tokenizer(before: str) -> PreTrainedTokenizerFast:
+    """One token per character; writes a space before a text, as SentencePiece does: by a normalizer ("prepend"), or
+    by Metaspace, before a whole text ("first") or also after special tokens ("always").
+    """
+    tokenizer = Tokenizer(BPE({entry: i for i, entry in enumerate(SPACED)}, merges=[], unk_token="<unk>"))
+    if before == "prepend":
+        replaced = normalizers.Replace(" ", SPACED[3])
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACED[3]), replaced])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=before)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def framing_tokenizer(words: list[str], *, frame: str) -> PreTrainedTokenizerFast:

@@ -49,7 +49,11 @@ RUNS = {
         "eval_num_samples": 2,
         "eval_success_above": 1.0,
         "eval_opponent": "reference",
-        "trainer_arguments": {"eval_dataset": prompts(4), "reward_funcs": [count_even, distinct]},
+        "trainer_arguments": {
+            # The last one is longer than query_len.
+            "eval_dataset": Dataset.from_list([*prompts(4), {"prompt": "w10 w11 w12 w13 w14"}]),
+            "reward_funcs": [count_even, distinct],
+        },
     },
     "a distributional critic on the sampler's log-probs": {
         "critic": "c51",

@@ -7,13 +7,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_python import PythonBackend
 
-from alpaca_ppo.control_tokens import ControlTokens
+from alpaca_ppo.control_tokens import ControlTokens, continuing
 from alpaca_ppo.environments.conversation import tool_call_entry, tool_message
 from alpaca_ppo.environments.kinds import make_kinds
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.rewards.scorer import scorer_arguments
 from alpaca_ppo.tracking.rollout_tables import rollout_rows
-from tests.data.tokenizers import CHATML, byte_tokenizer
+from tests.data.tokenizers import CHATML, byte_tokenizer, spaced_tokenizer
 from tests.environments.chat import WITH_TOOLS, chat_bytes, conversation
 from tests.environments.test_conversation import SCHEMAS
 from tests.environments.test_episodes import Played, call
@@ -140,6 +140,29 @@ def test_what_a_template_does_with_a_text_makes_no_control_token(template, resul
     messages = [tool_message("add", said, number) for number, said in enumerate(results)]
     written = conversation(tokenizer).reply_ids(messages, stopped_by_token=True)
     assert control(tokenizer, written) == ["<|im_start|>"]
+
+
+@pytest.mark.parametrize("before", ["prepend", "first", "always"])
+def test_what_continues_a_text_gets_no_space_before_it(before):
+    tokenizer = spaced_tokenizer(before)
+    after = [] if before == "first" else ["\u2581"]
+    encode, tokens = continuing(tokenizer), ControlTokens(tokenizer)
+    for text, expected in (
+        ("\nUse:", ["\n", "U", "s", "e", ":"]),
+        (" pa", ["\u2581", "p", "a"]),
+        # After a special token the tokenizer goes on as within a whole text.
+        ("a</s>qa", ["a", "</s>", *after, "q", "a"]),
+        ("</s>", ["</s>"]),
+        ("", []),
+    ):
+        assert tokenizer.convert_ids_to_tokens(encode(text)) == expected
+        assert tokens.encode(text, continues=True) == encode(text)
+    # "<", "/" and ">" are unknown, and those that follow each other are one.
+    protected = tokens.encode("a" + tokens.protect("</s>"), continues=True)
+    assert tokenizer.convert_ids_to_tokens(protected) == ["a", "<unk>", "<unk>", "s", "<unk>"]
+    chat = conversation(tokenizer, messages=False)
+    reply = chat.reply_ids([{"role": "user", "content": "\nU:"}], stopped_by_token=True)
+    assert tokenizer.convert_ids_to_tokens(reply) == ["\n", "U", ":"]
 
 
 def test_a_template_that_takes_the_stand_ins_apart_is_refused():

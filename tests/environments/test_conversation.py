@@ -28,6 +28,22 @@ def test_prompt_turn_and_reply_are_the_conversation_as_the_template_writes_it():
     assert chat.prompt_end == "<|im_start|>assistant\n"
 
 
+def test_prompt_and_reply_follow_the_template_arguments_of_the_row():
+    opens = "{% if think %}<think>{% endif %}"
+    thinks = WITH_TOOLS.replace("assistant\n{% endif %}", f"assistant\n{opens}{{% endif %}}")
+    thinks = thinks.replace(
+        "{{ m.content }}", f"{{% if m.role == 'assistant' %}}{opens}{{% endif %}}{{{{ m.content }}}}"
+    )
+    chat = conversation(chat_bytes(thinks))
+    for row, end in (({"chat_template_kwargs": {"think": True}}, "assistant\n<think>"), ({}, "assistant\n")):
+        of_row = chat.of_row({"prompt": QUESTION, **row})
+        reply = of_row.reply_ids([{"role": "user", "content": "Go on."}], stopped_by_token=True)
+        for ids in (of_row.prompt_ids(QUESTION, []), reply):
+            assert chat.tokenizer.decode(ids).endswith(end)
+    shown = chat.of_row({"tools": SCHEMAS}).prompt_ids(QUESTION, [])
+    assert shown == chat.prompt_ids(QUESTION, SCHEMAS)
+
+
 def test_a_turn_that_was_cut_off_is_ended_by_the_template():
     chat = conversation()
     reply = [{"role": "user", "content": "Go on."}]

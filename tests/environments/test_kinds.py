@@ -1,4 +1,4 @@
-from functools import cached_property
+from functools import cached_property, partialmethod
 
 import pytest
 
@@ -66,6 +66,20 @@ def test_public_methods_are_tools_and_reserved_ones_are_not():
     assert [tool.function for tool in kind.tools] == [add, None]
     schema = kind.tools[1].schema["function"]
     assert schema["parameters"]["properties"] == {"step": {"type": "integer", "description": "by how much"}}
+
+
+def test_a_public_static_or_class_method_is_a_tool():
+    class Library(Counter):
+        add = staticmethod(add)
+        increment = classmethod(Counter.increment)
+        _hidden = staticmethod(add)
+
+    kind = make_kinds(None, Library)[None]
+    assert [tool.name for tool in kind.tools] == ["add", "increment"]
+    assert kind.tools[0].schema["function"]["parameters"]["required"] == ["a", "b"]
+    Library.three_more = partialmethod(Counter.increment, step=3)
+    with pytest.raises(ValueError, match="the method three_more of environment 'Library' cannot be shown"):
+        make_kinds(None, Library)
 
 
 def test_a_reply_to_a_completion_is_a_partner_and_another_one_a_tool():

@@ -11,8 +11,8 @@ from alpaca_ppo.environments.tool_calls import (
     find_parsed_calls,
     find_template_calls,
 )
-from tests.environments.chat import chat_bytes, conversation
-from tests.environments.test_episodes import Played, result
+from tests.environments.chat import WITH_TOOLS, chat_bytes, conversation
+from tests.environments.test_episodes import Played, call, result
 from tests.environments.test_kinds import add
 
 
@@ -104,6 +104,32 @@ def test_a_parser_that_is_wrong_stops_the_run_by_name(parser, problem):
         played.say("f<|im_end|>")
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_call_that_is_only_thought_of_is_none(opened):
+    kinds = make_kinds([add], None)
+    template = WITH_TOOLS
+    if opened:
+        begun = "{{ '<think>\\n' if m.role == 'assistant' }}{{ m.content }}"
+        template = template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+        template = template.replace("{{ m.content }}", begun)
+    think, two_and_three = "" if opened else "<think>", call("add", a=2, b=3).removesuffix("<|im_end|>")
+    thought = f"{think}Either {two_and_three} or <tool_call>?</think>"
+
+    def played(**keywords):
+        return Played(kinds, conversation=conversation(chat_bytes(template)), **keywords)
+
+    assert played().say(f"{thought}5<|im_end|>") is None
+    assert played().say(f"{think}{two_and_three}<|im_end|>") is None
+    one_and_one = call("add", a=1, b=1)
+    assert result(played().say(thought + one_and_one)) == "2"
+    # Text that an argument quotes is no thought.
+    quoting = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1, "<think>": 1}}</tool_call><|im_end|>'
+    assert "unexpected keyword argument '<think>'" in played().say(f"{thought}{quoting}")
+    seen = []
+    assert played(tool_call_parser=lambda text: seen.append(text) or []).say(f"{thought} 5<|im_end|>") is None
+    assert seen == [" 5"]
+
+
 def test_the_tokenizers_own_form_of_calls():
     # The form of transformers' documentation on response parsing: fields between marks, JSON within.
     tokenizer = chat_bytes()
@@ -112,8 +138,9 @@ def test_the_tokenizers_own_form_of_calls():
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {"tool_calls": {"open": "[call]", "close": "[/call]", "repeats": True, "content": "json"}},
     }
+    thought = '<think>[call]{"name": "add", "arguments": {"a": 0, "b": 0}}[/call]</think>'
     played = Played(make_kinds([add], None), conversation=conversation(tokenizer))
-    assert result(played.say('[call]{"name": "add", "arguments": {"a": 3, "b": 1}}[/call]<|im_end|>')) == "4"
+    assert result(played.say(thought + '[call]{"name": "add", "arguments": {"a": 3, "b": 1}}[/call]<|im_end|>')) == "4"
     assert "the tool call cannot be read" in played.say("[call]{[/call]<|im_end|>")
     assert played.end("over<|im_end|>")["tool_failures"] == 1
 

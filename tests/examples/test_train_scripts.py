@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from alpaca_ppo.adapters.adapter_set import add_policy_adapter
+from alpaca_ppo.adapters.files import read_policy_adapter
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.distributed import threads
 from alpaca_ppo.models import build_actor_critic
@@ -22,7 +23,8 @@ from alpaca_ppo.supervised import reward_model, sft
 from alpaca_ppo.supervised.run import prompts_of
 from alpaca_ppo.trainer import setup
 from tests.adapters.test_files import save_policy
-from tests.data.tokenizers import PHI_3, turn_tokenizer
+from tests.data.tokenizers import CHATML, PHI_3, spaced_tokenizer, turn_tokenizer
+from tests.environments.chat import WITH_TOOLS, chat_bytes
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import tiny_config
 
@@ -76,6 +78,18 @@ def test_the_supervised_loss_is_on_the_completion_and_its_end_only():
     }
 
 
+@pytest.mark.parametrize("before", ["prepend", "first", "always"])
+def test_a_completion_begins_as_it_is_written_and_not_with_a_space(before):
+    tokenizer = spaced_tokenizer(before)
+    turns = [{"role": role, "text": text} for role, text in (("policy", "paris"), ("tool", "\nU:"), ("policy", " a"))]
+    rows = [{"prompt": "q?\na:", "completion": completion} for completion in ("paris", " paris")]
+    bare, spaced = demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments())
+    (several,) = demonstrations(Dataset.from_list([rows[0] | {"completion": turns}]), tokenizer, sft_arguments())
+    for example, expected in ((bare, "paris"), (spaced, "_paris"), (several, "paris\nU:_a")):
+        written = [entry.replace("\u2581", "_") for entry in tokenizer.convert_ids_to_tokens(example["input_ids"])]
+        assert written == [*"_q?\na:", *expected, "</s>"]
+
+
 def test_of_several_turns_those_of_the_policy_are_learned():
     tokenizer = tiny_tokenizer()
     turns = [
@@ -111,6 +125,122 @@ def test_a_completion_of_a_conversation_ends_as_a_turn_of_the_chat_template_does
     assert example["input_ids"] == [30, 4, 10, 6, 5, 12, 6]
     with pytest.raises(ValueError, match="chat_template_kwargs has 'tokenize'; the run sets it itself"):
         sft_arguments(chat_template_kwargs={"tokenize": False})
+
+
+def learned(rows, template, **options):
+    """The text of each row, with the text that is learned in it."""
+    tokenizer, arguments = chat_bytes(template), sft_arguments(max_length=4000, **options)
+    dataset = Dataset.from_list(rows, on_mixed_types="use_json")
+    dataset = sft.with_prompts(dataset, arguments.prompt_column, arguments.completion_column)
+    return [
+        (tokenizer.decode(row["input_ids"]), tokenizer.decode([token for token in row["labels"] if token != -100]))
+        for row in demonstrations(dataset, tokenizer, arguments)
+    ]
+
+
+def said_by(role, text):
+    return {"role": role, "content": text}
+
+
+QUESTION, ANSWER = [said_by("user", "2+2?")], [said_by("assistant", "4")]
+ASKED = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+OPENED = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+def test_a_completion_may_be_messages():
+    for completion in ("4", ANSWER):
+        (row,) = learned([{"prompt": QUESTION, "completion": completion}], CHATML)
+        assert row == (ASKED + "4<|im_end|>", "4<|im_end|>")
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}]
+    turns = [{"role": "assistant", "content": None, "tool_calls": calls}, said_by("tool", "4"), ANSWER[0]]
+    ((whole, text),) = learned([{"prompt": QUESTION, "completion": turns, "tools": [{"name": "add"}]}], WITH_TOOLS)
+    called = '\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
+    assert text == called + "4<|im_end|>"
+    tools = '<|im_start|>system\nTools: [{"name": "add"}]<|im_end|>\n'
+    result = "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    assert whole == tools + ASKED + called + result + "4<|im_end|>"
+    bad = [*ANSWER, said_by("user", "?")]
+    with pytest.raises(
+        ValueError, match="the completion .* a list of messages that begins and ends with the assistant's"
+    ):
+        learned([{"prompt": QUESTION, "completion": bad}], CHATML)
+
+
+@pytest.mark.parametrize("column", ["messages", "talk"])
+def test_of_a_whole_conversation_every_answer_is_learned(column):
+    rows = [{column: [*QUESTION, *ANSWER, said_by("user", "Sure?"), said_by("assistant", "Yes.")]}]
+    options = {} if column == "messages" else {"completion_column": column}
+    more = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>"
+    assert learned(rows, CHATML, **options) == [(f"{ASKED}4<|im_end|>{more}", "4<|im_end|>Yes.<|im_end|>")]
+
+
+def test_an_answer_closes_the_thought_that_its_prompt_opens_or_it_is_said(capsys):
+    empty = OPENED.replace("{{ m.content }}", "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}")
+    (row,) = learned([{"prompt": QUESTION, "completion": "4"}], empty)
+    assert row == (ASKED + "<think>\n\n</think>\n\n4<|im_end|>", "\n</think>\n\n4<|im_end|>")
+    assert "in another way" not in capsys.readouterr().out
+    # A template that leaves out what it has opened: the answer follows as it is.
+    (row,) = learned([{"prompt": QUESTION, "completion": "2 and 2</think>4"}], OPENED)
+    assert row == (ASKED + "<think>\n2 and 2</think>4<|im_end|>", "2 and 2</think>4<|im_end|>")
+    assert "in 1 of 1 rows the chat template writes the prompt in another way" in capsys.readouterr().out
+    # One that does so only before later messages: the last answer is learned.
+    last = empty.replace("if m.role", "if loop.last and m.role")
+    ((whole, text),) = learned([{"messages": [*QUESTION, *ANSWER, *QUESTION, *ANSWER]}], last)
+    assert text == "\n</think>\n\n4<|im_end|>"
+    assert whole == f"{ASKED}4<|im_end|>\n{ASKED}<think>\n\n</think>\n\n4<|im_end|>"
+    assert "in 1 of 1 rows" in capsys.readouterr().out
+
+
+def test_rows_that_are_too_long_are_counted_on_the_screen_and_in_the_results(model_folder, tmp_path, capsys):
+    lengths = (1, 2, 9, 9, 9)
+    rows = [{"prompt": "w10", "completion": " ".join(["w11"] * n)} for n in lengths] + [
+        {"prompt": "w9 " * 9, "completion": "w8"}
+    ]
+    rows = [row | {"chosen": f" {row['completion']}", "rejected": " w20"} for row in rows]
+    data = write(tmp_path / "data.jsonl", rows)
+    for train in (sft.train_sft, reward_model.train_reward_model):
+        out = tmp_path / train.__name__
+        names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
+        train([*names, *QUICK, "--max_length", "5", "--max_steps", "1", "--dataset_test_split", "train[:3]"])
+        said = capsys.readouterr().out
+        assert "train data: 2 rows (4 longer than max_length, 5, are dropped)" in said
+        assert "eval data: 2 rows (1 longer than max_length, 5, are dropped)" in said
+        results = json.loads((out / "train_results.json").read_text())
+        names = ("train_rows", "train_rows_dropped", "eval_rows", "eval_rows_dropped")
+        assert [results[name] for name in names] == [2, 4, 2, 1]
+
+
+def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(model_folder, tmp_path):
+    out, data = tmp_path / "out", write(tmp_path / "sft.jsonl", [{"prompt": "w10", "completion": "w11"}] * 4)
+    names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
+    sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", "--num_train_epochs", "1"])
+    assert read_policy_adapter(str(out)).r == 2 and not (out / "model.safetensors").exists()
+
+
+def test_pairs_may_take_either_form_in_each_row():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if tools %}w40 {% endif %}{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    question, good, bad = [said_by("user", "w10")], [said_by("assistant", "w20")], [said_by("assistant", "w30")]
+    rows = [
+        {"prompt": question, "chosen": good, "rejected": bad},
+        {"prompt": None, "chosen": question + good, "rejected": question + bad},
+        {"prompt": question, "chosen": "w20", "rejected": "w30", "tools": [{"name": "w40"}]},
+    ]
+    rows = [{"tools": None, **row} for row in rows]
+    split = reward_model.with_prompts(Dataset.from_list(rows, on_mixed_types="use_json"), "prompt")
+    pairs = preferences(split, tokenizer, pair_arguments())
+    assert [(row["chosen"], row["rejected"]) for row in pairs] == [
+        ([10, 20], [10, 30]),
+        ([10, 20], [10, 30]),
+        ([40, 10, 20], [40, 10, 30]),
+    ]
+    for row, problem in (
+        ({"prompt": question, "chosen": question + good, "rejected": bad}, "row 3: one of .* begins with the prompt"),
+        ({"prompt": question, "chosen": None, "rejected": None}, "the completion None is a NoneType"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            mixed = Dataset.from_list([*rows, row], on_mixed_types="use_json")
+            preferences(reward_model.with_prompts(mixed, "prompt"), tokenizer, pair_arguments())
 
 
 def test_demonstrations_longer_than_max_length_are_left_out():

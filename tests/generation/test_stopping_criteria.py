@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 
 from alpaca_ppo.generation import SamplingParams, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
 from alpaca_ppo.generation.responses import StopRule
-from tests.data.tokenizers import CHATML, GEMMA, LLAMA_3, MISTRAL, PHI_3, turn_tokenizer
+from tests.data.tokenizers import CHATML, GEMMA, LLAMA_3, MISTRAL, PHI_3, spaced_tokenizer, turn_tokenizer
 from tests.tiny_models import EOS, UNK, tiny_tokenizer
 
 
@@ -52,6 +52,8 @@ def test_truncate_tokens_may_be_entries_texts_or_ids() -> None:
     assert resolve_truncate_tokens(tokenizer, ["now", "<eos>", 4, "stop", " stop "]) == (EOS, 4, 5)
     assert resolve_truncate_tokens(tokenizer, ["<unk>"]) == (UNK,)
     assert resolve_truncate_tokens(tokenizer, []) == ()
+    # A text that is no entry of the vocabulary is looked for within a response, not at the start of a text.
+    assert resolve_truncate_tokens(spaced_tokenizer("prepend"), [" "]) == (3,)
 
 
 def test_a_string_of_two_tokens_is_an_error() -> None:

@@ -4,6 +4,7 @@ import functools
 import pytest
 
 from alpaca_ppo.rewards import RewardError, build_reward
+from alpaca_ppo.rewards.build import check_columns
 from alpaca_ppo.rewards.reward_function import LoggedMetrics, merged
 
 PROMPTS = ["Count.", "Sing.", "Où ?"]
@@ -37,6 +38,23 @@ def test_a_function_without_kwargs_gets_only_the_arguments_in_its_signature():
     def named(completions, level, *, bonus=10):
         return [len(text) + number + bonus for text, number in zip(completions, level, strict=True)]
 
+    # 7 + 0 + 10, 2 + 1 + 10, 4 + 2 + 10
+    assert score(named).rewards.tolist() == [17.0, 13.0, 16.0]
+
+
+def test_a_decorator_may_supply_an_argument_that_is_no_column():
+    def with_bonus(function):
+        @functools.wraps(function)
+        def decorated(*arguments, **keywords):
+            return function(*arguments, bonus=10, **keywords)
+
+        return decorated
+
+    @with_bonus
+    def named(completions, level, bonus):
+        return [len(text) + number + bonus for text, number in zip(completions, level, strict=True)]
+
+    check_columns(named, "train set", ["prompt", "level"])
     # 7 + 0 + 10, 2 + 1 + 10, 4 + 2 + 10
     assert score(named).rewards.tolist() == [17.0, 13.0, 16.0]
 

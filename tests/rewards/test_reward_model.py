@@ -51,6 +51,20 @@ def test_no_rows_have_no_scores(padding_free):
     assert source(RewardBatch([], [], [], [])) == []
 
 
+def test_the_chat_template_gets_the_tools_and_arguments_in_the_columns_of_a_row():
+    model, tokenizer = tiny_sequence_classifier("llama"), chat_tokenizer(WORDS)
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{{ more }} " + tokenizer.chat_template
+    messages = [{"role": "user", "content": "one"}]
+    rows = [
+        {"prompt": messages, "tools": '[{"name": "two"}]', "chat_template_kwargs": {"more": "three"}},
+        {"prompt": messages, "tools": None, "chat_template_kwargs": {"more": None}},
+    ]
+    scorer = build_reward(model, reward_processing_classes=tokenizer)
+    scores = scorer([messages] * 2, ["two"] * 2, [[1]] * 2, rows).rewards
+    turns = [BOS, USER, ONE, EOS, BOS, ASSISTANT, TWO, EOS]
+    assert_close(scores, alone(model, [[TWO, THREE, *turns], turns]))
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("pad_token_id", [PAD, EOS, None])

@@ -91,6 +91,23 @@ def noisy(completions, **columns):
     return [random.random() + float(torch.rand(())) for _ in completions]
 
 
+def test_a_run_records_how_many_prompts_it_has_and_how_many_are_too_long(tmp_path):
+    # One to four tokens each, in turn.
+    sets = {"a": prompts(8), "b": prompts(3)}
+    trainer = tiny_trainer(
+        tmp_path, trainer_arguments={"eval_dataset": sets}, query_len=3, max_steps=1, total_episodes=None
+    )
+    trainer.train()
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["provenance"]["prompts"] == {
+        "train": "30 prompts (10 dropped as overlong)",
+        "eval a": "6 prompts (2 dropped as overlong)",
+        "eval b": "3 prompts (0 dropped as overlong)",
+    }
+    for line in metric_lines(tmp_path):
+        if "eval/a/scores" in line:
+            assert line["eval/a/dropped_prompts"] == 2 and "eval/b/dropped_prompts" not in line
+
+
 def test_an_evaluation_leaves_the_random_numbers_of_the_training_alone(tmp_path):
     arguments = {"eval_dataset": prompts(3), "reward_funcs": noisy}
     scores = []

@@ -183,7 +183,7 @@ class Sampling:
             self._append_reply(row, reply)
 
     def _append_reply(self, row: _Row, reply: Reply) -> None:
-        """Appends the reply to a turn, and begins the next."""
+        """Appends the reply to a turn and begins the next; finishes the row if there is no reply or no room left."""
         width = self._params.max_new_tokens
         appended = check_reply(reply, row.index, self._model.config.get_text_config().vocab_size)
         if appended is not None:
@@ -193,6 +193,7 @@ class Sampling:
                 row.turn_start, row.matched = len(row.tokens), torch.zeros(1, dtype=torch.long)
                 self._send(row)
                 return
+            # The reply filled the row, so the response was cut off.
             row.stopped = False
         self._finish(row)
 

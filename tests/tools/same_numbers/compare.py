@@ -25,7 +25,7 @@ RENAMED: dict[str, str] = {
 ADDED = re.compile(
     r"(sample_id|turns|scores|columns)\b.*|tokens\[\d+\]\.(entropies|ratio|text)"
     r"|eval/.*_se|eval/scores/.*|objective/(scores_std/.*|identical_responses|uniform_groups)"
-    r"|(objective|eval)/(.*/)?empty_fraction|ppo/policy/(approxkl|approx_kl_k1)"
+    r"|(objective|eval)/(.*/)?empty_fraction|ppo/policy/(approxkl|approx_kl_k1|empty_updates)"
 )
 """Columns of tables and metrics that earlier commits do not write, or (`text`) write without the space before a word,
 and estimates of the KL that only they write; they are left out, as the ids and the third estimate tell the same."""
