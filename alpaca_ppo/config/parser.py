@@ -200,12 +200,10 @@ def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], sour
 
 
 def _entries(option: Option, values: list[Any]) -> list[Any]:
-    """The entries of a list. Text becomes another type, or several entries, if the option takes no text."""
-    entries: list[Any] = []
-    for value in values:
-        read = value if _accepts(option, value) else _parse_yaml(value)
-        entries += read if isinstance(read, list) and isinstance(value, str) else [read]
-    return entries
+    """The entries of a list. Text becomes another type, or all entries, if the option takes no text."""
+    read = [value if _accepts(option, value) else _parse_yaml(value) for value in values]
+    # A single text may be a list.
+    return read[0] if values[:1] != read[:1] and isinstance(read[0], list) else read
 
 
 def _accepts(option: Option, value: Any) -> bool:

@@ -45,9 +45,11 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     watch_launcher()
     ignore_known_lines()
     check_fsdp(args, accelerator)
+    # The run's bf16 decides, whatever the launcher says.
+    valid = "no or bf16" if accelerator is None else "bf16" if args.bf16 else "no"
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    if (precision := launched if accelerator is None else accelerator.mixed_precision) not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision is {precision!r}; set it to 'no' and the run's bf16 to true or false")
+    if (precision := launched if accelerator is None else accelerator.mixed_precision) not in valid.split(" or "):
+        raise ValueError(f"bf16 is {args.bf16} but the accelerator's mixed_precision is {precision!r}; make it {valid}")
     if accelerator is None:
         accelerator = _new_accelerator(args)
     else:
@@ -87,11 +89,6 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
 
 def _check_given(accelerator: Accelerator, args: PPOConfig) -> None:
     """Checks the user's accelerator; raises as `make_accelerator`."""
-    if args.bf16 != (accelerator.mixed_precision == "bf16"):
-        raise ValueError(
-            f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
-            "make them agree"
-        )
     if accelerator.log_with and not accelerator.trackers:
         raise ValueError(
             f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} without trackers; call "
