@@ -137,7 +137,9 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             continue
         entry = find_foreign_name(name, sections)
         if entry is None:
-            lines.append(f"  {name}:{did_you_mean(name, valid, likeness=0.6) or ' there is no such name'}")
+            parts = (did_you_mean(known, [known]) for known in valid if name in known.split("_"))
+            hint = did_you_mean(name, valid, likeness=0.6) or next(parts, " there is no such name")
+            lines.append(f"  {name}:{hint}")
             continue
         unknown.append(entry)
         full_name = "" if entry.name == name or entry.name.endswith(".*") else f"'s {entry.name}"

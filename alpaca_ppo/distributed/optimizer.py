@@ -19,6 +19,19 @@ from alpaca_ppo.models import ActorCritic
 Part = Literal["both", "policy", "critic"]
 # Devices that have torch's fused AdamW for every floating-point dtype.
 _FUSED_DEVICES = ("cpu", "cuda")
+RATES = {5e7: ((1e-4, 1e-2), (5e-4, 2e-2)), 1e9: ((1e-6, 1e-5), (5e-6, 1e-4)), math.inf: ((3e-7, 1e-5), (5e-6, 5e-5))}
+"""For models with fewer weights than the key: the lowest and highest usual learning rate of all weights, and of LoRA.
+docs/getting-started.md has the sources."""
+
+
+def unusual_rate(model: ActorCritic, rate: float) -> str:
+    """A sentence if the policy's learning `rate` is outside of `RATES`; else, and for a rate of 0, an empty text."""
+    weights = sum(parameter.numel() for parameter in model.policy.model.parameters())
+    has_adapter = model.policy.adapters is not None
+    low, high = next(ranges for limit, ranges in RATES.items() if weights < limit)[has_adapter]
+    what = f"{'LoRA on' if has_adapter else 'all weights of'} a model of {weights / 1e6:,.4g} million weights"
+    usual = f"usually take {low:g} to {high:g}: see docs/getting-started.md#learning-rates"
+    return "" if rate == 0 or low <= rate <= high else f"warning: learning_rate is {rate:g}, but {what} {usual}"
 
 
 def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> Optimizer:
@@ -88,6 +101,10 @@ class Schedules:
     A user's schedule (`own`) sets the rates of all groups and counts all optimizer steps; so does that of `args` if a
     group has parameters of both. Raises a ValueError for an unknown schedule, or a critic's warm-up without one.
     `actor_critic` is not yet wrapped or sharded, and `totals` are those of the whole run.
+
+    Attributes:
+        totals: as given.
+        unusual_rate: of the function of that name, for the policy's rate.
     """
 
     def __init__(
@@ -95,6 +112,9 @@ class Schedules:
     ) -> None:
         self.totals = totals
         parts = group_parts(optimizer, actor_critic)
+        # The schedules below start by changing the rates.
+        rates = [group["lr"] for group, part in zip(optimizer.param_groups, parts, strict=True) if part != "critic"]
+        self.unusual_rate = unusual_rate(actor_critic, float(max(rates, default=0.0)))
         self._schedules: dict[Part, Any]
         if own is not None or "both" in parts:
             if args.critic_lr_warmup_steps is not None:

@@ -50,8 +50,8 @@ class Doctor:
             found = rule.condition(self.history)
             if found and not {(name, found.severity), (name, "error")} & self._reported:
                 self._reported.add((name, found.severity))
-                sentence = rule.sentence.format(**found.numbers)
-                new.append(Finding(self.history.step, name, found.severity, sentence, rule.remedy))
+                texts = (text.format(**found.numbers) for text in (rule.sentence, rule.remedy))
+                new.append(Finding(self.history.step, name, found.severity, *texts))
         return new
 
 

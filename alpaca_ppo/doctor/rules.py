@@ -87,7 +87,7 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a condition returns: the severity, and the numbers in the rule's sentence."""
+    """What a condition returns: the severity, and the numbers in the rule's sentence and remedy."""
 
     severity: DoctorSeverity
     numbers: Mapping[str, float | str]
@@ -98,7 +98,7 @@ Condition = Callable[[History], Found | None]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A condition, and what is said where it holds; `sentence` is a format string for `Found.numbers`."""
+    """A condition, and what is said where it holds: format strings for `Found.numbers`."""
 
     sentence: str
     remedy: str
@@ -252,8 +252,8 @@ def uniform_groups(history: History) -> Found | None:
 @_rule(
     "the policy does not move: in ten steps, updates of at most {update:.2g} and a KL to the reference of at most "
     "{kl:.2g} nats per token, with a gradient norm of {norm:.2g} and a learning rate of {rate:.2g}",
-    "raise learning_rate tenfold (LoRA takes ten times as much as full fine-tuning), or lower the weight of the KL "
-    "penalty; with a gradient of 0, look at the reward; see docs/troubleshooting.md#my-reward-does-not-rise",
+    "raise learning_rate tenfold (docs/getting-started.md#learning-rates has the usual ones), or lower the weight of "
+    "the KL penalty; with a gradient of 0, look at the reward; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def policy_does_not_move(history: History) -> Found | None:
     """After ten steps at the full learning rate, the policy has hardly changed."""
@@ -337,7 +337,7 @@ def all_truncated(history: History) -> Found | None:
 
 @_rule(
     "updates are too large: {update:.3g} nats per token in each step, with {clipped:.0%} of the tokens clipped",
-    "lower learning_rate or ppo_epochs, or set target_kl_stop: 0.02; see docs/troubleshooting.md#the-kl-runs-away",
+    "try learning_rate: {rate}, fewer ppo_epochs or target_kl_stop: 0.02; see docs/troubleshooting.md#the-kl-runs-away",
 )
 def update_too_large(history: History) -> Found | None:
     """One step moves the policy so far that its rollouts no longer describe it."""
@@ -345,7 +345,12 @@ def update_too_large(history: History) -> Found | None:
     has_ppo_clipping = (history.config.get("policy_loss") or "clip") not in _LOSSES_WITH_OTHER_CLIPPING
     clipped = (history.mean("ppo/policy/clipfrac") or 0.0) if has_ppo_clipping else 0.0
     # The largest update of healthy runs is 0.035 nats per token; 0.01 to 0.1 of the tokens are clipped.
-    return _error_if(clipped > 0.6, update=update, clipped=clipped) if update > 0.1 or clipped > 0.3 else None
+    if update <= 0.1 and clipped <= 0.3:
+        return None
+    (rate,) = history.last("objective/lr") or [history.config.get("learning_rate") or 0.0]
+    # An update grows with the square of the rate, and 0.01 nats are usual; clipped tokens hide a part of it.
+    rate *= min(1 / 3, math.sqrt(0.01 / max(update, 0.01)))
+    return _error_if(clipped > 0.6, update=update, clipped=clipped, rate=f"{rate:.1g}" if rate else "a third")
 
 
 @_rule(

@@ -5,7 +5,7 @@ The trainer's passes are run over tensors without memory (`passes`); what is hel
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     Returns:
         `phases` (bytes by cause), `peak`, `peak_phase`; with several processes `peak_by_zero_stage`; with offloading
         `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`: the peak after
-        each of the changes that save most, and after all of them.
+        each of up to three changes that save most, and after all of them.
     """
     launch = script.accelerate_config or "ddp"
     stage = int(launch.removeprefix("zero")) if launch.startswith("zero") else script.zero_stage
@@ -103,17 +103,27 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
     result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit}
     if not result["fits"]:
-        result["changes"] = []
-        for change in _changes(models, args):
-            options = dict(change)
-            peft_config = replace(lora, use_peft=options.pop("use_peft", lora.use_peft)).peft_config("CAUSAL_LM")
+
+        def peak_after(change: Mapping[str, Any]) -> float:
+            """Infinite if the run would be refused."""
+            peft_config = replace(lora, use_peft=change.get("use_peft", lora.use_peft)).peft_config("CAUSAL_LM")
+            value = change.get("value_model_name_or_path", models.value)
             try:
-                [changed] = predict_run(replace(models, lora=peft_config), replace(args, **options), [sharding])
+                changed = replace(args, **{n: v for n, v in change.items() if hasattr(args, n)})
+                return predict_run(replace(models, lora=peft_config, value=value), changed, [sharding])[0].peak
             except ValueError:
-                # The run would be refused.
-                continue
-            text = ", ".join(f"{name}: {json.dumps(v) if isinstance(v, bool) else v}" for name, v in change.items())
-            result["changes"].append({"change": text, "peak": changed.peak, "fits": changed.peak <= limit})
+                return float("inf")
+
+        given = {**vars(script), **vars(lora), **vars(args)}
+        changes = _changes(models, args, four_bits=not (args.use_cpu or sharding.fsdp or sharding.stage == 3))
+        possible = [{n: v for n, v in change.items() if given[n] != v} for change in changes]
+        tried = [(peak_after(change), change) for change in possible if change]
+        best = sorted((pair for pair in tried if pair[0] < peak.total), key=lambda pair: pair[0])[:3]
+        together = {name: value for _, change in best for name, value in change.items()}
+        best += [(peak_after(together), together)] if len(best) > 1 else []
+        result["changes"] = [
+            {"change": json.dumps(c).replace('"', "")[1:-1], "peak": then, "fits": then <= limit} for then, c in best
+        ]
     return result
 
 
@@ -126,21 +136,20 @@ def _alternatives(processes: int, args: PPOConfig) -> dict[str, Sharding]:
     return shardings
 
 
-def _changes(models: Models, args: PPOConfig) -> list[dict[str, Any]]:
-    """The options of each change that would save most and is not made yet; of several, all together come last."""
-    one_row = {"step_per_device_batch_size": 1}
-    if args.max_tokens_per_micro_batch is not None:
-        one_row = {"max_tokens_per_micro_batch": args.longest_row}
-    changes: list[dict[str, Any]] = [{"gradient_checkpointing": True}, one_row]
-    if models.lora is None and not is_adapter(models.policy):
-        use_lora: dict[str, Any] = {"use_peft": True, "dtype": "bfloat16", "bf16": False, "reference": "auto"}
-        if args.uses_critic and not args.init_value_with_reward:
-            use_lora["critic_layout"] = "adapter"
-        changes.append(use_lora)
-    changes = [change for change in changes if any(getattr(args, name, None) != v for name, v in change.items())]
-    if len(changes) > 1:
-        changes.append({name: value for change in changes for name, value in change.items()})
-    return changes
+def _changes(models: Models, args: PPOConfig, *, four_bits: bool) -> list[dict[str, Any]]:
+    """The options of each change that may save memory, also those that the run has made; `four_bits` = whether weights
+    in 4 bits are possible.
+    """
+    budget = args.max_tokens_per_micro_batch is not None
+    one_row = {"max_tokens_per_micro_batch": args.longest_row} if budget else {"step_per_device_batch_size": 1}
+    on_one_base: dict[str, Any] = {} if is_adapter(models.policy) else {"use_peft": True}
+    if args.uses_critic and args.critic_layout == "separate":
+        on_one_base |= {"critic_layout": "adapter", "init_value_with_reward": False, "value_model_name_or_path": None}
+    no_copy = {"reference": "auto"} if args.reference in ("copy", "copy_offloaded") else {}
+    on_one_base |= {"dtype": "bfloat16", "bf16": True} | no_copy
+    names = ("rollout_per_device_batch_size", "logprob_chunk_size")
+    quarters = [{name: max(1, getattr(args, name) // 4)} for name in names]
+    return [on_one_base, {"gradient_checkpointing": True}, one_row, *quarters, {"load_in_4bit": four_bits}]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -161,8 +170,8 @@ def table(result: dict[str, Any]) -> str:
     if "fits" in result:
         available = f"{result['limit'] / GIB:.2f} of {result['device_gib']:g} GiB are available for tensors"
         lines.append(f"{'fits' if result['fits'] else 'does not fit'}: {available}")
-    if "changes" in result:
+    if changes := result.get("changes"):
         lines += ["", "peak in GiB after each change:"]
-        for change in result["changes"]:
+        for change in changes:
             lines.append(f"  {change['peak'] / GIB:>8.2f}  {change['change']}{'  (fits)' if change['fits'] else ''}")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from alpaca_ppo.config.supervised_arguments import SFTArguments
 from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.prompts import well_formed_messages
-from alpaca_ppo.generation import resolve_turn_end
+from alpaca_ppo.generation.stopping import resolve_stop_tokens, resolve_turn_end, set_stop_tokens
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
 
@@ -127,9 +127,12 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
     data, counts = trainer_data(model_name, arguments, training, [column], tokenize, with_prompts)
     # The trainer would seed after the adapter is initialized.
     set_seed(training.seed)
-    model = load_causal_lm(model_name)
+    model, tokenizer = load_causal_lm(model_name), data["processing_class"]
+    # The end of a completion, which is learned.
+    end = data["train_dataset"][0]["labels"][-1]
+    set_stop_tokens(model, resolve_stop_tokens(tokenizer, model.generation_config, [end]))
     if config := lora.peft_config("CAUSAL_LM"):
         model = inject_adapter(get_peft_model, model, config)
-    collator = DataCollatorForSeq2Seq(data["processing_class"], label_pad_token_id=IGNORED)
+    collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
     trainer = Trainer(model, training, collator, **data)
     train(trainer, counts, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")

@@ -17,6 +17,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import ClearMLTracker, TensorBoardTracker, WandBTracker, get_available_trackers
+from accelerate.utils import LoggerType
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
@@ -44,7 +45,8 @@ def tracker_names(report_to: Sequence[str]) -> list[str]:
         return []
     names = dict.fromkeys(name for entry in report_to for name in (installed if entry == "all" else [entry]))
     if unknown := [name for name in names if name not in installed]:
-        raise ValueError(f"report_to names {unknown[0]!r}; choose of {', '.join(installed)} (installed), all, or none")
+        remedy = f"pip install {unknown[0]}, or choose" if unknown[0] in map(str, LoggerType) else "choose"
+        raise ValueError(f"report_to names {unknown[0]!r}; {remedy} of {', '.join(installed)} (installed), all or none")
     return list(names)
 
 
@@ -198,7 +200,8 @@ class RunLog:
         self.accelerator.log_with = [board if name == "tensorboard" else name for name in names]
         run_name = self._args.run_name or self.output_dir.resolve().name
         options = {name: {option: run_name} for name, option in _RUN_NAME_OPTION.items()}
-        self.accelerator.init_trackers(PROJECT, init_kwargs=options)
+        # Accelerate passes the project on to W&B, where it would win over the variable.
+        self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", PROJECT), init_kwargs=options)
         for tracker in self.accelerator.trackers:
             # TensorBoardTracker would reject lists, and add a separate run for the hyperparameters.
             if tracker is not board:

@@ -412,7 +412,7 @@ class BaseTrainer(ABC):
         if fallback:
             # The padding often has the same reason.
             text += ", sampled by model.generate" + ("" if fallback in padding else f": {fallback}")
-        return text
+        return f"{text}\n{self.updater.schedules.unusual_rate}".rstrip()
 
     def _identity(self) -> dict[str, Any]:
         return run_identity(

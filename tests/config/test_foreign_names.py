@@ -7,6 +7,7 @@ import pickle
 import pytest
 import yaml
 
+from alpaca_ppo import PPOTrainer
 from alpaca_ppo.config import LoraArguments, PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, explain_names, foreign_names
@@ -46,6 +47,12 @@ def refusal(callable_, *args, **kwargs):
 def line(text, name):
     (found,) = [line for line in text.splitlines() if line.startswith((f"  {name} ", f"  {name}:"))]
     return found.strip()
+
+
+def test_a_part_of_a_name_suggests_the_first_name_that_has_it():
+    for part, name in {"peft": "peft_config", "eval": "eval_dataset", "ref": "ref_model"}.items():
+        assert line(refusal(PPOTrainer, model="x", **{part: 1}), part) == f"{part}: did you mean {name}?"
+    assert line(refusal(PPOConfig, rollout=8), "rollout") == "rollout: did you mean rollout_batch_size?"
 
 
 def test_one_error_explains_every_unknown_name():

@@ -1,12 +1,17 @@
 """The learning rates of policy and critic, each counted in optimizer steps of its own: hand-worked."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from alpaca_ppo.distributed.optimizer import Schedules, StepCounts, make_optimizer
+from alpaca_ppo.distributed.optimizer import RATES as USUAL_RATES
+from alpaca_ppo.distributed.optimizer import Schedules, StepCounts, make_optimizer, unusual_rate
 from alpaca_ppo.models import build_actor_critic
+from tests.docs.markdown import ROOT, table_rows
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import tiny_config
+from tests.tiny_runs import tiny_config, tiny_trainer
 
 TOTALS = StepCounts(total=10, policy=4, critic=6)
 RATES = {"learning_rate": 1.0, "critic_learning_rate": 0.5}
@@ -114,6 +119,47 @@ def test_a_single_schedule_counts_all_steps_and_knows_no_critic(model):
             each.step(part)
             # Linear over 10 steps.
             assert optimizer.param_groups[0]["lr"] == pytest.approx(1 - done / 10)
+
+
+@pytest.mark.parametrize(
+    ("weights", "has_adapter", "low", "high"),
+    [
+        (4_000_000, False, 1e-4, 1e-2),
+        (4_000_000, True, 5e-4, 2e-2),
+        (135_000_000, False, 1e-6, 1e-5),
+        (135_000_000, True, 5e-6, 1e-4),
+        (7_000_000_000, False, 3e-7, 1e-5),
+        (7_000_000_000, True, 5e-6, 5e-5),
+    ],
+)
+def test_a_rate_outside_of_the_table_is_unusual(weights, has_adapter, low, high):
+    weight = torch.nn.Parameter(torch.empty(weights, device="meta"))
+    policy = SimpleNamespace(model=torch.nn.ParameterList([weight]), adapters=object() if has_adapter else None)
+    model = SimpleNamespace(policy=policy)
+    assert [unusual_rate(model, rate) for rate in (0.0, low, high)] == ["", "", ""]
+    for rate in (0.9 * low, 1.1 * high):
+        text = unusual_rate(model, rate)
+        assert f"learning_rate is {rate:g}, " in text and f"usually take {low:g} to {high:g}: " in text
+        assert ("LoRA" in text) == has_adapter and f"{weights / 1e6:,.0f} million" in text
+
+
+def test_the_page_has_the_usual_rates_of_the_warning():
+    rows = table_rows((ROOT / "docs/getting-started.md").read_text(), "weights of the model")
+    found = [[re.findall(r"[\d.]+e-?\d+", row[column]) for column in ("all weights", "LoRA")] for row in rows]
+    assert [[[float(rate) for rate in cell] for cell in row] for row in found] == [
+        [list(cell) for cell in ranges] for ranges in USUAL_RATES.values()
+    ]
+
+
+@pytest.mark.parametrize(("own", "rate"), [(None, 0.05), (0.07, 0.07), (2e-3, None)])
+def test_a_run_begins_with_a_warning_of_its_unusual_rate(tmp_path, capsys, own, rate):
+    model = build_actor_critic(tiny_causal_lm("gpt2"), critic_layout="separate")
+    given = {} if own is None else {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=own), None)}
+    trainer = tiny_trainer(tmp_path, learning_rate=0.05, trainer_arguments=given)
+    assert "warning" not in capsys.readouterr().out
+    trainer.train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: learning_rate")]
+    assert [f"learning_rate is {rate:g}, " in line for line in lines] == ([True] if rate else [])
 
 
 def test_a_run_says_how_many_optimizer_steps_it_takes():

@@ -126,6 +126,26 @@ def test_the_fault_is_named_with_numbers_and_remedy(named):
     assert str(finding).startswith(f"step {finding.step}: {severity} [{rule}] {finding.sentence}")
 
 
+@pytest.mark.parametrize(
+    ("metrics", "config", "rate"),
+    [
+        # The square root of 0.01 / 0.16 is a quarter, of 0.01 / 1 a tenth.
+        ({"objective/lr": 4e-5, "ppo/policy/approx_kl_k3": 0.16}, {}, "1e-05"),
+        ({"objective/lr": 1e-3, "ppo/policy/approx_kl_k3": 1.0}, {}, "0.0001"),
+        # At most a third, as clipping hides how far the policy would go.
+        ({"objective/lr": 9e-6, "ppo/policy/clipfrac": 0.7}, {}, "3e-06"),
+        ({"ppo/policy/clipfrac": 0.7}, {"learning_rate": 6e-5}, "2e-05"),
+        ({"ppo/policy/clipfrac": 0.7}, {}, "a third"),
+    ],
+)
+def test_updates_that_are_too_large_name_the_rate_to_try(metrics, config, rate):
+    doctor = Doctor(History(config))
+    for step in range(1, 6):
+        doctor.history.add(step, metrics)
+    (finding,) = doctor.examine()
+    assert finding.rule == "update_too_large" and finding.remedy.startswith(f"try learning_rate: {rate}, ")
+
+
 def test_every_rule_has_a_fault_and_a_row_on_the_page_that_links_the_section_of_its_remedy():
     rows = table_rows((ROOT / "docs/doctor.md").read_text(), "rule")
     assert {named.split()[0] for named in FAULTS} == set(RULES)

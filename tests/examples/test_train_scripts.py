@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
 from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.adapters.files import read_policy_adapter
@@ -215,6 +216,16 @@ def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(m
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
     sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", "--num_train_epochs", "1"])
     assert read_policy_adapter(str(out)).r == 2 and not (out / "model.safetensors").exists()
+
+
+def test_a_fine_tuned_model_ends_its_answers_where_it_has_learned_to(model_folder, tmp_path):
+    """Its base ended them elsewhere."""
+    base = shutil.copytree(model_folder, tmp_path / "base")
+    GenerationConfig(eos_token_id=40).save_pretrained(base)
+    data = write(tmp_path / "sft.jsonl", [{"prompt": "w10", "completion": "w11"}])
+    names = ["--model_name_or_path", str(base), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
+    sft.train_sft([*names, *QUICK, "--max_steps", "1"])
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [tiny_tokenizer().eos_token_id, 40]
 
 
 def test_pairs_may_take_either_form_in_each_row():

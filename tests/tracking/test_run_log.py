@@ -174,7 +174,8 @@ def test_trackers_that_the_accelerator_already_has_are_kept_and_left_open(tmp_pa
     accelerator.trackers[0].finish()
 
 
-def test_another_tracker_gets_the_runs_name_configuration_and_metrics(tmp_path, monkeypatch):
+@pytest.mark.parametrize("project", ["alpaca_ppo", "mine"])
+def test_another_tracker_gets_the_runs_name_configuration_and_metrics(tmp_path, monkeypatch, project):
     calls = []
 
     class Tracker(run_log.TensorBoardTracker.__mro__[1]):
@@ -197,10 +198,12 @@ def test_another_tracker_gets_the_runs_name_configuration_and_metrics(tmp_path, 
 
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard", "wandb"])
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
+    if project == "mine":
+        monkeypatch.setenv("WANDB_PROJECT", project)
     log = make_log(tmp_path / "lucky", ["wandb"])
     log.log({"x": 1.0}, 3)
     log.finish()
-    name = ("init", "alpaca_ppo", {"name": "lucky"})
+    name = ("init", project, {"name": "lucky"})
     assert calls == [name, ("config", CONFIG), ("log", {"x": 1.0}, 3), "finish"]
 
 
@@ -230,6 +233,15 @@ def test_a_tracker_named_twice_is_used_once(monkeypatch):
     monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard", "wandb"])
     assert tracker_names(["wandb", "all"]) == ["wandb", "tensorboard"]
     assert tracker_names(["none"]) == tracker_names([]) == []
+
+
+def test_a_tracker_without_its_package_says_how_to_install_it_and_a_misspelt_one_does_not(monkeypatch):
+    monkeypatch.setattr(run_log, "get_available_trackers", lambda: ["tensorboard"])
+    for name in ("wandb", "mlflow", "comet_ml", "trackio"):
+        with pytest.raises(ValueError, match=f"'{name}'; pip install {name}, or choose of tensorboard "):
+            tracker_names([name])
+    with pytest.raises(ValueError, match="'tensorbord'; choose of tensorboard "):
+        tracker_names(["tensorbord"])
 
 
 @pytest.mark.parametrize("report_to", [["tensorbord"], ["tensorboard", "wandb"], ["none", "tensorboard"]])
