@@ -95,10 +95,7 @@ def _check_given(accelerator: Accelerator, args: PPOConfig) -> None:
             "accelerator.init_trackers(...) first, or name them in report_to instead"
         )
     if args.deepspeed is not None:
-        raise ValueError(
-            f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; give that accelerator a "
-            "DeepSpeedPlugin for this file, or do not pass an accelerator"
-        )
+        raise ValueError(f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; leave one out")
 
 
 def hardware(accelerator: Accelerator) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args:
     given = {name: config.get(name, "auto") for name in from_run}
     given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in _PRECISIONS}
     precisions = {f"{name}.enabled": is_bf16 and args.bf16 for name, is_bf16 in _PRECISIONS.items()}
-    for name, expected in (from_run | precisions).items():
+    for name, expected in {**from_run, **precisions}.items():
         if given[name] not in ("auto", expected):
             raise ValueError(
                 f"the DeepSpeed configuration has {name} {shown(given[name])}, but the run's configuration makes it "

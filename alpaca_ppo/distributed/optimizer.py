@@ -119,10 +119,7 @@ class Schedules:
         if own is not None or "both" in parts:
             if args.critic_lr_warmup_steps is not None:
                 reason = "`optimizers` has a schedule" if own is not None else "a group of the optimizer trains both"
-                raise ValueError(
-                    f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {reason}, so policy and critic have "
-                    "one schedule; set critic_lr_warmup_steps: null"
-                )
+                raise ValueError(f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {reason}; leave it out")
             self._schedules = {"both": own or make_scheduler(optimizer, args, "both", totals)}
             return
         both: tuple[Part, ...] = ("policy", "critic")
