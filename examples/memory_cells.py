@@ -166,7 +166,8 @@ def _step_peak(trainer: PPOTrainer) -> int:
         trainer.step(trainer.prompt_batches(1))
         return torch.cuda.max_memory_allocated()
     live = LiveBytes()
-    live.track_all()
+    # Not isinstance, which would import modules that libraries load lazily.
+    live.track([thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)])
     live.reset_peak()
     with live:
         trainer.step(trainer.prompt_batches(1))

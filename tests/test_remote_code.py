@@ -190,7 +190,7 @@ def test_an_adapter_is_merged_into_a_base_with_code(folders, tmp_path):
     arguments["processing_class"] = tiny_tokenizer()
     trainer = trusting(tmp_path, base, trainer_arguments=arguments, **settings)
     trainer.train()
-    save_merged(tmp_path / "merged", trainer.actor_critic.policy.adapters, tiny_tokenizer())
+    save_merged(tmp_path / "merged", trainer.actor_critic.policy, tiny_tokenizer())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
     assert type(merged).__name__ == "CustomForCausalLM" and merged.dtype == torch.float32
     assert "trust_remote_code=True" in (tmp_path / "final/policy/README.md").read_text()

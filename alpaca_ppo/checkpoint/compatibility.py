@@ -125,8 +125,7 @@ def run_identity(
     policy, critic = actor_critic.policy, actor_critic.critic
     identity: dict[str, Any] = {"tokenizer": tokenizer_identity(processing_class)}
     identity["policy"] = architecture(policy.model.config)
-    if policy.model.generation_config is not None:
-        identity["policy"]["stop_tokens"] = policy.model.generation_config.eos_token_id
+    identity["policy"]["stop_tokens"] = [*policy.stop_token_ids]
     backbone: Any = None if critic is None else critic.backbone
     if backbone is not None:
         identity["critic"] = architecture(backbone.config)

@@ -12,12 +12,12 @@ import torch
 from huggingface_hub import HfApi
 from torch import nn
 
-from alpaca_ppo.adapters.adapter_set import POLICY, AdapterSet
+from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.adapters.merging import merged_weights
 from alpaca_ppo.atomic_io import StrPath, write_folder_atomically
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card, write_value_card
 from alpaca_ppo.library_output import transformers_bars
-from alpaca_ppo.models import ActorCritic, write_critic
+from alpaca_ppo.models import ActorCritic, Policy, write_critic
 from alpaca_ppo.saved_models import has_remote_code
 from alpaca_ppo.tracking.results import STEP_FILE
 
@@ -40,8 +40,7 @@ def save_final(
             policy.save_pretrained(tmp_dir)
         else:
             adapters.peft.save_pretrained(str(tmp_dir), selected_adapters=[POLICY])
-            if policy.generation_config is not None:
-                policy.generation_config.save_pretrained(tmp_dir)
+        _write_stop_tokens(tmp_dir, actor_critic.policy)
         processing_class.save_pretrained(tmp_dir)
         base = policy.config.name_or_path
         write_model_card(tmp_dir, run, base_model=base, own_code=has_remote_code(policy))
@@ -51,15 +50,24 @@ def save_final(
             processing_class.save_pretrained(tmp_dir)
             write_value_card(tmp_dir, own_code=has_remote_code(actor_critic.critic.backbone or policy))
     if merged and adapters is not None:
-        save_merged(folder / "merged", adapters, processing_class)
+        save_merged(folder / "merged", actor_critic.policy, processing_class)
     run.step.write(folder)
 
 
-def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) -> None:
+def _write_stop_tokens(folder: Path, policy: Policy) -> None:
+    """Writes the generation config that ends answers, by `generate` and vLLM, where training has ended them."""
+    generation_config = copy.deepcopy(policy.model.generation_config)
+    if generation_config is not None and policy.stop_token_ids:
+        generation_config.eos_token_id = [*policy.stop_token_ids]
+        generation_config.save_pretrained(folder)
+
+
+def save_merged(folder: StrPath, policy: Policy, processing_class: Any) -> None:
     """Writes the policy with its adapter merged into the base, atomically and at least in float32; of a base in half
     precision see `merged_weights`.
     """
-    model = adapters.model
+    adapters, model = policy.adapters, policy.model
+    assert adapters is not None
     config: Any = copy.deepcopy(model.config)
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
         # The adapter replaces the embedding, which loading must not tie to the head.
@@ -70,6 +78,7 @@ def save_merged(folder: StrPath, adapters: AdapterSet, processing_class: Any) ->
         config.architectures = [type(model).__name__]
         config.dtype = torch.promote_types(model.dtype, torch.float32)
         config.save_pretrained(tmp_dir)
+        _write_stop_tokens(tmp_dir, policy)
         processing_class.save_pretrained(tmp_dir)
 
 

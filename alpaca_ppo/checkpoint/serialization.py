@@ -19,7 +19,6 @@ from alpaca_ppo.checkpoint.compatibility import differences
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import set_random_states
-from alpaca_ppo.generation.stopping import set_stop_tokens
 from alpaca_ppo.models import ActorCritic
 
 FORMAT = {"format": "alpaca_ppo checkpoint", "version": 5}
@@ -49,7 +48,7 @@ class Checkpoint:
             with open(tmp_dir / _STATE, "wb") as file:
                 torch.save(state, file)
             save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, tmp_dir / _WEIGHTS)
-            write_manifest(tmp_dir, stop_tokens=self.identity.get("policy", {}).get("stop_tokens"))
+            write_manifest(tmp_dir, stop_tokens=self.identity.get("policy", {}).get("stop_tokens", ()))
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
@@ -68,7 +67,7 @@ class Checkpoint:
             set_random_states(self.rng[rank])
 
 
-def write_manifest(folder: Path, *, stop_tokens: Sequence[int] | None = None) -> None:
+def write_manifest(folder: Path, *, stop_tokens: Sequence[int] = ()) -> None:
     """Writes manifest.json with sizes and hashes of `FILES`, all of which must be in `folder`, and the ids that end the
     policy's answers.
     """
@@ -146,8 +145,7 @@ def restore_models(folder: Path, actor_critic: ActorCritic) -> None:
     for name, tensor in saved.items():
         targets[name].copy_(tensor)
     manifest = json.loads((committed_path(folder) / "manifest.json").read_text(encoding="utf-8"))
-    if manifest["stop_tokens"]:
-        set_stop_tokens(actor_critic.policy.model, manifest["stop_tokens"])
+    actor_critic.policy.stop_token_ids = tuple(manifest["stop_tokens"])
 
 
 def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:

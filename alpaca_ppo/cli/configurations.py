@@ -38,7 +38,12 @@ def migrate(argv: Sequence[str]) -> int:
     """Prints another trainer's configuration as options of this package."""
     description = "A TRL script, or a YAML file or command line of verl, as options of alpaca-ppo train."
     parser = argparse.ArgumentParser(prog="alpaca-ppo migrate", description=description, allow_abbrev=False)
-    parser.add_argument("--num_processes", type=int, default=1, help="of the TRL run; it multiplies batch sizes")
+    parser.add_argument(
+        "--num_processes",
+        type=int,
+        default=0,
+        help="of the TRL run; it multiplies batch sizes (default: the file's, or 1)",
+    )
     parser.add_argument("file", help="script.py, config.yaml or run.sh; or verl's overrides alone")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="TRL's flags, or verl's overrides (key=value)")
     given = parser.parse_args(argv)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from alpaca_ppo.control_tokens import continuing
@@ -47,14 +47,6 @@ def resolve_stop_tokens(
             "stop; set processing_class.eos_token to the token that ends a response"
         )
     return tuple(sorted(ids))
-
-
-def set_stop_tokens(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Writes the ids that end a response into the generation config that is saved with `model`, so that `generate` and
-    vLLM end its answers there too.
-    """
-    if model.generation_config is not None:
-        model.generation_config.eos_token_id = [*ids]
 
 
 def resolve_turn_end(

@@ -7,21 +7,22 @@ from typing import Any
 
 import yaml
 
-from alpaca_ppo.config.foreign_names import flattened
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, find_foreign_name, flattened
 from alpaca_ppo.config.names import where
+from alpaca_ppo.migrate.shell import OVERRIDE, overrides_of_shell
 from alpaca_ppo.migrate.translation import Translation
-from alpaca_ppo.migrate.trl import read_script, translate_trl
-from alpaca_ppo.migrate.verl import OVERRIDE, overrides_of_shell, read_overrides, translate_verl
+from alpaca_ppo.migrate.trl import OWN_NAMES, read_script, translate_trl
+from alpaca_ppo.migrate.verl import read_overrides, translate_verl
 
 
-def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -> Translation:
+def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 0) -> Translation:
     """The translation of a configuration of another trainer.
 
     Args:
         file: a Python script of TRL, a YAML file of TRL or verl, a shell script that starts verl, or in place of a file
             the first of verl's overrides (`key=value`).
         arguments: TRL's flags, or verl's overrides; they replace what the file says.
-        processes: of the TRL run, because TRL's batch sizes are for one process.
+        processes: of the TRL run, because TRL's batch sizes are for one process; 0: num_processes of the file, or 1.
     """
     if re.fullmatch(OVERRIDE, file):
         return translate_verl(file, read_overrides([file, *arguments]))
@@ -32,9 +33,12 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 1) -
         content, unread = _read_file(path, file)
     except (SyntaxError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{file} is no TRL script, and no YAML file that maps names to values: {error}") from error
-    # Names of verl are paths with dots (actor_rollout_ref.model.path); a script of TRL may have such names too.
-    if any("." in name for name in content) and path.suffix != ".py":
-        return translate_verl(file, {**content, **read_overrides(arguments)})
+    if any(name.split(".")[0] == "actor_rollout_ref" for name in content):
+        return translate_verl(file, {**flattened(content), **read_overrides(arguments)})
+    known = {name for name in content if find_foreign_name(name, CONFIG_SECTIONS[:-1])}
+    # SFT and DPO of TRL have many names in common with GRPO, and some that are not known here.
+    if path.suffix != ".py" and not OWN_NAMES & known and (not known or len(known) < len(content)):
+        raise ValueError(f"{file} has no name of TRL's GRPO or PPO and no actor_rollout_ref of verl; write it by hand")
     return translate_trl(path.name, {**content, **_flags(arguments)}, unread, processes)
 
 
@@ -48,21 +52,19 @@ def _read_file(path: Path, file: str) -> tuple[dict[str, Any], dict[str, str]]:
     content = yaml.safe_load(text)
     if not isinstance(content, dict):
         raise yaml.YAMLError(f"it holds a {type(content).__name__}")
-    return flattened(content), {}
+    return {str(name): value for name, value in content.items()}, {}
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, Any]:
     """TRL's flags by name; a flag without a value is true, and one with several values a list."""
-    flags: dict[str, list[Any]] = {}
-    name = ""
+    flags, name = dict[str, list[Any]](), ""
     for argument in arguments:
-        if argument.startswith("--"):
-            flag, equals, text = argument.removeprefix("--").partition("=")
-            name = flag.replace("-", "_")
+        flag, equals, text = argument.partition("=")
+        if flag.startswith("--"):
+            name = flag[2:].replace("-", "_")
             flags[name] = [yaml.safe_load(text)] if equals else []
         elif name:
             flags[name].append(yaml.safe_load(argument))
         else:
             raise ValueError(f"{argument} is no flag of TRL; write --name value")
-    single = {name: values[0] if values else True for name, values in flags.items() if len(values) < 2}
-    return {**flags, **single}
+    return {name: (values or [True])[0] if len(values) < 2 else values for name, values in flags.items()}

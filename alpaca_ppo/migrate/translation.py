@@ -51,6 +51,11 @@ class Translation:
 
     def __post_init__(self) -> None:
         self.given = {name: _number(value) for name, value in self.given.items()}
+        for name, default in defaults(self.section).items():
+            value = self.given.get(name)
+            is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
+            if is_number and isinstance(value, str) and "$" not in value:
+                raise ValueError(f"{name} is {value!r} in {self.source}; it must be a number")
         self.values: dict[str, Any] = {**defaults(self.section), **self.given}
 
     def set(self, name: str, value: Any, comment: str = "") -> None:
@@ -64,18 +69,33 @@ class Translation:
         self.not_taken.setdefault(reason, []).append(f"{name}{value}")
 
     def take(self, sections: Sequence[str]) -> None:
-        """Sets the options that follow from a single foreign name by the table; `finish` decides about the others."""
-        for name, value in self.values.items():
+        """Sets the options that follow from a single foreign name by the table of `config.foreign_names`.
+
+        Lists as not taken what has no option here, or a value that only a run decides; names that count only with
+        others wait for `finish`. Raises a ValueError for a value without a counterpart.
+        """
+        for name, value in list(self.values.items()):
+            # It may be a reference of OmegaConf, ${name}.
+            self.values[name] = value = self.values.get(str(value)[2:-1], value)
             entry = find_foreign_name(name, sections)
+            # verl's names have dots.
+            unknown = "only a run decides it" if "." in name and re.search(r"[$`]", str(value)) else ""
             if entry is None and name in OPTIONS:
                 self.set(name, value, "" if name in self.given else defaults("comments").get(name, ""))
             elif entry is None:
                 self.leave(name, "there is no option of this name")
-            elif isinstance(options := entry.values.get(value_key(value)), Mapping):
-                for option, our_value in options.items():
+            elif isinstance(options_of_value := entry.values.get(value_key(value)), Mapping):
+                for option, our_value in options_of_value.items():
                     self.set(option, our_value, f"{name}: {value}")
+            elif name in defaults(self.section) and (unknown or (entry.values and not entry.same)):
+                raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
+            elif unknown and entry.ours:
+                self.leave(name, f"{unknown}; give NAME=VALUE after the file")
+                del self.values[name]
             elif entry.same:
                 self.set(entry.ours[0], value)
+                if name in self.given:
+                    self._undecided.append((entry, name))
             elif name in self.given and not entry.is_neutral(value):
                 self._undecided.append((entry, name))
 
@@ -88,22 +108,25 @@ class Translation:
 
     def finish(self) -> None:
         """Completes the options, in an order that matters: what is listed as not taken depends on the options that are
-        set, and a required option may be filled in that has just been dropped.
+        left, and a required option may be filled in that has just been dropped.
         """
-        self._list_names_without_option()
         for name, value in self.options.items():
             if isinstance(value, str | int) and OPTIONS[name].is_list:
                 self.options[name] = [value]
         self._drop_options_without_effect()
+        self._list_names_without_option()
         for name, value in _FILL_IN.items():
             if name not in self.options and (name != "reward_funcs" or "reward_model_name_or_path" not in self.options):
                 self.set(name, value, "not known from the source")
 
     def _list_names_without_option(self) -> None:
         for entry, name in self._undecided:
-            value = self.given[name]
-            # Null or false switches off what is off here unless an option is set.
-            if not set(entry.ours) & set(self.options) and (value not in (None, False) or not entry.ours):
+            value, option = self.given[name], (*entry.ours, "")[0]
+            # Its option was dropped, or another name has set it, which the comment begins with.
+            if entry.same and (option not in self.options or self.comments[option].split(": ")[0] in self.values):
+                self.leave(name, "without effect, because of other settings")
+            # Null or false switches off what is off here unless an option is set. One that was dropped has a comment.
+            elif not set(entry.ours) & set(self.comments) and (value not in (None, False) or not entry.ours):
                 self.leave(name, entry.advice(value))
 
     def _drop_options_without_effect(self) -> None:
@@ -141,7 +164,9 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> Any:
-    """The number in a text such as 1e-6, which YAML does not read as a number; any other value unchanged."""
+    """The number in a text such as 1e-6, which YAML does not read as a number, and the path that begins with ~; any
+    other value unchanged.
+    """
     if not isinstance(value, str) or not re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
-        return value
+        return re.sub("^~(?=/)", str(Path.home()), value) if isinstance(value, str) else value
     return int(number) if (number := float(value)).is_integer() else number

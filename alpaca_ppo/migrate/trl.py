@@ -1,6 +1,6 @@
 """Translates TRL's GRPOConfig and PPOConfig, and reads the scripts that make them.
 
-The literal arguments of the calls in `_CALLS` are read, also through variables that are assigned once, and so are
+The literal arguments of the calls in defaults.yaml are read, also through variables that are assigned once, and so are
 attributes that are set on the configuration.
 """
 
@@ -15,19 +15,8 @@ from alpaca_ppo.migrate.translation import Translation, defaults
 
 _KINDS = ("GRPOConfig", "PPOConfig")
 _OF_PPO = set("num_ppo_epochs response_length num_mini_batches kl_coef reward_model_path value_model".split())
-# The calls that are read, with the names of their positional arguments. If two have one, the later one counts.
-_CALLS = {
-    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset"),
-    "PPOTrainer": (),
-    "LoraConfig": (),
-    "load_dataset": ("path", "name"),
-    "GRPOConfig": ("output_dir",),
-    "PPOConfig": ("output_dir",),
-}
-_COMMENTS = {
-    "dataset_name": "where the script changes its rows, save them as jsonl",
-    "reward_funcs": "copy functions of the script into rewards.py, because importing the script would run it",
-}
+# With the names of GRPO that TRL's SFT and DPO do not have.
+OWN_NAMES = _OF_PPO | set("num_generations reward_funcs temperature num_iterations epsilon scale_rewards".split())
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
@@ -73,10 +62,10 @@ def _reward_sources(rewards: ast.expr) -> tuple[list[str], list[ast.expr]]:
 
 
 def _call_arguments(tree: ast.AST) -> dict[str, ast.expr]:
-    """The arguments of the first call of each function in `_CALLS`."""
+    """The arguments of the first call of each function in `calls` of defaults.yaml."""
     calls = {_called(node): node for node in reversed(list(ast.walk(tree))) if isinstance(node, ast.Call)}
     arguments: dict[str, ast.expr] = {}
-    for function, positional in _CALLS.items():
+    for function, positional in defaults("calls").items():
         if call := calls.get(function):
             arguments |= dict(zip(positional, call.args, strict=False))
             arguments |= {keyword.arg or f"**{ast.unparse(keyword.value)}": keyword.value for keyword in call.keywords}
@@ -106,7 +95,7 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
     result.take(sections)
     _leave_unread(result, unread, sections)
     is_grpo = kind == "GRPOConfig"
-    updates = _grpo(result, processes) if is_grpo else _ppo(result, processes)
+    updates = (_grpo if is_grpo else _ppo)(result, processes or result.count("num_processes"))
     # Steps are optimizer steps in GRPO, but rollouts in TRL's PPOTrainer, whose scheduler also steps once a rollout.
     updates_per_step = 1 if is_grpo else updates
     if is_grpo and values["max_steps"] > 0:
@@ -119,11 +108,13 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         result.set("warmup_steps", int(warmup * updates_per_step), f"{warmup} * {updates_per_step} optimizer steps")
     if not values.get("push_to_hub"):
         options.pop("hub_model_id", None)
-    if "query_len" not in options:
-        result.set("query_len", 512, "TRL has no limit; a longer prompt is dropped")
-    if source.endswith(".py"):
-        result.comments |= _COMMENTS
+    result.comments |= defaults("comments of a script")
     result.finish()
+    # A name alone is taken for a function of rewards.py, and a path with dots for one of a module.
+    functions = options.get("reward_funcs") or []
+    functions[:] = [
+        f if ":" in f else ":".join((f if "." in f else "rewards.py." + f).rsplit(".", 1)) for f in functions
+    ]
     return result
 
 

@@ -1,9 +1,7 @@
-"""Translates verl's ppo_trainer.yaml, and reads the overrides of its command line."""
+"""Translates verl's ppo_trainer.yaml, and reads hydra's overrides."""
 
 import math
 import re
-import shlex
-import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ import yaml
 from alpaca_ppo.config.foreign_names import flattened
 from alpaca_ppo.migrate.translation import Translation
 
-OVERRIDE = r"[+~]{0,2}\w+\.[\w.]+=.*"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -23,19 +20,9 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, text = argument.lstrip("+~").partition("=")
         if not re.fullmatch(r"[\w.@/]+", key) or not (equals or argument.startswith("~")):
             raise ValueError(f"{argument!r} is no override of hydra; write key=value, such as data.seed=1")
-        values |= flattened({key: yaml.safe_load(text) if text else None})
+        # YAML has no text that begins with @; verl reads it from that file.
+        values |= flattened({key: text if text.startswith("@") else yaml.safe_load(text)})
     return values
-
-
-def overrides_of_shell(text: str, file: str) -> list[str]:
-    """The overrides in a shell script that starts verl, with the values of variables that the script sets."""
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text.replace("\\\n", " "))
-    words = shlex.split(text, comments=True)
-    variables = dict(word.split("=", 1) for word in words if re.fullmatch(r"\w+=.*", word))
-    overrides = [string.Template(word).safe_substitute(variables) for word in words if re.fullmatch(OVERRIDE, word)]
-    if not overrides:
-        raise ValueError(f"{file} has no overrides of verl.trainer.main_ppo; give the script or its YAML file")
-    return overrides
 
 
 def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
@@ -71,6 +58,8 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     experiment = values.get("trainer.experiment_name", "gsm8k")
     options.setdefault("output_dir", f"checkpoints/{project}/{experiment}")
     result.finish()
+    if "gsm8k" in options["dataset_name"] and not re.search(r"_(function\.path|model\.enable) ", str(result.not_taken)):
+        result.set("reward_funcs", ["examples.rewards.gsm8k:correctness"], "verl's own rule for gsm8k")
     return result
 
 

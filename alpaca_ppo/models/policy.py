@@ -59,6 +59,8 @@ class Policy(nn.Module):
         self.model = model
         # An AdapterSet is not a module: the adapters' parameters are registered in the model's own layers.
         self.adapters = adapters
+        # The ids that end a response; of a policy that is not sampled from, none.
+        self.stop_token_ids: tuple[int, ...] = ()
         self.padding_reason: str | None = f"{type(self).__name__} reads padded rows"
         if type(self).outputs_from_states is Policy.outputs_from_states:
             self._check_logits()

@@ -20,7 +20,7 @@ from alpaca_ppo.config.supervised_arguments import SFTArguments
 from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.prompts import well_formed_messages
-from alpaca_ppo.generation.stopping import resolve_stop_tokens, resolve_turn_end, set_stop_tokens
+from alpaca_ppo.generation.stopping import resolve_stop_tokens, resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
 
@@ -130,7 +130,8 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load_causal_lm(model_name), data["processing_class"]
     # The end of a completion, which is learned.
     end = data["train_dataset"][0]["labels"][-1]
-    set_stop_tokens(model, resolve_stop_tokens(tokenizer, model.generation_config, [end]))
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = [*resolve_stop_tokens(tokenizer, model.generation_config, [end])]
     if config := lora.peft_config("CAUSAL_LM"):
         model = inject_adapter(get_peft_model, model, config)
     collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)

@@ -33,13 +33,7 @@ from alpaca_ppo.environments.kinds import EnvironmentFactory, NoEnvironment, mak
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.evaluation.settings import EvaluationSettings, check_set_names
 from alpaca_ppo.generation import SamplingParams, make_backend
-from alpaca_ppo.generation.stopping import (
-    StopStrings,
-    resolve_stop_tokens,
-    resolve_truncate_tokens,
-    resolve_turn_end,
-    set_stop_tokens,
-)
+from alpaca_ppo.generation.stopping import StopStrings, resolve_stop_tokens, resolve_truncate_tokens, resolve_turn_end
 from alpaca_ppo.models import ActorCritic, factory
 from alpaca_ppo.models.loading import check_same_tokenizer, check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
@@ -179,7 +173,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
     sampling_params = make_sampling_params(actor_critic, processing_class, args, chat=chat)
     truncate = () if sampling_params.truncate_after else sampling_params.truncate_token_ids
-    set_stop_tokens(actor_critic.policy.model, sampling_params.stop_token_ids + truncate)
+    actor_critic.policy.stop_token_ids = sampling_params.stop_token_ids + truncate
     add_reward_adapter(scorer, actor_critic, args, device)
     parser = given.tool_call_parser
     environments = make_environments(kinds, parser, processing_class, sampling_params, args, messages=chat)

@@ -2,7 +2,8 @@
 
     --reward_funcs examples.rewards.gsm8k:correctness examples.rewards.gsm8k:well_formed
 
-Both have TRL's signature. `correctness` needs the dataset's `answer` column. The reasoning is not judged.
+Both have TRL's signature. `correctness` needs the dataset's `answer` column, or `extra_info`, in which verl's files
+have the answer. The reasoning is not judged.
 """
 
 import re
@@ -15,16 +16,24 @@ _RESULT = re.compile(rf"####\s*([-$\s]*)({_NUMBER})")
 _LAST_LINE = re.compile(r"(?:\A|\n)#### -?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?\s*\Z")
 
 
-def correctness(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+def correctness(
+    completions: list[Any],
+    answer: list[str] | None = None,
+    extra_info: list[dict[str, Any]] | None = None,
+    **columns: Any,
+) -> list[float]:
     """Returns 1.0 if the number after the completion's last `####` equals the one in `answer`, else 0.0.
 
     Numbers are compared by value: commas, a dollar sign, a final period and trailing zeros do not matter.
 
     Raises:
-        ValueError: if an `answer` has no `#### number`.
+        ValueError: if an `answer` has no `#### number`, or the dataset no answers.
     """
+    if answer is None and extra_info is None:
+        raise ValueError("the dataset has no column answer, and no extra_info; use GSM8K's own or verl's files of it")
+    answers = answer if answer is not None else [info["answer"] for info in extra_info or []]
     return [
-        _is_correct(_text(completion), reference) for completion, reference in zip(completions, answer, strict=True)
+        _is_correct(_text(completion), reference) for completion, reference in zip(completions, answers, strict=True)
     ]
 
 

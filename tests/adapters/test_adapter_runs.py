@@ -161,7 +161,7 @@ def test_final_folders_hold_adapters_that_load_on_the_base(layout, tmp_path):
     trainer.train()
     final, ids = tmp_path / "run" / "final", torch.tensor([[5, 9, 11, 7]])
     assert sorted(path.name for path in final.iterdir()) == ["policy", "step.json", "value"]
-    save_merged(tmp_path / "merged", trainer.actor_critic.policy.adapters, tiny_tokenizer())
+    save_merged(tmp_path / "merged", trainer.actor_critic.policy, tiny_tokenizer())
     names = {path.name for path in (final / "policy").iterdir()}
     assert "adapter_model.safetensors" in names and "model.safetensors" not in names
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)

@@ -57,7 +57,7 @@ def test_a_run_on_a_mixture_is_exported_merged_started_from_and_resumed(arch, la
     base, run = saved(tmp_path / "base", arch), tmp_path / "run"
     trainer = trainer_in(run, base, layout, peft_config=lora(), save_steps=1)
     trainer.train()
-    save_merged(tmp_path / "merged", trainer.actor_critic.policy.adapters, tiny_tokenizer())
+    save_merged(tmp_path / "merged", trainer.actor_critic.policy, tiny_tokenizer())
     own = logits(trainer.actor_critic.policy.model)
     loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert (own - logits(loaded)).abs().max() > 1e-3

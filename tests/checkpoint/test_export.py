@@ -13,7 +13,7 @@ from transformers.utils import logging
 from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.checkpoint.export import save_final, save_merged
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card
-from alpaca_ppo.models import C51Head, HLGaussHead, IQNHead, QuantileHead, build_actor_critic, load_critic
+from alpaca_ppo.models import C51Head, HLGaussHead, IQNHead, Policy, QuantileHead, build_actor_critic, load_critic
 from alpaca_ppo.tracking.results import WeightsStep
 from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_tokenizer
 
@@ -236,7 +236,7 @@ def test_merging_into_half_precision_loses_nothing(tmp_path):
         # So small that bfloat16 would round most of it away.
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
     before = {name: tensor.clone() for name, tensor in adapters.peft.state_dict().items()}
-    save_merged(tmp_path / "merged", adapters, tiny_tokenizer())
+    save_merged(tmp_path / "merged", Policy(base, adapters), tiny_tokenizer())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert merged.dtype == torch.float32 and base.dtype == torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.peft.state_dict().items())
@@ -257,7 +257,7 @@ def test_an_adapter_in_half_precision_is_merged_in_float32(settings, tmp_path):
         parameter.data = (parameter.data + 0.1 * torch.randn(parameter.shape, generator=generator)).bfloat16()
     kinds = {name: tensor.dtype for name, tensor in adapters.peft.state_dict().items()}
     adapters.peft.save_pretrained(tmp_path / "policy")
-    save_merged(tmp_path / "merged", adapters, tiny_tokenizer())
+    save_merged(tmp_path / "merged", Policy(base, adapters), tiny_tokenizer())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     on_base = PeftModel.from_pretrained(tiny_causal_lm("llama"), tmp_path / "policy")
     with torch.no_grad():

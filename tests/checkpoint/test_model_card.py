@@ -51,11 +51,11 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
         ET.fromstring(picture).itertext()
     )
     # The figures of an earlier checkpoint end with it.
-    best = WeightsStep(3, 4, "objective/scores", 0.5)
+    best = WeightsStep(3, 4, "eval/scores", 0.5)
     write_model_card(tmp_path, TrainedRun(best, metrics, config), base_model=None)
     assert (tmp_path / "training_curve.svg").read_text() == picture
     text = (tmp_path / "README.md").read_text()
-    assert "; the weights are those of step 3 of 4, the best checkpoint by objective/scores (0.5)." in text
+    assert "; the weights are those of step 3 of 4, the best evaluation by eval/scores (0.5)." in text
     # They were evaluated once up to then, before training.
     assert "| Reward on held-out prompts | -1 | |" in text
 

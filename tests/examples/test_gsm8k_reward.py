@@ -25,6 +25,13 @@ def test_correctness_is_zero_without_hashes():
     assert correctness(completions=["The answer is 7"], answer=["#### 7"]) == [0.0]
 
 
+def test_correctness_finds_the_answer_in_the_extra_info_of_verls_files():
+    rows = [{"answer": "3 + 4 = 7\n#### 7", "split": "train"}] * 2
+    assert correctness(completions=[SOLUTION + "7", SOLUTION + "8"], extra_info=rows) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="no column answer, and no extra_info"):
+        correctness(completions=["7"])
+
+
 def test_an_answer_without_a_result_is_refused_with_its_row():
     scorer = build_reward(correctness)
     rows = [{"prompt": "a", "answer": "#### 1"}, {"prompt": "b", "answer": "two"}]

@@ -16,9 +16,6 @@ from tests.independent.advantages import Rows, kl_values
 def averaged(losses: Rows, config: Mapping[str, Any]) -> Tensor:
     """The losses of all tokens as one number, by loss_agg_mode."""
     mode = config["loss_agg_mode"]
-    if not losses:
-        # Every response of the optimizer step was cut off.
-        return torch.zeros((), dtype=torch.float64)
     if mode == "token-mean":
         return torch.cat(losses).sum() / sum(len(row) for row in losses)
     if mode == "seq-mean-token-mean":

@@ -102,8 +102,11 @@ class IndependentPPO:
             experience = self._experience(samples)
         policy_total, critic_total = self._planned_updates(len(samples.rows))
         for number, (learner, epoch, chosen) in enumerate(self._plan(len(samples.rows))):
+            rows = [i for i in chosen.tolist() if samples.stopped[i] or not self.config["mask_truncated"]]
+            if not rows:
+                continue
             taus = self.randomness.taus(self.num_ppo_steps, epoch, number)
-            gradients = self._gradients(samples, experience, chosen.tolist(), taus, learner)
+            gradients = self._gradients(samples, experience, rows, taus, learner)
             if gradients is None:
                 self.early_stops += 1
                 break
@@ -239,14 +242,12 @@ class IndependentPPO:
         updates.
         """
         weights = {name: w.detach().requires_grad_() for name, w in self.weights.items()}
-        if self.config["mask_truncated"]:
-            rows = [i for i in rows if samples.stopped[i]]
         loss = torch.zeros((), dtype=torch.float64)
         if learner != "critic":
             current = [self._policy(weights, samples.rows[i]) for i in rows]
             new, old = [row.logprobs for row in current], [experience.old[i] for i in rows]
             stop = self.config["target_kl_stop"]
-            if stop is not None and rows and losses.approximate_kl(new, old) > stop:
+            if stop is not None and losses.approximate_kl(new, old) > stop:
                 return None
             loss = loss + self._policy_terms(current, experience, rows)
             scores = [self._raw_score(samples.scores_by_source[i]) for i in rows]
@@ -255,8 +256,6 @@ class IndependentPPO:
             loss = loss + self.config["vf_coef"] * self._value_loss(weights, samples, experience, rows, taus)
         other = {"both": None, "policy": True, "critic": False}[learner]
         trained = {n: w for n, w in weights.items() if n.startswith(("critic.", "head.")) != other}
-        if not rows:
-            return {name: torch.zeros_like(w) for name, w in trained.items()}
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
 

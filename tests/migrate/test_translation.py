@@ -373,6 +373,11 @@ def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
             {"lr_scheduler_type": "cosine"},
         ),
         ({"trainer.save_freq": 20}, {"save_steps": 20, "eval_steps": 0}),
+        (
+            {"reward": {"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 64, "log": False}}}},
+            {"overlong_buffer_len": 64},
+        ),
+        ({"trainer.logger": ["console", "wandb"]}, {"report_to": ["wandb"]}),
     ],
 )
 def test_values_of_verl_that_follow_from_others(given, expected, tmp_path):
@@ -384,19 +389,146 @@ def test_values_of_verl_that_follow_from_others(given, expected, tmp_path):
 
 
 def test_nothing_that_was_given_is_passed_over_in_silence(tmp_path):
-    given = {"data_seed": 3, "invented": 1, "min_p": 0.1, "luck": None, "load_best_model_at_end": True}
+    given = {
+        "num_generations": 8,
+        "data_seed": 3,
+        "invented": 1,
+        "min_p": 0.1,
+        "luck": None,
+        "load_best_model_at_end": True,
+    }
     given |= {"loss_type": "cispo", "push_to_hub": True, "log_completions": True, "optim": "adamw_8bit"}
     result = of_yaml(tmp_path, given)
     names = set(listed(result))
-    assert set(given) - {"loss_type"} <= names and "epsilon_high" in names
+    assert set(given) - {"num_generations", "loss_type"} <= names and "epsilon_high" in names
     accepted(result, tmp_path)
+
+
+def test_what_other_settings_make_void_is_listed(tmp_path):
+    given = {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.02}
+    given |= {"algorithm.kl_ctrl.kl_coef": 0.004, "critic.optim.lr": 1e-5, "algorithm.adv_estimator": "grpo"}
+    result = of_yaml(tmp_path, {"actor_rollout_ref.rollout.n": 4, **given})
+    # Without use_kl_in_reward, and without a critic.
+    void = {name for name, reason in listed(result).items() if "without effect" in reason}
+    assert void == {"algorithm.kl_ctrl.kl_coef", "critic.optim.lr"}
+    some(result.options, kl_coef=0.0, kl_loss_coef=0.02)
+    trl = listed(of_yaml(tmp_path, {"num_generations": 8, "hub_model_id": "me/x", "learning_rate": 1e-6}))
+    assert trl == {"hub_model_id": "without effect, because of other settings"}
+
+
+def test_a_value_that_only_a_run_decides_is_refused_if_a_default_would_replace_it_and_listed_otherwise(tmp_path):
+    script = "python3 -m verl.trainer.main_ppo data.max_prompt_length=$MAX actor_rollout_ref.model.path=$MODEL"
+    (tmp_path / "run.sh").write_text(f"{script} trainer.experiment_name=x_$(date)")
+    with pytest.raises(ValueError, match="data.max_prompt_length is '\\$MAX': only a run decides it"):
+        translate(str(tmp_path / "run.sh"))
+    result = translate(str(tmp_path / "run.sh"), ["data.max_prompt_length=300"])
+    some(result.options, query_len=300, model_name_or_path="FILL_IN", output_dir="checkpoints/verl_examples/gsm8k")
+    assert set(listed(result)) == {"actor_rollout_ref.model.path", "trainer.experiment_name"}
+
+
+def test_a_value_of_verl_may_refer_to_another_name(tmp_path):
+    given = {"data.max_prompt_length": 300, "data.max_response_length": "${data.max_prompt_length}"}
+    given |= {"actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}"}
+    given |= {"critic.ppo_epochs": "${oc.select:actor_rollout_ref.actor.ppo_epochs,1}"}
+    given |= {"critic.rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}"}
+    result = of_yaml(tmp_path, {"actor_rollout_ref.rollout.n": 2, **given})
+    # verl's train_batch_size is 1024, with 2 responses each.
+    some(result.options, response_len=300, step_batch_size=2048)
+    assert "only a run decides it" in listed(result)["critic.ppo_epochs"]
+    # Nothing to give: no option is needed.
+    assert "not needed" in listed(result)["critic.rollout_n"]
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "expected"),
+    [
+        ("~/gsm8k/train.parquet", {}, "examples.rewards.gsm8k:correctness"),
+        ("~/math/train.parquet", {}, "rewards.py:reward"),
+        ("~/gsm8k/train.parquet", {"custom_reward_function.path": "my.py"}, "rewards.py:reward"),
+        ("~/gsm8k/train.parquet", {"reward_model.enable": True}, "rewards.py:reward"),
+        ("~/gsm8k/train.parquet", {"reward.reward_model.enable": False}, "examples.rewards.gsm8k:correctness"),
+    ],
+)
+def test_verls_own_reward_of_gsm8k_has_its_counterpart(files, given, expected, tmp_path):
+    result = of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", "data.train_files": files, **given})
+    some(accepted(result, tmp_path), reward_funcs=[expected], dataset_name=str(Path.home()) + files[1:])
+
+
+def test_a_yaml_file_of_trl_may_have_nested_values(tmp_path):
+    given = {"num_generations": 8, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    given |= {"chat_template_kwargs": {"enable_thinking": False}, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    result = of_yaml(tmp_path, given)
+    some(result.options, adv_estimator="grpo", chat_template_kwargs={"enable_thinking": False})
+    assert set(listed(result)) == {"gradient_checkpointing_kwargs", "lr_scheduler_kwargs"}
+
+
+def test_the_processes_of_a_trl_file_count_in_its_batch_sizes(tmp_path):
+    given = {"num_generations": 8, "per_device_train_batch_size": 4, "num_processes": 4}
+    # 4 * 4 = 16 completions, 2 prompts; with a flag for 8 processes 32 and 4.
+    some(of_yaml(tmp_path, given).options, step_batch_size=16, rollout_batch_size=2)
+    result = translate(str(tmp_path / "given.yaml"), processes=8)
+    some(result.options, step_batch_size=32, rollout_batch_size=4)
+    assert listed(result) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("accuracy", ["rewards.py:accuracy"]),
+        (["format", "mine.rewards.tidy", "a.py:b"], ["rewards.py:format", "mine.rewards:tidy", "a.py:b"]),
+    ],
+)
+def test_reward_functions_of_a_trl_file_are_names_of_functions(given, expected, tmp_path):
+    some(accepted(of_yaml(tmp_path, {"reward_funcs": given}), tmp_path), reward_funcs=expected)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        # SkyRL, NeMo-RL, EasyR1, verl's SFT, its evaluation, TRL's SFT, Accelerate.
+        {"trainer": {"policy": {"model": {"path": "m"}}, "epochs": 2}, "generator": {"n_samples_per_prompt": 4}},
+        {"policy": {"model_name": "m"}, "grpo": {"num_generations_per_prompt": 4}, "data": {"shuffle": True}},
+        {"worker": {"actor": {"model": {"model_path": "m"}}}, "data": {"max_prompt_length": 8}, "algorithm": {}},
+        {"model": {"partial_pretrain": "m"}, "optim": {"lr": 1e-5}, "data": {"train_batch_size": 8}},
+        {"data": {"path": "x", "prompt_key": "prompt"}, "custom_reward_function": {"path": "r.py"}},
+        {"model_name_or_path": "m", "learning_rate": 1e-5, "max_length": 64, "packing": True},
+        {"compute_environment": "LOCAL_MACHINE", "num_processes": 8, "deepspeed_config": {"zero_stage": 3}},
+        {"seeds": 1},
+        {},
+    ],
+)
+def test_a_file_of_another_project_is_refused(given, tmp_path):
+    with pytest.raises(ValueError, match="given.yaml has no name of TRL's GRPO or PPO and no actor_rollout_ref"):
+        of_yaml(tmp_path, given)
+
+
+def test_an_estimator_or_loss_that_is_not_built_in_is_refused(tmp_path):
+    for name in ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"):
+        with pytest.raises(ValueError, match=f"{name} is 'gpg': no counterpart: GPG is not built in"):
+            of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", name: "gpg"})
+    with pytest.raises(ValueError, match="distillation.enabled is True: no counterpart: distillation is not built in"):
+        of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", "distillation": {"enabled": True}})
+    with pytest.raises(ValueError, match="loss_type is 'sigmoid': loss_agg_mode and policy_loss, for grpo"):
+        of_yaml(tmp_path, {"beta": 0.1, "loss_type": "sigmoid"})
+
+
+def test_the_values_of_another_configuration_of_verl_are_not_taken_for_given(tmp_path):
+    def of_name(name):
+        script = f"python3 -m verl.trainer.main_ppo --config-name='{name}' actor_rollout_ref.rollout.n=1"
+        (tmp_path / "run.sh").write_text(script)
+        return listed(translate(str(tmp_path / "run.sh")))
+
+    assert of_name("ppo_megatron_trainer.yaml") == {}
+    assert "not in the script" in of_name("my_grpo")["hydra.config_name"]
 
 
 def test_the_command_prints_what_is_asked_for(capsys):
     assert migrate(["--num_processes", "4", str(EXAMPLES / "grpo_quickstart.py")]) == 0
     # TRL's 8 completions on each of 4 processes, 8 for each prompt.
     assert yaml.safe_load(capsys.readouterr().out)["rollout_batch_size"] == 4
-    assert migrate(["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]) == 0
+    # The second value is the path of a file, which YAML cannot read as text.
+    overrides = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.model.custom_chat_template=@x"]
+    assert migrate(["data.train_batch_size=32", *overrides]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["step_batch_size"] == 8
 
 
@@ -410,8 +542,8 @@ def test_the_command_prints_what_is_asked_for(capsys):
         ("x.sh", "echo 1", [], "has no overrides of verl.trainer.main_ppo"),
         ("x.yaml", "per_device_train_batch_size: 0", [], "per_device_train_batch_size is 0"),
         ("x.yaml", "num_generations: 3", [], "num_generations \\(3\\)"),
-        ("x.yaml", "data: {train_batch_size: -1}", [], "data.train_batch_size is -1"),
-        ("x.yaml", "data: {seed: 1}", ["--flag"], "'--flag' is no override of hydra"),
+        ("x.yaml", "actor_rollout_ref.rollout.n: -1", [], "actor_rollout_ref.rollout.n is -1"),
+        ("x.yaml", "actor_rollout_ref.rollout.n: 1", ["--flag"], "'--flag' is no override of hydra"),
         ("x.yaml", "seed: 1", ["seed=3"], "seed=3 is no flag of TRL"),
         ("y.py", "", [], "give a script or a YAML file; there is no such file"),
     ],

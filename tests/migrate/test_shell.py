@@ -1,0 +1,116 @@
+"""Shell scripts that start verl: the overrides that a shell would pass, worked out by hand, or what is not known."""
+
+from pathlib import Path
+
+import pytest
+
+from alpaca_ppo.migrate import translate
+from alpaca_ppo.migrate.shell import overrides_of_shell
+
+RUN = "python3 -m verl.trainer.main_ppo"
+
+
+def read(text: str) -> dict[str, str]:
+    return dict(override.split("=", 1) for override in overrides_of_shell(text, "run.sh"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{RUN} a.n=$((1024 * 2)) a.m=$((7/2))", {"a.n": "2048", "a.m": "3"}),
+        # (512 + 2048) / 4 = 640, and 640 - 7 * 3 = 619.
+        (
+            f"p=512\nr=$((p * 4))\nt=$(( ($p + ${{r}}) / 4 ))\n{RUN} a.n=${{t}} a.m=$((t - 7 * 3))",
+            {"a.n": "640", "a.m": "619"},
+        ),
+        (f"{RUN} a.n=${{A:-${{B:-3}}}}", {"a.n": "3"}),
+        (f"P=8\nT=${{T:-$((P + 1))}}\n{RUN} a.n=$T", {"a.n": "9"}),
+        (f'ROOT=${{ROOT:-"${{HOME}}/data"}}\n{RUN} a.f="$ROOT/x"', {"a.f": f"{Path.home()}/data/x"}),
+        (f"x=1\nx=$((x + 1))\n{RUN} a.n=$x", {"a.n": "2"}),
+        (f"n=${{N:-}}\nn=${{n:-7}}\n{RUN} a.n=$n", {"a.n": "7"}),
+        (f"TP=${{1:-4}}\n{RUN} a.n=$TP $@", {"a.n": "4"}),
+        # Elements of an array, on several lines and on one.
+        (
+            f'A=(\n  a.n=1  # one\n  "a.m=2"\n)\nB=(b.n=$((2 * (3 + 1))))\n{RUN} "${{A[@]}}" "${{B[@]}}"',
+            {"a.n": "1", "a.m": "2", "b.n": "8"},
+        ),
+        # Text that is split into words.
+        (f'S="\n  a.n=1 \\\n  a.m=2"\nT="b.n=3 b.m=4"\n{RUN} $S $T', {"a.n": "1", "a.m": "2", "b.n": "3", "b.m": "4"}),
+        (
+            f"f=\"['$HOME/a', 'b']\"\n{RUN} a.f=\"$f\" a.g='[\"c\"]'",
+            {"a.f": f"['{Path.home()}/a', 'b']", "a.g": '["c"]'},
+        ),
+        # The comment ends with its line, although that ends with a backslash.
+        (f"# don't\n{RUN} \\\n  a.n=1 \\\n  # a.m=2 \\\n  a.k=3 2>&1 | tee log", {"a.n": "1", "a.k": "3"}),
+        (f"cat > x <<EOF\nit's\nif b.c=1\nEOF\n{RUN} a.n=1", {"a.n": "1"}),
+        # A branch that sets nothing else.
+        (f"if [ -z $X ]; then\n  echo $X\n  Y=1\nfi\n{RUN} a.n=1", {"a.n": "1"}),
+        (f"{RUN} -cn other a.n=1", {"hydra.config_name": "other", "a.n": "1"}),
+    ],
+)
+def test_overrides_are_those_that_a_shell_would_pass(text, expected):
+    assert read(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{RUN} a.n=$N",
+        f"{RUN} a.n=$(nproc)",
+        f"N=$(date +%Y)\n{RUN} a.n=x_$N",
+        f"{RUN} a.n=$((N * 2))",
+        f"{RUN} a.n=$((2 ** 10))",
+        f"{RUN} a.n=$((7 % 4))",
+        f"M=a/b\n{RUN} a.n=${{M##*/}}",
+        f"N=1\nif [ $A ]; then\n  N=2\nelse\n  N=3\nfi\n{RUN} a.n=$N",
+        f"N=1\nif [ $A ]; then N=2; fi\n{RUN} a.n=$N",
+        f"N=1\nif [ $A ]; then\n  if [ $B ]; then X=1; fi\n  N=2\nfi\n{RUN} a.n=$N",
+        f"case $1 in\n  a) N=1 ;;\n  *) N=2 ;;\nesac\n{RUN} a.n=$N",
+        f"for N in 1 2; do\n  {RUN} a.n=$N\ndone",
+        f"run() {{\n  {RUN} a.n=1\n}}\nrun",
+        f"N=1\n[ $A ] && N=2\n{RUN} a.n=$N",
+        f"N=1\nN+=0\n{RUN} a.n=$N",
+        # A branch may replace the value, wherever it stands.
+        f'if [ $X ]; then\n  A=(a.n=2)\nfi\n{RUN} a.n=1 "${{A[@]}}"',
+        f'A=(a.n=1)\nif [ $X ]; then\n  A+=(a.n=2)\nfi\n{RUN} "${{A[@]}}"',
+        f'S="b.n=1"\nif [ $X ]; then\n  S="$S a.n=2"\nfi\n{RUN} $S',
+    ],
+)
+def test_what_only_a_run_decides_keeps_a_dollar_sign(text):
+    assert "$" in read(text)["a.n"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "echo 1",
+        "python3 -m verl.trainer.main_generation a.n=1",
+        f"{RUN} a.n=1\n{RUN} a.n=2",
+        f"if [ $A ]; then\n  {RUN} a.n=1\nelse\n  {RUN} a.n=2\nfi",
+    ],
+)
+def test_a_script_that_does_not_start_one_training_is_refused(text):
+    with pytest.raises(ValueError, match="run.sh has no overrides of verl.trainer.main_ppo"):
+        overrides_of_shell(text, "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('python -m verl.trainer.main_ppo data.train_batch_size=4 "x', "cannot be read as a shell script .No closing"),
+        (
+            "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x data.max_prompt_length=$((4/0))",
+            r"data.max_prompt_length is '\$\(\(4/0\)\)'",
+        ),
+    ],
+)
+def test_what_no_shell_could_run_is_refused_by_name(script, said, tmp_path):
+    (tmp_path / "run.sh").write_text(script)
+    with pytest.raises(ValueError, match=said):
+        translate(str(tmp_path / "run.sh"))
+
+
+def test_text_where_a_number_is_needed_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("max_steps: abc\nnum_generations: 4\nbeta: 0.1\n")
+    with pytest.raises(ValueError, match="max_steps is 'abc' in TRL's GRPOConfig in run.yaml; it must be a number"):
+        translate(str(tmp_path / "run.yaml"))
