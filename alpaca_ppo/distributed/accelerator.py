@@ -64,8 +64,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
 def _new_accelerator(args: PPOConfig) -> Accelerator:
     plugin = deepspeed_plugin(args)
     on_cpu = args.use_cpu or not torch.cuda.is_available()
-    # With DeepSpeed and no GPU, Accelerate forms a process group only for a named backend; with "nccl", its default, it
-    # chooses itself.
+    # "nccl", the default, leaves the choice to Accelerate, which forms no process group for DeepSpeed without a GPU.
     backend = "gloo" if plugin is not None and on_cpu else "nccl"
     try:
         # `FSDPEngine` shards in place of Accelerate.
@@ -80,7 +79,8 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
                 kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=args.ddp_timeout))],
             )
     except ValueError as error:
-        # Accelerate keeps one state per process, so a second trainer in it cannot have other settings.
+        # The only one that these arguments can raise: Accelerate keeps one state per process, so a second trainer in it
+        # cannot have other settings.
         raise ValueError(
             f"bf16 is {args.bf16} and use_cpu is {args.use_cpu}, but this process already has an Accelerator with "
             "other settings; use the same settings, or start a new process"
