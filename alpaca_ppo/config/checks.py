@@ -111,10 +111,8 @@ def _check_estimator_and_losses(config: Any) -> None:
             f"kl_coef negative; set it to {config.responses_per_step // 5 + 1} or more"
         )
     if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
-        raise ValueError(
-            f"reference is 'none', but kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}; set "
-            "both to 0, or keep a reference"
-        )
+        both = f"kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}"
+        raise ValueError(f"reference is 'none', but {both}; set both to 0, or keep a reference")
 
 
 def _check_critic_and_base(config: Any) -> None:
@@ -140,11 +138,15 @@ def _check_sizes(config: Any) -> None:
     for name, (limit_name, limit) in limits.items():
         if (value := getattr(config, name) or 0) > limit:
             raise ValueError(f"{name} ({shown(value)}) is larger than {limit_name} ({limit}); set it to that or less")
+    for name in ("learning_rate", "critic_learning_rate"):
+        rate = getattr(config, name)
+        if config.lr_scheduler_type == "polynomial" and rate is not None and rate <= 1e-7:
+            raise ValueError(f"{name} is {rate}, but lr_scheduler_type 'polynomial' ends at 1e-07; set a larger rate")
     budget = config.max_tokens_per_micro_batch
     if budget is not None and budget < config.longest_row:
+        least = f"query_len + response_len ({config.longest_row})"
         raise ValueError(
-            f"max_tokens_per_micro_batch ({budget}) is less than query_len + response_len ({config.longest_row}), the "
-            "longest row; set it to that or more, or to null"
+            f"max_tokens_per_micro_batch ({budget}) is less than {least}; set it to that or more, or to null"
         )
 
 
@@ -157,5 +159,5 @@ def _check_evaluation(config: Any) -> None:
         )
     if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError(
-            "eval_opponent is 'reference', but reference is 'none'; keep a reference, or compare with a file"
+            "eval_opponent is 'reference', but reference is 'none'; set a reference, or compare with a file"
         )

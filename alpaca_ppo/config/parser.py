@@ -142,7 +142,7 @@ def _split_flags(words: Sequence[str], options: Mapping[str, Option]) -> list[tu
 
 
 def _flag_value(option: Option, words: list[str]) -> Any:
-    """The value of a flag with `words` after it."""
+    """The value of a flag with `words` after it; in a list, a word in brackets stands for its entries."""
     if not words and option.accepts(True):
         return True
     if not words:
@@ -152,7 +152,11 @@ def _flag_value(option: Option, words: list[str]) -> Any:
     if option.nullable and not none_is_text and len(words) == 1 and words[0].lower() in ("null", "none"):
         return None
     if option.is_list:
-        return [_parse_word(option, word) for word in words]
+        entries: list[Any] = []
+        for word in words:
+            value = _parse_yaml(word) if word.startswith("[") else word
+            entries += _entries(option, value) if isinstance(value, list) else [_parse_word(option, word)]
+        return entries
     if len(words) > 1:
         raise ValueError(f"{option.name} has the values {shown(words)}; give one")
     return _parse_word(option, words[0])
@@ -189,11 +193,17 @@ def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], sour
         if value is None and not option.nullable and option.default is not None:
             raise ValueError(f"{name} is null in {source}; give a value, or leave it out for {shown(option.default)}")
         if option.is_list and value is not None:
-            entries = value if isinstance(value, list) else [value]
-            values[name] = [entry if _accepts(option, entry) else _parse_yaml(entry) for entry in entries]
+            values[name] = _entries(option, value if isinstance(value, list) else [value])
         else:
             values[name] = value if option.accepts(value) else _parse_yaml(value)
     return values
+
+
+def _entries(option: Option, values: list[Any]) -> list[Any]:
+    """The entries of a list. Text becomes another type, or all entries, if the option takes no text."""
+    read = [value if _accepts(option, value) else _parse_yaml(value) for value in values]
+    # A single text may be a list.
+    return read[0] if values[:1] != read[:1] and isinstance(read[0], list) else read
 
 
 def _accepts(option: Option, value: Any) -> bool:

@@ -38,12 +38,18 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     """An Accelerator configured by `args`, whichever launcher started the program; or the user's, after checking it.
 
     Raises:
-        ValueError: when the user's accelerator contradicts `args` or has no trackers; when this process already has an
-            Accelerator with other settings; see also `check_fsdp` and `deepspeed_plugin`.
+        ValueError: for a precision other than float32 and bfloat16, of the launcher too; when the user's accelerator
+            contradicts `args` or has no trackers; when this process already has an Accelerator with other settings; see
+            also `check_fsdp` and `deepspeed_plugin`.
     """
     watch_launcher()
     ignore_known_lines()
     check_fsdp(args, accelerator)
+    # The run's bf16 decides, whatever the launcher says.
+    valid = "no or bf16" if accelerator is None else "bf16" if args.bf16 else "no"
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    if (precision := launched if accelerator is None else accelerator.mixed_precision) not in valid.split(" or "):
+        raise ValueError(f"bf16 is {args.bf16} but the accelerator's mixed_precision is {precision!r}; make it {valid}")
     if accelerator is None:
         accelerator = _new_accelerator(args)
     else:
@@ -58,8 +64,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
 def _new_accelerator(args: PPOConfig) -> Accelerator:
     plugin = deepspeed_plugin(args)
     on_cpu = args.use_cpu or not torch.cuda.is_available()
-    # With DeepSpeed and no GPU, Accelerate forms a process group only for a named backend; with "nccl", its default, it
-    # chooses itself.
+    # "nccl", the default, leaves the choice to Accelerate, which forms no process group for DeepSpeed without a GPU.
     backend = "gloo" if plugin is not None and on_cpu else "nccl"
     try:
         # `FSDPEngine` shards in place of Accelerate.
@@ -74,7 +79,8 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
                 kwargs_handlers=[InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=args.ddp_timeout))],
             )
     except ValueError as error:
-        # Accelerate keeps one state per process, so a second trainer in it cannot have other settings.
+        # The only one that these arguments can raise: Accelerate keeps one state per process, so a second trainer in it
+        # cannot have other settings.
         raise ValueError(
             f"bf16 is {args.bf16} and use_cpu is {args.use_cpu}, but this process already has an Accelerator with "
             "other settings; use the same settings, or start a new process"
@@ -83,21 +89,13 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
 
 def _check_given(accelerator: Accelerator, args: PPOConfig) -> None:
     """Checks the user's accelerator; raises as `make_accelerator`."""
-    if args.bf16 != (accelerator.mixed_precision == "bf16"):
-        raise ValueError(
-            f"bf16 is {args.bf16} but the accelerator's mixed_precision is {accelerator.mixed_precision!r}; "
-            "make them agree"
-        )
     if accelerator.log_with and not accelerator.trackers:
         raise ValueError(
             f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} without trackers; call "
             "accelerator.init_trackers(...) first, or name them in report_to instead"
         )
     if args.deepspeed is not None:
-        raise ValueError(
-            f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; give that accelerator a "
-            "DeepSpeedPlugin for this file, or do not pass an accelerator"
-        )
+        raise ValueError(f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; leave one out")
 
 
 def hardware(accelerator: Accelerator) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DeepSpeedPlugin, is_deepspeed_available, parse_flag_from_env
+from accelerate.utils import DeepSpeedPlugin, get_int_from_env, is_deepspeed_available, parse_flag_from_env
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.ppo_config import PPOConfig
+
+# DeepSpeed's sections of precisions, and whether the run's bf16 decides them; the others stay off.
+_PRECISIONS = {"bf16": True, "bfloat16": True, "fp16": False, "torch_autocast": False, "amp": False}
 
 
 def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
@@ -19,7 +22,7 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
 
     Raises:
         ValueError: when DeepSpeed is not installed, the file is not valid, no launcher started the program, or `args`
-            ask for what DeepSpeed cannot do.
+            ask for what DeepSpeed cannot do; see also `resolve_auto`.
     """
     file = args.deepspeed
     if file is None and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
@@ -31,8 +34,9 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
             f"DeepSpeed is requested (deepspeed: {file}), but no launcher started this process; use accelerate launch "
             "--config_file examples/accelerate_configs/ddp.yaml, or torchrun"
         )
-    if file is not None:
-        read_deepspeed_file(file)
+    file = file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    # Accelerate would write 1 for an absent number of accumulation steps.
+    content = None if file is None else {"gradient_accumulation_steps": "auto", **read_deepspeed_file(file)}
     from deepspeed.ops import __compatible_ops__
 
     # Without a GPU, DeepSpeed would compile this collective for inference at the first start (`build_shm_op` in
@@ -40,9 +44,11 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
     # leaves a lock file on which all later ones wait. Delete this once DeepSpeed compiles it only when it is used.
     __compatible_ops__["deepspeed_shm_comm"] = False
     # Models are sharded after they are built, because building them reads the weights.
-    plugin = DeepSpeedPlugin(hf_ds_config=file, zero3_init_flag=False)
+    plugin = DeepSpeedPlugin(hf_ds_config=content, zero3_init_flag=False)
     check_stage(plugin.zero_stage, "the DeepSpeed configuration")
     check_four_bit(plugin.zero_stage, args)
+    # The engine, which is made once models are loaded, does the same.
+    resolve_auto(plugin.deepspeed_config, args, processes=get_int_from_env(["WORLD_SIZE"], 1), hidden_size=0)
     if args.use_cpu and torch.cuda.is_available():
         raise ValueError(
             "use_cpu is True, but DeepSpeed uses any GPU it finds; hide it by starting with CUDA_VISIBLE_DEVICES= "
@@ -75,7 +81,7 @@ def read_deepspeed_file(file: str) -> dict[str, Any]:
             f"deepspeed is {file!r}, which contains {shown(content)}, which is not a JSON object; write settings like "
             "those in examples/deepspeed_configs"
         )
-    for name in ("zero_optimization", "bf16", "fp16"):
+    for name in ("zero_optimization", *_PRECISIONS):
         if not isinstance(content.get(name, {}), Mapping):
             raise ValueError(f"deepspeed {file!r} has {name} {shown(content[name])}; make it an object, such as {{}}")
     return content
@@ -129,8 +135,9 @@ def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args:
                 "fields of the run decide it"
             )
     given = {name: config.get(name, "auto") for name in from_run}
-    given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in ("bf16", "fp16")}
-    for name, expected in {**from_run, "bf16.enabled": args.bf16, "fp16.enabled": False}.items():
+    given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in _PRECISIONS}
+    precisions = {f"{name}.enabled": is_bf16 and args.bf16 for name, is_bf16 in _PRECISIONS.items()}
+    for name, expected in {**from_run, **precisions}.items():
         if given[name] not in ("auto", expected):
             raise ValueError(
                 f"the DeepSpeed configuration has {name} {shown(given[name])}, but the run's configuration makes it "

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.launcher import launched_rank
 from alpaca_ppo.models import ActorCritic
 
 # What an optimizer step trains.
@@ -42,10 +43,8 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
     groups: list[dict[str, Any]] = []
     parts = ((model.policy_parameters(), args.learning_rate), (model.critic_parameters(), args.critic_rate))
     for parameters, rate in parts:
-        matrices = [p for p in parameters if p.dim() >= 2]
-        vectors = [p for p in parameters if p.dim() < 2]
-        for members, decay in ((matrices, args.weight_decay), (vectors, 0.0)):
-            if members:
+        for are_matrices, decay in ((True, args.weight_decay), (False, 0.0)):
+            if members := [p for p in parameters if (p.dim() >= 2) == are_matrices]:
                 groups.append({"params": members, "weight_decay": decay, "lr": rate, **common})
     # With None, not False, torch chooses between its loop and its foreach implementation.
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True if device.type in _FUSED_DEVICES else None)
@@ -79,14 +78,8 @@ def prepared_optimizer(given: Optimizer | None, model: ActorCritic, args: PPOCon
 def group_parts(optimizer: Optimizer, actor_critic: ActorCritic) -> list[Part]:
     """Whose parameters each of the optimizer's groups holds."""
     critic = {id(parameter) for parameter in actor_critic.critic_parameters()}
-    parts: list[Part] = []
-    for group in optimizer.param_groups:
-        in_critic = [id(parameter) in critic for parameter in group["params"]]
-        if not any(in_critic):
-            parts.append("policy")
-        else:
-            parts.append("critic" if all(in_critic) else "both")
-    return parts
+    in_critic = ([id(parameter) in critic for parameter in group["params"]] for group in optimizer.param_groups)
+    return ["policy" if not any(group) else "critic" if all(group) else "both" for group in in_critic]
 
 
 class StepCounts(NamedTuple):
@@ -126,18 +119,11 @@ class Schedules:
         if own is not None or "both" in parts:
             if args.critic_lr_warmup_steps is not None:
                 reason = "`optimizers` has a schedule" if own is not None else "a group of the optimizer trains both"
-                raise ValueError(
-                    f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {reason}, so policy and critic have "
-                    "one schedule; set critic_lr_warmup_steps: null"
-                )
-            self._schedules = {"both": own or make_scheduler(optimizer, args, args.warmup_steps, totals.total)}
+                raise ValueError(f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {reason}; leave it out")
+            self._schedules = {"both": own or make_scheduler(optimizer, args, "both", totals)}
             return
-        policy, critic = _Groups(optimizer, parts, "policy"), _Groups(optimizer, parts, "critic")
-        warmup = args.warmup_steps if args.critic_lr_warmup_steps is None else args.critic_lr_warmup_steps
-        self._schedules = {
-            "policy": make_scheduler(policy, args, args.warmup_steps, totals.policy),
-            "critic": make_scheduler(critic, args, warmup, totals.critic),
-        }
+        both: tuple[Part, ...] = ("policy", "critic")
+        self._schedules = {p: make_scheduler(_Groups(optimizer, parts, p), args, p, totals) for p in both}
 
     @property
     def of_policy(self) -> Any:
@@ -169,7 +155,8 @@ class _Groups(Optimizer):
 
     def __init__(self, optimizer: Optimizer, parts: Sequence[Part], part: Part) -> None:
         self._optimizer, self._indices = optimizer, [i for i, group_part in enumerate(parts) if group_part == part]
-        self.defaults = optimizer.defaults
+        # With this rate, a polynomial schedule computes the factor by which it ends.
+        self.defaults = optimizer.defaults | ({"lr": self.param_groups[0]["lr"]} if self._indices else {})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -180,7 +167,14 @@ class _Groups(Optimizer):
         """Does nothing: the whole optimizer has taken the step."""
 
 
-def make_scheduler(optimizer: Optimizer, args: PPOConfig, warmup: float, total_steps: int) -> Any:
-    """The schedule that `args` name. A `warmup` below 1 is a share of `total_steps`, rounded up as in transformers."""
-    steps = math.ceil(warmup * total_steps) if warmup < 1 else int(warmup)
-    return get_scheduler(args.lr_scheduler_type, optimizer, num_warmup_steps=steps, num_training_steps=total_steps)
+def make_scheduler(optimizer: Optimizer, args: PPOConfig, part: Part, totals: StepCounts) -> Any:
+    """The schedule of `part` that `args` name. A warm-up below 1 is a share of all steps, rounded up as in
+    transformers; one that lasts for the whole run is printed.
+    """
+    name = "warmup_steps" if part != "critic" or args.critic_lr_warmup_steps is None else "critic_lr_warmup_steps"
+    warmup, total = getattr(args, name), totals.total if part == "both" else getattr(totals, part)
+    steps = math.ceil(warmup * total) if warmup < 1 else int(warmup)
+    if 0 < total <= steps and launched_rank() == 0:
+        print(f"{name} is {warmup}, but the run has {total} optimizer steps for {part}: the learning rate only rises")
+    # A polynomial schedule divides by the difference of the two.
+    return get_scheduler(args.lr_scheduler_type, optimizer, steps, max(total, steps + 1))

@@ -12,10 +12,12 @@ from alpaca_ppo.evaluation.comparisons import FunctionJudge
 TOTAL = "scores"
 """The weighted sum of the reward sources."""
 RESERVED = (
-    "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction masked_rows correct "
-    "dropped_prompts win_rate unjudged length_difference prompt question response set"
+    "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction masked_rows turns "
+    "environment_tokens tool_calls tool_failure_rate correct win_rate unjudged length_difference prompt_id sample_id "
+    "prompt question response score stopped length kl columns tokens opponent win set run table step more dropped_prompts"
 ).split()
-"""Metrics of every evaluation and columns of answers.jsonl, whose names no metric function may have."""
+"""Metrics of every evaluation and columns of its tables, of answers.jsonl and of the report, whose names no metric
+function may have."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,15 @@ def make_settings(args: PPOConfig, *, sources: Sequence[str], metrics: Sequence[
     """Returns the settings of a run from its `PPOConfig` and the names of its reward sources and metric functions.
 
     Raises:
-        ValueError: if a metric function has the name of another metric, or an option names a value or a function that
-            does not exist.
+        ValueError: if a source or a metric function has the name of another metric, or an option names a value or a
+            function that does not exist.
     """
-    taken = {*RESERVED, *(f"{name}_se" for name in RESERVED)}
-    for name in metrics:
-        if name in taken or re.match(r"(pass_at|avg_at|scores)[_/]", name):
-            raise ValueError(
-                f"metric_funcs has a function named {name!r}, a name that evaluations have already; rename it"
-            )
     names = (TOTAL, "rewards", *(f"scores/{source}" for source in sources), *metrics)
+    taken = {*RESERVED, *(f"{name}_se" for name in (*RESERVED, *names))}
+    for name in names[2:]:
+        if name in taken or (name in metrics and re.match(r"(pass_at|avg_at|scores)[_/]", name)):
+            field, short = "metric_funcs" if name in metrics else "reward_funcs", name.removeprefix("scores/")
+            raise ValueError(f"{field} has a function named {short!r}, a name that evaluations have already; rename it")
     success_by = _full_name(args.eval_success_by, names)
     if success_by is None:
         raise ValueError(f"eval_success_by is {args.eval_success_by!r}; choose one of {', '.join(names)}")

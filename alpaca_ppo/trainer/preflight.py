@@ -30,6 +30,7 @@ from alpaca_ppo.estimate_memory.fake_models import without_weights
 from alpaca_ppo.evaluation.settings import EvaluationSettings, make_settings
 from alpaca_ppo.rewards.batch import OF_EPISODES
 from alpaca_ppo.rewards.build import check_columns, source_names
+from alpaca_ppo.rewards.scorer import free_name
 from alpaca_ppo.tracking.run_log import tracker_names
 
 Kinds = Mapping[str | None, EnvironmentKind]
@@ -177,8 +178,10 @@ def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kind
             f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "
             "conversations have several; leave it out, and compare the rewards of two evaluations"
         )
-    adapters = [REWARD_ADAPTER] if args.reward_adapter else []
-    sources = [*source_names(reward_funcs), *adapters, *rewarding_classes(kinds)]
+    sources = source_names(reward_funcs)
+    for name in [REWARD_ADAPTER] * bool(args.reward_adapter) + [*rewarding_classes(kinds)]:
+        # As the scorer names them.
+        sources.append(free_name(name, sources))
     return make_settings(args, sources=sources, metrics=source_names(metric_funcs))
 
 

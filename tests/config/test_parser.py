@@ -94,6 +94,12 @@ def test_null_is_refused_where_it_is_no_value(tmp_path):
         ("report_to", "[a, b]", ["a", "b"]),
         ("truncate_tokens", '[13, "13", stop, yes]', [13, "13", "stop", True]),
         ("reward_weights", '["1e-1", 1e-2, 3]', [0.1, 0.01, 3]),
+        ("reward_weights", "[0.5, 1]", [0.5, 1]),
+        ("stop_strings", '["\\n", "User:"]', ["\n", "User:"]),
+        ("stop_strings", "['[END]']", ["[END]"]),
+        ("stop_on", "[error, kl_runaway]", ["error", "kl_runaway"]),
+        ("stop_on", "[]", []),
+        ("chat_template_kwargs", '{"a": [1, "\\n"]}', {"a": [1, "\n"]}),
         ("model_init_kwargs", "{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
         ("run_name", "1_000", "1_000"),
     ],
@@ -104,8 +110,34 @@ def test_a_file_and_a_flag_are_read_alike(tmp_path, name, text, value):
         value = value if name == "run_name" else [13, "13", "stop", "yes"]
     args = parse(tmp_path, f"{name}: {text}")
     assert getattr(args, name) == value and type(getattr(args, name)) is type(value)
-    if not text.startswith(("[", "'")) or name == "learning_rate":
-        assert getattr(parse_args([PPOConfig], [f"--{name}", text.strip("\"'")])[0], name) == value
+    assert getattr(parse_args([PPOConfig], [f"--{name}", text.strip("\"'")])[0], name) == value
+
+
+def test_a_list_in_brackets_is_one_for_the_options_of_every_command(tmp_path):
+    script, lora, _ = parse_args(TYPES, [*REQUIRED, "--reward_funcs", "[a:b, c.py:d]", "--tools=[e:f]", "--use_peft",
+                                         "--lora_target_modules", "[q_proj, 'v_proj']"])  # fmt: skip
+    assert (script.reward_funcs, script.tools) == (["a:b", "c.py:d"], ["e:f"])
+    assert lora.lora_target_modules == ["q_proj", "v_proj"]
+    flags = [
+        "--output_dir",
+        str(tmp_path),
+        "--label_names",
+        "[labels, more]",
+        "--lr_scheduler_kwargs",
+        "{num_cycles: 2}",
+    ]
+    (training,) = parse_args([TrainingArguments], [*flags, "--report_to", "[none]", "--optim_target_modules", "[a, b]"])
+    assert (training.label_names, training.lr_scheduler_kwargs) == (["labels", "more"], {"num_cycles": 2})
+    assert (training.report_to, training.optim_target_modules) == ([], ["a", "b"])
+
+
+def test_words_and_lists_in_brackets_add_up_and_other_text_with_a_bracket_stays(tmp_path):
+    (args,) = parse_args([PPOConfig], ["--truncate_tokens", "13", "[14, '14', end]", "--stop_strings", "[a", "[b] c"])
+    assert (args.truncate_tokens, args.stop_strings) == ([13, 14, "14", "end"], ["[a", "[b] c"])
+    # Quoted in a file, a list is text, which numbers are read from.
+    args = parse(tmp_path, "reward_weights: '[0.5, 1]'\nstop_strings: '[0.5, 1]'\n")
+    assert (args.reward_weights, args.stop_strings) == ([0.5, 1], ["[0.5, 1]"])
+    assert "reward_weights is [0.5, 'x']; " in refusal([PPOConfig], ["--reward_weights", "[0.5, x]"])
 
 
 def test_a_flag_may_have_several_words_other_spellings_or_none():

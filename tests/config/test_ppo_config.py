@@ -58,6 +58,8 @@ GRPO = {"adv_estimator": "grpo", "num_return_sequences": 2}
         ),
         ({"warmup_steps": 1.5, "lr_scheduler_type": "linear"}, "warmup_steps is 1.5"),
         ({"critic_lr_warmup_steps": 2.5, "lr_scheduler_type": "linear"}, "critic_lr_warmup_steps is 2.5"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}, "learning_rate is 1e-07 'polynomial'"),
+        ({"lr_scheduler_type": "polynomial", "critic_learning_rate": 0.0}, "critic_learning_rate is 0.0 'polynomial'"),
         ({"eval_opponent": "reference", "reference": "none", "kl_coef": 0}, "eval_opponent 'reference' 'none'"),
     ],
 )

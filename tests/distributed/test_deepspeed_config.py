@@ -80,6 +80,8 @@ def test_what_is_auto_or_absent_is_filled_from_the_run():
         ({"train_batch_size": 24}, "has train_batch_size 24, .* 12"),
         ({"bf16": {"enabled": True}}, "has bf16.enabled True, .* False"),
         ({"fp16": {"enabled": True}}, "has fp16.enabled True, .* False"),
+        ({"bfloat16": {"enabled": True}}, "has bfloat16.enabled True, .* False"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "has torch_autocast.enabled True, .* False"),
     ],
 )
 def test_an_entry_that_contradicts_the_run_is_refused(entries, message):
@@ -99,6 +101,13 @@ def test_a_plugin_of_the_named_file_loads_models_whole(file, monkeypatch):
     assert isinstance(plugin, DeepSpeedPlugin) and plugin.zero_stage == 2 and not plugin.zero3_init_flag
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
     assert plugin_of(None) is None
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_float16_in_the_file_is_refused_before_anything_is_loaded(bf16, file, tmp_path):
+    path = file(json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}))
+    with pytest.raises(ValueError, match="the DeepSpeed configuration has fp16.enabled True, "):
+        make_accelerator(tiny_config(tmp_path, deepspeed=path, bf16=bf16))
 
 
 @pytest.mark.parametrize(

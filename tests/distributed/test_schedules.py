@@ -64,6 +64,41 @@ def test_what_the_critic_leaves_out_is_the_policys(model):
     assert found == list(zip(policy, critic, strict=True))
 
 
+def test_a_polynomial_schedule_ends_at_its_own_rate_for_policy_and_critic(model):
+    optimizer, schedules = made(model, lr_scheduler_type="polynomial", critic_lr_warmup_steps=2)
+    found = []
+    for _ in range(6):
+        schedules.step("both")
+        found.append(rates(optimizer))
+    # Down to transformers' lr_end of 1e-7: at step 4 of the policy, and at step 6 of the critic, half of it at step 4.
+    assert [policy for policy, _ in found[3:]] == pytest.approx([1e-7] * 3, rel=1e-6)
+    assert [critic for _, critic in found] == pytest.approx([0.25, 0.5, 0.375, 0.25, 0.125, 1e-7], rel=1e-6)
+
+
+def test_a_polynomial_schedule_of_warm_up_alone_reaches_its_rate(model):
+    optimizer, schedules = made(model, lr_scheduler_type="polynomial", warmup_steps=4, critic_lr_warmup_steps=6)
+    for _ in range(6):
+        schedules.step("both")
+    assert rates(optimizer)[1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"warmup_steps": 3, "critic_lr_warmup_steps": 5}, []),
+        ({"warmup_steps": 4, "critic_lr_warmup_steps": 5}, ["warmup_steps is 4, 4 policy"]),
+        ({"warmup_steps": 0.9}, ["warmup_steps is 0.9, 4 policy", "warmup_steps is 0.9, 6 critic"]),
+        ({"critic_lr_warmup_steps": 9}, ["critic_lr_warmup_steps is 9, 6 critic"]),
+    ],
+)
+def test_a_warm_up_that_lasts_for_the_whole_run_is_said(model, settings, said, capsys):
+    made(model, lr_scheduler_type="linear", **settings)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(said)
+    for line, words in zip(lines, said, strict=True):
+        assert [word for word in words.split() if word not in line] == []
+
+
 def test_a_single_schedule_counts_all_steps_and_knows_no_critic(model):
     args, warm = (
         tiny_config("unused", lr_scheduler_type="linear", **own) for own in ({}, {"critic_lr_warmup_steps": 0})

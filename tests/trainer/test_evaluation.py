@@ -188,6 +188,40 @@ def test_the_reward_adapter_is_a_score_too(tmp_path):
         check_evaluation(PPOConfig(**named), [], None, {})
 
 
+def test_a_source_added_to_another_of_its_name_is_a_score_of_its_own(tmp_path):
+    settings = check_evaluation(PPOConfig(reward_adapter="org/adapter"), named("reward_adapter"), None, {})
+    assert settings.names == ("scores", "rewards", "scores/reward_adapter", "scores/reward_adapter_2")
+
+
+def named(name):
+    """A function of that name."""
+
+    def measure(completions, **columns):
+        return [0.0] * len(completions)
+
+    measure.__name__ = name
+    return measure
+
+
+def test_no_metric_function_may_have_the_name_of_a_metric_or_a_column(tmp_path):
+    settings = {"eval_num_samples": 2, "eval_temperature": 1.0, "eval_success_above": 0.0, "eval_opponent": "reference"}
+    arguments = {"eval_dataset": prompts(2).add_column("more", ["x"] * 2), "metric_funcs": named("mine")}
+    trainer = tiny_trainer(tmp_path, trainer_arguments=arguments, num_inspected_prompts=1, **settings)
+    keys = {name.removeprefix("eval/") for name in trainer.evaluate()} | trainer.evaluator.answers[0].keys()
+    keys = (keys | table(tmp_path, 0)[0].keys()) - {"mine", "mine_se", "time/eval"}
+    assert {"kl", "length", "score", "stopped", "tokens", "prompt_id", "win", "correct", "columns", "pass_at_2"} <= keys
+    for name in keys | {"turns", "tool_calls", "tool_failure_rate", "step", "score_se"}:
+        with pytest.raises(ValueError, match=f"metric_funcs has a function named {name.removeprefix('scores/')!r}, "):
+            check_evaluation(PPOConfig(), None, named(name), {})
+
+
+def test_names_that_make_one_metric_of_two_are_refused():
+    functions = [named("a"), named("a_se")]
+    for field, given in (("reward_funcs", (functions, None)), ("metric_funcs", (None, functions))):
+        with pytest.raises(ValueError, match=f"{field} has a function named 'a_se'"):
+            check_evaluation(PPOConfig(), *given, {})
+
+
 def longer(prompts, completions, others, **columns):
     return [0.5 if len(a) == len(b) else float(len(a) > len(b)) for a, b in zip(completions, others, strict=True)]
 

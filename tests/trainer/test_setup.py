@@ -1,6 +1,7 @@
 """What the constructor refuses, before any training, and what it builds by default."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,6 +187,24 @@ def test_an_accelerator_of_another_precision_is_refused(tmp_path):
     refused(tmp_path, "bf16 is True and use_cpu is True, but this process already has an Accelerator", bf16=True)
     trainer = tiny_trainer(tmp_path, trainer_arguments={"accelerator": Accelerator(cpu=True)})
     assert "objective/scores" in trainer.step(trainer.prompt_batches(0))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_a_precision_that_there_is_not_is_refused_before_models_are_loaded(precision, tmp_path, monkeypatch):
+    monkeypatch.setattr("alpaca_ppo.models.factory.make_actor_critic", None)
+    for bf16 in (False, True):
+        own = SimpleNamespace(mixed_precision=precision)
+        refused(tmp_path, f"mixed_precision is '{precision}'; ", arguments={"accelerator": own}, bf16=bf16)
+    # As `accelerate launch` passes on --mixed_precision, or that of its configuration.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    for bf16 in (False, True):
+        refused(tmp_path, f"mixed_precision is '{precision}'; ", bf16=bf16)
+
+
+@pytest.mark.parametrize("launched", ["no", "bf16"])
+def test_the_runs_own_bf16_decides_under_a_launcher_of_either_precision(launched, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    assert tiny_trainer(tmp_path).accelerator.mixed_precision == "no"
 
 
 def test_a_step_beyond_the_schedule_and_a_rollout_without_prompts_are_refused(tmp_path):
