@@ -12,9 +12,9 @@ from alpaca_ppo.evaluation.comparisons import FunctionJudge
 TOTAL = "scores"
 """The weighted sum of the reward sources."""
 RESERVED = (
-    "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction masked_rows turns "
-    "environment_tokens tool_calls tool_failure_rate correct win_rate unjudged length_difference prompt_id sample_id "
-    "prompt question response score stopped length kl columns tokens opponent win set run table step more dropped_prompts"
+    "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction turns environment_tokens "
+    "masked_rows tool_calls tool_failure_rate correct win_rate unjudged length_difference prompt_id sample_id prompt "
+    "question response score stopped length kl columns tokens opponent win set run table step more dropped_prompts"
 ).split()
 """Metrics of every evaluation and columns of its tables, of answers.jsonl and of the report, whose names no metric
 function may have."""
