@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -18,8 +17,7 @@ RESERVED = (
 """Metrics of every evaluation and columns of answers.jsonl, whose names no metric function may have."""
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
+class EvaluationSettings(NamedTuple):
     """What is computed from the values of each response.
 
     Attributes:
