@@ -11,8 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -334,8 +333,7 @@ class StatsAccumulator:
         self.extremes[name] = choose(self.extremes.get(name, value), value)
 
 
-@dataclass(frozen=True)
-class BatchStats:
+class BatchStats(NamedTuple):
     """Statistics of a micro-batch.
 
     Attributes:

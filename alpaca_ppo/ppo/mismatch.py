@@ -8,8 +8,8 @@ in `metrics`, the weights of `old_policy: correct` in `functional.policy_losses`
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,8 +26,7 @@ OUTLIER = 0.5
 """Nats at which that check clips a token's difference, so that a fifth of the tokens must differ to end a run."""
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """Bounds of a metric, in its units.
 
     Attributes:

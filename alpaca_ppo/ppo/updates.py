@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +38,7 @@ LossHook = Callable[[Rollouts, ActorCriticOutputs], Terms]
 """`compute_policy_loss` or `compute_value_loss`."""
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Some rows of an optimizer step, on one rank.
 
     Attributes:
