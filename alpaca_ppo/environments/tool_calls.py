@@ -25,9 +25,9 @@ class ToolCall(NamedTuple):
     problem: str = ""
 
 
+# Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. The text
+# includes special tokens, except for the one that ended the turn, and no thoughts.
 ToolCallParser = Callable[[str], Sequence[Mapping[str, Any]]]
-"""Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. The text
-includes special tokens, except for the one that ended the turn, and no thoughts."""
 
 
 def encodable(text: str) -> str:

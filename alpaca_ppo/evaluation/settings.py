@@ -8,13 +8,13 @@ from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.evaluation.comparisons import FunctionJudge
 
+# The weighted sum of the reward sources.
 TOTAL = "scores"
-"""The weighted sum of the reward sources."""
+# Metrics of every evaluation and columns of answers.jsonl, whose names no metric function may have.
 RESERVED = (
     "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction masked_rows correct "
     "dropped_prompts win_rate unjudged length_difference prompt response set"
 ).split()
-"""Metrics of every evaluation and columns of answers.jsonl, whose names no metric function may have."""
 
 
 class EvaluationSettings(NamedTuple):

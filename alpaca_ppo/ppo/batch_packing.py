@@ -11,9 +11,9 @@ from torch import Tensor
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.shaping import response_lengths
 
+# `plan[rank][micro_batch]` is a list of row indices, possibly empty; every rank has the same number of micro-batches,
+# because collective operations must match.
 Plan = list[list[list[int]]]
-"""`plan[rank][micro_batch]` is a list of row indices, possibly empty; every rank has the same number of micro-batches,
-because collective operations must match."""
 
 
 def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> list[int]:

@@ -5,8 +5,8 @@ Every process passes the statistics of all processes' sequences. The configurati
 
 import math
 
+# Bound of the relative error kl / target - 1 in one update (arXiv:1909.08593, section 2.2).
 ERROR_LIMIT = 0.2
-"""Bound of the relative error kl / target - 1 in one update (arXiv:1909.08593, section 2.2)."""
 
 
 class KLController:

@@ -28,8 +28,8 @@ from alpaca_ppo.ppo.row_masks import gradient_mask, with_reward
 from alpaca_ppo.types import Rollouts
 
 _DIGITS = {"mismatch/logprob_abs_mean": 4, "mismatch/k3": 5, "mismatch/ratio_max": 2}
+# Every how many steps the metrics include entropies, which cost time.
 ENTROPY_STEPS = 10
-"""Every how many steps the metrics include entropies, which cost time."""
 
 
 class Timers:

@@ -20,10 +20,10 @@ from alpaca_ppo.ppo.metrics import mismatch_of, mismatch_stats
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector
 from alpaca_ppo.types import PromptBatch, Rollouts
 
+# Maximal length of a response in the check before the first rollout.
 SHORT = 16
-"""Maximal length of a response in the check before the first rollout."""
+# Nats at which that check clips a token's difference, so that a fifth of the tokens must differ to end a run.
 OUTLIER = 0.5
-"""Nats at which that check clips a token's difference, so that a fifth of the tokens must differ to end a run."""
 
 
 class Bound(NamedTuple):

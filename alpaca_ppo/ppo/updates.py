@@ -34,8 +34,8 @@ from alpaca_ppo.ppo.row_masks import gradient_rows
 from alpaca_ppo.ppo.update_plan import UpdateStep, step_counts
 from alpaca_ppo.types import Rollouts
 
+# `compute_policy_loss` or `compute_value_loss`.
 LossHook = Callable[[Rollouts, ActorCriticOutputs], Terms]
-"""`compute_policy_loss` or `compute_value_loss`."""
 
 
 class MicroBatch(NamedTuple):
