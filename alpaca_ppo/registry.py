@@ -12,17 +12,17 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 T = TypeVar("T")
 
+# How per-token losses become a scalar; see `functional.aggregate_loss`.
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-"""How per-token losses become a scalar; see `functional.aggregate_loss`."""
 
+# One importance weight per token or per sequence; see `functional.rollout_correction_weights`.
 RolloutCorrectionLevel = Literal["token", "sequence"]
-"""One importance weight per token or per sequence; see `functional.rollout_correction_weights`."""
 
+# The tail of a distribution of returns whose mean is taken; see `functional.cvar_from_quantiles`.
 CVaRTail = Literal["lower", "upper"]
-"""The tail of a distribution of returns whose mean is taken; see `functional.cvar_from_quantiles`."""
 
+# What bounds a token's change; see `functional.dppo_policy_loss`.
 DppoDivergence = Literal["tv", "kl"]
-"""What bounds a token's change; see `functional.dppo_policy_loss`."""
 
 
 class Registry(Generic[T]):
@@ -87,6 +87,9 @@ class Registry(Generic[T]):
         return self._targets[name]
 
 
+# `needs_critic`: reads the critic's values. `needs_group`: compares several responses to one prompt.
+# `needs_greedy_baseline`: reads the score of a greedy response to each prompt. `needs_scores_by_source`: reads the
+# scores of each reward source. `uses_gamma`: discounts by `gamma`, as estimators with a critic do too.
 ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "adv_estimator",
     {
@@ -104,10 +107,9 @@ ADV_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     },
     dict.fromkeys("needs_critic needs_group needs_greedy_baseline needs_scores_by_source uses_gamma".split(), False),
 )
-"""`needs_critic`: reads the critic's values. `needs_group`: compares several responses to one prompt.
-`needs_greedy_baseline`: reads the score of a greedy response to each prompt. `needs_scores_by_source`: reads the scores
-of each reward source. `uses_gamma`: discounts by `gamma`, as estimators with a critic do too."""
 
+# For `kl_estimator` and `kl_loss_type`. `kink_at_zero`: has no derivative where policy and reference are equal, so
+# `kl_loss_type` refuses it.
 KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     "kl_estimator",
     {
@@ -121,9 +123,9 @@ KL_ESTIMATORS: Registry[Callable[..., Any]] = Registry(
     },
     {"kink_at_zero": False},
 )
-"""For `kl_estimator` and `kl_loss_type`. `kink_at_zero`: has no derivative where policy and reference are equal, so
-`kl_loss_type` refuses it."""
 
+# `clips`: reads `cliprange_high`. `dual_clip`: reads `clip_ratio_c`. `loss_agg_mode`: the only mode that the loss
+# allows; None allows all.
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     "policy_loss",
     {
@@ -137,9 +139,9 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     },
     {"clips": True, "dual_clip": False, "loss_agg_mode": None},
 )
-"""`clips`: reads `cliprange_high`. `dual_clip`: reads `clip_ratio_c`. `loss_agg_mode`: the only mode that the loss
-allows; None allows all."""
 
+# `distributional`: predicts a distribution of returns, so that `risk_level` applies. `fixed_support`: predicts the
+# probabilities of fixed returns within `value_support`.
 CRITIC_HEADS: Registry[Any] = Registry(
     "critic",
     {
@@ -151,16 +153,14 @@ CRITIC_HEADS: Registry[Any] = Registry(
     },
     {"distributional": False, "fixed_support": False},
 )
-"""`distributional`: predicts a distribution of returns, so that `risk_level` applies. `fixed_support`: predicts the
-probabilities of fixed returns within `value_support`."""
 
+# Functions that make a `generation.Backend` from the run's configuration. For the estimate of memory: whether it runs
+# the policy in the process that trains, and whether it does so in slots.
 GENERATION_BACKENDS: Registry[Callable[..., Any]] = Registry(
     "generation_backend",
     {"auto": {}, "slots": {}, "generate": {"in_slots": False}, "vllm": {"in_process": False}},
     {"in_process": True, "in_slots": True},
 )
-"""Functions that make a `generation.Backend` from the run's configuration. For the estimate of memory: whether it runs
-the policy in the process that trains, and whether it does so in slots."""
 
 
 DoctorRule = Literal[
@@ -168,8 +168,8 @@ DoctorRule = Literal[
     "policy_does_not_move", "kl_runaway", "entropy_collapse", "length_collapse", "all_truncated", "update_too_large",
     "skipped_updates", "logprobs_disagree", "critic_useless",
 ]  # fmt: skip
+# The rules of `doctor.rules`, in the order in which findings are reported.
 DOCTOR_RULES: tuple[DoctorRule, ...] = get_args(DoctorRule)
-"""The rules of `doctor.rules`, in the order in which findings are reported."""
 
+# error: the run is ruined or learns nothing. warning: look at it while the run goes on.
 DoctorSeverity = Literal["warning", "error"]
-"""error: the run is ruined or learns nothing. warning: look at it while the run goes on."""

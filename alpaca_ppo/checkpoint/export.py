@@ -42,8 +42,7 @@ def save_final(
             adapters.peft.save_pretrained(str(tmp_dir), selected_adapters=[POLICY])
         _write_stop_tokens(tmp_dir, actor_critic.policy)
         processing_class.save_pretrained(tmp_dir)
-        base = policy.config.name_or_path
-        write_model_card(tmp_dir, run, base_model=base, own_code=has_remote_code(policy))
+        write_model_card(tmp_dir, run, base_model=policy.config.name_or_path, own_code=has_remote_code(policy))
     if actor_critic.critic is not None:
         with write_folder_atomically(folder / "value") as tmp_dir, transformers_bars(shown=False):
             write_critic(tmp_dir, actor_critic)

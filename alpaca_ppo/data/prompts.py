@@ -380,7 +380,6 @@ def collate_prompts(
     The width is `query_len` and not that of the longest prompt, because the rollouts of all ranks are concatenated and
     must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
     """
-    assert len(items) == len(indices) and all(len(item["input_ids"]) <= query_len for item in items)
     queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
     return PromptBatch(
         queries=queries,

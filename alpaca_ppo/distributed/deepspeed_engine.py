@@ -51,23 +51,7 @@ class DeepSpeedEngine(Engine):
             _register_head_use(self.actor_critic, policy)
             _register_head_use(policy, policy)
         self._zero = engine.optimizer
-        self._treat_groups_separately()
-        return engine
-
-    def _configure(self, args: PPOConfig) -> None:
-        """Completes the plugin's configuration in place."""
-        plugin = self.accelerator.deepspeed_plugin
-        assert plugin is not None
-        self.stage: int = plugin.zero_stage
-        self.synced_forwards = self.stage == 3
-        self.config: dict[str, Any] = plugin.deepspeed_config
-        hidden_size = self.actor_critic.policy.model.config.get_text_config().hidden_size
-        processes = self.accelerator.num_processes
-        self.config.update(resolve_auto(self.config, args, processes=processes, hidden_size=hidden_size))
-        self.accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
-
-    def _treat_groups_separately(self) -> None:
-        """Makes the optimizer clip policy and critic by their own norms, and leave out frozen groups."""
+        # Policy and critic are clipped by their own norms.
         limits: dict[Part, float] = {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm}
         self._clipping = _Clipping(self._zero, self._parts, limits, stage=self.stage)
         # DeepSpeed cannot leave a group out of a step, and with a gradient and a learning rate of 0 AdamW would still
@@ -75,6 +59,18 @@ class DeepSpeedEngine(Engine):
         self._step_any_group = self._zero._optimizer_step
         self._zero._optimizer_step = self._step_group
         self._frozen_groups: set[int] = set()
+        return engine
+
+    def _configure(self, args: PPOConfig) -> None:
+        """Completes the plugin's configuration in place."""
+        plugin: Any = self.accelerator.deepspeed_plugin
+        self.stage: int = plugin.zero_stage
+        self.synced_forwards = self.stage == 3
+        self.config: dict[str, Any] = plugin.deepspeed_config
+        hidden_size = self.actor_critic.policy.model.config.get_text_config().hidden_size
+        processes = self.accelerator.num_processes
+        self.config.update(resolve_auto(self.config, args, processes=processes, hidden_size=hidden_size))
+        self.accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
 
     def begin(self) -> None:
         self._zero.zero_grad()

@@ -7,10 +7,9 @@ So it must write a message the same whatever its position and whatever follows; 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
-from typing import Any
+from typing import Any, NamedTuple
 
 from alpaca_ppo.async_calls import error_text
 from alpaca_ppo.config.checks import template_options
@@ -32,8 +31,7 @@ _TURNS, _MOST_TURNS, _LONGEST = 32, 100, 4000
 _MARGIN = 32
 
 
-@dataclass(frozen=True)
-class _Written:
+class _Written(NamedTuple):
     """How the template writes a turn of the policy with the text `_ANSWER`, and the replies to it.
 
     Attributes:

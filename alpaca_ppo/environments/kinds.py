@@ -8,9 +8,8 @@ which has no `reply`.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partialmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
@@ -23,8 +22,7 @@ _RESERVED = ("reset", "get_reward")
 _SEED = "seed"
 
 
-@dataclass(frozen=True)
-class Tool:
+class Tool(NamedTuple):
     """A function that the policy can call.
 
     Attributes:

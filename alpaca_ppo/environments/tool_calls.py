@@ -5,8 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from alpaca_ppo.async_calls import error_text
 from alpaca_ppo.config.fields import shown
@@ -15,18 +14,10 @@ _DEEPEST = 64
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 # A thought, or in group 1 a call, whose arguments may quote one.
 _THOUGHT = re.compile(r"(<tool_call>.*?(?:</tool_call>|\Z))|<think>.*?(?:</think>|\Z)", re.DOTALL)
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-}
+_JSON_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
 
-@dataclass(frozen=True)
-class ToolCall:
+class ToolCall(NamedTuple):
     """A call that the policy wrote; if it cannot be made, `problem` says why, and is shown to the policy."""
 
     name: str
@@ -34,9 +25,9 @@ class ToolCall:
     problem: str = ""
 
 
+# Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. The text
+# includes special tokens, except for the one that ended the turn, and no thoughts.
 ToolCallParser = Callable[[str], Sequence[Mapping[str, Any]]]
-"""Returns the calls in a turn's text, each with `name` and `arguments`; ValueError for a malformed one. The text
-includes special tokens, except for the one that ended the turn, and no thoughts."""
 
 
 def encodable(text: str) -> str:
@@ -129,8 +120,8 @@ def call_problem(call: ToolCall, function: Callable[..., Any], schema: Mapping[s
         declared = properties.get(name, {})
         json_type = declared.get("type")
         # A union's type is a list.
-        types = _JSON_TYPES.get(json_type, ()) if isinstance(json_type, str) else ()
-        if not types or (value is None and declared.get("nullable", False)):
+        types: Any = _JSON_TYPES.get(json_type) if isinstance(json_type, str) else None
+        if types is None or (value is None and declared.get("nullable", False)):
             continue
         if not isinstance(value, types) or (isinstance(value, bool) and json_type != "boolean"):
             return f"wrong arguments for {call.name}: {name} must be of type {json_type}, not {json.dumps(value)[:80]}"

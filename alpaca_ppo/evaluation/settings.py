@@ -2,26 +2,24 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.evaluation.comparisons import FunctionJudge
 
+# The weighted sum of the reward sources.
 TOTAL = "scores"
-"""The weighted sum of the reward sources."""
+# Metrics of every evaluation and columns of its tables, of answers.jsonl and of the report, whose names no metric
+# function may have.
 RESERVED = (
     "scores scores_std rewards kl_sum_seq response_length truncated_fraction empty_fraction turns environment_tokens "
     "masked_rows tool_calls tool_failure_rate correct win_rate unjudged length_difference prompt_id sample_id prompt "
     "question response score stopped length kl columns tokens opponent win set run table step more dropped_prompts"
 ).split()
-"""Metrics of every evaluation and columns of its tables, of answers.jsonl and of the report, whose names no metric
-function may have."""
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
+class EvaluationSettings(NamedTuple):
     """What is computed from the values of each response.
 
     Attributes:

@@ -7,7 +7,6 @@ does not matter. Leaves out confidence intervals.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import comb
 from typing import NamedTuple
 
 from alpaca_ppo.evaluation.settings import EvaluationSettings
@@ -45,7 +44,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     Source: arXiv:2107.03374, equation 1.
     """
     assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples, (num_samples, num_correct, k)
-    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 @dataclass

@@ -20,39 +20,46 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
 class Advantages(NamedTuple):
-    """Each (B, R) and 0 outside the response mask."""
+    """Each (B, R) and 0 outside the response mask.
+
+    Attributes:
+        returns: targets of the critic if there is one; returns-to-go otherwise.
+    """
 
     advantages: Tensor
     returns: Tensor
-    """Targets of the critic if there is one; returns-to-go otherwise."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
     """One step's rollouts of all ranks as a registered estimator gets them: B responses of R tokens, float32, on the
     CPU.
+
+    Attributes:
+        rewards: (B, R), shaped rewards (score and KL penalty), 0 outside the mask.
+        values: (B, R), the critic's value of the state before each token, 0 outside the mask; None without a critic.
+        response_mask: (B, R) bool, True = a token the policy chose.
+        scores: (B,), or (B, R) if the reward is given per token: before the KL penalty.
+        prompt_ids: (B,) int64, equal for responses to the same prompt.
+        baseline_scores: (B,), the score of the greedy response to the same prompt; only with `needs_greedy_baseline`.
+        scores_by_source: (B, S), the score of each reward source, without its weight and before any penalty; NaN where
+            it gave none.
+        critic_pretraining: whether this step trains the critic alone, for which `gae` makes Monte-Carlo returns
+            (`lam_critic` 1).
     """
 
     rewards: Tensor
-    """(B, R): shaped rewards (score and KL penalty), 0 outside the mask."""
     values: Tensor | None
-    """(B, R): the critic's value of the state before each token, 0 outside the mask; None without a critic."""
     response_mask: Tensor
-    """(B, R) bool, True = a token the policy chose."""
     scores: Tensor | None = None
-    """(B,), or (B, R) if the reward is given per token: before the KL penalty."""
     prompt_ids: Tensor | None = None
-    """(B,) int64: equal for responses to the same prompt."""
     baseline_scores: Tensor | None = None
-    """(B,): the score of the greedy response to the same prompt; only with `needs_greedy_baseline`."""
     scores_by_source: Tensor | None = None
-    """(B, S): the score of each reward source, without its weight and before any penalty; NaN where it gave none."""
     critic_pretraining: bool = False
-    """Whether this step trains the critic alone, for which `gae` makes Monte-Carlo returns (`lam_critic` 1)."""
 
 
+# From the rollouts and the run's configuration (`PPOConfig`) to advantages and returns.
 AdvEstimator = Callable[[AdvantageInputs, Any], Advantages]
-"""From the rollouts and the run's configuration (`PPOConfig`) to advantages and returns."""
 
 
 def register_adv_estimator(

@@ -20,8 +20,8 @@ from alpaca_ppo.functional.masked import (
 )
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
+# The estimators of `group_advantages`.
 GROUP_ESTIMATORS = ADV_ESTIMATORS.names_with(needs_group=True, needs_scores_by_source=False)
-"""The estimators of `group_advantages`."""
 
 STD_EPSILON = 1e-6
 

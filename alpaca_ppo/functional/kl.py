@@ -16,8 +16,8 @@ from alpaca_ppo.registry import KL_ESTIMATORS
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 
+# From logprobs - ref_logprobs, any shape, in float32 or float64, to the estimate of each entry in nats.
 KLEstimator = Callable[[Tensor], Tensor]
-"""From logprobs - ref_logprobs, any shape, in float32 or float64, to the estimate of each entry in nats."""
 
 
 def register_kl_estimator(name: str, *, kink_at_zero: bool = False) -> Callable[[KLEstimator], KLEstimator]:

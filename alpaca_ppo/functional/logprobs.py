@@ -168,7 +168,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return (*cast, None, None)
 
 
-class _ForwardChunk(NamedTuple):
+class _Outputs(NamedTuple):
     """What the forward pass computes of each token of a chunk, all (chunk,)."""
 
     logprobs: Tensor
@@ -187,9 +187,7 @@ class _Head(NamedTuple):
         return F.linear(states.to(self.weight.dtype), self.weight, self.bias)
 
 
-def _forward_chunk(
-    states: Tensor, head: _Head, labels: Tensor, settings: _Settings, kept: Tensor | None
-) -> _ForwardChunk:
+def _forward_chunk(states: Tensor, head: _Head, labels: Tensor, settings: _Settings, kept: Tensor | None) -> _Outputs:
     """The outputs of a chunk. `kept` are its raw logits (chunk, V), if the backward pass will read them, and are not
     modified. Everything else happens in place, so that few (chunk, V) tensors are in memory.
     """
@@ -200,9 +198,9 @@ def _forward_chunk(
     normalizers = scaled.logsumexp(dim=-1)
     logprobs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers
     if not settings.with_entropy:
-        return _ForwardChunk(logprobs, normalizers, 0.0)
+        return _Outputs(logprobs, normalizers, 0.0)
     all_logprobs = scaled.sub_(normalizers.unsqueeze(-1)).clamp_min_(LOWEST_LOGPROB)
-    return _ForwardChunk(logprobs, normalizers, -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1))
+    return _Outputs(logprobs, normalizers, -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1))
 
 
 def _grad_logits(states: Tensor, head: _Head, tokens: _Tokens, settings: _Settings, kept: Tensor | None) -> Tensor:

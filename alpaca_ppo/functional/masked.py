@@ -20,12 +20,15 @@ ROUNDING_ERROR = 4.0
 
 
 class Loss(NamedTuple):
-    """A scalar loss and detached statistics."""
+    """A scalar loss and detached statistics.
+
+    Attributes:
+        loss: scalar, attached to the graph.
+        stats: detached scalars, over the masked tokens of this call.
+    """
 
     loss: Tensor
-    """Scalar, attached to the graph."""
     stats: dict[str, Tensor]
-    """Detached scalars, over the masked tokens of this call."""
 
 
 def at_least_float32(values: Tensor) -> Tensor:

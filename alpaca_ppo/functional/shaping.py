@@ -11,14 +11,17 @@ from alpaca_ppo.functional.masked import at_least_float32, zero_outside
 
 
 class ShapedRewards(NamedTuple):
-    """Per-token rewards, each (B, R) and 0 outside the response mask."""
+    """Per-token rewards, each (B, R) and 0 outside the response mask.
+
+    Attributes:
+        shaped_rewards: score and KL penalty together.
+        non_score_rewards: only the KL penalty, -kl_coef * kl.
+        kl: the KL estimate of each token, in nats.
+    """
 
     shaped_rewards: Tensor
-    """Score and KL penalty together."""
     non_score_rewards: Tensor
-    """Only the KL penalty: -kl_coef * kl."""
     kl: Tensor
-    """The KL estimate of each token, in nats."""
 
 
 def response_lengths(response_mask: Tensor) -> Tensor:

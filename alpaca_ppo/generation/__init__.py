@@ -11,18 +11,7 @@ from alpaca_ppo.generation.stopping import StopStrings, resolve_stop_tokens, res
 from alpaca_ppo.generation.turns import PENDING, Turn, Turns
 
 __all__ = [
-    "PENDING",
-    "Backend",
-    "Generation",
-    "SamplingHooks",
-    "SamplingParams",
-    "StopStrings",
-    "Turn",
-    "Turns",
-    "generate",
-    "make_backend",
-    "register_generation_backend",
-    "resolve_stop_tokens",
-    "resolve_truncate_tokens",
+    "PENDING", "Backend", "Generation", "SamplingHooks", "SamplingParams", "StopStrings", "Turn", "Turns", "generate",
+    "make_backend", "register_generation_backend", "resolve_stop_tokens", "resolve_truncate_tokens",
     "resolve_turn_end",
-]
+]  # fmt: skip

@@ -190,7 +190,12 @@ def generate(
         generation = backend.generate(
             model, trimmed, params, rows_at_once=rows_at_once, turns=turns, hooks=replace(hooks, on_finished=report)
         )
-    _check_shapes(generation, (rows, params.max_new_tokens), backend.name)
+    shape = (rows, params.max_new_tokens)
+    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": shape[:1]}
+    # A user's backend may have returned anything.
+    shapes = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
+    if shapes != wanted:
+        raise ValueError(f"generation_backend {backend.name!r} returned {shapes}; it must be a Generation of {wanted}")
     if unreported:
         remaining = sorted(unreported)
         report(remaining, generation[remaining])
@@ -218,11 +223,3 @@ def _trimmed(prompts: PromptBatch, device: torch.device) -> PromptBatch:
         prompt_ids=prompts["prompt_ids"].to(device),
         rows=prompts["rows"],
     )
-
-
-def _check_shapes(generation: Generation, shape: tuple[int, int], backend: str) -> None:
-    """Raises ValueError unless responses have `shape`: a user's backend may have returned anything."""
-    wanted = {"responses": shape, "response_mask": shape, "logprobs": shape, "stopped": shape[:1]}
-    shapes = {name: tuple(getattr(getattr(generation, name, None), "shape", ())) for name in wanted}
-    if shapes != wanted:
-        raise ValueError(f"generation_backend {backend!r} returned {shapes}; it must be a Generation of {wanted}")

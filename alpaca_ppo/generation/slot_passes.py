@@ -10,7 +10,6 @@ so that steps have the same shapes however often rows come and go.
 import inspect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +49,8 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.slots, self.columns = slots, columns
         self._storage: dict[int, tuple[Tensor, Tensor]] = {}
-        self._pass: Pass | None = None
+        # `start` sets it.
+        self._pass: Pass
         self._indices: dict[int, Tensor] = {}
 
     def start(self, new: Pass) -> None:
@@ -65,7 +65,6 @@ class SlotCache(Cache):
         A step's states are (k, kv_heads, 1, d); it reads a view (k, kv_heads, columns, d). Those of packed tokens are
         (1, kv_heads, N, d); they read a copy (k, kv_heads, columns, d), or only themselves.
         """
-        assert self._pass is not None, "start comes before a forward pass"
         if layer_idx not in self._storage:
             self._storage[layer_idx] = (_zeros(key_states, self), _zeros(value_states, self))
         keys, values = self._storage[layer_idx]
@@ -82,7 +81,6 @@ class SlotCache(Cache):
 
     def _index(self, heads: int) -> Tensor:
         """(N * heads,) int64: where each new state goes in the storage, flattened to (slots * heads * columns, d)."""
-        assert self._pass is not None
         if heads not in self._indices:
             head = torch.arange(heads, device=self._pass.slots.device)
             index = (self._pass.slots.unsqueeze(1) * heads + head) * self.columns + self._pass.columns.unsqueeze(1)
@@ -130,8 +128,7 @@ def visible_columns(at: Tensor, columns: int, *, sliding_window: int | None) -> 
     return visible
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """Tokens, at least one, that a slot reads in one pass after the `past` tokens that it holds."""
 
     slot: int

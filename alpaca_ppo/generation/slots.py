@@ -59,11 +59,7 @@ EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, gr
 
 # For an accelerator, where synchronization and allocation should be rare.
 BUCKETED = StepShapes(
-    slot_unit=lambda rows: 1 << (rows - 1).bit_length(),
-    column_unit=256,
-    check_every=8,
-    growth=1 << 30,
-    admission_cost=4.0,
+    slot_unit=lambda n: 1 << (n - 1).bit_length(), column_unit=256, check_every=8, growth=1 << 30, admission_cost=4.0
 )
 
 
@@ -335,9 +331,8 @@ class _SlotLoop:
     def _receive_replies(self, *, timeout: float) -> None:
         """Appends the replies that have come, or come within `timeout` seconds."""
         pending = {row.index: slot for slot, row in self._between_turns.items() if row.unread is None}
-        if not pending:
+        if self._turns is None or not pending:
             return
-        assert self._turns is not None
         complete: list[_Row] = []
         for index, reply in self._turns.replies(pending, timeout):
             complete += self._append_reply(pending.pop(index), reply)

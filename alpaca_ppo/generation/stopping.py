@@ -9,7 +9,7 @@ looks up the next one on the device, without decoding text.
 
 import re
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,7 @@ _ANSWER = "SentinelAnswer"
 
 
 def resolve_stop_tokens(
-    processing_class: PreTrainedTokenizerBase,
-    generation_config: GenerationConfig | None,
-    extra_ids: Collection[int] = (),
+    processing_class: PreTrainedTokenizerBase, generation_config: GenerationConfig | None, extra_ids: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Returns the ids that end a response, sorted: the eos of the tokenizer, those of the model's generation config,
     and `extra_ids`. Raises ValueError if there are none.
@@ -65,29 +63,26 @@ def resolve_turn_end(
     None for a template that cannot render an answer, changes its text, or ends turns with plain text.
     """
     # Templates of multimodal models take a list of parts, and some render nothing for a string.
+    keywords = chat_template_kwargs or {}
     for content in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
         user = {"role": "user", "content": content("Question")}
         answer = {"role": "assistant", "content": content(_ANSWER)}
-        rest = _text_after_answer(processing_class, [user, answer], chat_template_kwargs)
+        rest = _text_after_answer(processing_class, [user, answer], keywords)
         if rest is None:
             continue
         token = _end_of_turn(processing_class, rest)
         if token is None:
-            longer = _text_after_answer(processing_class, [user, answer, user], chat_template_kwargs)
+            longer = _text_after_answer(processing_class, [user, answer, user], keywords)
             token = None if longer is None else _end_of_turn(processing_class, longer)
         starts_text = token == processing_class.bos_token_id and token != processing_class.eos_token_id
         return None if starts_text else token
     return None
 
 
-def _text_after_answer(
-    processing_class: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> str | None:
+def _text_after_answer(processing_class: Any, messages: list[Any], keywords: Mapping[str, Any]) -> str | None:
     """What the chat template writes after `_ANSWER`; None if it cannot render `messages`."""
     try:
-        text = str(processing_class.apply_chat_template(messages, tokenize=False, **(chat_template_kwargs or {})))
+        text = str(processing_class.apply_chat_template(messages, tokenize=False, **keywords))
     except Exception:
         # A template may raise anything. Errors about prompts are reported where these are rendered.
         return None

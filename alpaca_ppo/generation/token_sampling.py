@@ -84,14 +84,11 @@ class _Blocks:
         sums = self._sums.cumsum(dim=-1)
         block, target = _first_exceeding(sums, uniforms * self.total)
         before = (sums - self._sums).gather(1, block.unsqueeze(1)).squeeze(1)
-        within = self._block(block).double().cumsum(dim=-1)
-        return block * _BLOCK_SIZE + _first_exceeding(within, (target - before).clamp_min(0.0))[0]
-
-    def _block(self, block: Tensor) -> Tensor:
-        """Returns the weights (N, _BLOCK_SIZE) of one block of each row, `block` (N,)."""
         size = self._weights.size(1)
         columns = (block * _BLOCK_SIZE).unsqueeze(1) + torch.arange(_BLOCK_SIZE, device=block.device)
-        return self._weights.gather(1, columns.clamp_max(size - 1)).where(columns < size, 0.0)
+        weights = self._weights.gather(1, columns.clamp_max(size - 1)).where(columns < size, 0.0)
+        within = weights.double().cumsum(dim=-1)
+        return block * _BLOCK_SIZE + _first_exceeding(within, (target - before).clamp_min(0.0))[0]
 
 
 def _block_sums(blocks: Tensor) -> Tensor:

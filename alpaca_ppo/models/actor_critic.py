@@ -46,7 +46,6 @@ class Critic(nn.Module):
 
     def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
         super().__init__()
-        assert backbone is None or not has_adapter
         if backbone is not None:
             use_torch_activations(backbone)
         self.head = head

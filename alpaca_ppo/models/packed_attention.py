@@ -226,8 +226,7 @@ class PackedSequences:
             if prefix_length or (window is not None and length > window):
                 mask = self._mask(window, query.device)
                 allowed = mask[prefix_length : prefix_length + length, : prefix_length + length]
-            out = dense_attention(q, k, v, allowed, settings)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
+            outputs.append(dense_attention(q, k, v, allowed, settings).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).unsqueeze(0)
 
     def _mask(self, window: int | None, device: torch.device) -> Tensor:
@@ -255,10 +254,9 @@ class PackedSequences:
         lengths = (rows.query_ends, rows.key_ends, rows.longest_query, self.longest)
         before_and_after = (-1 if window is None else window - 1, 0)
         grouped = query.size(1) != key.size(1)
-        out = varlen.varlen_attn(
+        out: Any = varlen.varlen_attn(
             query, key, value, *lengths, scale=scaling, window_size=before_and_after, enable_gqa=grouped
         )
-        assert isinstance(out, Tensor)
         return out[..., :width]
 
     def _prepare_kernel(self, device: torch.device) -> _KernelRows:

@@ -12,13 +12,13 @@ from alpaca_ppo.functional import AdvantageInputs, Advantages
 from alpaca_ppo.functional.masked import rounding_error
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
+# The input that an estimator with the trait requires.
 _NEEDED = {
     "needs_critic": "values",
     "needs_group": "prompt_ids",
     "needs_greedy_baseline": "baseline_scores",
     "needs_scores_by_source": "scores_by_source",
 }
-"""The input that an estimator with the trait requires."""
 
 
 def estimate_advantages(inputs: AdvantageInputs, args: PPOConfig) -> Advantages:

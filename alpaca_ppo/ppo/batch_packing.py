@@ -4,16 +4,16 @@ little padding and equal work for each process.
 
 import heapq
 from collections.abc import Sequence
-from itertools import pairwise
 
+import numpy as np
 from torch import Tensor
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.shaping import response_lengths
 
+# `plan[rank][micro_batch]` is a list of row indices, possibly empty; every rank has the same number of micro-batches,
+# because collective operations must match.
 Plan = list[list[list[int]]]
-"""`plan[rank][micro_batch]` is a list of row indices, possibly empty; every rank has the same number of micro-batches,
-because collective operations must match."""
 
 
 def row_lengths(query_attn_masks: Tensor, response_mask: Tensor) -> list[int]:
@@ -98,11 +98,8 @@ def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tok
 
 
 def plan_equal_rows(lengths: Sequence[int], *, num_micro_batches: int) -> Plan:
-    """Micro-batches for one process with equally many rows (the first may have one more), of similar length."""
-    order = _longest_first(lengths)
-    size, num_larger = divmod(len(order), num_micro_batches)
-    bounds = [i * size + min(i, num_larger) for i in range(num_micro_batches + 1)]
-    return [[order[start:stop] for start, stop in pairwise(bounds)]]
+    """Micro-batches for one process with equally many rows (the first ones may have one more), of similar length."""
+    return [[rows.tolist() for rows in np.array_split(_longest_first(lengths), num_micro_batches)]]
 
 
 def _longest_first(costs: Sequence[int]) -> list[int]:

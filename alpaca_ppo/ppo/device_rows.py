@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# What a forward pass reads, in the order of its arguments.
 ROW_KEYS = ("queries", "query_attn_masks", "responses", "response_mask")
-"""What a forward pass reads, in the order of its arguments."""
 
 
 def row_tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:

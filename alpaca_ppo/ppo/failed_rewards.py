@@ -1,7 +1,5 @@
 """Leaves out responses whose reward failed (`failed_rewards: mask`), in the rollouts of all ranks."""
 
-from collections.abc import Sequence
-
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -26,12 +24,7 @@ def rewards_shaped_alike(rows: dict[str, Tensor] | None, accelerator: Accelerato
 
 
 def leave_out_failures(
-    rollouts: Rollouts,
-    failures: Sequence[RowFailure],
-    accelerator: Accelerator,
-    *,
-    compares_group: bool,
-    may_fail: bool,
+    rollouts: Rollouts, failures: list[RowFailure], accelerator: Accelerator, *, compares_group: bool, may_fail: bool
 ) -> str:
     """Updates `trained_rows` of the global rollouts in place. Every rank must call it.
 

@@ -5,8 +5,8 @@ Every process passes the statistics of all processes' sequences. The configurati
 
 import math
 
+# Bound of the relative error kl / target - 1 in one update (arXiv:1909.08593, section 2.2).
 ERROR_LIMIT = 0.2
-"""Bound of the relative error kl / target - 1 in one update (arXiv:1909.08593, section 2.2)."""
 
 
 class KLController:
@@ -42,12 +42,10 @@ class KLController:
             scores_std: standard deviation of their scores (no Bessel's correction); `scaled` ignores the step if it
                 is 0 or not finite.
         """
-        assert math.isfinite(kl), "_shape_reward's KL is checked (hook_checks)"
         error = min(max(kl / self._target_kl - 1, -ERROR_LIMIT), ERROR_LIMIT)
         if self._kind == "proportional":
             self.value *= 1 + self._k_beta * error
         elif self._kind == "horizon":
-            assert num_sequences * ERROR_LIMIT < self._horizon, "the configuration's check of kl_horizon"
             self.value *= 1 + error * num_sequences / self._horizon
         elif self._kind == "scaled" and 0 < scores_std < math.inf:
             self._num_variances += 1

@@ -55,24 +55,19 @@ def _succeeded(scores: Tensor, args: PPOConfig) -> Tensor:
 
 def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) -> Terms:
     """The sum of policy loss, negative log-likelihood of successes, KL loss and entropy bonus, and their statistics."""
-    assert outputs.logprobs is not None
+    logprobs, entropies = outputs.logprobs, outputs.entropies
+    assert logprobs is not None
     mask, denominator = batch["response_mask"], batch["denominator"]
     weights = batch.get("loss_weights")
     returned = POLICY_LOSSES.get(args.policy_loss)(
-        outputs.logprobs,
-        batch["logprobs"],
-        batch["advantages"],
-        mask,
-        args=args,
-        weights=weights,
-        denominator=denominator,
+        logprobs, batch["logprobs"], batch["advantages"], mask, args=args, weights=weights, denominator=denominator
     )
     policy = checked_loss(f"policy_loss {args.policy_loss!r}", returned)
     stats = {"loss/policy": policy.loss, **{f"policy/{name}": stat for name, stat in policy.stats.items()}}
     # k3, which is kept, estimates the same KL with less noise.
     stats.pop("policy/approx_kl_k1", None)
-    if outputs.entropies is not None:
-        stats["policy/entropy"] = functional.masked_mean(outputs.entropies, mask)
+    if entropies is not None:
+        stats["policy/entropy"] = functional.masked_mean(entropies, mask)
 
     def aggregated(losses: Tensor) -> Tensor:
         weighted = losses if weights is None else losses * weights
@@ -82,18 +77,18 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
     if args.positive_nll_coef:
         # Without importance weights: this term imitates, and estimates no expectation under the old policy.
         positive = _succeeded(batch["scores"], args)
-        nll = functional.positive_nll_loss(outputs.logprobs, positive, mask, denominator=batch["positive_tokens"])
+        nll = functional.positive_nll_loss(logprobs, positive, mask, denominator=batch["positive_tokens"])
         stats |= {"loss/positive_nll": nll.loss, "policy/positive_fraction": nll.stats["positive_fraction"]}
         loss = loss + args.positive_nll_coef * nll.loss
     if args.kl_loss_coef:
-        stats["loss/kl"] = aggregated(functional.kl_penalty(outputs.logprobs, batch["ref_logprobs"], args.kl_loss_type))
+        stats["loss/kl"] = aggregated(functional.kl_penalty(logprobs, batch["ref_logprobs"], args.kl_loss_type))
         loss = loss + args.kl_loss_coef * stats["loss/kl"]
     if args.entropy_coef:
-        assert outputs.entropies is not None
-        stats["loss/entropy"] = aggregated(outputs.entropies)
+        assert entropies is not None
+        stats["loss/entropy"] = aggregated(entropies)
         loss = loss - args.entropy_coef * stats["loss/entropy"]
     if args.old_policy in ("auto", "rollout") and "recomputed" not in batch:
-        stats |= mismatch_stats(outputs.logprobs, batch["rollout_logprobs"], mask)
+        stats |= mismatch_stats(logprobs, batch["rollout_logprobs"], mask)
     return loss, {name: stat.detach() for name, stat in stats.items()}
 
 

@@ -11,8 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -29,8 +28,8 @@ from alpaca_ppo.ppo.row_masks import gradient_mask, with_reward
 from alpaca_ppo.types import Rollouts
 
 _DIGITS = {"mismatch/logprob_abs_mean": 4, "mismatch/k3": 5, "mismatch/ratio_max": 2}
+# Every how many steps the metrics include entropies, which cost time.
 ENTROPY_STEPS = 10
-"""Every how many steps the metrics include entropies, which cost time."""
 
 
 class Timers:
@@ -334,8 +333,7 @@ class StatsAccumulator:
         self.extremes[name] = choose(self.extremes.get(name, value), value)
 
 
-@dataclass(frozen=True)
-class BatchStats:
+class BatchStats(NamedTuple):
     """Statistics of a micro-batch.
 
     Attributes:

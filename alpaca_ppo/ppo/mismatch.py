@@ -9,8 +9,8 @@ the policy before and after the last update of a run. The metrics are computed i
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,14 +22,13 @@ from alpaca_ppo.ppo.metrics import mismatch_of, mismatch_stats
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector
 from alpaca_ppo.types import PromptBatch, Rollouts
 
+# Maximal length of a response in the check before the first rollout.
 SHORT = 16
-"""Maximal length of a response in the check before the first rollout."""
+# Nats at which that check clips a token's difference, so that a fifth of the tokens must differ to end a run.
 OUTLIER = 0.5
-"""Nats at which that check clips a token's difference, so that a fifth of the tokens must differ to end a run."""
 
 
-@dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """Bounds of a metric, in its units.
 
     Attributes:

@@ -262,7 +262,6 @@ class RolloutCollector:
         if gathered is None:
             # Raises, because a rank has been stopped.
             self.preemption.poll_all_ranks()
-        assert gathered is not None
         return cast(Rollouts, gathered)
 
     def sync(self) -> None:

@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +34,11 @@ from alpaca_ppo.ppo.row_masks import gradient_rows
 from alpaca_ppo.ppo.update_plan import UpdateStep, step_counts
 from alpaca_ppo.types import Rollouts
 
+# `compute_policy_loss` or `compute_value_loss`.
 LossHook = Callable[[Rollouts, ActorCriticOutputs], Terms]
-"""`compute_policy_loss` or `compute_value_loss`."""
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Some rows of an optimizer step, on one rank.
 
     Attributes:

@@ -10,10 +10,10 @@ from alpaca_ppo.types import EPISODE
 
 Prompt = str | list[dict[str, Any]]
 
+# Arguments of every reward function.
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
-"""Arguments of every reward function."""
+# Further arguments in runs with environments.
 OF_EPISODES = ("environments", "episodes")
-"""Further arguments in runs with environments."""
 _IMMUTABLE = frozenset({str, int, float, bool, bytes, type(None)})
 
 

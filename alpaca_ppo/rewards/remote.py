@@ -16,8 +16,8 @@ from alpaca_ppo.config.names import check_url, shown_url
 from alpaca_ppo.http_json import RequestFailed, ask_json, key_from
 from alpaca_ppo.rewards.batch import Prompt
 
+# The environment variable that holds the bearer token for every server.
 KEY_VARIABLE = "REWARD_API_KEY"
-"""The environment variable that holds the bearer token for every server."""
 
 
 class RemoteServersFailed(Exception):

@@ -20,12 +20,12 @@ from alpaca_ppo.async_calls import await_all, parameters_of
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
 
+# Arguments that the trainer gives to functions that name them in their signatures.
 OFFERED = ("trainer_state", "log_metric")
-"""Arguments that the trainer gives to functions that name them in their signatures."""
 RowScore = float | list[float] | None
 MAX_FLOAT32 = torch.finfo(torch.float32).max
+# In seconds; pauses before retries take 1 s, 2 s, 4 s and so on, up to this.
 LONGEST_PAUSE = 64.0
-"""In seconds; pauses before retries take 1 s, 2 s, 4 s and so on, up to this."""
 
 
 class FunctionReward:

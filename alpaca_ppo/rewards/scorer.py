@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -187,8 +186,7 @@ class RewardScorer:
         return self
 
 
-@dataclass(frozen=True)
-class Penalties:
+class Penalties(NamedTuple):
     """Penalties for how a response ends.
 
     Attributes:

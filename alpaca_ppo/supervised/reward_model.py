@@ -8,7 +8,6 @@ read before an eos at the end of a text, here and wherever the model is loaded.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from peft import get_peft_model
@@ -84,7 +83,7 @@ class RewardTrainer(Trainer):
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    return {"accuracy": float((np.asarray(prediction.predictions) > 0).mean())}
+    return {"accuracy": float((prediction.predictions > 0).mean())}
 
 
 def train_reward_model(argv: Sequence[str] | None = None) -> None:

@@ -108,9 +108,7 @@ class ServerProcess:
         log: the output is appended to it.
     """
 
-    def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], log: Path, folders: Sequence[Path]
-    ) -> None:
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str], log: Path, folders: list[Path]) -> None:
         self._log = log
         # Where the output of this server begins, after that of earlier ones.
         self._log_start = log.stat().st_size if log.exists() else 0
@@ -125,7 +123,7 @@ class ServerProcess:
                 # Ctrl-C goes to this process alone, which then ends the server.
                 start_new_session=True,
             )
-        self.stop = weakref.finalize(self, _stop, self._process, os.getpid(), list(folders))
+        self.stop = weakref.finalize(self, _stop, self._process, os.getpid(), folders)
 
     def ends(self, within: float = 20.0) -> bool:
         """Whether the server has ended; waits for that up to `within` seconds."""
@@ -156,7 +154,7 @@ class ServerProcess:
         return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"
 
 
-def _stop(process: subprocess.Popen[bytes], owner: int, folders: Sequence[Path]) -> None:
+def _stop(process: subprocess.Popen[bytes], owner: int, folders: list[Path]) -> None:
     """Ends the watchdog and its server, and removes `folders`, unless called in a forked child of this process."""
     if os.getpid() != owner:
         return

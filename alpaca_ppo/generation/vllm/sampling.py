@@ -95,8 +95,7 @@ class Sampling:
                 all_pending = len(self._pending) == len(self._unfinished)
                 for call in self._calls.finished(0.0 if all_pending else _WAIT):
                     self._receive(call)
-                if self._pending:
-                    assert self._turns is not None
+                if self._turns is not None and self._pending:
                     for index, reply in self._turns.replies(self._pending, _WAIT if all_pending else 0.0):
                         self._pending.remove(index)
                         self._append_reply(self._rows[index], reply)
