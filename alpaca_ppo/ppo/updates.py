@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -195,31 +196,28 @@ class Updater:
         """
         fault, stopped = None, False
         if any_rank(bool(stats.faults), self.accelerator):
-            faults = gather_list(stats.faults, self.accelerator)
-            fault = "; ".join(each for of_rank in faults for each in of_rank)
-        elif update.part != "critic":
-            stopped = self._exceeds_kl(stats, check)
+            fault = "; ".join(chain.from_iterable(gather_list(stats.faults, self.accelerator)))
+        elif update.part != "critic" and (stats.policy_unchanged or self.args.target_kl_stop is not None):
+            # Empty if no row gives a gradient.
+            if measured := self._measured(stats):
+                if stats.policy_unchanged:
+                    check(measured)
+                stopped = self._exceeds_kl(measured)
         if fault is None and not stopped:
             fault = self._optimizer_step(update.part, stats)
         stats.end_update(update.part, taken=not stopped, skipped=fault is not None)
         return Applied(fault, stopped)
 
-    def _exceeds_kl(self, stats: StepStats, check: Callable[[Mapping[str, float]], Any]) -> bool:
-        """Whether KL(old || new), in nats per token over the optimizer step's rows of all ranks, exceeds
-        `target_kl_stop`. Calls `check` before the policy's first optimizer step.
-        """
-        limit = self.args.target_kl_stop
-        if limit is None and not stats.policy_unchanged:
-            return False
-        of_all_ranks = StatsAccumulator()
+    def _measured(self, stats: StepStats) -> dict[str, float]:
+        """The statistics of the optimizer step in progress, of the rows of all ranks."""
+        together = StatsAccumulator()
         for of_rank in gather_list(stats.update, self.accelerator):
-            of_all_ranks.merge(of_rank)
-        if not of_all_ranks.means:
-            # No row gives a gradient.
-            return False
-        measured = of_all_ranks.compute()
-        if stats.policy_unchanged:
-            check(measured)
+            together.merge(of_rank)
+        return together.compute() if together.means else {}
+
+    def _exceeds_kl(self, measured: Mapping[str, float]) -> bool:
+        """Whether KL(old || new), in nats per token over an optimizer step's rows, exceeds `target_kl_stop`."""
+        limit = self.args.target_kl_stop
         if limit is None:
             return False
         if "policy/approx_kl_k3" not in measured:
@@ -230,7 +228,7 @@ class Updater:
         return measured["policy/approx_kl_k3"] > limit
 
     def _optimizer_step(self, part: Part, stats: StepStats) -> str | None:
-        """Clips the gradients and steps, unless a gradient is not finite; then returns which."""
+        """Clips the gradients and steps optimizer and schedule; or returns which gradient is not finite, and does neither."""
         with_policy, with_critic = part != "critic", part != "policy"
         rates = self.engine.learning_rates
         if with_policy:
@@ -242,11 +240,13 @@ class Updater:
             return f"{norms.non_finite}, though the losses of all ranks are finite"
         self.schedules.step(part)
         self.num_updates += 1
-        grad_norms = {"policy/grad_norm": norms.policy} if with_policy else {}
+        # As tensors, because `add` rounds Python's numbers to float32.
+        grad_norms = {}
+        if with_policy:
+            grad_norms["policy/grad_norm"] = torch.tensor(norms.policy, dtype=torch.float64)
         if with_critic and norms.critic is not None:
-            grad_norms["val/grad_norm"] = norms.critic
-        # `add` would round Python's numbers to float32.
-        stats.update.add({name: torch.tensor(n, dtype=torch.float64) for name, n in grad_norms.items()}, tokens=1)
+            grad_norms["val/grad_norm"] = torch.tensor(norms.critic, dtype=torch.float64)
+        stats.update.add(grad_norms, tokens=1)
         return None
 
     def warn_outside_support(self, train_stats: Mapping[str, float]) -> None:
@@ -269,10 +269,11 @@ def _memory_advice(batch: MicroBatch, process_index: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         rows, tokens = len(batch.lengths), sum(batch.lengths)
+        first_line = str(error).partition("\n")[0]
         raise torch.OutOfMemoryError(
             f"process {process_index} ran out of memory in a micro-batch of {rows} responses ({tokens} tokens); set "
             f"max_tokens_per_micro_batch: {max(tokens // 2, 1)} or gradient_checkpointing: true (docs/memory.md has "
-            f"more). {str(error).partition(chr(10))[0]}"
+            f"more). {first_line}"
         ) from error
 
 
