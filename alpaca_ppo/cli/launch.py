@@ -106,20 +106,16 @@ def launch(flags: Sequence[str], words: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         launch_command(launch_command_parser().parse_args([*flags, "--module", "alpaca_ppo.cli", "train", *words]))
+        return 0
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         status = failure.exitcode
         if status not in (MISTAKE, ENDED_BY_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
             end = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
             print(f"error: rank {rank} {end}", file=sys.stderr)
-        return _shell_status(status)
     except CalledProcessError as failed:
-        return _shell_status(failed.returncode)
+        status = failed.returncode
     except SignalException as stopped:
-        return 128 + int(stopped.sigval)
-    return 0
-
-
-def _shell_status(status: int) -> int:
-    """The exit status as a shell has it: 128 plus the signal that ended a process, which Python negates."""
+        status = -int(stopped.sigval)
+    # As in a shell: 128 plus the signal that ended a process, which Python negates.
     return status if status > 0 else 128 - status

@@ -20,11 +20,12 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import IN_MEMORY, PROVENANCE
 from alpaca_ppo.library_output import say_loading
 
-# Options that name objects, and the objects that matter here.
-_NAMED = ("environments", "tools", "tool_call_parser")
-_OBJECTS = {"model", "ref_model", "environment_factory", "tools", "tool_call_parser"}
-_FORM = ("prompt_template", "user_template", "system_prompt", "prompt_column")
-# Nothing is scored, and one process without a server samples.
+# The options that name a Python object on which answers depend, and the arguments of `PPOTrainer` that are one.
+_OBJECT_OPTIONS = ("environments", "tools", "tool_call_parser")
+_OBJECT_ARGUMENTS = {"model", "ref_model", "environment_factory", "tools", "tool_call_parser"}
+# Those of the command line that stand for the run's.
+_OVERRIDES = ("prompt_template", "user_template", "system_prompt", "prompt_column", "reference")
+# Options of a run that do not apply: nothing is scored, and a single process samples, without a server.
 _LEFT_OUT_GROUPS = ("Evaluation", "Rewards")
 _LEFT_OUT = (
     *("generation_backend", "vllm_python", "vllm_urls", "vllm_dtype", "vllm_gpu_memory_utilization", "vllm_args"),
@@ -62,16 +63,16 @@ def sample(argv: Sequence[str]) -> int:
     record = Path(given.model) / "run.yaml"
     run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
     check_model_name("--reference", None if given.reference == "none" else given.reference)
-    # What a trainer prints is no answer.
+    # Standard output is for the answers; what the trainer prints goes to standard error.
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         args = _configuration(given, run, folder)
-        if lost := sorted(_OBJECTS & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys()):
+        if lost := sorted(_OBJECT_ARGUMENTS & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys()):
             print(f"Objects of a Python program are left out: {', '.join(lost)}; --reference MODEL names a reference.")
         say_loading()
         from alpaca_ppo.trainer.from_arguments import answers_to
 
-        named = argparse.Namespace(**{name: run.get(name) for name in ("model_name_or_path", *_NAMED)})
-        answers = answers_to(_dataset(given, args, policy), policy, named, args)
+        script_args = argparse.Namespace(**{name: run.get(name) for name in ("model_name_or_path", *_OBJECT_OPTIONS)})
+        answers = answers_to(_dataset(given, args, policy), policy, script_args, args)
     for number, answer in enumerate(answers):
         if given.prompts is not None:
             print(f"prompt {number + 1}: {answer.prompt}")
@@ -82,18 +83,18 @@ def sample(argv: Sequence[str]) -> int:
 
 
 def _configuration(given: argparse.Namespace, run: Mapping[str, Any], output_dir: str) -> PPOConfig:
-    """The run's options that affect an answer, and those of the command line."""
+    """The options of the run that affect an answer, under those of the command line."""
     options = options_of(PPOConfig)
-    settings = evaluation_options({name: value for name, value in run.items() if name in options})
-    left_out = {name for name in settings if options[name].group in _LEFT_OUT_GROUPS} | {*_LEFT_OUT}
-    if not any(run.get(name) for name in _NAMED):
-        left_out |= {name for name in settings if options[name].group == "Environments"}
+    groups, names = [*_LEFT_OUT_GROUPS], [*_LEFT_OUT]
+    if not any(run.get(name) for name in _OBJECT_OPTIONS):
+        groups.append("Environments")
     if given.prompt_template:
-        left_out |= {"user_template", "system_prompt", "prompt_column"}
+        names += ["user_template", "system_prompt", "prompt_column"]
     elif given.user_template:
-        left_out |= {"prompt_template", "prompt_column"}
-    settings = {name: value for name, value in settings.items() if name not in left_out}
-    settings |= {name: value for name in (*_FORM, "reference") if (value := getattr(given, name)) is not None}
+        names += ["prompt_template", "prompt_column"]
+    of_run = evaluation_options({name: value for name, value in run.items() if name in options})
+    settings = {n: v for n, v in of_run.items() if n not in names and options[n].group not in groups}
+    settings |= {name: value for name in _OVERRIDES if (value := getattr(given, name)) is not None}
     temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
     settings |= {"eval_temperature": temperature, "seed": given.seed, "output_dir": output_dir}
     settings["response_len"] = given.max_new_tokens or run.get("response_len", 256)
@@ -102,7 +103,9 @@ def _configuration(given: argparse.Namespace, run: Mapping[str, Any], output_dir
 
 
 def _dataset(given: argparse.Namespace, args: PPOConfig, policy: str) -> Any:
-    """The rows of `--prompts`; or one row with `--prompt`, as a message if the tokenizer has a chat template."""
+    """The first rows of `--prompts`; or one row with the text of `--prompt`, as a user message if the tokenizer has a
+    chat template and no other template is given.
+    """
     from datasets import Dataset
 
     from alpaca_ppo.data import PromptForm, load_prompt_dataset

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from alpaca_ppo.config.fields import shown
+from alpaca_ppo.config.foreign_names import check_keywords
 from alpaca_ppo.config.learning_options import RiskLevel
 from alpaca_ppo.registry import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 
@@ -18,36 +19,6 @@ REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 
 LENGTHS = ("total_epochs", "total_episodes", "max_steps")
 """The length of a run: at most one may be set; on the command line, a later one replaces an earlier one."""
-
-# For each option that is passed on to another library: the arguments that it may not hold, by what to do instead.
-_REFUSED_KEYWORDS = {
-    "chat_template_kwargs": {
-        "the run sets it itself": "conversation messages tokenize add_generation_prompt continue_final_message "
-        "return_dict return_tensors padding truncation max_length tokenizer_kwargs return_assistant_tokens_mask",
-        "set processing_class.chat_template": "chat_template",
-    },
-    "model_init_kwargs": {
-        "it is an option of its own": "dtype trust_remote_code load_in_4bit",
-        "set the option dtype": "torch_dtype",
-        "set the option load_in_4bit": "quantization_config load_in_8bit",
-        "Accelerate places the weights (accelerate launch, deepspeed)": "device_map max_memory offload_folder "
-        "device_mesh tp_plan tp_size",
-        "the tokenizer and the other models would not follow it: download it (hf download) and name the folder": (
-            "revision code_revision subfolder"
-        ),
-        "everything that a run loads needs it: set HF_TOKEN, HF_HOME, HF_HUB_OFFLINE or HTTPS_PROXY": (
-            "token cache_dir local_files_only proxies"
-        ),
-        "the run sets it itself": "config state_dict num_labels use_safetensors output_loading_info",
-    },
-}
-
-
-def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:
-    for remedy, names in _REFUSED_KEYWORDS[field].items():
-        if refused := set(names.split()) & set(given or ()):
-            # The value is not shown, because it may be a token.
-            raise ValueError(f"{field} has {min(refused)!r}; {remedy}")
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,13 +51,21 @@ def check_combinations(config: Any) -> None:
     """Raises ValueError for options of a `PPOConfig` that exclude each other."""
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
     check_keywords("model_init_kwargs", config.model_init_kwargs)
-    _check_estimator_and_losses(config)
-    _check_critic_and_base(config)
+    _check_learning(config)
     _check_sizes(config)
-    _check_evaluation(config)
+    if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
+        # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
+        raise ValueError(
+            f"metric_for_best_model is {shown(config.metric_for_best_model)}, but only evaluations measure the weights "
+            "of a checkpoint; choose a metric eval/*, such as eval/scores"
+        )
+    if config.eval_opponent == "reference" and config.reference == "none":
+        raise ValueError(
+            "eval_opponent is 'reference', but reference is 'none'; set a reference, or compare with a file"
+        )
 
 
-def _check_estimator_and_losses(config: Any) -> None:
+def _check_learning(config: Any) -> None:
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
         raise ValueError(
             f"adv_estimator is {config.adv_estimator!r}, which compares the responses to one prompt, but "
@@ -113,9 +92,6 @@ def _check_estimator_and_losses(config: Any) -> None:
     if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
         both = f"kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}"
         raise ValueError(f"reference is 'none', but {both}; set both to 0, or keep a reference")
-
-
-def _check_critic_and_base(config: Any) -> None:
     # Raises a ValueError for any other text.
     RiskLevel.parse(str(config.risk_level))
     if config.value_support[0] >= config.value_support[1]:
@@ -147,17 +123,4 @@ def _check_sizes(config: Any) -> None:
         least = f"query_len + response_len ({config.longest_row})"
         raise ValueError(
             f"max_tokens_per_micro_batch ({budget}) is less than {least}; set it to that or more, or to null"
-        )
-
-
-def _check_evaluation(config: Any) -> None:
-    if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
-        # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
-        raise ValueError(
-            f"metric_for_best_model is {shown(config.metric_for_best_model)}, but only evaluations measure the weights "
-            "of a checkpoint; choose a metric eval/*, such as eval/scores"
-        )
-    if config.eval_opponent == "reference" and config.reference == "none":
-        raise ValueError(
-            "eval_opponent is 'reference', but reference is 'none'; set a reference, or compare with a file"
         )

@@ -15,10 +15,11 @@ import reprlib
 import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, check_argument_names
 from alpaca_ppo.registry import Registry
 
 _SHORT_REPR = reprlib.Repr()
@@ -238,6 +239,26 @@ def check_needs(arguments: Any, **facts: bool) -> None:
     if by_need:
         problems = [f"{' and '.join(options)}, without effect: needs {need}" for need, options in by_need.items()]
         raise ValueError(f"{'; '.join(problems)}. Set what is needed, or leave the option out")
+
+
+class CheckedArguments:
+    """Base of a dataclass of options, which checks their names and values, their needs, and that what is required is
+    set.
+    """
+
+    required: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Groups of options; one of each group must be set, and the error names its first."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        check_argument_names(cls, args, kwargs, CONFIG_SECTIONS)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_needs(self)
+        for names in self.required:
+            if not any(getattr(self, name) for name in names):
+                raise ValueError(f"{names[0]} is not set; give --{names[0]} or put it in the --config file")
 
 
 def shown(value: Any) -> str:

@@ -1,5 +1,6 @@
 """The names that TRL and verl give their options, and what does the same here: for error messages, and for
-`alpaca_ppo.migrate`. The table is foreign_names.yaml, which describes its own format.
+`alpaca_ppo.migrate`; and the arguments of transformers that an option may not pass on. The table is foreign_names.yaml,
+which describes its own format.
 """
 
 import dataclasses
@@ -66,20 +67,16 @@ class ForeignName:
             return f"no counterpart: {self.none}"
         if self.unneeded:
             return f"not needed: {self.unneeded}"
-        if (listed := self.values.get(value_key(value))) is not None:
-            return _advice_on_listed(listed)
+        listed = self.values.get(value_key(value))
+        if isinstance(listed, str):
+            return f"no counterpart: {listed}"
+        if listed is not None:
+            options = " with ".join(f"{name}: {_shown(option)}" for name, option in listed.items())
+            return options or "not needed: it is what happens here"
         if self.values and not self.same:
-            known = [key for key, options in self.values.items() if isinstance(options, Mapping)]
+            known = [key for key, entry in self.values.items() if isinstance(entry, Mapping)]
             return f"{self.how}, for {', '.join(known)}"
         return self.how.replace("{value}", _shown(value))
-
-
-def _advice_on_listed(listed: Mapping[str, Any] | str) -> str:
-    """`ForeignName.advice` for an entry of `ForeignName.values`."""
-    if isinstance(listed, str):
-        return f"no counterpart: {listed}"
-    options = " with ".join(f"{name}: {_shown(option)}" for name, option in listed.items())
-    return options or "not needed: it is what happens here"
 
 
 def value_key(value: Any) -> str:
@@ -201,3 +198,13 @@ def check_argument_names(cls: type, args: Sequence[Any], kwargs: Mapping[str, An
         + explain_names(kwargs, names, sections)
         + (f"\nThe arguments {', '.join(missing)} are missing." if missing else "")
     )
+
+
+def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:
+    """Raises a `ValueError` if `given`, the value of the option `field`, has an argument that it may not pass on."""
+    if not given:
+        return
+    for remedy, names in _table()["refused"][field].items():
+        if refused := set(names) & set(given):
+            # The value is not shown, because it may be a token.
+            raise ValueError(f"{field} has {min(refused)!r}; {remedy}")

@@ -18,11 +18,13 @@ from alpaca_ppo.registry import (
 )
 
 _CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
+_FIXED_SUPPORT = when_trait(CRITIC_HEADS, "fixed_support")
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
 CRITIC_RATE_RATIO = 3
 """The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
 
+HAS_WARMUP = unless("lr_scheduler_type", "constant")
 WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -134,15 +136,11 @@ class LearningOptions(RunOptions):
     """Weight of the value loss."""
     cliprange_value: float | None = argument(None, gt=0, needs=(_CRITIC, when("critic", "scalar")))
     """Clip range of the scalar critic's values; null = no clipping. One range does not suit rewards of every scale."""
-    value_support: list[float] = argument(
-        [-10.0, 10.0], min_length=2, max_length=2, needs=when_trait(CRITIC_HEADS, "fixed_support")
-    )
+    value_support: list[float] = argument([-10.0, 10.0], min_length=2, max_length=2, needs=_FIXED_SUPPORT)
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
     """Learning rate of the critic; null = learning_rate, or three times that if the critic has its own steps."""
-    critic_lr_warmup_steps: WarmupSteps | None = argument(
-        None, needs=(_CRITIC, unless("lr_scheduler_type", "constant"))
-    )
+    critic_lr_warmup_steps: WarmupSteps | None = argument(None, needs=(_CRITIC, HAS_WARMUP))
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""

@@ -13,8 +13,8 @@ from typing import Literal
 from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_combinations
-from alpaca_ppo.config.fields import argument, check_fields, check_needs, unless
-from alpaca_ppo.config.learning_options import CRITIC_RATE_RATIO, LearningOptions, WarmupSteps
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.learning_options import CRITIC_RATE_RATIO, HAS_WARMUP, LearningOptions, WarmupSteps
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
@@ -46,7 +46,7 @@ class PPOConfig(LearningOptions):
     ] = "linear"
     """Schedule of transformers.get_scheduler; a finished run can be made longer only with constant,
     constant_with_warmup and inverse_sqrt."""
-    warmup_steps: WarmupSteps = argument(0, needs=unless("lr_scheduler_type", "constant"))
+    warmup_steps: WarmupSteps = argument(0, needs=HAS_WARMUP)
     """Optimizer steps of warm-up, or, below 1, their share of all; constant has none."""
     weight_decay: float = argument(0.0, ge=0)
     """Weight decay of AdamW, on weight matrices only."""
@@ -82,10 +82,9 @@ class PPOConfig(LearningOptions):
     def __post_init__(self) -> None:
         if isinstance(self.report_to, str):
             object.__setattr__(self, "report_to", [self.report_to])
-        check_fields(self)
+        super().__post_init__()
         # A reward function may change the current folder.
         object.__setattr__(self, "output_dir", os.path.abspath(self.output_dir))
-        check_needs(self)
         check_combinations(self)
 
     @property

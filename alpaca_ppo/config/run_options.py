@@ -1,12 +1,11 @@
 """`RunOptions`, the first part of `PPOConfig`: what a run reports, saves and evaluates; how it samples and scores."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from alpaca_ppo.config.fields import argument, unless, when, when_trait
-from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, check_argument_names
+from alpaca_ppo.config.fields import CheckedArguments, argument, unless, when, when_trait
 from alpaca_ppo.registry import ADV_ESTIMATORS, GENERATION_BACKENDS, DoctorRule, DoctorSeverity
 
 SEVERAL_TURNS = when("environments or tools")
@@ -16,12 +15,8 @@ _OWN_SERVER = (_VLLM, unless("vllm_urls"))
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(CheckedArguments):
     """The options of tracking, checkpoints, evaluation, prompts, batch sizes, generation, rewards and environments."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        check_argument_names(cls, args, kwargs, CONFIG_SECTIONS)
-        return super().__new__(cls)
 
     output_dir: str = argument("outputs/ppo", group="Run and tracking")
     """Folder for checkpoints, final models, metrics.jsonl and logs."""

@@ -2,11 +2,10 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from alpaca_ppo.config.checks import REFERENCES
-from alpaca_ppo.config.fields import argument, check_fields, check_needs, when
-from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, check_argument_names
+from alpaca_ppo.config.fields import CheckedArguments, argument, check_needs, when
 from alpaca_ppo.config.names import check_model_name, check_url
 
 MODELS = frozenset({"model", "value_model", "peft_config"})
@@ -18,24 +17,6 @@ MEASURED = frozenset({
 """The arguments of `PPOTrainer` on which the evaluation of a given model depends."""
 RESERVE_GIB = 1.0
 """GiB of an accelerator's memory that tensors cannot use: CUDA context, kernel workspaces, fragmentation."""
-
-
-class CheckedArguments:
-    """Base of a command's dataclass, which checks its fields, their needs, and that what is required is set."""
-
-    required: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Groups of options; one of each group must be set, and the error names its first."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        check_argument_names(cls, args, kwargs, CONFIG_SECTIONS)
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_needs(self)
-        for names in self.required:
-            if not any(getattr(self, name) for name in names):
-                raise ValueError(f"{names[0]} is not set; give --{names[0]} or put it in the --config file")
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from alpaca_ppo.config.checks import check_keywords
-from alpaca_ppo.config.fields import argument, unless
-from alpaca_ppo.config.script_arguments import CheckedArguments
+from alpaca_ppo.config.fields import CheckedArguments, argument, unless
+from alpaca_ppo.config.foreign_names import check_keywords
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Reads the overrides in a shell script that starts verl, without running it.
 
 Assignments, arrays, defaults (`${A:-${B:-3}}`) and arithmetic (`$((1024 * 2))`) are followed in their order. What only
-a run decides keeps a `$`: commands, variables of the environment other than HOME, other operators, and what is set in a
-branch, a loop or a function.
+a run decides is left as it is, with its `$`: commands, variables of the environment other than HOME, other operators,
+and what is set in a branch, a loop or a function.
 """
 
 import re
@@ -11,19 +11,26 @@ from functools import reduce
 from pathlib import Path
 
 OVERRIDE = r"[+~]{0,2}\w+\.[\w.]+=.*"
-# A block, which ends on its line or at its indentation; and an assignment that depends on the command before it.
-_BRANCH = r"(?ms)^([ \t]*)(?:(?:if|case|for|while|until)\b|(?:function )?\w+ *\(\))(?:[^\n]*;[ \t]*|.*?^\1)"
-_BRANCH += r"(?:(?:fi|esac|done)\b|\})|(?:&&|\|\|)\s*\w+\+?=[^\n]*"
-# With brackets inside, five deep.
+# `if` to `fi` and so on, and a function's body; they end on the line, or on one with the same indentation.
+_BLOCK = r"^([ \t]*)(?:(?:if|case|for|while|until)\b|(?:function )?\w+ *\(\))(?:[^\n]*;[ \t]*|.*?^\1)"
+_BLOCK += r"(?:(?:fi|esac|done)\b|\})"
+# A block, or `|| A=1` and `&& A=1`, which depend on the command before them.
+_BRANCH = rf"(?ms){_BLOCK}|(?:&&|\|\|)\s*\w+\+?=[^\n]*"
+# Text in which every bracket is closed, at most five deep.
 _BALANCED = reduce(lambda inner, _: rf"(?:[^()]|\({inner}\))*", range(6), "")
-_CALCULATION, _ARRAY = rf"\$\(\({_BALANCED}\)\)", rf"=(?:\$\{{branch\}})?\(({_BALANCED})\)"
-# One without another inside: a variable, perhaps with a default, or a calculation with nothing but numbers.
+_CALCULATION = rf"\$\(\({_BALANCED}\)\)"
+_ARRAY = rf"=(?:\$\{{branch\}})?\(({_BALANCED})\)"
+# An expansion without another inside: a variable, perhaps with a default, or a calculation with nothing but numbers.
 _NUMBERS = _BALANCED.replace("[^()]", r"[\d+/-]|\*(?!\*)")
 _EXPANSION = r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)|\$(\(\(" + _NUMBERS + r"\)\))"
 
 
 def overrides_of_shell(text: str, file: str) -> list[str]:
-    """The overrides in a shell script that starts verl, those without a `$` first; `file` is its name in errors."""
+    """The overrides in the shell script `text`, those without a `$` first.
+
+    Raises:
+        ValueError: begins with the name `file`; if there are none, or the script starts something else than training.
+    """
     programs = re.findall(r"[./]main_(\w+)", text)
     variables, overrides = {"HOME": str(Path.home())}, list[str]()
     try:
@@ -33,10 +40,10 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
     for word in words:
         expanded = _expanded(word, variables)
         [(name, value)] = re.findall(r"(?s)\A(?:(\w+\+?)=)?(.*)", expanded)
-        # Text that is no override itself may have several of them.
+        # A variable, or text in quotes, may hold several overrides.
         parts = [expanded] if re.fullmatch(OVERRIDE, word, re.DOTALL) else value.split()
         overrides += [part for part in parts if re.fullmatch(OVERRIDE, part, re.DOTALL)]
-        # A variable that only a run decides stands for itself.
+        # A variable whose value only a run decides is replaced by its own name, `${name}`.
         variables[name.rstrip("+")] = f"${{{name}}}" if "$" in value or name.endswith("+") else value
     if not overrides or programs not in ([], ["ppo"], ["ppo_sync"], ["dapo"]):
         raise ValueError(f"{file} has no overrides of verl.trainer.main_ppo, or starts others too; give it alone")
@@ -44,10 +51,9 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
 
 
 def _simplified(text: str) -> str:
-    """The script without comments and here-documents, in which words alone say what it sets.
-
-    Calculations become words whose names are variables, arrays their elements, `--config-name` an override; what is set
-    in a branch gets the value `${branch}`, which nothing sets.
+    """The script in a form that can be read word by word: without comments and here-documents; a calculation as one
+    word, with `$` before its names; the elements of an array as words; `--config-name` as an override; and what a
+    branch sets with `${branch}`, a variable without a value, before it.
     """
     text = re.sub(r"(?ms)^\s*#.*?$|<<-?\s*(['\"]?)(\w+)\1.*?^\s*\2$", "", text).replace("\\\n", " ")
     text = re.sub(_CALCULATION, lambda s: re.sub(r"(?<![\w${])(?=[A-Za-z_])", "$", "".join(s[0].split())), text)
@@ -56,7 +62,7 @@ def _simplified(text: str) -> str:
 
 
 def _expanded(word: str, variables: dict[str, str]) -> str:
-    """The word with the values of variables, defaults and calculations, from the innermost outwards."""
+    """`word` with the values of variables, defaults and calculations, as far as they are known."""
 
     def value_of(found: re.Match[str]) -> str:
         name, default, calculation = found[1] or found[3], found[2], found[4]
@@ -64,11 +70,12 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
             value = variables.get(name) or default
             return found[0] if value is None else value
         try:
-            # Nothing but digits, brackets and operators.
+            # It holds nothing but digits, brackets and operators.
             return str(eval(calculation.replace("/", "//")))
         except (ArithmeticError, SyntaxError):
             return found[0]
 
+    # Each round replaces the innermost expansions.
     for _ in range(9):
         word = re.sub(_EXPANSION, value_of, word)
     return word

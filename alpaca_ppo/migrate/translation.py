@@ -71,14 +71,18 @@ class Translation:
     def take(self, sections: Sequence[str]) -> None:
         """Sets the options that follow from a single foreign name by the table of `config.foreign_names`.
 
-        Lists as not taken what has no option here, or a value that only a run decides; names that count only with
-        others wait for `finish`. Raises a ValueError for a value without a counterpart.
+        Lists as not taken the names that have no option here, and values that only a run decides. Whether the other
+        given names have been taken is decided by `finish`, because it depends on the options that further names set.
+
+        Raises:
+            ValueError: if a name in defaults.yaml has a value that has no counterpart, or that only a run decides.
         """
         for name, value in list(self.values.items()):
-            # It may be a reference of OmegaConf, ${name}.
-            self.values[name] = value = self.values.get(str(value)[2:-1], value)
+            # OmegaConf's ${other} is the value of the name `other`.
+            if reference := re.fullmatch(r"\$\{(.*)\}", str(value)):
+                self.values[name] = value = self.values.get(reference[1], value)
             entry = find_foreign_name(name, sections)
-            # verl's names have dots.
+            # Only verl's names have dots, and only its values may come from a shell script.
             unknown = "only a run decides it" if "." in name and re.search(r"[$`]", str(value)) else ""
             if entry is None and name in OPTIONS:
                 self.set(name, value, "" if name in self.given else defaults("comments").get(name, ""))
@@ -92,12 +96,11 @@ class Translation:
             elif unknown and entry.ours:
                 self.leave(name, f"{unknown}; give NAME=VALUE after the file")
                 del self.values[name]
-            elif entry.same:
-                self.set(entry.ours[0], value)
+            elif entry.same or not entry.is_neutral(value):
+                if entry.same:
+                    self.set(entry.ours[0], value)
                 if name in self.given:
                     self._undecided.append((entry, name))
-            elif name in self.given and not entry.is_neutral(value):
-                self._undecided.append((entry, name))
 
     def count(self, name: str) -> int:
         """The value of the foreign `name`, checked to be a whole number of at least 1."""
@@ -107,29 +110,12 @@ class Translation:
         return value
 
     def finish(self) -> None:
-        """Completes the options, in an order that matters: what is listed as not taken depends on the options that are
-        left, and a required option may be filled in that has just been dropped.
+        """Completes the options: drops those without effect, lists the names that have set none as not taken, and fills
+        in required options, which may be among the dropped ones.
         """
         for name, value in self.options.items():
             if isinstance(value, str | int) and OPTIONS[name].is_list:
                 self.options[name] = [value]
-        self._drop_options_without_effect()
-        self._list_names_without_option()
-        for name, value in _FILL_IN.items():
-            if name not in self.options and (name != "reward_funcs" or "reward_model_name_or_path" not in self.options):
-                self.set(name, value, "not known from the source")
-
-    def _list_names_without_option(self) -> None:
-        for entry, name in self._undecided:
-            value, option = self.given[name], (*entry.ours, "")[0]
-            # Its option was dropped, or another name has set it, which the comment begins with.
-            if entry.same and (option not in self.options or self.comments[option].split(": ")[0] in self.values):
-                self.leave(name, "without effect, because of other settings")
-            # Null or false switches off what is off here unless an option is set. One that was dropped has a comment.
-            elif not set(entry.ours) & set(self.comments) and (value not in (None, False) or not entry.ours):
-                self.leave(name, entry.advice(value))
-
-    def _drop_options_without_effect(self) -> None:
         for cls in TRAINING_ARGUMENTS:
             # An instance without `__init__`, which would refuse the very options that are to be dropped.
             run = object.__new__(cls)
@@ -139,6 +125,18 @@ class Translation:
                     self.options.pop(name, None)
         if not self.options.get("kl_coef"):
             self.options.pop("kl_controller", None)
+        for entry, name in self._undecided:
+            value, ours = self.given[name], entry.ours
+            # Its option was dropped, or another name has set it, with which the comment then begins.
+            if entry.same and (ours[0] not in self.options or self.comments[ours[0]].split(": ")[0] in self.values):
+                self.leave(name, "without effect, because of other settings")
+            # It has set no option, not even one that was dropped, which would have a comment. Null and false need none:
+            # they switch off what is off here too.
+            elif not set(ours) & set(self.comments) and (value not in (None, False) or not ours):
+                self.leave(name, entry.advice(value))
+        for name, value in _FILL_IN.items():
+            if name not in self.options and (name != "reward_funcs" or "reward_model_name_or_path" not in self.options):
+                self.set(name, value, "not known from the source")
 
     def as_yaml(self) -> str:
         """The options as a file for `--config`, with what was not taken in a comment."""

@@ -36,10 +36,13 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     for target, value in assigned:
         if isinstance(target, ast.Attribute) and _called(resolve(target.value)) in _KINDS:
             arguments[target.attr] = value
-    functions, models = _reward_sources(resolve(arguments.pop("reward_funcs", ast.List([]))))
+    rewards = resolve(arguments.pop("reward_funcs", ast.List([])))
+    sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
+    functions = [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]
     given: dict[str, object] = {"reward_funcs": functions} if functions else {}
     unread: dict[str, str] = {}
-    if models:
+    # What is not the name of a function is a reward model.
+    if models := [source for source in sources if not isinstance(source, ast.Name)]:
         arguments["reward_model_name_or_path"] = ast.List(models)
     for name in ("args", "processing_class"):
         arguments.pop(name, None)
@@ -52,13 +55,6 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
         except (ValueError, TypeError):
             unread[name] = ast.unparse(node)
     return given, unread
-
-
-def _reward_sources(rewards: ast.expr) -> tuple[list[str], list[ast.expr]]:
-    """The names in `reward_funcs` as functions of rewards.py, and its other entries, which are reward models."""
-    sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
-    functions = [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]
-    return functions, [source for source in sources if not isinstance(source, ast.Name)]
 
 
 def _call_arguments(tree: ast.AST) -> dict[str, ast.expr]:
@@ -86,7 +82,8 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
     Args:
         source: the name of the translated file.
         given: TRL's names with their values, from the file and from flags.
-        unread: the expressions of the arguments of a script that are no literals.
+        unread: of the script's arguments that are no literals, the expressions by name.
+        processes: of the TRL run; 0 = `num_processes` in `given`, or 1.
     """
     kind = "PPOConfig" if _OF_PPO & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)
@@ -96,25 +93,25 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
     _leave_unread(result, unread, sections)
     is_grpo = kind == "GRPOConfig"
     updates = (_grpo if is_grpo else _ppo)(result, processes or result.count("num_processes"))
-    # Steps are optimizer steps in GRPO, but rollouts in TRL's PPOTrainer, whose scheduler also steps once a rollout.
-    updates_per_step = 1 if is_grpo else updates
+    # A step of TRL is an optimizer step in GRPOTrainer, but a rollout in PPOTrainer, where it counts warm-up so too.
+    steps_per_rollout, updates_per_step = (updates, 1) if is_grpo else (1, updates)
     if is_grpo and values["max_steps"] > 0:
         rollouts = math.ceil(values["max_steps"] / updates)
         result.set("max_steps", rollouts, f"{values['max_steps']} / {updates} of a rollout")
     elif not options.get("total_episodes"):
         result.set("total_epochs", math.ceil(values["num_train_epochs"]), "num_train_epochs")
-    _set_intervals(result, steps_per_rollout=updates if is_grpo else 1)
+    _set_intervals(result, steps_per_rollout=steps_per_rollout)
     if (warmup := values.get("warmup_steps") or 0) >= 1:
         result.set("warmup_steps", int(warmup * updates_per_step), f"{warmup} * {updates_per_step} optimizer steps")
     if not values.get("push_to_hub"):
         options.pop("hub_model_id", None)
     result.comments |= defaults("comments of a script")
     result.finish()
-    # A name alone is taken for a function of rewards.py, and a path with dots for one of a module.
-    functions = options.get("reward_funcs") or []
-    functions[:] = [
-        f if ":" in f else ":".join((f if "." in f else "rewards.py." + f).rsplit(".", 1)) for f in functions
-    ]
+    # In a YAML file, they are names alone, such as `accuracy`, or with their module, such as `my_rewards.accuracy`.
+    for i, function in enumerate(options.get("reward_funcs") or []):
+        if ":" not in function:
+            module, _, name = function.rpartition(".")
+            options["reward_funcs"][i] = f"{module or 'rewards.py'}:{name}"
     return result
 
 
