@@ -228,7 +228,7 @@ class Updater:
         return measured["policy/approx_kl_k3"] > limit
 
     def _optimizer_step(self, part: Part, stats: StepStats) -> str | None:
-        """Clips the gradients and steps optimizer and schedule; or returns which gradient is not finite, and does neither."""
+        """Clips the gradients and takes the step; or returns which gradient is not finite, and changes nothing."""
         with_policy, with_critic = part != "critic", part != "policy"
         rates = self.engine.learning_rates
         if with_policy:

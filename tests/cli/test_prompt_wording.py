@@ -15,10 +15,11 @@ TRAINED = "the model was trained on prompts written"
 
 
 def said(capsys, *words):
-    """The lines about prompts that a command prints; the command itself must go well."""
+    """The lines about prompts that a command prints (`sample` beside its answers: the differences); it must go well."""
     assert main(list(words)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.startswith(("prompts are", TRAINED))]
+    printed = capsys.readouterr()
+    lines, starts = (printed.err, TRAINED) if words[0] == "sample" else (printed.out, ("prompts are", TRAINED))
+    return [line for line in lines.splitlines() if line.startswith(starts)]
 
 
 @pytest.fixture(scope="module")

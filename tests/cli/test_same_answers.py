@@ -38,7 +38,7 @@ def find_calls(text):
     return [{"name": "look_up", "arguments": {"word": words[0]}}] if words else []
 
 
-def length(completions, **columns):
+def size(completions, **columns):
     return [float(len(str(text))) for text in completions]
 
 
@@ -70,8 +70,8 @@ RUNS = {
     "a reference of an adapter": {"use_peft": True, "lora_r": 2, "critic_layout": "adapter", "learning_rate": 0.05},
     "a model's repetition penalty": {"repetition_penalty": 3.0, "response_len": 8},
     "several sources of which one fails": {
-        "reward_funcs": ["objects.py:length", "objects.py:sometimes"], "reward_weights": [0.5, 2.0],
-        "failed_rewards": "mask", "metric_funcs": ["objects.py:length"], "max_tokens_per_micro_batch": 16,
+        "reward_funcs": ["objects.py:size", "objects.py:sometimes"], "reward_weights": [0.5, 2.0],
+        "failed_rewards": "mask", "metric_funcs": ["objects.py:size"], "max_tokens_per_micro_batch": 16,
         "adv_estimator": "grpo", "num_return_sequences": 2, "rollout_batch_size": 4, "step_batch_size": 8,
     },
 }  # fmt: skip
