@@ -5,7 +5,7 @@ The trainer's passes are run over tensors without memory (`passes`); what is hel
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -63,14 +63,8 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`: the peak after
         each of up to three changes that save most, and after all of them.
     """
-    launch = script.accelerate_config or "ddp"
-    stage = int(launch.removeprefix("zero")) if launch.startswith("zero") else script.zero_stage
-    args = replace(args, fsdp=args.fsdp or launch == "fsdp")
-    check_fsdp(args)
-    sharding = sharding_of(script.num_processes, stage, args)
-    check_four_bit(sharding.stage, args)
-    if args.load_in_4bit and args.use_cpu:
-        raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
+    args = replace(args, fsdp=args.fsdp or script.accelerate_config == "fsdp")
+    sharding = _checked_sharding(script, args)
     shardings = _alternatives(script.num_processes, args) if script.num_processes > 1 else {}
     name_of_run = "fsdp" if sharding.fsdp else str(sharding.stage)
     shardings[name_of_run] = sharding
@@ -117,14 +111,35 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         given = {**vars(script), **vars(lora), **vars(args)}
         changes = _changes(models, args, four_bits=not (args.use_cpu or sharding.fsdp or sharding.stage == 3))
         possible = [{n: v for n, v in change.items() if given[n] != v} for change in changes]
-        tried = [(peak_after(change), change) for change in possible if change]
-        best = sorted((pair for pair in tried if pair[0] < peak.total), key=lambda pair: pair[0])[:3]
-        together = {name: value for _, change in best for name, value in change.items()}
-        best += [(peak_after(together), together)] if len(best) > 1 else []
         result["changes"] = [
-            {"change": json.dumps(c).replace('"', "")[1:-1], "peak": then, "fits": then <= limit} for then, c in best
+            {"change": json.dumps(change).replace('"', "")[1:-1], "peak": then, "fits": then <= limit}
+            for then, change in _best_changes([change for change in possible if change], peak_after, below=peak.total)
         ]
     return result
+
+
+def _checked_sharding(script: EstimateArguments, args: PPOConfig) -> Sharding:
+    """How the run's processes share its memory; raises a ValueError for what a run would refuse."""
+    launch = script.accelerate_config or "ddp"
+    stage = int(launch.removeprefix("zero")) if launch.startswith("zero") else script.zero_stage
+    check_fsdp(args)
+    sharding = sharding_of(script.num_processes, stage, args)
+    check_four_bit(sharding.stage, args)
+    if args.load_in_4bit and args.use_cpu:
+        raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
+    return sharding
+
+
+def _best_changes(
+    changes: Sequence[Mapping[str, Any]], peak_after: Callable[[Mapping[str, Any]], float], *, below: float
+) -> list[tuple[float, Mapping[str, Any]]]:
+    """The peak after each of up to three changes that save most and, of several, after all of them together."""
+    tried = [(peak_after(change), change) for change in changes]
+    best = sorted((pair for pair in tried if pair[0] < below), key=lambda pair: pair[0])[:3]
+    if len(best) > 1:
+        together = {name: value for _, change in best for name, value in change.items()}
+        best.append((peak_after(together), together))
+    return best
 
 
 def _alternatives(processes: int, args: PPOConfig) -> dict[str, Sharding]:
