@@ -7,7 +7,14 @@ from datasets import Dataset, DatasetDict, Features, Json
 from tokenizers import normalizers
 
 from alpaca_ppo.data import PromptForm, load_prompt_dataset, prepare_prompts
-from tests.data.tokenizers import CHAT_TEMPLATE, byte_tokenizer, chat_tokenizer, framing_tokenizer
+from tests.data.tokenizers import (
+    CHAT_TEMPLATE,
+    CHATML,
+    byte_tokenizer,
+    chat_tokenizer,
+    framing_tokenizer,
+    turn_tokenizer,
+)
 from tests.tiny_models import BOS, EOS, PAD, tiny_tokenizer
 
 WORDS = ["one", "two", "three", "user", "assistant", "system", "named"]
@@ -76,10 +83,24 @@ def test_a_row_has_tools_and_template_arguments_of_its_own(as_text):
 
 def test_tools_of_a_row_and_of_the_run_exclude_each_other():
     tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = SHOWS_TOOLS
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "one"}], "tools": [{"name": "two"}]}])
     with pytest.raises(ValueError, match="row 0: column 'tools' is set, but the run has tools of its own"):
         prepare_prompts(rows, tokenizer, query_len=9, tools_of=lambda row: [{"name": "three"}])
     assert len(prepare_prompts(rows, tokenizer, query_len=9, tools_of=lambda row: [])) == 1
+
+
+def test_tools_of_a_row_that_the_chat_template_would_not_write_are_refused():
+    messages = [{"role": "user", "content": "one"}]
+    rows = [{"prompt": messages, "tools": None}, {"prompt": messages, "tools": json.dumps([{"name": "two"}])}]
+    problem = "row 1: column 'tools' is set, but the chat template writes nothing about tools; remove"
+    with pytest.raises(ValueError, match=problem):
+        prepare(rows, turn_tokenizer(CHATML, special=["<|im_start|>", "<|im_end|>"]), query_len=20)
+    # What the template refuses has an error of its own.
+    tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = SHOWS_TOOLS + "{{ raise_exception('no') }}"
+    with pytest.raises(ValueError, match="the chat template refuses the messages in row 0"):
+        prepare(rows[1:], tokenizer)
 
 
 def test_a_call_has_its_own_arguments_and_not_those_of_other_rows(tmp_path):
