@@ -21,15 +21,21 @@ LENGTHS = ("total_epochs", "total_episodes", "max_steps")
 """The length of a run: at most one may be set; on the command line, a later one replaces an earlier one."""
 
 
-def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the chat template that the columns `chat_template_kwargs` and `tools` of a dataset row hold, as
-    values or as JSON text. Raises ValueError for a column that holds something else.
+def template_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the columns `chat_template_kwargs` and `tools` of a dataset row hold, as values or as JSON text; without
+    empty ones.
     """
-    keywords, tools = (_parsed(row.get(name)) or {} for name in ("chat_template_kwargs", "tools"))
+    return {name: value for name in ("chat_template_kwargs", "tools") if (value := _parsed(row.get(name)))}
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template in `template_columns`; ValueError for a column that holds something else."""
+    columns = template_columns(row)
+    keywords = columns.pop("chat_template_kwargs", {})
     if not isinstance(keywords, Mapping):
         raise ValueError(f"column 'chat_template_kwargs' is {shown(keywords)}; make it a mapping, or rename it")
     check_keywords("chat_template_kwargs", keywords)
-    return {**keywords, "tools": tools} if tools else {**keywords}
+    return {**keywords, **columns}
 
 
 def _parsed(value: Any) -> Any:

@@ -20,6 +20,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from alpaca_ppo.config.checks import template_columns
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.loading import unformatted
@@ -198,6 +199,11 @@ def _prompts_of_rows(
         try:
             prompt = form.prompt_of(row)
             options.append(form.options_of(row) if isinstance(prompt, list) else {})
+            if isinstance(prompt, str) and (unused := template_columns(row).keys() - {*form.columns}):
+                raise ValueError(
+                    f"column {min(unused)!r} is for the chat template, but the prompt is text; remove or rename the "
+                    "column, or make the prompts messages"
+                )
             if tools_of is not None and (schemas := tools_of(row)):
                 if "tools" in options[-1]:
                     raise ValueError("column 'tools' is set, but the run has tools of its own; remove or rename it")

@@ -103,6 +103,17 @@ def test_tools_of_a_row_that_the_chat_template_would_not_write_are_refused():
         prepare(rows[1:], tokenizer)
 
 
+@pytest.mark.parametrize("column", ["tools", "chat_template_kwargs"])
+def test_a_column_for_the_chat_template_beside_a_prompt_that_is_text_is_refused(column):
+    rows = [{"prompt": "one", column: None}, {"prompt": "two", column: '{"one": 1}'}]
+    with pytest.raises(ValueError, match=f"row 1: column '{column}' is for the chat template, but the prompt is text"):
+        prepare(rows)
+    # Empty, or a part of the text.
+    assert len(prepare(rows[:1])) == 1
+    prompts = prepare([{"prompt": "one", column: "two"}], prompt_template=f"one {{{column}}}")
+    assert prompts[0]["input_ids"] == [ONE, TWO]
+
+
 def test_a_call_has_its_own_arguments_and_not_those_of_other_rows(tmp_path):
     tokenizer = chat_tokenizer(WORDS)
     tokenizer.chat_template = USES
