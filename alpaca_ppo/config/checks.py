@@ -31,10 +31,12 @@ def template_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the chat template in `template_columns`; ValueError for a column that holds something else."""
     columns = template_columns(row)
-    keywords = columns.pop("chat_template_kwargs", {})
+    keywords, tools = columns.pop("chat_template_kwargs", {}), columns.get("tools", [])
     if not isinstance(keywords, Mapping):
         raise ValueError(f"column 'chat_template_kwargs' is {shown(keywords)}; make it a mapping, or rename it")
     check_keywords("chat_template_kwargs", keywords)
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"column 'tools' is {shown(tools)}; make it a list of JSON schemas of functions, or rename it")
     return {**keywords, **columns}
 
 

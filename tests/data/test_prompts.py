@@ -75,7 +75,14 @@ def test_a_row_has_tools_and_template_arguments_of_its_own(as_text):
     for column, value, problem in (
         ("chat_template_kwargs", "fast", "row 0: column 'chat_template_kwargs' is 'fast'; make it a mapping"),
         ("chat_template_kwargs", '{"tokenize": true}', "row 0: chat_template_kwargs has 'tokenize'"),
-        ("tools", "two", "the chat template refuses the messages in row 0"),
+        (
+            "tools",
+            "calculator, search",
+            "row 0: column 'tools' is 'calculator, search'; make it a list of JSON schemas",
+        ),
+        ("tools", 3, "row 0: column 'tools' is 3; make it a list of JSON schemas of functions"),
+        ("tools", ["calc"], r"row 0: column 'tools' is \['calc'\]; make it a list of JSON schemas of functions"),
+        ("tools", '{"name": "two"}', "row 0: column 'tools' is {'name': 'two'}; make it a list of JSON schemas"),
     ):
         with pytest.raises(ValueError, match=problem):
             prepare([{"prompt": messages, column: value}], tokenizer)
