@@ -299,7 +299,7 @@ def make_updater(
 
     Raises:
         ValueError: when `optimizer` is passed together with AdamW settings of the critic, or lacks a trainable
-            parameter; or for a learning-rate schedule that does not fit.
+            parameter; for a learning-rate schedule that does not fit; and see `use_update_mode`.
     """
     optimizer = prepared_optimizer(optimizer, actor_critic, args, accelerator.device)
     n, pretraining = args.num_return_sequences, args.critic_pretraining_steps
@@ -309,5 +309,9 @@ def make_updater(
     ]
     totals = StepCounts(*map(sum, zip(*planned, strict=True)))
     schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
-    use_update_mode(actor_critic)
+    actor_critic.eval()
+    critic = actor_critic.critic
+    for backbone in (actor_critic.policy.model, None if critic is None else critic.backbone):
+        if backbone is not None:
+            use_update_mode(backbone)
     return Updater(make_engine(accelerator, actor_critic, optimizer, args), schedules, args)
