@@ -21,23 +21,17 @@ LENGTHS = ("total_epochs", "total_episodes", "max_steps")
 """The length of a run: at most one may be set; on the command line, a later one replaces an earlier one."""
 
 
-def template_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the columns `chat_template_kwargs` and `tools` of a dataset row hold, as values or as JSON text; without
-    empty ones.
-    """
-    return {name: value for name in ("chat_template_kwargs", "tools") if (value := _parsed(row.get(name)))}
-
-
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the chat template in `template_columns`; ValueError for a column that holds something else."""
-    columns = template_columns(row)
-    keywords, tools = columns.pop("chat_template_kwargs", {}), columns.get("tools", [])
+    """The arguments of the chat template that the columns `chat_template_kwargs` and `tools` of a dataset row hold, as
+    values or as JSON text. Raises ValueError for a column that holds something else.
+    """
+    keywords, tools = (_parsed(row.get(name)) or {} for name in ("chat_template_kwargs", "tools"))
     if not isinstance(keywords, Mapping):
         raise ValueError(f"column 'chat_template_kwargs' is {shown(keywords)}; make it a mapping, or rename it")
     check_keywords("chat_template_kwargs", keywords)
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError(f"column 'tools' is {shown(tools)}; make it a list of JSON schemas of functions, or rename it")
-    return {**keywords, **columns}
+    return {**keywords, "tools": tools} if tools else {**keywords}
 
 
 def _parsed(value: Any) -> Any:

@@ -20,7 +20,6 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from alpaca_ppo.config.checks import template_columns
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data.loading import unformatted
@@ -199,20 +198,15 @@ def _prompts_of_rows(
         try:
             prompt = form.prompt_of(row)
             options.append(form.options_of(row) if isinstance(prompt, list) else {})
-            if isinstance(prompt, str) and (unused := template_columns(row).keys() - {*form.columns}):
-                raise ValueError(
-                    f"column {min(unused)!r} is for the chat template, but the prompt is text; remove or rename the "
-                    "column, or make the prompts messages"
-                )
+            for name in ("tools", "chat_template_kwargs") if isinstance(prompt, str) else ():
+                if row.get(name) and name not in form.columns:
+                    raise ValueError(f"column {name!r} is set, but the prompt is text; drop it, or write messages")
             if tools_of is not None and (schemas := tools_of(row)):
                 if "tools" in options[-1]:
                     raise ValueError("column 'tools' is set, but the run has tools of its own; remove or rename it")
                 options[-1]["tools"] = list(schemas)
             elif "tools" in options[-1] and not _writes_tools(prompt, tokenizer, options[-1]):
-                raise ValueError(
-                    "column 'tools' is set, but the chat template writes nothing about tools; remove or rename the "
-                    "column, or set tokenizer.chat_template"
-                )
+                raise ValueError("column 'tools': the chat template writes nothing about tools; remove or rename it")
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
         _check_prompt(prompt, number, may_be_blank=tools_of is not None)
@@ -230,12 +224,9 @@ def _writes_tools(messages: Any, tokenizer: Any, options: Mapping[str, Any]) -> 
     """Whether the chat template writes the tools in `options`. True if it refuses the messages, which has an error of
     its own.
     """
-
-    def written(tools: Any) -> Any:
-        return tokenizer.apply_chat_template(messages, **{**options, "tools": tools, "tokenize": False})
-
+    both = [{**options, "tools": tools, "tokenize": False} for tools in (options["tools"], None)]
     with suppress(Exception):
-        return bool(written(options["tools"]) != written(None))
+        return len({tokenizer.apply_chat_template(messages, **keywords) for keywords in both}) == 2
     return True
 
 

@@ -43,8 +43,7 @@ def encodable(text: str) -> str:
 
 def without_thoughts(text: str, prompt_end: str = "") -> str:
     """A turn's text without its thoughts, of which `prompt_end` may begin one: a call in one is only mentioned."""
-    begun = _BEGUN.search(prompt_end)
-    return _THOUGHT.sub(lambda found: found[1] or "", (begun[0] if begun else "") + text)
+    return _THOUGHT.sub(lambda found: found[1] or "", prompt_end[len(_BEGUN.sub("", prompt_end)) :] + text)
 
 
 def find_json_calls(text: str) -> list[ToolCall]:

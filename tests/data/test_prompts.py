@@ -100,7 +100,7 @@ def test_tools_of_a_row_and_of_the_run_exclude_each_other():
 def test_tools_of_a_row_that_the_chat_template_would_not_write_are_refused():
     messages = [{"role": "user", "content": "one"}]
     rows = [{"prompt": messages, "tools": None}, {"prompt": messages, "tools": json.dumps([{"name": "two"}])}]
-    problem = "row 1: column 'tools' is set, but the chat template writes nothing about tools; remove"
+    problem = "row 1: column 'tools': the chat template writes nothing about tools; remove"
     with pytest.raises(ValueError, match=problem):
         prepare(rows, turn_tokenizer(CHATML, special=["<|im_start|>", "<|im_end|>"]), query_len=20)
     # What the template refuses has an error of its own.
@@ -113,7 +113,9 @@ def test_tools_of_a_row_that_the_chat_template_would_not_write_are_refused():
 @pytest.mark.parametrize("column", ["tools", "chat_template_kwargs"])
 def test_a_column_for_the_chat_template_beside_a_prompt_that_is_text_is_refused(column):
     rows = [{"prompt": "one", column: None}, {"prompt": "two", column: '{"one": 1}'}]
-    with pytest.raises(ValueError, match=f"row 1: column '{column}' is for the chat template, but the prompt is text"):
+    with pytest.raises(
+        ValueError, match=f"row 1: column '{column}' is set, but the prompt is text; drop it, or write messages"
+    ):
         prepare(rows)
     # Empty, or a part of the text.
     assert len(prepare(rows[:1])) == 1
