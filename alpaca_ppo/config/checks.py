@@ -29,6 +29,8 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(keywords, Mapping):
         raise ValueError(f"column 'chat_template_kwargs' is {shown(keywords)}; make it a mapping, or rename it")
     check_keywords("chat_template_kwargs", keywords)
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise ValueError(f"column 'tools' is {shown(tools)}; make it a list of JSON schemas of functions, or rename it")
     return {**keywords, "tools": tools} if tools else {**keywords}
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -147,7 +148,7 @@ def prepare_prompts(
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        prompts, options = _prompts_of_rows(rows, start, form, tools_of, kind)
+        prompts, options = _prompts_of_rows(rows, start, form, tools_of, kind, tokenizer)
         kind = type(prompts[0])
         protected = control_tokens.protect(prompts) if control_tokens else prompts
         tokenized = tokenize_prompts(
@@ -186,7 +187,7 @@ def prepare_prompts(
 
 
 def _prompts_of_rows(
-    rows: list[dict[str, Any]], start: int, form: PromptForm, tools_of: ToolsOf | None, kind: type | None
+    rows: list[Any], start: int, form: PromptForm, tools_of: ToolsOf | None, kind: type | None, tokenizer: Any
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """Returns the checked prompts of `rows`, the first of which is row `start`, and the chat template's arguments for
     each. All must be of one type: that of earlier rows, `kind`, if there are any.
@@ -197,10 +198,15 @@ def _prompts_of_rows(
         try:
             prompt = form.prompt_of(row)
             options.append(form.options_of(row) if isinstance(prompt, list) else {})
+            for name in ("tools", "chat_template_kwargs") if isinstance(prompt, str) else ():
+                if row.get(name) and name not in form.columns:
+                    raise ValueError(f"column {name!r} is set, but the prompt is text; drop it, or write messages")
             if tools_of is not None and (schemas := tools_of(row)):
                 if "tools" in options[-1]:
                     raise ValueError("column 'tools' is set, but the run has tools of its own; remove or rename it")
                 options[-1]["tools"] = list(schemas)
+            elif "tools" in options[-1] and not _writes_tools(prompt, tokenizer, options[-1]):
+                raise ValueError("column 'tools': the chat template writes nothing about tools; remove or rename it")
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
         _check_prompt(prompt, number, may_be_blank=tools_of is not None)
@@ -212,6 +218,16 @@ def _prompts_of_rows(
             )
         prompts.append(prompt)
     return prompts, options
+
+
+def _writes_tools(messages: Any, tokenizer: Any, options: Mapping[str, Any]) -> bool:
+    """Whether the chat template writes the tools in `options`. True if it refuses the messages, which has an error of
+    its own.
+    """
+    both = [{**options, "tools": tools, "tokenize": False} for tools in (options["tools"], None)]
+    with suppress(Exception):
+        return len({tokenizer.apply_chat_template(messages, **keywords) for keywords in both}) == 2
+    return True
 
 
 def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> list[str]:

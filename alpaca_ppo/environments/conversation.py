@@ -111,13 +111,12 @@ class Conversation:
 
     def said_text(self, ids: Sequence[int]) -> str:
         """The text of a turn with its special tokens and without thoughts, of which the prompt may have begun one."""
-        is_begun = self.prompt_end.rfind("<think>") > self.prompt_end.rfind("</think>")
-        return without_thoughts("<think>" * is_begun + self.turn_text(ids, keep_special=True))
+        return without_thoughts(self.turn_text(ids, keep_special=True), self.prompt_end)
 
     def find_calls(self, text: str, schemas: Schemas) -> list[ToolCall]:
         """The tool calls in a turn's text."""
         if getattr(self.tokenizer, "response_template", None) is not None:
-            return find_template_calls(self.tokenizer, text, without_thoughts(self.prompt_end), schemas)
+            return find_template_calls(self.tokenizer, text, self.prompt_end, schemas)
         return find_json_calls(text)
 
     def reply_ids(

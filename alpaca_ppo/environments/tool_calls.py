@@ -12,8 +12,14 @@ from alpaca_ppo.config.fields import shown
 
 _DEEPEST = 64
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-# A thought, or in group 1 a call, whose arguments may quote one.
-_THOUGHT = re.compile(r"(<tool_call>.*?(?:</tool_call>|\Z))|<think>.*?(?:</think>|\Z)", re.DOTALL)
+# <think>, [THINK], <|START_THINKING|> and others begin a thought; a word like [reason] does not.
+_BEGIN = r"(?:[<◁]|\[(?=think\]))\|?(?:start_|begin_of_|seed:)?(?P<w>think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]▷]"
+_END = r"[<\[◁]\|?(?:/|/seed:|end_|end_of_)(?P=w)\|?[>\]▷]"
+_AGAIN = r"(?:[<\[◁|]|start_|begin_of_|seed:)(?P=w)[|>\]▷]"
+_BEGUN = re.compile(rf"(?is){_BEGIN}(?!.*{_END}).*")
+# A call (group 1), whose arguments may quote a thought; or a thought, which begins the text (2) or has an end.
+_CALL = r"(<tool_call>.*?(?:</tool_call>|\Z))"
+_THOUGHT = re.compile(rf"(?is){_CALL}|(\A\s*)?{_BEGIN}(?:(?(2)|(?!{_AGAIN})).)*?(?:{_END}|(?(2)\Z|(?!)))")
 _JSON_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
 
@@ -35,9 +41,9 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def without_thoughts(text: str) -> str:
-    """`text` without what is between <think> and </think>, or the end: a call in it is only mentioned."""
-    return _THOUGHT.sub(lambda found: found[1] or "", text)
+def without_thoughts(text: str, prompt_end: str = "") -> str:
+    """A turn's text without its thoughts, of which `prompt_end` may begin one: a call in one is only mentioned."""
+    return _THOUGHT.sub(lambda found: found[1] or "", prompt_end[len(_BEGUN.sub("", prompt_end)) :] + text)
 
 
 def find_json_calls(text: str) -> list[ToolCall]:
@@ -101,6 +107,7 @@ def find_parsed_calls(parser: ToolCallParser, text: str) -> list[ToolCall]:
 
 def find_template_calls(tokenizer: Any, text: str, prefix: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
     """The calls in the form of the tokenizer's own `response_template`; `prefix` is the end of what precedes `text`."""
+    prefix = without_thoughts(_BEGUN.sub("", prefix))
     try:
         message = tokenizer.parse_response(text, prefix=prefix, tools=[dict(schema) for schema in schemas])
         return [_checked(call.get("function", call)) for call in message.get("tool_calls") or ()]

@@ -49,7 +49,7 @@ def make_settings(args: PPOConfig, *, sources: Sequence[str], metrics: Sequence[
             function that does not exist.
     """
     names = (TOTAL, "rewards", *(f"scores/{source}" for source in sources), *metrics)
-    taken = {*RESERVED, *(f"{name}_se" for name in (*RESERVED, *names))}
+    taken = {*RESERVED, *(f"{name}_{end}" for name in (*RESERVED, *names) for end in ("se", "missing"))}
     for name in names[2:]:
         if name in taken or (name in metrics and re.match(r"(pass_at|avg_at|scores)[_/]", name)):
             field, short = "metric_funcs" if name in metrics else "reward_funcs", name.removeprefix("scores/")

@@ -74,7 +74,8 @@ def correctness(record: ResponseRecord, settings: EvaluationSettings) -> float |
 
 def summarize(records: Sequence[ResponseRecord], settings: EvaluationSettings) -> dict[str, float]:
     """Returns the metrics of one eval set, each with a standard error over prompts under `<name>_se`; NaN without
-    numbers. pass@k leaves out prompts with fewer than k responses that have a score and are not masked.
+    numbers. `<name>_missing` is the number of responses without a value, if there are any. pass@k leaves out prompts
+    with fewer than k responses that have a score and are not masked.
     """
     groups: dict[int, list[ResponseRecord]] = {}
     for record in records:
@@ -86,6 +87,8 @@ def summarize(records: Sequence[ResponseRecord], settings: EvaluationSettings) -
     stats: dict[str, float] = {}
     for name, estimate in estimates.items():
         stats |= {name: estimate.mean, f"{name}_se": estimate.se}
+    missing = {name: sum(math.isnan(record.values[name]) for record in records) for name in settings.names}
+    stats |= {f"{name}_missing": float(number) for name, number in missing.items() if number}
     return stats | (_win_stats(by_prompt) if settings.compares else {})
 
 

@@ -155,7 +155,8 @@ class RewardScorer:
             try:
                 row_scores = [check_row(name, entries[row], batch, row) for name, entries in by_source]
                 if not self.measures and all(score is None for score in row_scores):
-                    problem = "returned None; a row needs a score from some source (or failed_rewards: mask)"
+                    advice = "" if self.failure_handling.mask_rows else " (or failed_rewards: mask)"
+                    problem = f"returned None; a row needs a score from some source{advice}"
                     raise RowFailure(", ".join(self.names), problem, batch, row)
             except RowFailure as failure:
                 if not self.failure_handling.mask_rows:

@@ -7,7 +7,14 @@ from datasets import Dataset, DatasetDict, Features, Json
 from tokenizers import normalizers
 
 from alpaca_ppo.data import PromptForm, load_prompt_dataset, prepare_prompts
-from tests.data.tokenizers import CHAT_TEMPLATE, byte_tokenizer, chat_tokenizer, framing_tokenizer
+from tests.data.tokenizers import (
+    CHAT_TEMPLATE,
+    CHATML,
+    byte_tokenizer,
+    chat_tokenizer,
+    framing_tokenizer,
+    turn_tokenizer,
+)
 from tests.tiny_models import BOS, EOS, PAD, tiny_tokenizer
 
 WORDS = ["one", "two", "three", "user", "assistant", "system", "named"]
@@ -68,7 +75,14 @@ def test_a_row_has_tools_and_template_arguments_of_its_own(as_text):
     for column, value, problem in (
         ("chat_template_kwargs", "fast", "row 0: column 'chat_template_kwargs' is 'fast'; make it a mapping"),
         ("chat_template_kwargs", '{"tokenize": true}', "row 0: chat_template_kwargs has 'tokenize'"),
-        ("tools", "two", "the chat template refuses the messages in row 0"),
+        (
+            "tools",
+            "calculator, search",
+            "row 0: column 'tools' is 'calculator, search'; make it a list of JSON schemas",
+        ),
+        ("tools", 3, "row 0: column 'tools' is 3; make it a list of JSON schemas of functions"),
+        ("tools", ["calc"], r"row 0: column 'tools' is \['calc'\]; make it a list of JSON schemas of functions"),
+        ("tools", '{"name": "two"}', "row 0: column 'tools' is {'name': 'two'}; make it a list of JSON schemas"),
     ):
         with pytest.raises(ValueError, match=problem):
             prepare([{"prompt": messages, column: value}], tokenizer)
@@ -76,10 +90,37 @@ def test_a_row_has_tools_and_template_arguments_of_its_own(as_text):
 
 def test_tools_of_a_row_and_of_the_run_exclude_each_other():
     tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = SHOWS_TOOLS
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "one"}], "tools": [{"name": "two"}]}])
     with pytest.raises(ValueError, match="row 0: column 'tools' is set, but the run has tools of its own"):
         prepare_prompts(rows, tokenizer, query_len=9, tools_of=lambda row: [{"name": "three"}])
     assert len(prepare_prompts(rows, tokenizer, query_len=9, tools_of=lambda row: [])) == 1
+
+
+def test_tools_of_a_row_that_the_chat_template_would_not_write_are_refused():
+    messages = [{"role": "user", "content": "one"}]
+    rows = [{"prompt": messages, "tools": None}, {"prompt": messages, "tools": json.dumps([{"name": "two"}])}]
+    problem = "row 1: column 'tools': the chat template writes nothing about tools; remove"
+    with pytest.raises(ValueError, match=problem):
+        prepare(rows, turn_tokenizer(CHATML, special=["<|im_start|>", "<|im_end|>"]), query_len=20)
+    # What the template refuses has an error of its own.
+    tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = SHOWS_TOOLS + "{{ raise_exception('no') }}"
+    with pytest.raises(ValueError, match="the chat template refuses the messages in row 0"):
+        prepare(rows[1:], tokenizer)
+
+
+@pytest.mark.parametrize("column", ["tools", "chat_template_kwargs"])
+def test_a_column_for_the_chat_template_beside_a_prompt_that_is_text_is_refused(column):
+    rows = [{"prompt": "one", column: None}, {"prompt": "two", column: '{"one": 1}'}]
+    with pytest.raises(
+        ValueError, match=f"row 1: column '{column}' is set, but the prompt is text; drop it, or write messages"
+    ):
+        prepare(rows)
+    # Empty, or a part of the text.
+    assert len(prepare(rows[:1])) == 1
+    prompts = prepare([{"prompt": "one", column: "two"}], prompt_template=f"one {{{column}}}")
+    assert prompts[0]["input_ids"] == [ONE, TWO]
 
 
 def test_a_call_has_its_own_arguments_and_not_those_of_other_rows(tmp_path):

@@ -10,6 +10,7 @@ from alpaca_ppo.environments.tool_calls import (
     find_json_calls,
     find_parsed_calls,
     find_template_calls,
+    without_thoughts,
 )
 from tests.environments.chat import WITH_TOOLS, chat_bytes, conversation
 from tests.environments.test_episodes import Played, call, result
@@ -128,6 +129,31 @@ def test_a_call_that_is_only_thought_of_is_none(opened):
     seen = []
     assert played(tool_call_parser=lambda text: seen.append(text) or []).say(f"{thought} 5<|im_end|>") is None
     assert seen == [" 5"]
+
+
+CALLED = '<tool_call>{"name": "f"}</tool_call>'
+THOUGHTS = (
+    "<think> </think>", "[THINK] [/THINK]", "<thinking> </thinking>", "<reasoning> </reasoning>",
+    "<thought> </thought>", "<seed:think> </seed:think>", "<|START_THINKING|> <|END_THINKING|>", "◁think▷ ◁/think▷",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", THOUGHTS)
+def test_every_form_of_a_thought_only_mentions_calls(form):
+    begin, end = form.split()
+    thought = f"I write {begin} and {CALLED}"
+    assert without_thoughts(f"\n{begin}{thought}") == ""
+    assert without_thoughts(f"{begin}{thought}{end}{CALLED}") == CALLED
+    assert without_thoughts(f"a {begin}{CALLED}{end} b") == "a  b"
+    # The prompt begins it.
+    assert without_thoughts(f"{thought}{end}{CALLED}", f"<|im_start|>assistant\n{begin}\n") == CALLED
+    # The answer only mentions the tag.
+    assert CALLED in without_thoughts(f"{begin}x{end}After {begin}: {CALLED}", f"{begin}x{end}")
+    assert CALLED in without_thoughts(f"A {begin} tag: {CALLED}{begin}x{end}")
+
+
+def test_a_word_in_brackets_begins_no_thought():
+    assert CALLED in without_thoughts(f"[Reason] {CALLED}")
 
 
 def test_the_tokenizers_own_form_of_calls():

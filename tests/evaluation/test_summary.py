@@ -48,7 +48,7 @@ def test_standard_errors_are_over_prompts():
     assert (stats["pass_at_2"], stats["pass_at_2_se"]) == pytest.approx((2 / 3, math.sqrt(1 / 3 / 3)))
 
 
-def test_dropped_and_unscored_responses_are_in_no_figure():
+def test_dropped_and_unscored_responses_are_in_no_figure_but_a_count():
     settings = EvaluationSettings(NAMES, num_samples=2, ks=(1, 2), success_above=0.5, success_by="gold")
     # Of prompt 1 one response was dropped; of prompt 0 the function scored both, of prompt 2 none.
     records = [record(1.0, gold=1.0), record(2.0, gold=0.0), record(3.0, gold=1.0, prompt=1)]
@@ -57,8 +57,9 @@ def test_dropped_and_unscored_responses_are_in_no_figure():
     assert stats["gold"] == pytest.approx(2 / 3)
     assert stats["pass_at_1"] == pytest.approx((0.5 + 1) / 2)
     assert stats["pass_at_2"] == 1.0
+    assert stats["gold_missing"] == 1.0 and "scores_missing" not in stats
     empty = summarize([], settings)
-    assert empty.keys() == stats.keys()
+    assert empty.keys() == stats.keys() - {"gold_missing"}
     assert all(math.isnan(value) for value in empty.values())
 
 

@@ -215,10 +215,25 @@ def test_no_metric_function_may_have_the_name_of_a_metric_or_a_column(tmp_path):
             evaluation_settings(PPOConfig(), None, named(name), {})
 
 
-def test_names_that_make_one_metric_of_two_are_refused():
-    functions = [named("a"), named("a_se")]
+def test_responses_that_get_none_are_counted_beside_the_mean_of_the_others(tmp_path, capsys):
+    def judged(completions, **columns):
+        return [None, 1.0, *([None] * (len(completions) - 3)), 0.0]
+
+    arguments = {"eval_dataset": prompts(4), "metric_funcs": judged, "reward_funcs": [named("other"), judged]}
+    trainer = tiny_trainer(tmp_path, trainer_arguments=arguments)
+    trainer.train()
+    stats = metric_lines(tmp_path)[0]
+    assert (stats["eval/judged"], stats["eval/judged_missing"]) == (0.5, 2.0)
+    assert (stats["eval/scores/judged"], stats["eval/scores/judged_missing"]) == (0.5, 2.0)
+    assert "eval/scores/other_missing" not in stats and "eval/scores_missing" not in stats
+    assert "judged_missing 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("taken", ["a_se", "a_missing"])
+def test_names_that_make_one_metric_of_two_are_refused(taken):
+    functions = [named("a"), named(taken)]
     for field, given in (("reward_funcs", (functions, None)), ("metric_funcs", (None, functions))):
-        with pytest.raises(ValueError, match=f"{field} has a function named 'a_se'"):
+        with pytest.raises(ValueError, match=f"{field} has a function named '{taken}'"):
             evaluation_settings(PPOConfig(), *given, {})
 
 

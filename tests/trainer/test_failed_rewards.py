@@ -39,6 +39,13 @@ def advantages_of(trainer, step=0):
     return with_advantages(trainer, trainer.prompt_batches(step))
 
 
+@pytest.mark.parametrize(("options", "advice"), [(MASK, ""), ({}, r" \(or failed_rewards: mask\)")])
+def test_a_run_without_any_reward_ends_without_advice_that_it_follows(tmp_path, options, advice):
+    trainer = trainer_of(tmp_path, lambda completions, **columns: [None] * len(completions), **options)
+    with pytest.raises(RewardError, match=f"returned None; a row needs a score from some source{advice}, on row 0"):
+        trainer.train()
+
+
 def test_the_rollouts_keep_every_response_and_say_which_are_learned_from(tmp_path, capsys):
     whole = trainer_of(tmp_path / "whole", count_even, num_return_sequences=3)
     expected = whole.rollout(whole.prompt_batches(0))

@@ -17,7 +17,7 @@ const MAIN = [
 ];
 const FIRST = 9;
 // Parts of an evaluation that are looked up when its scores are surprising.
-const SECONDARY = /(_se|_std|\/rewards|\/response_length|\/truncated_fraction|\/empty_fraction|\/kl_sum_seq|\/masked_rows|\/unjudged)$/;
+const SECONDARY = /(_se|_std|_missing|\/rewards|\/response_length|\/truncated_fraction|\/empty_fraction|\/kl_sum_seq|\/masked_rows|\/unjudged)$/;
 const METRICS = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
 const TITLES = new Map(MAIN.map(([name, title, note]) => [name, [title, note]]));
 const view = { hidden: new Set(), perSeed: !hasSeeds(), smooth: 1, search: "", open: new Set() };
