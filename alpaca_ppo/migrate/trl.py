@@ -15,8 +15,12 @@ from alpaca_ppo.migrate.translation import Translation, defaults
 
 _KINDS = ("GRPOConfig", "PPOConfig")
 _OF_PPO = set("num_ppo_epochs response_length num_mini_batches kl_coef reward_model_path value_model".split())
-# With the names of GRPO that TRL's SFT and DPO do not have.
-OWN_NAMES = _OF_PPO | set("num_generations reward_funcs temperature num_iterations epsilon scale_rewards".split())
+# Names of GRPO and PPO that few other configurations have; a general one, such as temperature or kl_coef, says nothing.
+_OF_GRPO = "num_generations reward_funcs num_iterations scale_rewards steps_per_generation generation_batch_size "
+_OF_GRPO += "importance_sampling_level mask_truncated_completions multi_objective_aggregation epsilon_high"
+OWN_NAMES = _OF_PPO - {"kl_coef"} | set(_OF_GRPO.split())
+# Names of TRL's other trainers that sample: RLOO and OnlineDPO.
+OTHER_NAMES = set("rloo_k token_level_kl normalize_advantages reward_clip_range max_new_tokens judge".split())
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:

@@ -347,7 +347,7 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
     ],
 )
 def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
-    result = of_yaml(tmp_path, {"model_name_or_path": "m", "dataset_name": "d", **given})
+    result = of_yaml(tmp_path, {"model_name_or_path": "m", "dataset_name": "d", "scale_rewards": True, **given})
     some(accepted(result, tmp_path), **expected)
 
 
@@ -479,7 +479,7 @@ def test_the_processes_of_a_trl_file_count_in_its_batch_sizes(tmp_path):
     ],
 )
 def test_reward_functions_of_a_trl_file_are_names_of_functions(given, expected, tmp_path):
-    some(accepted(of_yaml(tmp_path, {"reward_funcs": given}), tmp_path), reward_funcs=expected)
+    some(accepted(of_yaml(tmp_path, {"reward_funcs": given, "num_generations": 8}), tmp_path), reward_funcs=expected)
 
 
 @pytest.mark.parametrize(
@@ -493,12 +493,50 @@ def test_reward_functions_of_a_trl_file_are_names_of_functions(given, expected, 
         {"data": {"path": "x", "prompt_key": "prompt"}, "custom_reward_function": {"path": "r.py"}},
         {"model_name_or_path": "m", "learning_rate": 1e-5, "max_length": 64, "packing": True},
         {"compute_environment": "LOCAL_MACHINE", "num_processes": 8, "deepspeed_config": {"zero_stage": 3}},
+        # transformers alone, TRL's DPO, and files whose only sign would be a name that many have.
+        {"model_name_or_path": "m", "learning_rate": 1e-5, "per_device_train_batch_size": 8, "num_train_epochs": 1},
+        {"beta": 0.1, "max_prompt_length": 64, "max_completion_length": 64, "learning_rate": 1e-6},
+        {"temperature": 0.7, "model": {"path": "m"}, "optim": {"lr": 1e-5}},
+        {"learning_rate": 1e-5, "temperature": 0.7, "epsilon": 1e-8},
+        # Names that TRL and this package have.
+        {"kl_coef": 0.05, "learning_rate": 1e-5},
+        {"reward_funcs": ["a.py:b"], "model_name_or_path": "m", "dataset_name": "d"},
         {"seeds": 1},
         {},
     ],
 )
 def test_a_file_of_another_project_is_refused(given, tmp_path):
-    with pytest.raises(ValueError, match="given.yaml has no name of TRL's GRPO or PPO and no actor_rollout_ref"):
+    message = "has no name of TRL's GRPO or PPO and no actor_rollout_ref"
+    with pytest.raises(ValueError, match=f"given.yaml {message}"):
+        of_yaml(tmp_path, given)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "data.train_files=x model.partial_pretrain=y optim.lr=1e-4",
+        "trainer.policy.model.path=x generator.n_samples_per_prompt=5",
+        "data.custom_cls.path=x.py",
+    ],
+)
+def test_overrides_of_another_project_are_refused(overrides):
+    first, *others = overrides.split()
+    with pytest.raises(ValueError, match=f"{first} has no name of TRL's GRPO or PPO and no actor_rollout_ref"):
+        translate(first, others)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kl_coef": 0.05, "response_len": 64, "rollout_batch_size": 8}, "response_len, rollout_batch_size, which are"),
+        ({"num_generations": 8, "model": {"path": "m"}}, "model, which neither"),
+        ({"num_generations": 8, "optim": {"lr": 1e-5}}, "optim, which neither"),
+        ({"num_generations": 8, "rloo_k": 2}, "rloo_k, which neither"),
+        ({"reward_model_path": "m", "max_new_tokens": 64}, "max_new_tokens, which neither"),
+    ],
+)
+def test_a_file_with_names_of_this_package_or_of_others_is_refused(given, said, tmp_path):
+    with pytest.raises(ValueError, match=f"given.yaml has {said}"):
         of_yaml(tmp_path, given)
 
 
@@ -509,7 +547,7 @@ def test_an_estimator_or_loss_that_is_not_built_in_is_refused(tmp_path):
     with pytest.raises(ValueError, match="distillation.enabled is True: no counterpart: distillation is not built in"):
         of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", "distillation": {"enabled": True}})
     with pytest.raises(ValueError, match="loss_type is 'sigmoid': loss_agg_mode and policy_loss, for grpo"):
-        of_yaml(tmp_path, {"beta": 0.1, "loss_type": "sigmoid"})
+        of_yaml(tmp_path, {"num_generations": 8, "loss_type": "sigmoid"})
 
 
 def test_the_values_of_another_configuration_of_verl_are_not_taken_for_given(tmp_path):
@@ -540,7 +578,7 @@ def test_the_command_prints_what_is_asked_for(capsys):
         ("x.yaml", "- a", [], "x.yaml is no TRL script"),
         ("x.yaml", "a: [", [], "x.yaml is no TRL script"),
         ("x.sh", "echo 1", [], "has no overrides of verl.trainer.main_ppo"),
-        ("x.yaml", "per_device_train_batch_size: 0", [], "per_device_train_batch_size is 0"),
+        ("x.yaml", "per_device_train_batch_size: 0\nnum_generations: 8", [], "per_device_train_batch_size is 0"),
         ("x.yaml", "num_generations: 3", [], "num_generations \\(3\\)"),
         ("x.yaml", "actor_rollout_ref.rollout.n: -1", [], "actor_rollout_ref.rollout.n is -1"),
         ("x.yaml", "actor_rollout_ref.rollout.n: 1", ["--flag"], "'--flag' is no override of hydra"),
