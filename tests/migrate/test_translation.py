@@ -426,6 +426,38 @@ def test_a_value_that_only_a_run_decides_is_refused_if_a_default_would_replace_i
     assert set(listed(result)) == {"actor_rollout_ref.model.path", "trainer.experiment_name"}
 
 
+@pytest.mark.parametrize("text", ["x_$USER", "${now:%Y}", "$(date)", "`date`"])
+def test_what_only_a_run_decides_stays_out_of_the_output_folder_and_is_listed(text, tmp_path):
+    names = {"actor_rollout_ref.model.path": "m", "trainer.experiment_name": "e"}
+    result = of_yaml(tmp_path, {**names, "trainer.project_name": text})
+    some(result.options, output_dir="checkpoints/e")
+    assert "trainer.project_name" in listed(result)
+    # Neither is known: the experiment's default stands in its place.
+    result = of_yaml(tmp_path, {**names, "trainer.project_name": text, "trainer.experiment_name": text})
+    some(result.options, output_dir="checkpoints/gsm8k")
+    assert {"trainer.project_name", "trainer.experiment_name"} <= set(listed(result))
+
+
+def test_variables_in_paths_of_trl_are_listed_except_home(tmp_path):
+    given = {"num_generations": 8, "output_dir": "$HOME/o", "dataset_name": "${oc.env:HOME}/d", "run_name": "$NAME"}
+    result = of_yaml(tmp_path, given | {"model_name_or_path": "${BASE}/m", "system_prompt": "Pay in $US only"})
+    home = str(Path.home())
+    some(result.options, output_dir=f"{home}/o", dataset_name=f"{home}/d", system_prompt="Pay in $US only")
+    some(result.options, model_name_or_path="FILL_IN")
+    assert set(listed(result)) == {"run_name", "model_name_or_path"}
+    (tmp_path / "run.py").write_text("GRPOConfig(output_dir='${HOME}/o', num_generations=8)")
+    some(translate(str(tmp_path / "run.py")).options, output_dir=f"{home}/o")
+    with pytest.raises(ValueError, match="learning_rate is '\\$LR': only a run decides it"):
+        of_yaml(tmp_path, {"num_generations": 8, "learning_rate": "$LR"})
+
+
+def test_the_home_folder_is_written_out_in_a_list_of_files(tmp_path):
+    given = {"data.train_files": ["$HOME/a.parquet"], "data.val_files": ["~/data/x.parquet"]}
+    result = of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", **given})
+    home = str(Path.home())
+    some(result.options, dataset_name=f"{home}/a.parquet", eval_dataset_name=f"{home}/data/x.parquet")
+
+
 def test_a_value_of_verl_may_refer_to_another_name(tmp_path):
     given = {"data.max_prompt_length": 300, "data.max_response_length": "${data.max_prompt_length}"}
     given |= {"actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}"}
