@@ -10,8 +10,8 @@ import yaml
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, find_foreign_name, flattened
 from alpaca_ppo.config.names import where
 from alpaca_ppo.migrate.shell import OVERRIDE, overrides_of_shell
-from alpaca_ppo.migrate.translation import OPTIONS, Translation
-from alpaca_ppo.migrate.trl import OTHER_NAMES, OWN_NAMES, read_script, translate_trl
+from alpaca_ppo.migrate.translation import OPTIONS, Translation, defaults
+from alpaca_ppo.migrate.trl import read_script, translate_trl
 from alpaca_ppo.migrate.verl import read_overrides, translate_verl
 
 
@@ -39,15 +39,15 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 0) -
 
 def _check_names(content: Mapping[str, Any], file: str) -> None:
     """Raises a `ValueError` unless the names are those of TRL's GRPO or PPO, and of no other project or trainer."""
-    known = {name for name in content if find_foreign_name(name, CONFIG_SECTIONS[:-1])}
+    names, known = defaults("names"), {name for name in content if find_foreign_name(name, CONFIG_SECTIONS[:-1])}
     if len(ours := sorted(content.keys() & OPTIONS.keys() - known)) > 1:
         raise ValueError(f"{file} has {', '.join(ours)}, which are options here: it is a file for --config already")
-    # Options of this package do not tell TRL's file from one for --config.
-    if not OWN_NAMES & known or not known - OPTIONS.keys():
+    # Options of this package do not tell TRL's file from one for --config; kl_coef is one.
+    if not known & {*names["of PPO"], *names["of GRPO"]} - {"kl_coef"} or not known - OPTIONS.keys():
         raise ValueError(f"{file} has no name of TRL's GRPO or PPO and no actor_rollout_ref of verl; write it by hand")
     for name, value in content.items():
         is_section = isinstance(value, Mapping) and not (name in known and re.search("_kwargs$|_config$|^deep", name))
-        if is_section or name in OTHER_NAMES:
+        if is_section or name in names["of other trainers"]:
             raise ValueError(f"{file} has {name}, which neither GRPO nor PPO of TRL has so; write it by hand")
 
 

@@ -21,11 +21,10 @@ _BRANCH = rf"(?ms){_BLOCK}|(?:&&|\|\|)\s*\w+\+?=[^\n]*"
 _BALANCED = reduce(lambda inner, _: rf"(?:[^()]|\({inner}\))*", range(6), "")
 _CALCULATION = rf"\$\(\({_BALANCED}\)\)"
 _ARRAY = rf"=(?:\$\{{branch\}})*\(({_BALANCED})\)"
-# Where a command begins, and commands that may change every variable, or those that are their arguments.
+# Where a command begins, and commands that may change every variable, or those that the rest of the line names.
 _START = r"(?m)(?:^|[;&|(!]|\{(?=\s)|\b(?:then|do|else|if|while|until)\b)[ \t]*(?:IFS=\S*[ \t]+)?"
 _SOURCE = rf"{_START}(?:source|\.|eval|shift|set[ \t]+--|export(?=[ \t]+\"?\$))(?![\w./=-])"
-_SETTER = rf"{_START}(?:read|unset|mapfile|readarray|getopts|let|for|select|printf[ \t]+-v)\b"
-_SETTER += r"""((?:"[^"]*"|'[^']*'|[^\n;&|"'])*)"""
+_SETTER = rf"{_START}(?:read|unset|mapfile|readarray|getopts|let|for|select|printf[ \t]+-v)\b(.*)"
 # What a calculation changes: `n++`, `--n`, `n = 1`, `n += 1`.
 _STEP = r"[A-Za-z_]\w*(?=\s*(?:\+\+|--|(?:[-+*/%^|&]|<<|>>)?=(?!=)))|(?:(?<=\+\+)|(?<=--)|(?<=[+-]{2}\$))[A-Za-z_]\w*"
 # An expansion without another inside: a variable, perhaps with a default, or a calculation with nothing but numbers.

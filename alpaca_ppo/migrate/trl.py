@@ -14,13 +14,8 @@ from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, f
 from alpaca_ppo.migrate.translation import Translation, defaults
 
 _KINDS = ("GRPOConfig", "PPOConfig")
-_OF_PPO = set("num_ppo_epochs response_length num_mini_batches kl_coef reward_model_path value_model".split())
-# Names of GRPO and PPO that few other configurations have; a general one, such as temperature or kl_coef, says nothing.
-_OF_GRPO = "num_generations reward_funcs num_iterations scale_rewards steps_per_generation generation_batch_size "
-_OF_GRPO += "importance_sampling_level mask_truncated_completions multi_objective_aggregation epsilon_high"
-OWN_NAMES = _OF_PPO - {"kl_coef"} | set(_OF_GRPO.split())
-# Names of TRL's other trainers that sample: RLOO and OnlineDPO.
-OTHER_NAMES = set("rloo_k token_level_kl normalize_advantages reward_clip_range max_new_tokens judge".split())
+# What an argument may hold besides numbers.
+_SUM = (ast.BinOp, ast.UnaryOp, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
@@ -29,7 +24,9 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     if not any(kind in text for kind in _KINDS):
         raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
     assigned = [(target, n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign) for target in n.targets]
-    counts = Counter(target.id for target, _ in assigned if isinstance(target, ast.Name))
+    # `config.seed += 1` is no literal.
+    assigned += [(n.target, ast.BinOp(n.target, n.op, n.value)) for n in ast.walk(tree) if isinstance(n, ast.AugAssign)]
+    counts = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     # A variable that is assigned twice is not resolved.
     variables = {t.id: value for t, value in assigned if isinstance(t, ast.Name) and counts[t.id] == 1}
 
@@ -55,8 +52,10 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
         if isinstance(value, ast.Call) and value.args and _called(value) == "from_pretrained":
             value = resolve(value.args[0])
         try:
-            given[name] = ast.literal_eval(value)
-        except (ValueError, TypeError):
+            # Numbers and operators alone can do no harm.
+            is_sum = all(type(getattr(n, "value", None)) in (int, float) or type(n) in _SUM for n in ast.walk(value))
+            given[name] = eval(ast.unparse(value)) if is_sum else ast.literal_eval(value)
+        except (ValueError, TypeError, ArithmeticError):
             unread[name] = ast.unparse(node)
     return given, unread
 
@@ -89,7 +88,7 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         unread: of the script's arguments that are no literals, the expressions by name.
         processes: of the TRL run; 0 = `num_processes` in `given`, or 1.
     """
-    kind = "PPOConfig" if _OF_PPO & {*given, *unread} else "GRPOConfig"
+    kind = "PPOConfig" if {*defaults("names")["of PPO"]} & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)
     values, options = result.values, result.options
     sections = ["script", *(section for section in CONFIG_SECTIONS if section == kind or section not in _KINDS)]
@@ -120,11 +119,19 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
 
 
 def _leave_unread(result: Translation, unread: Mapping[str, str], sections: Sequence[str]) -> None:
-    """Lists the names in `unread` as not taken, unless a flag or another name sets the option."""
+    """Lists the names in `unread` as not taken, unless a flag or another name sets the option.
+
+    Raises:
+        ValueError: for one without a flag on which batch sizes, lengths or rates depend.
+    """
     for name, expression in unread.items():
         entry = find_foreign_name(name, sections)
         # If TRL has a default for this name, that has set the option.
         is_set = entry and entry.same and entry.ours[0] in result.options and name not in defaults(result.section)
+        if name not in result.given and (
+            type(result.values.get(name)) in (int, float) or name in defaults("names")["amounts"]
+        ):
+            raise ValueError(f"{name} is `{expression}`, which is no literal; give its value as a flag after the file")
         if name not in result.given and not is_set:
             in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
             remedy = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"

@@ -98,6 +98,8 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         learning_rate=2e-6,
         # steps_per_generation 16: 4 * 2 processes * 16 = 128 completions, 128 / 16 = 8 prompts.
         rollout_batch_size=8,
+        # 2 * 256 + 256.
+        response_len=768,
         # A name that is assigned once.
         num_return_sequences=16,
         # 4 * 2 processes * 8 = 64 completions in an optimizer step, so 2 on a rollout, twice (num_iterations).
@@ -128,7 +130,6 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         ("output_dir", "is no literal; give its value as a flag"),
         # A name that is assigned twice.
         ("lr_scheduler_type", "`SCHEDULE` is no literal"),
-        ("max_completion_length", "`2 * 256 + 256` is no literal"),
         ("model_init_kwargs", "no literal"),
         ("**common", "no literal"),
         ("tools", "module:function"),
@@ -138,6 +139,45 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         assert words in notes[name]
     # Given after the file, and taken from it.
     assert not {"gradient_accumulation_steps", "model", "train_dataset", "args", "peft_config"} & set(notes)
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "expected"),
+    [
+        (
+            "GRPOConfig(per_device_train_batch_size=a.bs * 2)",
+            "--per_device_train_batch_size=16",
+            {"step_batch_size": 16},
+        ),
+        ("GRPOConfig(max_completion_length=LIMIT * 2)", "--max_completion_length=96", {"response_len": 96}),
+        ("GRPOConfig(learning_rate=a.lr)", "--learning_rate=2e-6", {"learning_rate": 2e-6}),
+        # 64 completions are 8 prompts.
+        ("GRPOConfig(generation_batch_size=a.n)", "--generation_batch_size=64", {"rollout_batch_size": 8}),
+        ("PPOConfig(response_length=f(), num_ppo_epochs=2)", "--response_length=96", {"response_len": 96}),
+        ("PPOConfig(total_episodes=len(d), num_ppo_epochs=2)", "--total_episodes=96", {"total_episodes": 96}),
+        ("c = GRPOConfig(learning_rate=1e-6)\nc.learning_rate *= 2", "--learning_rate=2e-6", {"learning_rate": 2e-6}),
+        ("n = 8\nn *= 2\nGRPOConfig(num_generations=n)", "--num_generations=8", {"num_return_sequences": 8}),
+        (
+            "for n in r:\n  pass\nn = 8\nGRPOConfig(num_generations=n)",
+            "--num_generations=4",
+            {"num_return_sequences": 4},
+        ),
+    ],
+)
+def test_an_amount_that_a_script_computes_is_refused_without_a_flag(script, flag, expected, tmp_path):
+    (tmp_path / "run.py").write_text(script)
+    name = flag.removeprefix("--").split("=")[0]
+    with pytest.raises(ValueError, match=f"{name} is `.*`, which is no literal; give its value as a flag"):
+        translate(str(tmp_path / "run.py"))
+    some(translate(str(tmp_path / "run.py"), [flag]).options, **expected)
+
+
+def test_arithmetic_with_nothing_but_numbers_is_evaluated(tmp_path):
+    (tmp_path / "run.py").write_text(
+        "GRPOConfig(max_completion_length=2048 * 2, learning_rate=1e-5 / 4, seed=-(3 - 5))"
+    )
+    # 4096, a quarter of 1e-5, and 2.
+    some(translate(str(tmp_path / "run.py")).options, response_len=4096, learning_rate=2.5e-6, seed=2)
 
 
 def test_trls_ppo_script_from_its_command_line(tmp_path):
