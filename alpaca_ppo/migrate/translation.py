@@ -166,9 +166,8 @@ def _number(value: Any) -> Any:
     """The number in a text such as 1e-6, which YAML does not read as a number, and the path that begins with ~ or has
     $HOME, also in a list; any other value unchanged.
     """
-    if isinstance(value, list):
-        return [_number(entry) for entry in value]
-    if not isinstance(value, str) or not re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
-        home = r"^~(?=/)|\$HOME\b|\$\{(?:oc\.env:)?HOME\}"
-        return re.sub(home, lambda _: str(Path.home()), value) if isinstance(value, str) else value
-    return int(number) if (number := float(value)).is_integer() else number
+    if not isinstance(value, str):
+        return [*map(_number, value)] if isinstance(value, list) else value
+    if re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
+        return int(number) if (number := float(value)).is_integer() else number
+    return re.sub(r"^~(?=/)|\$HOME\b|\$\{(oc\.env:)?HOME\}", str(Path.home()), value)

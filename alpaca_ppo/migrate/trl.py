@@ -14,8 +14,6 @@ from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, f
 from alpaca_ppo.migrate.translation import Translation, defaults
 
 _KINDS = ("GRPOConfig", "PPOConfig")
-# What an argument may hold besides numbers.
-_SUM = (ast.BinOp, ast.UnaryOp, ast.USub, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
@@ -52,10 +50,8 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
         if isinstance(value, ast.Call) and value.args and _called(value) == "from_pretrained":
             value = resolve(value.args[0])
         try:
-            # Numbers and operators alone can do no harm.
-            is_sum = all(type(getattr(n, "value", None)) in (int, float) or type(n) in _SUM for n in ast.walk(value))
-            given[name] = eval(ast.unparse(value)) if is_sum else ast.literal_eval(value)
-        except (ValueError, TypeError, ArithmeticError):
+            given[name] = ast.literal_eval(value)
+        except (ValueError, TypeError):
             unread[name] = ast.unparse(node)
     return given, unread
 
@@ -128,9 +124,7 @@ def _leave_unread(result: Translation, unread: Mapping[str, str], sections: Sequ
         entry = find_foreign_name(name, sections)
         # If TRL has a default for this name, that has set the option.
         is_set = entry and entry.same and entry.ours[0] in result.options and name not in defaults(result.section)
-        if name not in result.given and (
-            type(result.values.get(name)) in (int, float) or name in defaults("names")["amounts"]
-        ):
+        if name not in result.given and name in defaults("names")["amounts"]:
             raise ValueError(f"{name} is `{expression}`, which is no literal; give its value as a flag after the file")
         if name not in result.given and not is_set:
             in_trainer = find_foreign_name(name, TRAINER_SECTIONS)

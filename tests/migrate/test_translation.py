@@ -79,7 +79,7 @@ def test_the_grpo_quickstart_with_trls_defaults(tmp_path):
 
 def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_path):
     flags = ["--learning-rate", "2e-6", "--model_name_or_path", "Qwen/Qwen2.5-3B-Instruct"]
-    flags += ["--gradient_accumulation_steps=8"]
+    flags += ["--gradient_accumulation_steps=8", "--max_completion_length=768"]
     result = translate(str(EXAMPLES / "grpo_vllm_lora.py"), flags, processes=2)
     some(
         accepted(result, tmp_path),
@@ -98,7 +98,6 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         learning_rate=2e-6,
         # steps_per_generation 16: 4 * 2 processes * 16 = 128 completions, 128 / 16 = 8 prompts.
         rollout_batch_size=8,
-        # 2 * 256 + 256.
         response_len=768,
         # A name that is assigned once.
         num_return_sequences=16,
@@ -150,6 +149,8 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
             {"step_batch_size": 16},
         ),
         ("GRPOConfig(max_completion_length=LIMIT * 2)", "--max_completion_length=96", {"response_len": 96}),
+        ("GRPOConfig(max_completion_length=2048 * 2)", "--max_completion_length=4096", {"response_len": 4096}),
+        ("GRPOConfig(loss_type=a.loss)", "--loss_type=grpo", {"loss_agg_mode": "seq-mean-token-mean"}),
         ("GRPOConfig(learning_rate=a.lr)", "--learning_rate=2e-6", {"learning_rate": 2e-6}),
         # 64 completions are 8 prompts.
         ("GRPOConfig(generation_batch_size=a.n)", "--generation_batch_size=64", {"rollout_batch_size": 8}),
@@ -170,14 +171,6 @@ def test_an_amount_that_a_script_computes_is_refused_without_a_flag(script, flag
     with pytest.raises(ValueError, match=f"{name} is `.*`, which is no literal; give its value as a flag"):
         translate(str(tmp_path / "run.py"))
     some(translate(str(tmp_path / "run.py"), [flag]).options, **expected)
-
-
-def test_arithmetic_with_nothing_but_numbers_is_evaluated(tmp_path):
-    (tmp_path / "run.py").write_text(
-        "GRPOConfig(max_completion_length=2048 * 2, learning_rate=1e-5 / 4, seed=-(3 - 5))"
-    )
-    # 4096, a quarter of 1e-5, and 2.
-    some(translate(str(tmp_path / "run.py")).options, response_len=4096, learning_rate=2.5e-6, seed=2)
 
 
 def test_trls_ppo_script_from_its_command_line(tmp_path):
