@@ -160,9 +160,10 @@ class CheckpointManager:
             return False
         return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
 
-    def find(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
-        """What `directory.resolve_checkpoint` returns. Also removes from the output folder what killed processes left
-        and, with `overwrite_output_dir`, an earlier run, unless it is this trainer's (`has_trained`).
+    def prepare_folder(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
+        """Removes from the output folder what killed processes left and, with `overwrite_output_dir`, an earlier run;
+        nothing if this trainer has trained already. Returns the checkpoint to resume from, or None
+        (`directory.resolve_checkpoint`).
         """
         overwrite = self._args.overwrite_output_dir and not has_trained
         folder = directory.resolve_checkpoint(resume_from_checkpoint, self._output_dir, overwrite=overwrite)

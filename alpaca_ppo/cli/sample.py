@@ -66,6 +66,13 @@ def sample(argv: Sequence[str]) -> int:
     # Standard output is for the answers; what the trainer prints goes to standard error.
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         args = _configuration(given, run, folder)
+        if any(run.get(name) for name in _OBJECT_OPTIONS):
+            if given.reference not in (None, "none"):
+                raise ValueError(
+                    f"--reference is {given.reference!r}, but the run has tools or environments, with which the policy "
+                    "alone is sampled; leave it out"
+                )
+            print("With tools or environments, the policy alone is sampled.")
         if lost := sorted(_OBJECT_ARGUMENTS & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys()):
             print(f"Objects of a Python program are left out: {', '.join(lost)}; --reference MODEL names a reference.")
         say_loading()

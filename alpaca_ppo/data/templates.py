@@ -176,7 +176,10 @@ class PromptForm:
         return {**(self.chat_template_kwargs or {}), **template_options(row)}
 
     def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
-        """Returns the prompt of `row` up to the policy's answer, with `PROBE` in place of the text of the row."""
+        """Returns what surrounds the text of a prompt, from which `other_wording` sees that prompts are written
+        differently than in an earlier run: the prompt of `row` up to the policy's answer, with `PROBE` in place of its
+        first column and nothing for other columns; without a template, in place of the first user's message.
+        """
         if self.template is not None:
             row = {**dict.fromkeys(_field_names(self.template.text), ""), self.template.columns[0]: PROBE}
         prompt = self.prompt_of(row)

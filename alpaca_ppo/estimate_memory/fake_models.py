@@ -26,7 +26,7 @@ from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, re
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic
-from alpaca_ppo.models.policy import use_update_mode
+from alpaca_ppo.models.policy import use_eval_mode_but_checkpoint
 from alpaca_ppo.models.reference import make_reference
 from alpaca_ppo.saved_models import remote_code
 
@@ -75,7 +75,7 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
         options: Any = {"trust_remote_code": args.trust_remote_code, "dtype": getattr(torch, args.dtype)}
         for i, name in enumerate(models.rewards):
             modules[f"reward{i}"] = without_weights(AutoModelForSequenceClassification, name, **options)
-    use_update_mode(actor_critic)
+    use_eval_mode_but_checkpoint(actor_critic)
     return actor_critic, modules
 
 

@@ -7,7 +7,7 @@ computed only for the states that predict response tokens, one chunk at a time. 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -214,14 +214,65 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def use_update_mode(model: nn.Module) -> None:
-    """Puts `model` into eval mode, as the sampler has it, so that no pass of an update draws noise: dropout, a router's
-    jitter, sampled experts. Modules that checkpoint activations do so in train mode only, and alone get its flag.
-    """
+def use_eval_mode_but_checkpoint(model: nn.Module) -> None:
+    """Puts `model` into eval mode, except modules that checkpoint activations, which they do in train mode only."""
     model.eval()
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
+
+
+def use_update_mode(backbone: PreTrainedModel) -> None:
+    """Puts `backbone` into eval mode, as the sampler has it, so that no pass of an update draws noise: dropout, a
+    router's jitter, sampled experts. In train mode stay modules that checkpoint activations, and those whose weights
+    would get no gradient in eval mode, such as experts with a faster path for inference.
+
+    Raises:
+        ValueError: if the modules in train mode compute something else there than in eval mode.
+    """
+    backbone.train()
+    trained = _reached_by_gradient(backbone)
+    use_eval_mode_but_checkpoint(backbone)
+    lost = trained - _reached_by_gradient(backbone)
+    for module in backbone.modules():
+        if not lost.isdisjoint(module.parameters()):
+            module.training = True
+    in_train_mode = {type(module).__name__: None for module in backbone.modules() if module.training}
+    if not in_train_mode:
+        return
+    with torch.no_grad():
+        found = _states_of_few_tokens(backbone)
+        with eval_mode(backbone):
+            expected = _states_of_few_tokens(backbone)
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        raise ValueError(
+            f"in train mode, {' or '.join(in_train_mode)} of {type(backbone).__name__} computes something else than in "
+            "eval mode, in which the policy is sampled; remove the noise from it, or set gradient_checkpointing: false "
+            "if that needs train mode"
+        )
+
+
+def _reached_by_gradient(backbone: PreTrainedModel) -> set[Tensor]:
+    """The parameters that a backward pass from the states of a few tokens would give a gradient."""
+    reached, seen = set[Tensor](), set[Any]()
+    with torch.enable_grad():
+        pending: list[Any] = [_states_of_few_tokens(backbone).grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                reached.add(node.variable)
+            pending += [following for following, _ in node.next_functions]
+    return reached
+
+
+def _states_of_few_tokens(backbone: PreTrainedModel) -> Tensor:
+    parameter = next(backbone.parameters())
+    ids = torch.arange(min(4, backbone.config.get_text_config().vocab_size), device=parameter.device).unsqueeze(0)
+    # Noise in train mode leaves the global generators as they are.
+    with torch.random.fork_rng([parameter.device] if parameter.is_cuda else []):
+        return cast(Tensor, backbone.base_model(input_ids=ids, use_cache=False).last_hidden_state)
 
 
 def disable_dropout(model: nn.Module) -> None:

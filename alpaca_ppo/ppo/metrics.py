@@ -393,14 +393,16 @@ class StepStats:
         if batch.fault:
             self.faults.append(batch.fault)
 
-    def end_update(self, part: Part, *, taken: bool, skipped: bool) -> None:
-        """Ends an optimizer step that trained `part`: counts it, or leaves a `skipped` one out."""
+    def end_update(self, part: Part, *, skipped: bool = False, stopped: bool = False) -> None:
+        """Ends an optimizer step of `part`. Keeps its statistics unless it was `skipped`; counts it unless the KL
+        `stopped` it.
+        """
         if skipped:
             self.skipped += 1
         else:
             self._by_part.setdefault(part, StatsAccumulator()).merge(self.update)
-            self._steps[part] = self._steps.get(part, 0) + int(taken)
-            self.kl_stopped = not taken
+            self._steps[part] = self._steps.get(part, 0) + int(not stopped)
+            self.kl_stopped = stopped
         self.update, self.faults = StatsAccumulator(), []
 
     def reduce(self, accelerator: Accelerator, *, with_critic: bool) -> dict[str, float]:

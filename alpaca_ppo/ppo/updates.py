@@ -188,8 +188,8 @@ class Updater:
         return of_policy + ([] if with_critic else actor_critic.critic_parameters())
 
     def apply(self, update: UpdateStep, stats: StepStats, check: Callable[[Mapping[str, float]], Any]) -> Applied:
-        """Takes the optimizer step whose gradients `backward` has added up, and counts it in `stats`. Every rank must
-        call it.
+        """Takes the optimizer step whose gradients `backward` has added up, unless a loss or gradient of any rank is
+        not finite or the KL exceeds `target_kl_stop`; records it in `stats`. Every rank must call it.
 
         Parameters that it does not train keep their values and optimizer state. `check` is called with the statistics
         of all ranks before the policy's first optimizer step, and may raise.
@@ -205,7 +205,7 @@ class Updater:
                 stopped = self._exceeds_kl(measured)
         if fault is None and not stopped:
             fault = self._optimizer_step(update.part, stats)
-        stats.end_update(update.part, taken=not stopped, skipped=fault is not None)
+        stats.end_update(update.part, skipped=fault is not None, stopped=stopped)
         return Applied(fault, stopped)
 
     def _measured(self, stats: StepStats) -> dict[str, float]:
@@ -228,16 +228,18 @@ class Updater:
         return measured["policy/approx_kl_k3"] > limit
 
     def _optimizer_step(self, part: Part, stats: StepStats) -> str | None:
-        """Clips the gradients and takes the step; or returns which gradient is not finite, and changes nothing."""
+        """Clips the gradients and takes the step; or returns which gradient is not finite, and leaves weights,
+        optimizer and schedules as they are.
+        """
         with_policy, with_critic = part != "critic", part != "policy"
         rates = self.engine.learning_rates
+        norms = self.engine.step(frozen=self._without_gradient(with_policy, with_critic))
+        if norms.non_finite is not None:
+            return f"{norms.non_finite}, though the losses of all ranks are finite"
         if with_policy:
             self.learning_rates = self.learning_rates._replace(policy=rates.policy)
         if with_critic:
             self.learning_rates = self.learning_rates._replace(critic=rates.critic)
-        norms = self.engine.step(frozen=self._without_gradient(with_policy, with_critic))
-        if norms.non_finite is not None:
-            return f"{norms.non_finite}, though the losses of all ranks are finite"
         self.schedules.step(part)
         self.num_updates += 1
         # As tensors, because `add` rounds Python's numbers to float32.
@@ -299,7 +301,7 @@ def make_updater(
 
     Raises:
         ValueError: when `optimizer` is passed together with AdamW settings of the critic, or lacks a trainable
-            parameter; or for a learning-rate schedule that does not fit.
+            parameter; for a learning-rate schedule that does not fit; and see `use_update_mode`.
     """
     optimizer = prepared_optimizer(optimizer, actor_critic, args, accelerator.device)
     n, pretraining = args.num_return_sequences, args.critic_pretraining_steps
@@ -309,5 +311,9 @@ def make_updater(
     ]
     totals = StepCounts(*map(sum, zip(*planned, strict=True)))
     schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
-    use_update_mode(actor_critic)
+    actor_critic.eval()
+    critic = actor_critic.critic
+    for backbone in (actor_critic.policy.model, None if critic is None else critic.backbone):
+        if backbone is not None:
+            use_update_mode(backbone)
     return Updater(make_engine(accelerator, actor_critic, optimizer, args), schedules, args)

@@ -137,3 +137,6 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
     collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
     trainer = Trainer(model, training, collator, **data)
     train(trainer, counts, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")
+    if trainer.is_world_process_zero() and model.generation_config is not None:
+        # An adapter is saved without it.
+        model.generation_config.save_pretrained(training.output_dir)

@@ -368,7 +368,7 @@ class BaseTrainer(ABC):
         """Restores a resumed run, checks disk and sampler, begins the log, evaluates before the first step, and ends a
         step that was interrupted.
         """
-        folder = self.checkpoints.find(resume_from_checkpoint, has_trained=not self.progress.at_start)
+        folder = self.checkpoints.prepare_folder(resume_from_checkpoint, has_trained=not self.progress.at_start)
         seed_random_states(self.args.seed, self.accelerator.process_index)
         lines = self._restore(folder)
         # Also a barrier: every rank has looked for checkpoints before one of them writes to the folder.

@@ -125,15 +125,19 @@ class Answer(NamedTuple):
 
 def answers_to(dataset: Dataset, model: str, script_args: Any, args: PPOConfig) -> list[Answer]:
     """The answers of `model`, a folder or hub id, and of the reference to the prompts of `dataset`, sampled as in an
-    evaluation. `script_args` name the model that the run started from, environments and tools.
+    evaluation; of the policy alone, if there are environments or tools. `script_args` name these, and the model that
+    the run started from.
     """
     processing_class = load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model")
     environments = named_environments(script_args)
     kinds = make_kinds(environments["tools"], environments["environment_factory"])
     # More tokens than any model reads, so that no prompt is dropped.
     prompts = make_prompts(dataset, processing_class, replace(args, query_len=1_000_000), kinds)
-    query_len = max(args.query_len, *(len(item["input_ids"]) for item in prompts))
-    reference = _reference_of(model, script_args, args)
+    query_len = args.query_len
+    if args.overlong_prompts != "truncate":
+        query_len = max(query_len, *(len(item["input_ids"]) for item in prompts))
+    # An opponent has one turn.
+    reference = "none" if kinds else _reference_of(model, script_args, args)
     opponent = None if reference == "none" else "reference"
     trainer = PPOTrainer(
         model,

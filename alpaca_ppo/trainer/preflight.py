@@ -167,8 +167,8 @@ def checked_hub_id(name: str | None) -> str:
     return str(name)
 
 
-def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kinds: Kinds) -> EvaluationSettings:
-    """What evaluations compute from the values of the sources, by the sources' names.
+def evaluation_settings(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kinds: Kinds) -> EvaluationSettings:
+    """Returns the settings of evaluations, checked against the names of the reward sources and metric functions.
 
     Raises:
         ValueError: see `make_settings`; also for an invalid source, and for an opponent in multi-turn conversations.
@@ -179,7 +179,8 @@ def check_evaluation(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, kind
             "conversations have several; leave it out, and compare the rewards of two evaluations"
         )
     sources = source_names(reward_funcs)
-    for name in [REWARD_ADAPTER] * bool(args.reward_adapter) + [*rewarding_classes(kinds)]:
+    added = [REWARD_ADAPTER] if args.reward_adapter else []
+    for name in [*added, *rewarding_classes(kinds)]:
         # As the scorer names them.
         sources.append(free_name(name, sources))
     return make_settings(args, sources=sources, metrics=source_names(metric_funcs))

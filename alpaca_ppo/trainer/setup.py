@@ -141,7 +141,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         args = replace(args, reference=model_folder("reference", args.reference))
     preflight.check_output_dir(args)
     kinds = make_kinds(given.tools, given.environment_factory)
-    evaluation = preflight.check_evaluation(args, given.reward_funcs, given.metric_funcs, kinds)
+    evaluation = preflight.evaluation_settings(args, given.reward_funcs, given.metric_funcs, kinds)
     if not scores_itself:
         preflight.check_reward_columns(
             given.train_dataset, given.eval_dataset, given.reward_funcs, given.metric_funcs, kinds

@@ -182,7 +182,11 @@ def test_an_adapter_s_card_loads_it_as_an_adapter(tmp_path):
     adapters = add_policy_adapter(tiny_causal_lm("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
     save_final(tmp_path, build_actor_critic(adapters, critic_layout=None), tiny_tokenizer(), RUN)
     assert front_matter(tmp_path / "policy")["library_name"] == "peft"
-    assert f"from peft import {AutoPeftModelForCausalLM.__name__}" in (tmp_path / "policy" / "README.md").read_text()
+    text = (tmp_path / "policy" / "README.md").read_text()
+    assert f"from peft import {AutoPeftModelForCausalLM.__name__}" in text
+    # PEFT loads the base's generation config, which ends answers elsewhere.
+    assert 'model.generation_config = GenerationConfig.from_pretrained("path/to/this/folder")' in text
+    assert "from transformers import AutoTokenizer, GenerationConfig\n" in text
     assert not (tmp_path / "policy" / "model.safetensors").exists()
 
 

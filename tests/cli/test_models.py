@@ -234,11 +234,17 @@ def test_answers_depend_on_the_seed_and_a_prompt_fills_the_column_of_a_template(
 
 def test_samples_that_cannot_be_drawn_are_refused(runs, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("seed: 1\n")
+    shutil.copytree(runs / "whole/final", tmp_path / "tools/final")
+    (tmp_path / "tools/run.yaml").write_text("tools: [objects.py:look_up]\n")
     for argv, message in (
         ([str(runs / "whole/checkpoint-1"), "--prompt", "w10"], "alpaca-ppo export"),
         ([str(tmp_path), "--prompt", "w10"], "alpaca-ppo export"),
         ([str(runs / "whole"), "--prompt", "w10", "--prompt_template", "{q} {c}"], "'{q} {c}' has 2 columns"),
         ([str(runs / "whole"), "--prompt", " "], "the prompt in row 0 is empty"),
+        (
+            [str(tmp_path / "tools"), "--prompt", "w10", "--reference", str(runs / "policy")],
+            "has tools or environments",
+        ),
     ):
         assert main(["sample", *argv]) == 2
         assert message in capsys.readouterr().err

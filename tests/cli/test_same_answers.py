@@ -68,6 +68,7 @@ RUNS = {
         "model_init_kwargs": {"attn_implementation": "eager"}, "dtype": "bfloat16", "use_peft": True,
     },
     "a reference of an adapter": {"use_peft": True, "lora_r": 2, "critic_layout": "adapter", "learning_rate": 0.05},
+    "prompts that are cut": {"query_len": 2, "overlong_prompts": "truncate"},
     "a model's repetition penalty": {"repetition_penalty": 3.0, "response_len": 8},
     "several sources of which one fails": {
         "reward_funcs": ["objects.py:size", "objects.py:sometimes"], "reward_weights": [0.5, 2.0],
@@ -101,7 +102,7 @@ def test_a_runs_own_evaluation_is_repeated_to_the_digit(name, tmp_path, monkeypa
     if "eval_temperature" not in options:
         answers = [json.loads(line) for line in (tmp_path / "results/answers.jsonl").read_text().splitlines()]
         capsys.readouterr()
-        flags = ["--prompts", "train.jsonl", "--num_prompts", "5", "--temperature", "0", "--reference", "none"]
+        flags = ["--prompts", "train.jsonl", "--num_prompts", "5", "--temperature", "0"]
         assert main(["sample", "run", *flags]) == 0
         shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("policy: ")]
         assert shown == [f"policy: {answer['response'].strip() or '(empty)'}" for answer in answers]

@@ -216,6 +216,7 @@ def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(m
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
     sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", "--num_train_epochs", "1"])
     assert read_policy_adapter(str(out)).r == 2 and not (out / "model.safetensors").exists()
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [tiny_tokenizer().eos_token_id]
 
 
 def test_a_fine_tuned_model_ends_its_answers_where_it_has_learned_to(model_folder, tmp_path):

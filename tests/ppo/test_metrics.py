@@ -36,7 +36,7 @@ def test_losses_add_up_means_are_weighted_by_tokens_and_extremes_are_kept():
 def test_the_first_ratio_is_off_by_the_larger_of_both_ends_and_losses_are_means_over_what_was_counted():
     def batch(part, taken, **values):
         stats.add(BatchStats(tensors(**values), tokens=1, lengths=[1], padded=False))
-        stats.end_update(part, taken=taken, skipped=False)
+        stats.end_update(part, stopped=not taken)
 
     stats = StepStats()
     batch("critic", True, val__loss=0.0, loss__value=1.0)

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.cli.train import run_training
-from alpaca_ppo.trainer.preflight import check_evaluation
+from alpaca_ppo.trainer.preflight import evaluation_settings
 from tests.tiny_models import tiny_causal_lm, tiny_config
 from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
@@ -183,13 +183,13 @@ def test_a_score_that_no_source_has_is_missed_before_a_model_is_loaded(settings,
 
 def test_the_reward_adapter_is_a_score_too(tmp_path):
     named = {"eval_success_by": "scores/reward_adapter", "eval_success_above": 0.0}
-    check_evaluation(PPOConfig(reward_adapter="org/adapter", **named), None, None, {})
+    evaluation_settings(PPOConfig(reward_adapter="org/adapter", **named), None, None, {})
     with pytest.raises(ValueError, match="eval_success_by is 'scores/reward_adapter'; choose one of scores, rewards$"):
-        check_evaluation(PPOConfig(**named), [], None, {})
+        evaluation_settings(PPOConfig(**named), [], None, {})
 
 
 def test_a_source_added_to_another_of_its_name_is_a_score_of_its_own(tmp_path):
-    settings = check_evaluation(PPOConfig(reward_adapter="org/adapter"), named("reward_adapter"), None, {})
+    settings = evaluation_settings(PPOConfig(reward_adapter="org/adapter"), named("reward_adapter"), None, {})
     assert settings.names == ("scores", "rewards", "scores/reward_adapter", "scores/reward_adapter_2")
 
 
@@ -212,14 +212,14 @@ def test_no_metric_function_may_have_the_name_of_a_metric_or_a_column(tmp_path):
     assert {"kl", "length", "score", "stopped", "tokens", "prompt_id", "win", "correct", "columns", "pass_at_2"} <= keys
     for name in keys | {"turns", "tool_calls", "tool_failure_rate", "step", "score_se"}:
         with pytest.raises(ValueError, match=f"metric_funcs has a function named {name.removeprefix('scores/')!r}, "):
-            check_evaluation(PPOConfig(), None, named(name), {})
+            evaluation_settings(PPOConfig(), None, named(name), {})
 
 
 def test_names_that_make_one_metric_of_two_are_refused():
     functions = [named("a"), named("a_se")]
     for field, given in (("reward_funcs", (functions, None)), ("metric_funcs", (None, functions))):
         with pytest.raises(ValueError, match=f"{field} has a function named 'a_se'"):
-            check_evaluation(PPOConfig(), *given, {})
+            evaluation_settings(PPOConfig(), *given, {})
 
 
 def longer(prompts, completions, others, **columns):

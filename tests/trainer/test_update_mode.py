@@ -8,7 +8,7 @@ from peft import LoraConfig
 from torch import nn
 
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import tiny_trainer, with_advantages
+from tests.tiny_runs import tiny_trainer, weights, with_advantages
 
 NOISY = {
     "a router's jitter": ("mixtral", {"router_jitter_noise": 0.5}, None),
@@ -59,3 +59,42 @@ def test_a_model_that_is_random_in_every_mode_is_refused_by_name(tmp_path):
     model.model.norm = nn.Sequential(model.model.norm, Noise())
     with pytest.raises(ValueError, match="LlamaForCausalLM draws random numbers also in eval mode"):
         tiny_trainer(tmp_path, model=model)
+
+
+class Experts(nn.Module):
+    """Has a path for inference without gradients, as families whose code comes with the model have."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, states):
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+            return self.mlp(states)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_weights_that_eval_mode_gives_no_gradient_are_trained(tmp_path, checkpointing):
+    model = tiny_causal_lm("llama")
+    for layer in model.model.layers:
+        layer.mlp = Experts(layer.mlp)
+    trainer = tiny_trainer(tmp_path, model=model, gradient_checkpointing=checkpointing)
+    before = weights(trainer)
+    trainer.step(trainer.prompt_batches(0))
+    after = weights(trainer)
+    assert [name for name in before if "mlp" in name and torch.equal(before[name], after[name])] == []
+
+
+def test_a_layer_that_is_random_where_it_checkpoints_activations_is_refused_by_name(tmp_path):
+    model = tiny_causal_lm("llama")
+
+    class NoisyLayer(type(model.model.layers[0])):
+        def forward(self, *args, **kwargs):
+            states = super().forward(*args, **kwargs)
+            return states + 0.1 * torch.randn_like(states) if self.training else states
+
+    for layer in model.model.layers:
+        layer.__class__ = NoisyLayer
+    tiny_trainer(tmp_path / "plain", model=model)
+    with pytest.raises(ValueError, match="NoisyLayer of LlamaForCausalLM .*gradient_checkpointing: false"):
+        tiny_trainer(tmp_path / "checkpointed", model=model, gradient_checkpointing=True)

@@ -115,21 +115,26 @@ class Sampling:
         if not self._rule.only_stop_ids:
             most = min(most, _PIECE)
         seed = int(uniforms(self._keys[row.index : row.index + 1], position) * 2**52)
-        # Rows of one prompt go to the server that has its beginning in the cache, after a failure to another.
-        prompt = row.index // self._params.num_return_sequences
-        server = self._servers[(prompt + row.failures) % len(self._servers)]
         request = self._request | {"max_tokens": most, "seed": seed}
         arguments = {"tokens": row.prompt + row.tokens, "params": request, "delay": delay}
-        self._calls.start(row.index, Call(server.sample, arguments, self._timeout))
+        self._calls.start(row.index, Call(self._server_of(row).sample, arguments, self._timeout))
+
+    def _server_of(self, row: _Row) -> Server:
+        """Rows of one prompt go to the server that has its beginning in the cache, after a failure to another."""
+        prompt = row.index // self._params.num_return_sequences
+        return self._servers[(prompt + row.failures) % len(self._servers)]
 
     def _receive(self, call: RowCall) -> None:
-        """Appends what a server answers, or makes the request again."""
+        """Appends what a server answers. Without an answer, restarts a server of this process that has ended and asks
+        again; raises a ValueError after the last of `RETRY_DELAYS`.
+        """
         row, error = self._rows[call.row], call.error
         if isinstance(error, RequestFailed | CallTimeout):
             self._restart_ended()
             if row.failures == len(RETRY_DELAYS):
-                why = str(error) or f"did not answer within {self._timeout:g} s"
-                raise ValueError(f"the vLLM server at {why}; docs/vllm.md lists the causes") from error
+                # The message of `RequestFailed` begins with the server's address.
+                problem = str(error) or f"{self._server_of(row).name} did not answer within {self._timeout:g} s"
+                raise ValueError(f"the vLLM server at {problem}; docs/vllm.md lists the causes") from error
             row.failures += 1
             self._send(row, RETRY_DELAYS[row.failures - 1])
         elif error is not None:
