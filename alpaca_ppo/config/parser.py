@@ -159,7 +159,8 @@ def _parse_word(option: Option, word: str) -> Any:
     if not _accepts(option, word):
         return value
     # "null" stays text, because the caller has read it where the option may be null; and so do dates.
-    return word if isinstance(value, str | None) or not _accepts(option, value) else value
+    is_text = value is None or (isinstance(value, str) and word[:1] not in ("'", '"'))
+    return word if is_text or not _accepts(option, value) else value
 
 
 def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], source: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`translate`, which recognizes the trainer and the format of a file, and translates it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ import yaml
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, find_foreign_name, flattened
 from alpaca_ppo.config.names import where
 from alpaca_ppo.migrate.shell import OVERRIDE, overrides_of_shell
-from alpaca_ppo.migrate.translation import Translation
-from alpaca_ppo.migrate.trl import OWN_NAMES, read_script, translate_trl
+from alpaca_ppo.migrate.translation import OPTIONS, Translation, defaults
+from alpaca_ppo.migrate.trl import read_script, translate_trl
 from alpaca_ppo.migrate.verl import read_overrides, translate_verl
 
 
@@ -24,26 +24,37 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 0) -
         arguments: TRL's flags, or verl's overrides; they replace what the file says.
         processes: of the TRL run, because TRL's batch sizes are for one process; 0: num_processes of the file, or 1.
     """
-    if re.fullmatch(OVERRIDE, file):
-        return translate_verl(file, read_overrides([file, *arguments]))
-    path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"{file}: give a script or a YAML file;{where(file, what='file')}")
+    is_override = bool(re.fullmatch(OVERRIDE, file))
     try:
-        content, unread = _read_file(path, file)
+        content, unread = (read_overrides([file, *arguments]), {}) if is_override else _read_file(Path(file), file)
     except (SyntaxError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{file} is no TRL script, and no YAML file that maps names to values: {error}") from error
     if any(name.split(".")[0] == "actor_rollout_ref" for name in content):
         return translate_verl(file, {**flattened(content), **read_overrides(arguments)})
-    known = {name for name in content if find_foreign_name(name, CONFIG_SECTIONS[:-1])}
-    # SFT and DPO of TRL have many names in common with GRPO, and some that are not known here.
-    if path.suffix != ".py" and not OWN_NAMES & known and (not known or len(known) < len(content)):
+    content |= {} if is_override else _flags(arguments)
+    if is_override or not file.endswith(".py"):
+        _check_names(content, file)
+    return translate_trl(Path(file).name, content, unread, processes)
+
+
+def _check_names(content: Mapping[str, Any], file: str) -> None:
+    """Raises a `ValueError` unless the names are those of TRL's GRPO or PPO, and of no other project or trainer."""
+    names, known = defaults("names"), {name for name in content if find_foreign_name(name, CONFIG_SECTIONS[:-1])}
+    if len(ours := sorted(content.keys() & OPTIONS.keys() - known)) > 1:
+        raise ValueError(f"{file} has {', '.join(ours)}, which are options here: it is a file for --config already")
+    # Options of this package do not tell TRL's file from one for --config; kl_coef is one.
+    if not known & {*names["of PPO"], *names["of GRPO"]} - {"kl_coef"} or not known - OPTIONS.keys():
         raise ValueError(f"{file} has no name of TRL's GRPO or PPO and no actor_rollout_ref of verl; write it by hand")
-    return translate_trl(path.name, {**content, **_flags(arguments)}, unread, processes)
+    for name, value in content.items():
+        is_section = isinstance(value, Mapping) and not (name in known and re.search("_kwargs$|_config$|^deep", name))
+        if is_section or name in names["of other trainers"]:
+            raise ValueError(f"{file} has {name}, which neither GRPO nor PPO of TRL has so; write it by hand")
 
 
 def _read_file(path: Path, file: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The names in a file with their values, and the expressions of a script that are no literals."""
+    if not path.is_file():
+        raise ValueError(f"{file}: give a script or a YAML file;{where(file, what='file')}")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".sh":
         return read_overrides(overrides_of_shell(text, file)), {}

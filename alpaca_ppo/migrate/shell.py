@@ -2,7 +2,7 @@
 
 Assignments, arrays, defaults (`${A:-${B:-3}}`) and arithmetic (`$((1024 * 2))`) are followed in their order. What only
 a run decides is left as it is, with its `$`: commands, variables of the environment other than HOME, other operators,
-and what is set in a branch, a loop or a function.
+what is set in a branch, a loop or a function, and what a command changes, such as `read`, `((n += 1))` or `source`.
 """
 
 import re
@@ -12,14 +12,21 @@ from pathlib import Path
 
 OVERRIDE = r"[+~]{0,2}\w+\.[\w.]+=.*"
 # `if` to `fi` and so on, and a function's body; they end on the line, or on one with the same indentation.
-_BLOCK = r"^([ \t]*)(?:(?:if|case|for|while|until)\b|(?:function )?\w+ *\(\))(?:[^\n]*;[ \t]*|.*?^\1)"
+_FUNCTION = r"(?:function +[\w-]+|[\w-]+ *\(\))"
+_BLOCK = rf"^([ \t]*)(?:(?:if|case|for|while|until)\b|{_FUNCTION})(?:[^\n]*;[ \t]*|.*?^\1)"
 _BLOCK += r"(?:(?:fi|esac|done)\b|\})"
 # A block, or `|| A=1` and `&& A=1`, which depend on the command before them.
 _BRANCH = rf"(?ms){_BLOCK}|(?:&&|\|\|)\s*\w+\+?=[^\n]*"
 # Text in which every bracket is closed, at most five deep.
 _BALANCED = reduce(lambda inner, _: rf"(?:[^()]|\({inner}\))*", range(6), "")
 _CALCULATION = rf"\$\(\({_BALANCED}\)\)"
-_ARRAY = rf"=(?:\$\{{branch\}})?\(({_BALANCED})\)"
+_ARRAY = rf"=(?:\$\{{branch\}})*\(({_BALANCED})\)"
+# Where a command begins, and commands that may change every variable, or those that the rest of the line names.
+_START = r"(?m)(?:^|[;&|(!]|\{(?=\s)|\b(?:then|do|else|if|while|until)\b)[ \t]*(?:IFS=\S*[ \t]+)?"
+_SOURCE = rf"{_START}(?:source|\.|eval|shift|set[ \t]+--|export(?=[ \t]+\"?\$))(?![\w./=-])"
+_SETTER = rf"{_START}(?:read|unset|mapfile|readarray|getopts|let|for|select|printf[ \t]+-v)\b(.*)"
+# What a calculation changes: `n++`, `--n`, `n = 1`, `n += 1`.
+_STEP = r"[A-Za-z_]\w*(?=\s*(?:\+\+|--|(?:[-+*/%^|&]|<<|>>)?=(?!=)))|(?:(?<=\+\+)|(?<=--)|(?<=[+-]{2}\$))[A-Za-z_]\w*"
 # An expansion without another inside: a variable, perhaps with a default, or a calculation with nothing but numbers.
 _NUMBERS = _BALANCED.replace("[^()]", r"[\d+/-]|\*(?!\*)")
 _EXPANSION = r"\$\{(\w+)(?::?[-=]([^{}]*))?\}|\$(\w+)|\$(\(\(" + _NUMBERS + r"\)\))"
@@ -34,7 +41,7 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
     programs = re.findall(r"[./]main_(\w+)", text)
     variables, overrides = {"HOME": str(Path.home())}, list[str]()
     try:
-        words = shlex.split(_simplified(text), comments=True)
+        words = shlex.split(re.sub(r";(?=\s)", " ;", _simplified(text)), comments=True)
     except ValueError as error:
         raise ValueError(f"{file} cannot be read as a shell script ({error}); give a YAML file") from error
     for word in words:
@@ -57,6 +64,14 @@ def _simplified(text: str) -> str:
     """
     text = re.sub(r"(?ms)^\s*#.*?$|<<-?\s*(['\"]?)(\w+)\1.*?^\s*\2$", "", text).replace("\\\n", " ")
     text = re.sub(_CALCULATION, lambda s: re.sub(r"(?<![\w${])(?=[A-Za-z_])", "$", "".join(s[0].split())), text)
+    used = "".join(f" {name}=${{branch}} " for name in {*re.findall(r"\$\{?(\w+)", text)} - {"HOME"})
+    # When a function is called is not followed: what it or a command changes has no value anywhere.
+    changed = re.findall(_STEP, " ".join(re.findall(rf"\(\({_BALANCED}\)\)", text)))
+    changed += re.findall(r"(?<![\w$.{/-])[A-Za-z_]\w*", " ".join(re.findall(_SETTER, text)))
+    functions = [block[0] for block in re.finditer(_BRANCH, text) if re.match(rf"\s*{_FUNCTION}", block[0])]
+    changed += re.findall(r"(?<![\w.])(\w+)\+?=", " ".join(functions))
+    text = re.sub(rf"(?<![\w.])(?:{'|'.join(changed) or '(?!)'})\+?=", r"\g<0>${branch}", text)
+    text = "".join(f"{name}=${{branch}}\n" for name in changed) + re.sub(_SOURCE, rf"\g<0>{used}", text)
     text = re.sub(_BRANCH, lambda branch: re.sub(r"(?<=\w=)|(?<=\w\+=)", "${branch}", branch[0]), text)
     return re.sub(r"(?:--config-name|-cn)[= ]+", "hydra.config_name=", re.sub(_ARRAY, r"= \1 ", text))
 
@@ -70,8 +85,9 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
             value = variables.get(name) or default
             return found[0] if value is None else value
         try:
-            # It holds nothing but digits, brackets and operators.
-            return str(eval(calculation.replace("/", "//")))
+            # It holds nothing but digits, brackets and operators. A shell rounds toward zero, Python down: below zero
+            # they differ, so this is no calculation.
+            return str(eval(calculation.replace("/", "?" if "-" in calculation else "//")))
         except (ArithmeticError, SyntaxError):
             return found[0]
 

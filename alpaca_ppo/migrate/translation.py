@@ -82,8 +82,9 @@ class Translation:
             if reference := re.fullmatch(r"\$\{(.*)\}", str(value)):
                 self.values[name] = value = self.values.get(reference[1], value)
             entry = find_foreign_name(name, sections)
-            # Only verl's names have dots, and only its values may come from a shell script.
-            unknown = "only a run decides it" if "." in name and re.search(r"[$`]", str(value)) else ""
+            # Only verl's names have dots, and only its values may come from a shell script; text may have a $ in it.
+            unread = r"[$`]" if "." in name else r"^\S*\$[A-Za-z_{(]\S*$"
+            unknown = "only a run decides it" if re.search(unread, str(value)) else ""
             if entry is None and name in OPTIONS:
                 self.set(name, value, "" if name in self.given else defaults("comments").get(name, ""))
             elif entry is None:
@@ -94,7 +95,7 @@ class Translation:
             elif name in defaults(self.section) and (unknown or (entry.values and not entry.same)):
                 raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
             elif unknown and entry.ours:
-                self.leave(name, f"{unknown}; give NAME=VALUE after the file")
+                self.leave(name, f"{unknown}; give its value after the file")
                 del self.values[name]
             elif entry.same or not entry.is_neutral(value):
                 if entry.same:
@@ -162,9 +163,11 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> Any:
-    """The number in a text such as 1e-6, which YAML does not read as a number, and the path that begins with ~; any
-    other value unchanged.
+    """The number in a text such as 1e-6, which YAML does not read as a number, and the path that begins with ~ or has
+    $HOME, also in a list; any other value unchanged.
     """
-    if not isinstance(value, str) or not re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
-        return re.sub("^~(?=/)", str(Path.home()), value) if isinstance(value, str) else value
-    return int(number) if (number := float(value)).is_integer() else number
+    if not isinstance(value, str):
+        return [*map(_number, value)] if isinstance(value, list) else value
+    if re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
+        return int(number) if (number := float(value)).is_integer() else number
+    return re.sub(r"^~(?=/)|\$HOME\b|\$\{(oc\.env:)?HOME\}", str(Path.home()), value)

@@ -14,9 +14,6 @@ from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, f
 from alpaca_ppo.migrate.translation import Translation, defaults
 
 _KINDS = ("GRPOConfig", "PPOConfig")
-_OF_PPO = set("num_ppo_epochs response_length num_mini_batches kl_coef reward_model_path value_model".split())
-# With the names of GRPO that TRL's SFT and DPO do not have.
-OWN_NAMES = _OF_PPO | set("num_generations reward_funcs temperature num_iterations epsilon scale_rewards".split())
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
@@ -25,7 +22,9 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     if not any(kind in text for kind in _KINDS):
         raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
     assigned = [(target, n.value) for n in ast.walk(tree) if isinstance(n, ast.Assign) for target in n.targets]
-    counts = Counter(target.id for target, _ in assigned if isinstance(target, ast.Name))
+    # `config.seed += 1` is no literal.
+    assigned += [(n.target, ast.BinOp(n.target, n.op, n.value)) for n in ast.walk(tree) if isinstance(n, ast.AugAssign)]
+    counts = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     # A variable that is assigned twice is not resolved.
     variables = {t.id: value for t, value in assigned if isinstance(t, ast.Name) and counts[t.id] == 1}
 
@@ -85,7 +84,7 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         unread: of the script's arguments that are no literals, the expressions by name.
         processes: of the TRL run; 0 = `num_processes` in `given`, or 1.
     """
-    kind = "PPOConfig" if _OF_PPO & {*given, *unread} else "GRPOConfig"
+    kind = "PPOConfig" if {*defaults("names")["of PPO"]} & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)
     values, options = result.values, result.options
     sections = ["script", *(section for section in CONFIG_SECTIONS if section == kind or section not in _KINDS)]
@@ -116,11 +115,17 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
 
 
 def _leave_unread(result: Translation, unread: Mapping[str, str], sections: Sequence[str]) -> None:
-    """Lists the names in `unread` as not taken, unless a flag or another name sets the option."""
+    """Lists the names in `unread` as not taken, unless a flag or another name sets the option.
+
+    Raises:
+        ValueError: for one without a flag on which batch sizes, lengths or rates depend.
+    """
     for name, expression in unread.items():
         entry = find_foreign_name(name, sections)
         # If TRL has a default for this name, that has set the option.
         is_set = entry and entry.same and entry.ours[0] in result.options and name not in defaults(result.section)
+        if name not in result.given and name in defaults("names")["amounts"]:
+            raise ValueError(f"{name} is `{expression}`, which is no literal; give its value as a flag after the file")
         if name not in result.given and not is_set:
             in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
             remedy = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"

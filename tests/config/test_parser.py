@@ -113,6 +113,29 @@ def test_a_file_and_a_flag_are_read_alike(tmp_path, name, text, value):
     assert getattr(parse_args([PPOConfig], [f"--{name}", text.strip("\"'")])[0], name) == value
 
 
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ('"\\n"', "\n"),
+        ("'\\n'", "\\n"),
+        ('"[END]"', "[END]"),
+        ("'it''s'", "it's"),
+        ('"null"', "null"),
+        ('"7"', "7"),
+        # Not quoted as a whole, which YAML does not read.
+        ('"a" b', '"a" b'),
+        ("'tis", "'tis"),
+        ("\\n", "\\n"),
+        ('say "a"', 'say "a"'),
+    ],
+)
+def test_a_quoted_word_of_a_flag_is_read_as_yaml_reads_it(word, text):
+    (args,) = parse_args([PPOConfig], ["--stop_strings", word, "b", "--run_name", word])
+    assert (args.stop_strings, args.run_name) == ([text, "b"], text)
+    (args,) = parse_args([PPOConfig], [f"--stop_strings={word}"])
+    assert args.stop_strings == [text]
+
+
 def test_a_list_in_brackets_is_one_for_the_options_of_every_command(tmp_path):
     script, lora, _ = parse_args(TYPES, [*REQUIRED, "--reward_funcs", "[a:b, c.py:d]", "--tools=[e:f]", "--use_peft",
                                          "--lora_target_modules", "[q_proj, 'v_proj']"])  # fmt: skip

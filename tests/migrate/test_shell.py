@@ -45,6 +45,15 @@ def read(text: str) -> dict[str, str]:
         (f"cat > x <<EOF\nit's\nif b.c=1\nEOF\n{RUN} a.n=1", {"a.n": "1"}),
         # A branch that sets nothing else.
         (f"if [ -z $X ]; then\n  echo $X\n  Y=1\nfi\n{RUN} a.n=1", {"a.n": "1"}),
+        # Commands and functions that leave the variable alone, or come before it is set.
+        (f"N=1\nif (( N == 2 )); then echo; fi\n((M += N))\necho 'wait for N'\n{RUN} a.n=$N", {"a.n": "1"}),
+        (f"N=1\nM=$((N * 2)) K=$((1 + 1))\n{RUN} a.n=$N a.m=$M a.k=$K", {"a.n": "1", "a.m": "2", "a.k": "2"}),
+        (
+            f"source env.sh\nread M\nN=1  # read for N\n{RUN} a.n=$N a.f=$HOME/x",
+            {"a.n": "1", "a.f": f"{Path.home()}/x"},
+        ),
+        (f"N=1; M=2\npip install -e . && cd .\n./prepare.sh\n{RUN} a.n=$N a.m=$M", {"a.n": "1", "a.m": "2"}),
+        (f"log() {{\n  echo $1 $N\n}}\nN=1\nlog x\n{RUN} a.n=$N", {"a.n": "1"}),
         (f"{RUN} -cn other a.n=1", {"hydra.config_name": "other", "a.n": "1"}),
     ],
 )
@@ -61,6 +70,9 @@ def test_overrides_are_those_that_a_shell_would_pass(text, expected):
         f"{RUN} a.n=$((N * 2))",
         f"{RUN} a.n=$((2 ** 10))",
         f"{RUN} a.n=$((7 % 4))",
+        # A shell rounds -3.5 to -3.
+        f"{RUN} a.n=$(((3 - 10) / 2))",
+        f"N=-7\n{RUN} a.n=$((N / 2))",
         f"M=a/b\n{RUN} a.n=${{M##*/}}",
         f"N=1\nif [ $A ]; then\n  N=2\nelse\n  N=3\nfi\n{RUN} a.n=$N",
         f"N=1\nif [ $A ]; then N=2; fi\n{RUN} a.n=$N",
@@ -70,6 +82,53 @@ def test_overrides_are_those_that_a_shell_would_pass(text, expected):
         f"run() {{\n  {RUN} a.n=1\n}}\nrun",
         f"N=1\n[ $A ] && N=2\n{RUN} a.n=$N",
         f"N=1\nN+=0\n{RUN} a.n=$N",
+        # Commands that change a variable.
+        *(
+            f"N=100\n{command}\n{RUN} a.n=$N"
+            for command in (
+                "((N+=28))",
+                "(( N = N * 2 ))",
+                "((N++))",
+                "((--N))",
+                "(( N > 3 )) && (( N <<= 1 ))",
+                "M=$((N++))",
+                'echo "$((N += 2))"',
+                "let N+=1",
+                'let "N = N * 2"',
+                "printf -v N '%d' 5",
+                "unset N",
+                "unset M N; echo",
+                "read N",
+                "read -r -p 'how; many? ' N",
+                "echo 5 | read N",
+                "while read -r N; do echo; done < f",
+                "mapfile -t N < f",
+                "for N in 1 2; do echo $N; done",
+                "source env.sh",
+                ". env.sh",
+                ". ./env.sh",
+                "[ -f env.sh ] && . env.sh",
+                "if [ -f env.sh ]; then source env.sh; fi",
+                'eval "$(cat env)"',
+                "export $(cat .env)",
+            )
+        ),
+        f"N=1; ((N += 28)); {RUN} a.n=$N",
+        f"source env.sh\n{RUN} a.n=${{N:-4}}",
+        f"source env.sh\n{RUN} a.n=$((N * 2))",
+        f"set -- 8\n{RUN} a.n=${{1:-4}}",
+        # A function that is called after the variable was set.
+        *(
+            f"{function}\nN=3\nset_n\n{RUN} a.n=$N"
+            for function in (
+                "set_n() { N=5; }",
+                "set_n() {\n  read N\n}",
+                "function set_n {\n  N=5\n}",
+                "set_n()\n{\n  if true; then\n    N=5\n  fi\n}",
+                "set_n() {\n  ((N++))\n}",
+            )
+        ),
+        f'set_a() {{\n  A=(a.n=2)\n}}\nA=(a.n=1)\nset_a\n{RUN} "${{A[@]}}"',
         # A branch may replace the value, wherever it stands.
         f'if [ $X ]; then\n  A=(a.n=2)\nfi\n{RUN} a.n=1 "${{A[@]}}"',
         f'A=(a.n=1)\nif [ $X ]; then\n  A+=(a.n=2)\nfi\n{RUN} "${{A[@]}}"',

@@ -79,7 +79,7 @@ def test_the_grpo_quickstart_with_trls_defaults(tmp_path):
 
 def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_path):
     flags = ["--learning-rate", "2e-6", "--model_name_or_path", "Qwen/Qwen2.5-3B-Instruct"]
-    flags += ["--gradient_accumulation_steps=8"]
+    flags += ["--gradient_accumulation_steps=8", "--max_completion_length=768"]
     result = translate(str(EXAMPLES / "grpo_vllm_lora.py"), flags, processes=2)
     some(
         accepted(result, tmp_path),
@@ -98,6 +98,7 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         learning_rate=2e-6,
         # steps_per_generation 16: 4 * 2 processes * 16 = 128 completions, 128 / 16 = 8 prompts.
         rollout_batch_size=8,
+        response_len=768,
         # A name that is assigned once.
         num_return_sequences=16,
         # 4 * 2 processes * 8 = 64 completions in an optimizer step, so 2 on a rollout, twice (num_iterations).
@@ -128,7 +129,6 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         ("output_dir", "is no literal; give its value as a flag"),
         # A name that is assigned twice.
         ("lr_scheduler_type", "`SCHEDULE` is no literal"),
-        ("max_completion_length", "`2 * 256 + 256` is no literal"),
         ("model_init_kwargs", "no literal"),
         ("**common", "no literal"),
         ("tools", "module:function"),
@@ -138,6 +138,39 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         assert words in notes[name]
     # Given after the file, and taken from it.
     assert not {"gradient_accumulation_steps", "model", "train_dataset", "args", "peft_config"} & set(notes)
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "expected"),
+    [
+        (
+            "GRPOConfig(per_device_train_batch_size=a.bs * 2)",
+            "--per_device_train_batch_size=16",
+            {"step_batch_size": 16},
+        ),
+        ("GRPOConfig(max_completion_length=LIMIT * 2)", "--max_completion_length=96", {"response_len": 96}),
+        ("GRPOConfig(max_completion_length=2048 * 2)", "--max_completion_length=4096", {"response_len": 4096}),
+        ("GRPOConfig(loss_type=a.loss)", "--loss_type=grpo", {"loss_agg_mode": "seq-mean-token-mean"}),
+        ("GRPOConfig(learning_rate=a.lr)", "--learning_rate=2e-6", {"learning_rate": 2e-6}),
+        # 64 completions are 8 prompts.
+        ("GRPOConfig(generation_batch_size=a.n)", "--generation_batch_size=64", {"rollout_batch_size": 8}),
+        ("PPOConfig(response_length=f(), num_ppo_epochs=2)", "--response_length=96", {"response_len": 96}),
+        ("PPOConfig(total_episodes=len(d), num_ppo_epochs=2)", "--total_episodes=96", {"total_episodes": 96}),
+        ("c = GRPOConfig(learning_rate=1e-6)\nc.learning_rate *= 2", "--learning_rate=2e-6", {"learning_rate": 2e-6}),
+        ("n = 8\nn *= 2\nGRPOConfig(num_generations=n)", "--num_generations=8", {"num_return_sequences": 8}),
+        (
+            "for n in r:\n  pass\nn = 8\nGRPOConfig(num_generations=n)",
+            "--num_generations=4",
+            {"num_return_sequences": 4},
+        ),
+    ],
+)
+def test_an_amount_that_a_script_computes_is_refused_without_a_flag(script, flag, expected, tmp_path):
+    (tmp_path / "run.py").write_text(script)
+    name = flag.removeprefix("--").split("=")[0]
+    with pytest.raises(ValueError, match=f"{name} is `.*`, which is no literal; give its value as a flag"):
+        translate(str(tmp_path / "run.py"))
+    some(translate(str(tmp_path / "run.py"), [flag]).options, **expected)
 
 
 def test_trls_ppo_script_from_its_command_line(tmp_path):
@@ -347,7 +380,7 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
     ],
 )
 def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
-    result = of_yaml(tmp_path, {"model_name_or_path": "m", "dataset_name": "d", **given})
+    result = of_yaml(tmp_path, {"model_name_or_path": "m", "dataset_name": "d", "scale_rewards": True, **given})
     some(accepted(result, tmp_path), **expected)
 
 
@@ -426,6 +459,38 @@ def test_a_value_that_only_a_run_decides_is_refused_if_a_default_would_replace_i
     assert set(listed(result)) == {"actor_rollout_ref.model.path", "trainer.experiment_name"}
 
 
+@pytest.mark.parametrize("text", ["x_$USER", "${now:%Y}", "$(date)", "`date`"])
+def test_what_only_a_run_decides_stays_out_of_the_output_folder_and_is_listed(text, tmp_path):
+    names = {"actor_rollout_ref.model.path": "m", "trainer.experiment_name": "e"}
+    result = of_yaml(tmp_path, {**names, "trainer.project_name": text})
+    some(result.options, output_dir="checkpoints/e")
+    assert "trainer.project_name" in listed(result)
+    # Neither is known: the experiment's default stands in its place.
+    result = of_yaml(tmp_path, {**names, "trainer.project_name": text, "trainer.experiment_name": text})
+    some(result.options, output_dir="checkpoints/gsm8k")
+    assert {"trainer.project_name", "trainer.experiment_name"} <= set(listed(result))
+
+
+def test_variables_in_paths_of_trl_are_listed_except_home(tmp_path):
+    given = {"num_generations": 8, "output_dir": "$HOME/o", "dataset_name": "${oc.env:HOME}/d", "run_name": "$NAME"}
+    result = of_yaml(tmp_path, given | {"model_name_or_path": "${BASE}/m", "system_prompt": "Pay in $US only"})
+    home = str(Path.home())
+    some(result.options, output_dir=f"{home}/o", dataset_name=f"{home}/d", system_prompt="Pay in $US only")
+    some(result.options, model_name_or_path="FILL_IN")
+    assert set(listed(result)) == {"run_name", "model_name_or_path"}
+    (tmp_path / "run.py").write_text("GRPOConfig(output_dir='${HOME}/o', num_generations=8)")
+    some(translate(str(tmp_path / "run.py")).options, output_dir=f"{home}/o")
+    with pytest.raises(ValueError, match="learning_rate is '\\$LR': only a run decides it"):
+        of_yaml(tmp_path, {"num_generations": 8, "learning_rate": "$LR"})
+
+
+def test_the_home_folder_is_written_out_in_a_list_of_files(tmp_path):
+    given = {"data.train_files": ["$HOME/a.parquet"], "data.val_files": ["~/data/x.parquet"]}
+    result = of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", **given})
+    home = str(Path.home())
+    some(result.options, dataset_name=f"{home}/a.parquet", eval_dataset_name=f"{home}/data/x.parquet")
+
+
 def test_a_value_of_verl_may_refer_to_another_name(tmp_path):
     given = {"data.max_prompt_length": 300, "data.max_response_length": "${data.max_prompt_length}"}
     given |= {"actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}"}
@@ -479,7 +544,7 @@ def test_the_processes_of_a_trl_file_count_in_its_batch_sizes(tmp_path):
     ],
 )
 def test_reward_functions_of_a_trl_file_are_names_of_functions(given, expected, tmp_path):
-    some(accepted(of_yaml(tmp_path, {"reward_funcs": given}), tmp_path), reward_funcs=expected)
+    some(accepted(of_yaml(tmp_path, {"reward_funcs": given, "num_generations": 8}), tmp_path), reward_funcs=expected)
 
 
 @pytest.mark.parametrize(
@@ -493,12 +558,50 @@ def test_reward_functions_of_a_trl_file_are_names_of_functions(given, expected, 
         {"data": {"path": "x", "prompt_key": "prompt"}, "custom_reward_function": {"path": "r.py"}},
         {"model_name_or_path": "m", "learning_rate": 1e-5, "max_length": 64, "packing": True},
         {"compute_environment": "LOCAL_MACHINE", "num_processes": 8, "deepspeed_config": {"zero_stage": 3}},
+        # transformers alone, TRL's DPO, and files whose only sign would be a name that many have.
+        {"model_name_or_path": "m", "learning_rate": 1e-5, "per_device_train_batch_size": 8, "num_train_epochs": 1},
+        {"beta": 0.1, "max_prompt_length": 64, "max_completion_length": 64, "learning_rate": 1e-6},
+        {"temperature": 0.7, "model": {"path": "m"}, "optim": {"lr": 1e-5}},
+        {"learning_rate": 1e-5, "temperature": 0.7, "epsilon": 1e-8},
+        # Names that TRL and this package have.
+        {"kl_coef": 0.05, "learning_rate": 1e-5},
+        {"reward_funcs": ["a.py:b"], "model_name_or_path": "m", "dataset_name": "d"},
         {"seeds": 1},
         {},
     ],
 )
 def test_a_file_of_another_project_is_refused(given, tmp_path):
-    with pytest.raises(ValueError, match="given.yaml has no name of TRL's GRPO or PPO and no actor_rollout_ref"):
+    message = "has no name of TRL's GRPO or PPO and no actor_rollout_ref"
+    with pytest.raises(ValueError, match=f"given.yaml {message}"):
+        of_yaml(tmp_path, given)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "data.train_files=x model.partial_pretrain=y optim.lr=1e-4",
+        "trainer.policy.model.path=x generator.n_samples_per_prompt=5",
+        "data.custom_cls.path=x.py",
+    ],
+)
+def test_overrides_of_another_project_are_refused(overrides):
+    first, *others = overrides.split()
+    with pytest.raises(ValueError, match=f"{first} has no name of TRL's GRPO or PPO and no actor_rollout_ref"):
+        translate(first, others)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kl_coef": 0.05, "response_len": 64, "rollout_batch_size": 8}, "response_len, rollout_batch_size, which are"),
+        ({"num_generations": 8, "model": {"path": "m"}}, "model, which neither"),
+        ({"num_generations": 8, "optim": {"lr": 1e-5}}, "optim, which neither"),
+        ({"num_generations": 8, "rloo_k": 2}, "rloo_k, which neither"),
+        ({"reward_model_path": "m", "max_new_tokens": 64}, "max_new_tokens, which neither"),
+    ],
+)
+def test_a_file_with_names_of_this_package_or_of_others_is_refused(given, said, tmp_path):
+    with pytest.raises(ValueError, match=f"given.yaml has {said}"):
         of_yaml(tmp_path, given)
 
 
@@ -509,7 +612,7 @@ def test_an_estimator_or_loss_that_is_not_built_in_is_refused(tmp_path):
     with pytest.raises(ValueError, match="distillation.enabled is True: no counterpart: distillation is not built in"):
         of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", "distillation": {"enabled": True}})
     with pytest.raises(ValueError, match="loss_type is 'sigmoid': loss_agg_mode and policy_loss, for grpo"):
-        of_yaml(tmp_path, {"beta": 0.1, "loss_type": "sigmoid"})
+        of_yaml(tmp_path, {"num_generations": 8, "loss_type": "sigmoid"})
 
 
 def test_the_values_of_another_configuration_of_verl_are_not_taken_for_given(tmp_path):
@@ -540,7 +643,7 @@ def test_the_command_prints_what_is_asked_for(capsys):
         ("x.yaml", "- a", [], "x.yaml is no TRL script"),
         ("x.yaml", "a: [", [], "x.yaml is no TRL script"),
         ("x.sh", "echo 1", [], "has no overrides of verl.trainer.main_ppo"),
-        ("x.yaml", "per_device_train_batch_size: 0", [], "per_device_train_batch_size is 0"),
+        ("x.yaml", "per_device_train_batch_size: 0\nnum_generations: 8", [], "per_device_train_batch_size is 0"),
         ("x.yaml", "num_generations: 3", [], "num_generations \\(3\\)"),
         ("x.yaml", "actor_rollout_ref.rollout.n: -1", [], "actor_rollout_ref.rollout.n is -1"),
         ("x.yaml", "actor_rollout_ref.rollout.n: 1", ["--flag"], "'--flag' is no override of hydra"),
