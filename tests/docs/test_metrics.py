@@ -57,7 +57,6 @@ RUNS = {
             # The last one is longer than query_len.
             "eval_dataset": Dataset.from_list([*prompts(4), {"prompt": "w10 w11 w12 w13 w14"}]),
             "reward_funcs": [count_even, distinct, all_but_one],
-            "metric_funcs": all_but_one,
         },
     },
     "a distributional critic on the sampler's log-probs": {
