@@ -17,6 +17,10 @@ def distinct(prompts, completions, completion_ids, log_metric, **columns):
     return [float(len(set(ids))) for ids in completion_ids]
 
 
+def all_but_one(completions, **columns):
+    return [0.0 if row else None for row in range(len(completions))]
+
+
 def last_word(completions, **columns):
     return [text.split()[-1] if text.split() else None for text in completions]
 
@@ -52,7 +56,7 @@ RUNS = {
         "trainer_arguments": {
             # The last one is longer than query_len.
             "eval_dataset": Dataset.from_list([*prompts(4), {"prompt": "w10 w11 w12 w13 w14"}]),
-            "reward_funcs": [count_even, distinct],
+            "reward_funcs": [count_even, distinct, all_but_one],
         },
     },
     "a distributional critic on the sampler's log-probs": {
