@@ -172,7 +172,8 @@ def test_a_signal_at_any_event_leaves_a_run_that_can_go_on(event, step, checkpoi
     assert signal.getsignal(signal.SIGINT) is before, "Ctrl-C does what it did before"
     assert sorted(path.name for path in parts.glob("checkpoint-*")) == checkpoints
     # The records end with the checkpoint's step, if only without its evaluation.
-    assert max((line["step"] for line in metric_lines(parts)), default=0) == step
+    lines = metric_lines(parts) if (parts / "metrics.jsonl").exists() else []
+    assert max((line["step"] for line in lines), default=0) == step
     output = capsys.readouterr().out
     assert event == "on_train_end" or (checkpoints[-1] in output and "resume_from_checkpoint: true" in output)
     trainer.callback_handler.callbacks.clear()

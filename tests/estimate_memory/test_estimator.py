@@ -479,9 +479,8 @@ def test_rewards_a_value_model_and_environments_are_counted(folder, tmp_path):
         proved(["--use_peft", "--critic_layout=shared"], "dtype: bfloat16, bf16: true"),
         proved(["--use_peft", "--reference=copy"], f"{ON_ONE_BASE}, reference: auto"),
         proved(["--adv_estimator=rloo", "--num_return_sequences=2"], f"use_peft: true, {HALF}"),
-        # A row has 16 + 48 tokens.
-        proved(["--use_peft", "--max_tokens_per_micro_batch=128"], "max_tokens_per_micro_batch: 64"),
-        proved(["--use_peft", "--critic_layout=adapter", "--dtype=bfloat16", "--bf16"], "load_in_4bit: true"),
+        proved(["--use_peft", "--max_tokens_per_micro_batch=128"], "logprob_chunk_size: 256"),
+        proved(["--use_peft", "--critic_layout=adapter", "--dtype=bfloat16", "--bf16"], "gradient_checkpointing: true"),
         (
             ["--use_peft", "--query_len=448", "--response_len=1", "--rollout_batch_size=32", "--bf16"],
             "rollout_per_device_batch_size: 8",

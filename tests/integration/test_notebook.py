@@ -136,7 +136,9 @@ def test_the_notebook_about_your_own_reward(tmp_path):
 
     assert "step 3: error [constant_reward]" in printed(cell_with(cells, "def wrong_case"))
     found = printed(cell_with(cells, "check_run(folder"))
-    assert found.startswith("broken: 1 findings\n  error [constant_reward] every response gets the same reward")
+    assert found.startswith("broken: 2 findings\n  error [constant_reward] every response gets the same reward")
+    # Before training, the small model does not stop.
+    assert found.count("  warning [all_truncated]") == 2, found
     address = printed(cell_with(cells, "as_uri()")).strip()
     assert "</html>" in Path(address.removeprefix("file://")).read_text()
 
