@@ -53,6 +53,9 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
             given[name] = ast.literal_eval(value)
         except (ValueError, TypeError):
             unread[name] = ast.unparse(node)
+    if "PPOConfig" in map(_called, ast.walk(tree)) and "num_ppo_epochs" not in unread:
+        # Tells PPO's configuration from GRPO's also where it has no other name of its own.
+        given.setdefault("num_ppo_epochs", defaults("PPOConfig")["num_ppo_epochs"])
     return given, unread
 
 

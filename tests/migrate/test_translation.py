@@ -655,3 +655,13 @@ def test_what_cannot_be_translated_is_refused(name, text, arguments, message, tm
     (tmp_path / name.replace("y", "x" if name == "y.py" else "y")).write_text(text)
     with pytest.raises(ValueError, match=message):
         translate(str(tmp_path / name), arguments)
+
+
+def test_a_script_of_ppo_without_a_name_of_its_own_is_ppos(tmp_path):
+    (tmp_path / "ppo.py").write_text(
+        "from trl import PPOConfig, PPOTrainer\nPPOTrainer(PPOConfig(learning_rate=2e-6))\n"
+    )
+    result = translate(str(tmp_path / "ppo.py"))
+    assert result.source == "TRL's PPOConfig in ppo.py" and result.options["learning_rate"] == 2e-6
+    # TRL's default.
+    assert result.options["ppo_epochs"] == 4
