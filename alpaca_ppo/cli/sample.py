@@ -76,10 +76,12 @@ def sample(argv: Sequence[str]) -> int:
         if lost := sorted(_OBJECT_ARGUMENTS & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys()):
             print(f"Objects of a Python program are left out: {', '.join(lost)}; --reference MODEL names a reference.")
         say_loading()
+        from alpaca_ppo.models.loading import load_processing_class
         from alpaca_ppo.trainer.from_arguments import answers_to
 
         script_args = argparse.Namespace(**{name: run.get(name) for name in ("model_name_or_path", *_OBJECT_OPTIONS)})
-        answers = answers_to(_dataset(given, args, policy), policy, script_args, args)
+        tokenizer = load_processing_class(policy, trust_remote_code=args.trust_remote_code, field="model")
+        answers = answers_to(_dataset(given, args, tokenizer), policy, tokenizer, script_args, args)
     for number, answer in enumerate(answers):
         if given.prompts is not None:
             print(f"prompt {number + 1}: {answer.prompt}")
@@ -109,14 +111,13 @@ def _configuration(given: argparse.Namespace, run: Mapping[str, Any], output_dir
     return PPOConfig(**settings)
 
 
-def _dataset(given: argparse.Namespace, args: PPOConfig, policy: str) -> Any:
+def _dataset(given: argparse.Namespace, args: PPOConfig, tokenizer: Any) -> Any:
     """The first rows of `--prompts`; or one row with the text of `--prompt`, as a user message if the tokenizer has a
     chat template and no other template is given.
     """
     from datasets import Dataset
 
     from alpaca_ppo.data import PromptForm, load_prompt_dataset
-    from alpaca_ppo.models.loading import load_processing_class
 
     if given.prompts is not None:
         dataset = load_prompt_dataset(given.prompts)
@@ -124,7 +125,6 @@ def _dataset(given: argparse.Namespace, args: PPOConfig, policy: str) -> Any:
     form = PromptForm.of(args)
     if len(form.columns) != 1:
         raise ValueError(f"{form} has {len(form.columns)} columns {form.columns}; give --prompts FILE")
-    tokenizer = load_processing_class(policy, trust_remote_code=args.trust_remote_code, field="model")
     messages = [{"role": "user", "content": given.prompt}]
     as_message = tokenizer.chat_template and form.template is None
     return Dataset.from_list([{form.columns[0]: messages if as_message else given.prompt}])

@@ -146,13 +146,12 @@ class Policy(nn.Module):
         """Compares two passes of the model on a tiny input, and its logits with ours: some architectures change logits
         after the head.
         """
-        device = self.head.weight.device
-        if device.type == "meta":
+        if self.head.weight.is_meta:
             return
-        ids = torch.arange(min(4, self.head.weight.size(0)), device=device).unsqueeze(0)
+        ids = _few_tokens(self.model)
         with eval_mode(self.model):
             expected, again = (self.model(input_ids=ids, use_cache=False).logits[0].float() for _ in range(2))
-            logits = self.head(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)[0]
+            logits = self.head(_states_of_few_tokens(self.model))[0]
         scale, transform = logit_scaling(self.model.config)
         logits = (transform(logits) if transform else logits).float() * scale
         atol = 1e-3 * float(expected.abs().max())
@@ -267,11 +266,15 @@ def _reached_by_gradient(backbone: PreTrainedModel) -> set[Tensor]:
     return reached
 
 
+def _few_tokens(model: PreTrainedModel) -> Tensor:
+    """(1, up to 4) ids on the model's device."""
+    return torch.arange(min(4, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
+
+
 def _states_of_few_tokens(backbone: PreTrainedModel) -> Tensor:
-    parameter = next(backbone.parameters())
-    ids = torch.arange(min(4, backbone.config.get_text_config().vocab_size), device=parameter.device).unsqueeze(0)
+    ids = _few_tokens(backbone)
     # Noise in train mode leaves the global generators as they are.
-    with torch.random.fork_rng([parameter.device] if parameter.is_cuda else []):
+    with torch.random.fork_rng([ids.device] if ids.is_cuda else []):
         return cast(Tensor, backbone.base_model(input_ids=ids, use_cache=False).last_hidden_state)
 
 

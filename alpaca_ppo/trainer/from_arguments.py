@@ -123,12 +123,11 @@ class Answer(NamedTuple):
     of_reference: str | None
 
 
-def answers_to(dataset: Dataset, model: str, script_args: Any, args: PPOConfig) -> list[Answer]:
+def answers_to(dataset: Dataset, model: str, processing_class: Any, script_args: Any, args: PPOConfig) -> list[Answer]:
     """The answers of `model`, a folder or hub id, and of the reference to the prompts of `dataset`, sampled as in an
     evaluation; of the policy alone, if there are environments or tools. `script_args` name these, and the model that
     the run started from.
     """
-    processing_class = load_processing_class(model, trust_remote_code=args.trust_remote_code, field="model")
     environments = named_environments(script_args)
     kinds = make_kinds(environments["tools"], environments["environment_factory"])
     # More tokens than any model reads, so that no prompt is dropped.
