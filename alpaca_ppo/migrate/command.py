@@ -32,6 +32,8 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 0) -
     if any(name.split(".")[0] == "actor_rollout_ref" for name in content):
         return translate_verl(file, {**flattened(content), **read_overrides(arguments)})
     content |= {} if is_override else _flags(arguments)
+    if isinstance(adapters := content.get("peft_config"), Mapping):
+        content |= {**adapters, "peft_config": True}
     if is_override or not file.endswith(".py"):
         _check_names(content, file)
     return translate_trl(Path(file).name, content, unread, processes)
@@ -40,13 +42,15 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 0) -
 def _check_names(content: Mapping[str, Any], file: str) -> None:
     """Raises a `ValueError` unless the names are those of TRL's GRPO or PPO, and of no other project or trainer."""
     names, known = defaults("names"), {name for name in content if find_foreign_name(name, CONFIG_SECTIONS[:-1])}
-    if len(ours := sorted(content.keys() & OPTIONS.keys() - known)) > 1:
+    of_trl = known & {*names["of PPO"], *names["of GRPO"]} - {"kl_coef"}
+    if len(ours := sorted(content.keys() & OPTIONS.keys() - known)) > 1 and not of_trl - OPTIONS.keys():
         raise ValueError(f"{file} has {', '.join(ours)}, which are options here: it is a file for --config already")
     # Options of this package do not tell TRL's file from one for --config; kl_coef is one.
-    if not known & {*names["of PPO"], *names["of GRPO"]} - {"kl_coef"} or not known - OPTIONS.keys():
+    if not of_trl or not known - OPTIONS.keys():
         raise ValueError(f"{file} has no name of TRL's GRPO or PPO and no actor_rollout_ref of verl; write it by hand")
     for name, value in content.items():
-        is_section = isinstance(value, Mapping) and not (name in known and re.search("_kwargs$|_config$|^deep", name))
+        is_nested = name in known and re.search("_kwargs$|_config$|_mixture$|^deep", name)
+        is_section = isinstance(value, Mapping) and not is_nested
         if is_section or name in names["of other trainers"]:
             raise ValueError(f"{file} has {name}, which neither GRPO nor PPO of TRL has so; write it by hand")
 

@@ -26,6 +26,11 @@ def defaults(section: str) -> Mapping[str, Any]:
     return dict(yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))[section])
 
 
+def is_not_learned(entry: ForeignName | None) -> bool:
+    """Whether a name has options here, of which none changes what is learned, or which are filled in."""
+    return entry is not None and bool(entry.ours) and {*entry.ours} <= {*defaults("names")["not learned"]}
+
+
 @dataclasses.dataclass
 class Translation:
     """A configuration while it is translated: `take` sets the options that follow from one name, the caller those that
@@ -78,9 +83,7 @@ class Translation:
             ValueError: if a name in defaults.yaml has a value that has no counterpart, or that only a run decides.
         """
         for name, value in list(self.values.items()):
-            # OmegaConf's ${other} is the value of the name `other`.
-            if reference := re.fullmatch(r"\$\{(.*)\}", str(value)):
-                self.values[name] = value = self.values.get(reference[1], value)
+            self.values[name] = value = self._referenced(name, value)
             entry = find_foreign_name(name, sections)
             # Only verl's names have dots, and only its values may come from a shell script; text may have a $ in it.
             unread = r"[$`]" if "." in name else r"^\S*\$[A-Za-z_{(]\S*$"
@@ -92,16 +95,33 @@ class Translation:
             elif isinstance(options_of_value := entry.values.get(value_key(value)), Mapping):
                 for option, our_value in options_of_value.items():
                     self.set(option, our_value, f"{name}: {value}")
-            elif name in defaults(self.section) and (unknown or (entry.values and not entry.same)):
-                raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
-            elif unknown and entry.ours:
+            elif unknown and is_not_learned(entry) and name not in defaults(self.section):
                 self.leave(name, f"{unknown}; give its value after the file")
                 del self.values[name]
+            elif (unknown and entry.ours) or (name in defaults(self.section) and entry.values and not entry.same):
+                raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
             elif entry.same or not entry.is_neutral(value):
                 if entry.same:
                     self.set(entry.ours[0], value)
                 if name in self.given:
                     self._undecided.append((entry, name))
+
+    def _referenced(self, name: str, value: Any, depth: int = 0) -> Any:
+        """`value`, in which OmegaConf's ${other.name} and ${.sibling} are replaced by the values of these names."""
+
+        def value_of(found: re.Match[str]) -> Any:
+            # Each dot in front takes one part off the path of `name`.
+            dots, other = found.groups()
+            full_name = ".".join([*(name.split(".")[: -len(dots)] if dots else ()), other])
+            return (
+                self._referenced(full_name, self.values[full_name], depth + 1) if full_name in self.values else found[0]
+            )
+
+        if not isinstance(value, str) or depth > 9:
+            return value
+        reference = r"\$\{(?:oc\.select: ?)?(\.*)([\w.]+)(?:,[^{}]*)?\}"
+        whole = re.fullmatch(reference, value)
+        return value_of(whole) if whole else re.sub(reference, lambda found: str(value_of(found)), value)
 
     def count(self, name: str) -> int:
         """The value of the foreign `name`, checked to be a whole number of at least 1."""
@@ -170,4 +190,4 @@ def _number(value: Any) -> Any:
         return [*map(_number, value)] if isinstance(value, list) else value
     if re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
         return int(number) if (number := float(value)).is_integer() else number
-    return re.sub(r"^~(?=/)|\$HOME\b|\$\{(oc\.env:)?HOME\}", str(Path.home()), value)
+    return re.sub(r"^~(?=/)|(?<!\\)\$HOME\b|\$\{(oc\.env:)?HOME\}", str(Path.home()), value)

@@ -20,8 +20,8 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, text = argument.lstrip("+~").partition("=")
         if not re.fullmatch(r"[\w.@/]+", key) or not (equals or argument.startswith("~")):
             raise ValueError(f"{argument!r} is no override of hydra; write key=value, such as data.seed=1")
-        # YAML has no text that begins with @; verl reads it from that file.
-        values |= flattened({key: text if text.startswith("@") else yaml.safe_load(text)})
+        # YAML has no text that begins with @, which verl reads from that file, or with a command of the shell.
+        values |= flattened({key: text if text.startswith(("@", "`")) else yaml.safe_load(text)})
     return values
 
 

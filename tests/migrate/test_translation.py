@@ -79,7 +79,7 @@ def test_the_grpo_quickstart_with_trls_defaults(tmp_path):
 
 def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_path):
     flags = ["--learning-rate", "2e-6", "--model_name_or_path", "Qwen/Qwen2.5-3B-Instruct"]
-    flags += ["--gradient_accumulation_steps=8", "--max_completion_length=768"]
+    flags += ["--gradient_accumulation_steps=8", "--max_completion_length=768", "--lr_scheduler_type=cosine"]
     result = translate(str(EXAMPLES / "grpo_vllm_lora.py"), flags, processes=2)
     some(
         accepted(result, tmp_path),
@@ -127,10 +127,7 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
     notes = listed(result)
     for name, words in (
         ("output_dir", "is no literal; give its value as a flag"),
-        # A name that is assigned twice.
-        ("lr_scheduler_type", "`SCHEDULE` is no literal"),
         ("model_init_kwargs", "no literal"),
-        ("**common", "no literal"),
         ("tools", "module:function"),
         ("top_p", "the policy that is trained must be the one that"),
         ("use_vllm", "generation_backend"),
@@ -157,6 +154,13 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         ("PPOConfig(response_length=f(), num_ppo_epochs=2)", "--response_length=96", {"response_len": 96}),
         ("PPOConfig(total_episodes=len(d), num_ppo_epochs=2)", "--total_episodes=96", {"total_episodes": 96}),
         ("c = GRPOConfig(learning_rate=1e-6)\nc.learning_rate *= 2", "--learning_rate=2e-6", {"learning_rate": 2e-6}),
+        (
+            "n = 'linear'\nn = f(n)\nGRPOConfig(lr_scheduler_type=n)",
+            "--lr_scheduler_type=cosine",
+            {"lr_scheduler_type": "cosine"},
+        ),
+        ("GRPOConfig(mask_truncated_completions=x)", "--mask_truncated_completions", {"mask_truncated": True}),
+        ("n = 8\ndef f(n):\n  c = GRPOConfig(num_generations=n)", "--num_generations=4", {"num_return_sequences": 4}),
         ("n = 8\nn *= 2\nGRPOConfig(num_generations=n)", "--num_generations=8", {"num_return_sequences": 8}),
         (
             "for n in r:\n  pass\nn = 8\nGRPOConfig(num_generations=n)",
@@ -171,6 +175,91 @@ def test_an_amount_that_a_script_computes_is_refused_without_a_flag(script, flag
     with pytest.raises(ValueError, match=f"{name} is `.*`, which is no literal; give its value as a flag"):
         translate(str(tmp_path / "run.py"))
     some(translate(str(tmp_path / "run.py"), [flag]).options, **expected)
+
+
+MADE = "from trl import GRPOConfig, GRPOTrainer\nargs = GRPOConfig(beta=0.1)\n"
+PARSED = "script_args, args = HfArgumentParser((ScriptArguments, GRPOConfig)).parse_args_into_dataclasses()\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("from trl import GRPOConfig as C, GRPOTrainer as T\nT(args=C(beta=0.2), reward_funcs=f)", 0.2),
+        ("import trl\nargs = trl.GRPOConfig(beta=0.2)\ntrl.GRPOTrainer('m', f, args)", 0.2),
+        ("args: GRPOConfig = GRPOConfig(beta=0.1)\nargs.beta = 0.2\nargs.seed = 3", 0.2),
+        ("def f(args: GRPOConfig) -> GRPOConfig: pass\nargs = GRPOConfig(beta=0.2)", 0.2),
+        ("cfg = {'beta': 0.2}\nargs = GRPOConfig('o', **cfg, **{'seed': 3}, **dict(epsilon=0.3))", 0.2),
+        ("b: float = 0.2\nargs = GRPOConfig(beta=b)", 0.2),
+        # Reading it, and settings that are no part of what is learned.
+        (f"{MADE}print(args)\nlog.info(f'{{args}} {{args.seed}}')\nif args.do_eval: set_seed(args.seed)\n", 0.1),
+        (f"{MADE}def run(args): GRPOTrainer(args=args)\nif x:\n  args.output_dir = 'x'\nrun(args)", 0.1),
+        # Everything comes from the command line.
+        (f"{PARSED}args.model_init_kwargs = kwargs\nGRPOTrainer(args=args)", 0.3),
+        ("def main(s, args): GRPOTrainer(args=args)\nmain(*TrlParser((S, GRPOConfig)).parse_args_and_config())", 0.3),
+    ],
+)
+def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_path):
+    (tmp_path / "run.py").write_text(script)
+    flags = ["--beta=0.3"] if expected == 0.3 else []
+    some(translate(str(tmp_path / "run.py"), flags).options, kl_loss_coef=expected)
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        # More than one configuration, or another class.
+        (f"{MADE}other = GRPOConfig(beta=0.2)", "other ="),
+        ("def a(): return GRPOConfig(beta=0.1)\nGRPOTrainer(args=a())", "def a"),
+        ("class C(GRPOConfig):\n  beta: float = 0.2\nargs = C()", "class C"),
+        ("from trl import GRPOConfig\nclass GRPOConfig(GRPOConfig): pass\nGRPOConfig()", "class GRPOConfig"),
+        ("from mine import GRPOConfig\nargs = GRPOConfig(beta=0.1)", "from mine"),
+        ("C = GRPOConfig\nargs = C(beta=0.1)", "C ="),
+        ("args = partial(GRPOConfig, beta=0.1)()", "args ="),
+        ("args = GRPOConfig.from_dict(x)", "args ="),
+        ("args = [GRPOConfig(beta=0.1)]", "args ="),
+        ("args = GRPOConfig(beta=0.1) if x else None", "args ="),
+        # Arguments that are not known.
+        ("args = GRPOConfig(**vars(a))", "args ="),
+        ("cfg = {'beta': 0.1}\ncfg['beta'] = 0.2\nargs = GRPOConfig(**cfg)", "args ="),
+        ("cfg = dict(beta=0.1)\ncfg.update(x)\nargs = GRPOConfig(**cfg)", "args ="),
+        ("args = GRPOConfig(*x)", "args ="),
+        # What may change it later.
+        (f"{MADE}x = 1\nargs.beta = 0.2", "args.beta = 0.2"),
+        (f"{MADE}if x:\n  args.beta = 0.2", "args.beta = 0.2"),
+        (f"{MADE}args.beta, args.seed = 0.2, 3", "args.beta, args.seed"),
+        (f"{MADE}setattr(args, 'beta', 0.2)", "setattr"),
+        (f"{MADE}args = dataclasses.replace(args, beta=0.2)", "args = dataclasses"),
+        (f"{MADE}args.__dict__['beta'] = 0.2", "args.__dict__"),
+        (f"{MADE}args.set_optimizer(learning_rate=1e-4)", "args.set_optimizer"),
+        (f"{MADE}config = args\nconfig.beta = 0.2", "config = args"),
+        (f"{MADE}tune(args)", "tune"),
+        (f"{MADE}def tune(a): a.beta = 0.2\ntune(args)", "tune"),
+        (f"{MADE}for a in [args]: a.beta = 0.2", "for a"),
+        (f"{MADE}t = GRPOTrainer(args=args)\nt.args.beta = 0.2", "t.args.beta"),
+        (f"{MADE}t = GRPOTrainer(args=args)\nt.beta = 0.2", "t.beta"),
+        (f"{MADE}t = GRPOTrainer(args=args)\nsetattr(t, 'beta', 0.2)", "setattr"),
+        (f"{MADE}class T(GRPOTrainer):\n  def f(self):\n    self.args.beta = 0.2", "self.args.beta"),
+        (f"{MADE}GRPOTrainer(args=other)", "GRPOTrainer"),
+        (f"{MADE}GRPOTrainer(args=args)\nGRPOTrainer(args=args, reward_funcs=f)", "GRPOTrainer.args=args, reward"),
+        (f"{MADE}peft = LoraConfig(r=8)\npeft.r = f()\npeft.r = 4\nx = 1\npeft.lora_alpha = 4", "peft.lora_alpha"),
+        (f"{PARSED}args.beta = 0.2", "args.beta"),
+        ("parser = HfArgumentParser(GRPOConfig)\nargs = parser.parse_dict({'beta': 0.2})[0]", "args ="),
+        (
+            "p = TrlParser((S, GRPOConfig))\np.set_defaults(beta=0.2)\ns, args = p.parse_args_and_config()",
+            "p = TrlParser",
+        ),
+    ],
+)
+def test_whatever_may_change_a_setting_of_a_script_is_refused_by_its_line(script, line, tmp_path):
+    (tmp_path / "run.py").write_text(script)
+    with pytest.raises(ValueError, match=f"line \\d+, `{line}.*`, may change a setting"):
+        translate(str(tmp_path / "run.py"), ["--beta=0.3"])
+
+
+@pytest.mark.parametrize("call", ["LoraConfig(r=8, lora_alpha=4)", "get_peft_model(model, r=8, lora_alpha=4)"])
+def test_the_adapters_of_a_script_are_read(call, tmp_path):
+    (tmp_path / "run.py").write_text(f"{MADE}x = {call}\n")
+    some(translate(str(tmp_path / "run.py")).options, use_peft=True, lora_r=8, lora_alpha=4)
 
 
 def test_trls_ppo_script_from_its_command_line(tmp_path):
@@ -457,6 +546,9 @@ def test_a_value_that_only_a_run_decides_is_refused_if_a_default_would_replace_i
     result = translate(str(tmp_path / "run.sh"), ["data.max_prompt_length=300"])
     some(result.options, query_len=300, model_name_or_path="FILL_IN", output_dir="checkpoints/verl_examples/gsm8k")
     assert set(listed(result)) == {"actor_rollout_ref.model.path", "trainer.experiment_name"}
+    # Also without a default of verl, and for a command between backquotes.
+    with pytest.raises(ValueError, match="actor_rollout_ref.model.lora_rank is '`rank`': only a run decides it"):
+        of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m"}, "actor_rollout_ref.model.lora_rank=`rank`")
 
 
 @pytest.mark.parametrize("text", ["x_$USER", "${now:%Y}", "$(date)", "`date`"])
@@ -496,10 +588,16 @@ def test_a_value_of_verl_may_refer_to_another_name(tmp_path):
     given |= {"actor_rollout_ref.actor.ppo_mini_batch_size": "${data.train_batch_size}"}
     given |= {"critic.ppo_epochs": "${oc.select:actor_rollout_ref.actor.ppo_epochs,1}"}
     given |= {"critic.rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}"}
+    # Relative to the name's own section, and within a text.
+    given |= {"actor_rollout_ref.actor.clip_ratio": 0.1, "actor_rollout_ref.actor.clip_ratio_high": "${.clip_ratio}"}
+    given |= {"critic.optim.lr": "${...actor_rollout_ref.actor.optim.lr}"}
+    given |= {"trainer.default_local_dir": "out/${trainer.experiment_name}_${data.max_response_length}"}
+    given |= {"trainer.experiment_name": "${..actor_rollout_ref.rollout.n}x", "trainer.project_name": "${.nothing}"}
     result = of_yaml(tmp_path, {"actor_rollout_ref.rollout.n": 2, **given})
-    # verl's train_batch_size is 1024, with 2 responses each.
-    some(result.options, response_len=300, step_batch_size=2048)
-    assert "only a run decides it" in listed(result)["critic.ppo_epochs"]
+    # verl's train_batch_size is 1024, with 2 responses each; its learning rate is 1e-6.
+    some(result.options, response_len=300, step_batch_size=2048, cliprange_high=0.1, critic_learning_rate=1e-6)
+    some(result.options, output_dir="out/2x_300", critic_epochs=1)
+    assert "trainer.project_name" in listed(result)
     # Nothing to give: no option is needed.
     assert "not needed" in listed(result)["critic.rollout_n"]
 
@@ -525,6 +623,22 @@ def test_a_yaml_file_of_trl_may_have_nested_values(tmp_path):
     result = of_yaml(tmp_path, given)
     some(result.options, adv_estimator="grpo", chat_template_kwargs={"enable_thinking": False})
     assert set(listed(result)) == {"gradient_checkpointing_kwargs", "lr_scheduler_kwargs"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # Names that recipes share with this package.
+        ({"overwrite_output_dir": True, "system_prompt": "Think."}, {"system_prompt": "Think."}),
+        (
+            {"peft_config": {"r": 8, "target_modules": ["q"]}},
+            {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q"]},
+        ),
+        ({"dataset_mixture": {"datasets": [{"id": "a"}]}}, {"dataset_name": "FILL_IN"}),
+    ],
+)
+def test_a_valid_file_of_trl_is_not_refused(given, expected, tmp_path):
+    some(of_yaml(tmp_path, {"num_generations": 8, **given}).options, **expected)
 
 
 def test_the_processes_of_a_trl_file_count_in_its_batch_sizes(tmp_path):
