@@ -188,7 +188,7 @@ def _end(text: str, position: int, *, in_quotes: bool = False) -> int:
     """
     opening = (_OPENING_IN_QUOTES if in_quotes else _OPENING).match(text, position)
     if opening is None:
-        name = re.compile(rf"\\.|\$(?:{_NAME}|[\d@*#?$!-])", re.DOTALL).match(text, position)
+        name = re.compile(rf"\\.|\$(?:{_NAME}(?:\\\n\w+)*|[\d@*#?$!-])", re.DOTALL).match(text, position)
         return name.end() if name else position + 1
     last, position = opening[0][-1], opening.end()
     closing = {"(": ")", "{": "}"}.get(last, last)
@@ -210,6 +210,11 @@ def _pieces(word: str, *, in_quotes: bool = False) -> Iterator[str]:
     while position < len(word):
         start, position = position, _end(word, position, in_quotes=in_quotes)
         yield word[start:position]
+
+
+def _unquoted(word: str) -> str:
+    """The characters of `word` that stand outside of quotes and expansions."""
+    return "".join(piece for piece in _pieces(word) if len(piece) == 1)
 
 
 class _Variables:
@@ -237,7 +242,8 @@ class _Variables:
 
     def _assigned(self, text: str) -> str | list[str]:
         if not text.startswith("("):
-            return self._expanded(re.sub(r"^~(?=/|$)", "$HOME", text)).translate(_JOINING)
+            text = re.sub(r"^~(?=/|$)", "$HOME", text)
+            return "$(...)" if "~" in _unquoted(text) else self._expanded(text).translate(_JOINING)
         elements = (token for _, token, is_operator in _tokens(text[1:-1] + "\n") if not is_operator)
         return [field for element in elements for field in self.fields(element)]
 
@@ -251,7 +257,7 @@ class _Variables:
             elements = [value] if isinstance(value, str) else value
             return elements if array[1] else " ".join(elements).split()
         # {a,b} becomes two words.
-        if re.search(r"\{.*(,|\.\.).*\}", "".join(piece for piece in _pieces(word) if len(piece) == 1)):
+        if re.search(r"\{.*(,|\.\.).*\}", _unquoted(word)):
             return [f"${word}"]
         return [field for field in re.split("[\ue000-\ue002]+", self._expanded(word)) if field]
 

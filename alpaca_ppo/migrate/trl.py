@@ -77,14 +77,14 @@ class _Script:
         self._read = Counter(n.id for n in self.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         self._values: dict[str, ast.expr] = {}
         for node in self.nodes:
-            if isinstance(node, ast.Assign) or (isinstance(node, ast.AnnAssign) and node.value):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                self._values |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+            self._values |= {target.id: node.value for target in _targets(node) if isinstance(target, ast.Name)}
         uses = [node for node in self.nodes if _name(node) in _KINDS and node not in annotations]
         if not uses:
             raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
         own: list[ast.stmt] = [node for node in self.nodes if isinstance(node, ast.ClassDef) and node.name in _KINDS]
-        own += [n for n in imports if not (n.module or "").startswith("trl") and {a.name for a in n.names} & {*_KINDS}]
+        kinds = {*_KINDS, *(name for name, real_name in real_names.items() if real_name in _KINDS)}
+        others = [node for node in imports if not (node.module or "").startswith("trl")]
+        own += [node for node in others if kinds & {alias.asname or alias.name for alias in node.names}]
         for other in [*own, *uses[1:]]:
             self._refuse(other)
         self.use, self.kind = uses[0], _name(uses[0])
@@ -137,8 +137,9 @@ class _Script:
                 arguments[keyword.arg] = keyword.value
             elif isinstance(value, ast.Call) and _called(value) == "dict" and not value.args:
                 arguments |= self._call_arguments(value, ())
-            elif isinstance(value, ast.Dict) and all(isinstance(key, ast.Constant) for key in value.keys):
-                arguments |= {key.value: item for key, item in zip(value.keys, value.values, strict=True)}
+            elif isinstance(value, ast.Dict) and None not in value.keys:
+                names = [str(ast.literal_eval(key)) for key in value.keys if isinstance(key, ast.Constant)]
+                arguments |= dict(zip(names, value.values, strict=True))
             else:
                 self._refuse(keyword.value)
         if any(isinstance(argument, ast.Starred) for argument in call.args):
@@ -151,7 +152,7 @@ class _Script:
         statement = self.parents[parent] if isinstance(parent, ast.keyword) else parent
         if isinstance(statement, ast.Expr) or _called(statement) in _READERS:
             return "", statement
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        targets = _targets(statement)
         if len(targets) != 1 or not isinstance(targets[0], ast.Name):
             self._refuse(call)
         return targets[0].id, statement
@@ -202,13 +203,15 @@ class _Script:
         return attributes
 
     def _is_of_trainer(self, node: ast.AST) -> bool:
-        """Whether it is `trainer.args`, or a trainer of which an attribute is set."""
+        """Whether it is `trainer.args`, or a trainer in a place where it may be changed."""
         parent = self.parents.get(node)
         if isinstance(node, ast.Attribute):
             return node.attr == "args"
-        is_set = isinstance(parent, ast.Attribute) and isinstance(parent.ctx, ast.Store)
-        is_trainer = isinstance(node, ast.Name) and _called(self._values.get(node.id)).endswith("Trainer")
-        return is_trainer and (is_set or _called(parent) == "setattr")
+        if not isinstance(node, ast.Name) or not _called(self._values.get(node.id)).endswith("Trainer"):
+            return False
+        is_read = isinstance(parent, ast.Call | ast.keyword | ast.FormattedValue) and not self._parameters(parent)
+        is_read |= isinstance(parent, ast.Attribute) and isinstance(parent.ctx, ast.Load)
+        return isinstance(node.ctx, ast.Load) and (not is_read or _called(parent) == "setattr")
 
     def _only_reads(self, node: ast.AST) -> bool:
         parent = self.parents[node]
@@ -223,9 +226,16 @@ class _Script:
         return isinstance(parent, ast.FormattedValue) or _called(call) in _READERS or is_passed
 
 
+def _targets(statement: Any) -> list[ast.expr]:
+    """What an assignment sets; empty if the statement is none."""
+    if isinstance(statement, ast.Assign):
+        return statement.targets
+    return [statement.target] if isinstance(statement, ast.AugAssign | ast.AnnAssign) and statement.value else []
+
+
 def _set_attribute(statement: ast.AST, variable: str) -> str:
     """The attribute of `variable` that a statement sets; empty if it is none."""
-    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    targets = _targets(statement)
     is_set = len(targets) == 1 and isinstance(targets[0], ast.Attribute) and _name(targets[0].value) == variable
     return targets[0].attr if is_set else ""
 

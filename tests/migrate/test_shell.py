@@ -117,6 +117,8 @@ def test_overrides_are_those_that_a_shell_would_pass(text, expected):
         f"N=1\nN[0]=2\n{RUN} a.n=$N",
         f"N=1\ndeclare -i N\nN+=2\n{RUN} a.n=$N",
         f"N=1; coproc N=2\n{RUN} a.n=$N",
+        f"M=a:~/y\n{RUN} a.n=$M",
+        f"M=1\n{RUN} a.n=$M\\\n3",
         f"{RUN} a.n=$((010))",
         # Commands that change a variable.
         *(
