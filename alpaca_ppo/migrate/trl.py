@@ -2,7 +2,7 @@
 
 Read are the literal arguments of one GRPOConfig or PPOConfig and of the other calls in defaults.yaml, also through
 variables that are assigned once, and the attributes that are set on the configuration straight after it was made.
-Whatever else a script does with it may change a setting, and is refused.
+Whatever else may change a setting is refused: it is not followed what a variable or an attribute belongs to.
 """
 
 import ast
@@ -10,15 +10,19 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NoReturn
 
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, find_foreign_name
 from alpaca_ppo.migrate.translation import Translation, defaults, is_not_learned
 
 _KINDS = ("GRPOConfig", "PPOConfig")
-# Calls that leave a configuration as it is.
+# Calls that leave a configuration as it is, and calls that may change one.
 _READERS = ("GRPOTrainer", "PPOTrainer", "print", "info", "debug", "warning", "str", "repr", "get_peft_model")
+_CHANGERS = (
+    r"(?s)(?:dataclasses\.|copy\.)?replace\(.*|(?:setattr|vars|exec|.*__setattr__)\(.*"
+    r"|.*\.(?:set_(?:defaults|training|optimizer|lr_scheduler|dataloader)|parse_(?:dict|yaml_file|json_file))\(.*"
+    r"|.*\.parse_args_(?:into_dataclasses|and_config)\((?!\)|return_|fail_).*"
+)
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
@@ -53,17 +57,14 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
 
 
 class _Script:
-    """A script of TRL, in which `use` is the only node that names the configuration's class, `kind`."""
+    """A script of TRL: its nodes, and the variables that are assigned once."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.split("\n")
         self.nodes: list[Any] = list(ast.walk(ast.parse(text)))
-        self.parents: dict[ast.AST | None, Any] = {
-            child: node for node in self.nodes for child in ast.iter_child_nodes(node)
-        }
         imports = [node for node in self.nodes if isinstance(node, ast.ImportFrom)]
         real_names = {alias.asname: alias.name for node in imports for alias in node.names if alias.asname}
-        annotations, bound = set[ast.AST](), list[str]()
+        bound, values, annotations = list[str](), dict[str, ast.expr](), set[ast.AST]()
         for node in self.nodes:
             if isinstance(node, ast.Name):
                 node.id = real_names.get(node.id, node.id)
@@ -71,63 +72,61 @@ class _Script:
             # Parameters, imports, functions and classes have names as well.
             names = (getattr(node, field, None) for field in ("arg", "name", "asname"))
             bound += [name for name in names if isinstance(name, str) and not isinstance(node, ast.keyword)]
+            values |= {target.id: node.value for target in _targets(node) if isinstance(target, ast.Name)}
             for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
                 annotations |= {*ast.walk(part)} if part else set()
-        self._bound = Counter(bound)
         self._read = Counter(n.id for n in self.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
-        self._values: dict[str, ast.expr] = {}
-        for node in self.nodes:
-            self._values |= {target.id: node.value for target in _targets(node) if isinstance(target, ast.Name)}
+        self._once = {name: value for name, value in values.items() if bound.count(name) == 1}
         uses = [node for node in self.nodes if _name(node) in _KINDS and node not in annotations]
         if not uses:
             raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
-        own: list[ast.stmt] = [node for node in self.nodes if isinstance(node, ast.ClassDef) and node.name in _KINDS]
         kinds = {*_KINDS, *(name for name, real_name in real_names.items() if real_name in _KINDS)}
-        others = [node for node in imports if not (node.module or "").startswith("trl")]
-        own += [node for node in others if kinds & {alias.asname or alias.name for alias in node.names}]
+        others = [alias for n in imports if not (n.module or "").startswith("trl") for alias in n.names]
+        classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        own = [n for n in [*others, *classes] if (getattr(n, "asname", None) or n.name) in kinds]
         for other in [*own, *uses[1:]]:
             self._refuse(other)
-        self.use, self.kind = uses[0], _name(uses[0])
-        made = self.parents[self.use]
-        self.is_parsed = not (isinstance(made, ast.Call) and made.func is self.use)
+        self.kind = _name(uses[0])
+        # Given to a parser of command lines, or called.
+        parsed = [n for n in self.nodes if isinstance(n, ast.Tuple | ast.List) and uses[0] in n.elts]
+        parsed += [
+            n for n in self.nodes if re.fullmatch("TrlParser|HfArgumentParser", _called(n)) and uses[0] in n.args
+        ]
+        made = [node for node in self.nodes if isinstance(node, ast.Call) and node.func is uses[0]]
+        if not parsed and not made:
+            self._refuse(uses[0])
+        self._made: Any = made[0] if made else None
 
-    def _refuse(self, node: ast.AST) -> NoReturn:
-        while not isinstance(node, ast.stmt):
-            node = self.parents[node]
+    def _refuse(self, node: Any) -> NoReturn:
         line = self._lines[node.lineno - 1].strip()
         remedy = "give a script that makes one GRPOConfig or PPOConfig of TRL, and only trains with it"
         raise ValueError(f"line {node.lineno}, `{line}`, may change a setting; {remedy}")
 
     def resolve(self, node: ast.expr) -> ast.expr:
         """The value of a variable that is assigned once, and that nothing else can change; other nodes unchanged."""
-        if not isinstance(node, ast.Name) or self._bound[node.id] != 1 or node.id not in self._values:
-            return node
-        value = self._values[node.id]
-        is_fixed = isinstance(value, ast.Constant | ast.UnaryOp | ast.Name) or self._read[node.id] == 1
+        value = self._once.get(node.id, node) if isinstance(node, ast.Name) else node
+        is_fixed = isinstance(value, ast.Constant | ast.UnaryOp | ast.Name) or self._read[_name(node)] == 1
         return value if is_fixed else node
 
     def arguments(self) -> dict[str, ast.expr]:
-        """The arguments of the calls in defaults.yaml, and the attributes that are set on the configuration."""
-        arguments, variable = dict[str, ast.expr](), ""
+        """The arguments of the calls in defaults.yaml, and the attributes that are set on what they make."""
+        arguments: dict[str, ast.expr] = {}
         for function, positional in defaults("calls").items():
-            calls = [node for node in self.nodes if isinstance(node, ast.Call) and _called(node) == function]
+            calls = [node for node in self.nodes if _called(node) == function]
             # Which of several datasets it trains on is not known.
             for call in calls if function != "load_dataset" or len(calls) == 1 else ():
-                if call is not calls[0] or (function in _KINDS and call.args[1:]):
+                if call is not calls[0] or (call is self._made and call.args[1:]):
                     self._refuse(call)
                 arguments |= self._call_arguments(call, positional)
-                if function.endswith("Config"):
-                    variable, statement = self._variable(call)
-                    arguments |= self._attributes(variable, statement, is_made=True)
-        if self.is_parsed:
-            variable, statement = self._parsed()
-            arguments |= self._attributes(variable, statement, is_made=False)
-        trained = arguments.pop("args", self.use)
-        if self.use not in ast.walk(trained) and _name(trained) != variable:
-            self._refuse(trained)
-        if any(_called(node) in ("LoraConfig", "get_peft_model") for node in self.nodes):
-            arguments["peft_config"] = ast.Constant(True)
-        return arguments
+                if function in ("LoraConfig", "get_peft_model"):
+                    arguments["peft_config"] = ast.Constant(True)
+        trained, variable = arguments.pop("args", self._made), ""
+        if self._made and trained is not self._made:
+            variable = _name(trained)
+            if self._once.get(variable) is not self._made:
+                self._refuse(trained)
+        variables = [variable, *(name for name, value in self._once.items() if value is self._made)]
+        return arguments | self._attributes({name for name in variables if name})
 
     def _call_arguments(self, call: ast.Call, positional: Sequence[str]) -> dict[str, ast.expr]:
         arguments = dict(zip(positional, call.args, strict=False))
@@ -146,106 +145,54 @@ class _Script:
             self._refuse(call)
         return arguments
 
-    def _variable(self, call: ast.Call) -> tuple[str, ast.AST]:
-        """The variable that a call sets, with the statement; empty if the call is an argument of the trainer."""
-        parent = self.parents[call]
-        statement = self.parents[parent] if isinstance(parent, ast.keyword) else parent
-        if isinstance(statement, ast.Expr) or _called(statement) in _READERS:
-            return "", statement
-        targets = _targets(statement)
-        if len(targets) != 1 or not isinstance(targets[0], ast.Name):
-            self._refuse(call)
-        return targets[0].id, statement
-
-    def _parsed(self) -> tuple[str, ast.AST]:
-        """The variable to which a parser of command lines gives the configuration, and the statement."""
-        container = self.parents[self.use]
-        is_listed = isinstance(container, ast.Tuple | ast.List)
-        # Each fills in the values that a command line does not have.
-        calls = [node for node in self.nodes if re.match("parse_(?!args$)|set_defaults", _called(node))]
-        if not (is_listed or _called(container) in ("TrlParser", "HfArgumentParser")) or len(calls) != 1:
-            self._refuse(self.use)
-        parent, index = self.parents[calls[0]], container.elts.index(self.use) if is_listed else 0
-        is_assigned = isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Tuple)
-        names = [_name(target) for target in parent.targets[0].elts] if is_assigned else []
-        # `main(*parser.parse_args_and_config())`
-        names = self._parameters(self.parents[parent]) if isinstance(parent, ast.Starred) else names
-        if index >= len(names) or calls[0].args or not _called(calls[0]).startswith("parse_args_"):
-            self._refuse(calls[0])
-        return names[index], parent
-
-    def _parameters(self, call: ast.AST) -> list[str]:
-        """The parameters of a function of the script that is called."""
-        functions = [n for n in self.nodes if isinstance(n, ast.FunctionDef) and n.name == _called(call)]
-        return [argument.arg for function in functions[:1] for argument in function.args.args]
-
-    def _attributes(self, variable: str, statement: ast.AST, *, is_made: bool) -> dict[str, ast.expr]:
-        """The attributes of `variable` that are set straight after `statement` made it, or that change no training.
+    def _attributes(self, variables: set[str]) -> dict[str, ast.expr]:
+        """The attributes that are set straight after the configuration is made, and those that change no training.
 
         Raises:
-            ValueError: if anything else is done with it than to read its attributes, and to train with it.
+            ValueError: for others, whatever they belong to; and for calls that may change a setting.
         """
-        body = list(ast.iter_child_nodes(self.parents[statement])) if is_made and variable else [statement]
-        later = body[body.index(statement) + 1 :]
-        straight = set(takewhile(lambda node: _set_attribute(node, variable), later))
-        attributes: dict[str, ast.expr] = {}
+        attributes, settled = dict[str, ast.expr](), set[ast.AST]()
+        bodies = [getattr(n, field, None) for n in self.nodes for field in ("body", "orelse", "finalbody")]
+        for body in (body for body in bodies if isinstance(body, list)):
+            is_straight = False
+            for statement in body:
+                target: Any = _targets(statement)[0] if len(_targets(statement)) == 1 else None
+                is_attribute = isinstance(target, ast.Attribute)
+                is_straight = is_straight and is_attribute and _name(target.value) in variables
+                if is_attribute and (is_straight or not _is_learned(target.attr)):
+                    op, value = getattr(statement, "op", None), statement.value
+                    attributes[target.attr] = ast.BinOp(target, op, value) if op else value
+                    settled.add(target)
+                is_straight |= bool(variables) and getattr(statement, "value", None) is self._made
         for node in self.nodes:
-            if not (_name(node) == variable and isinstance(node, ast.Name)) and not self._is_of_trainer(node):
-                continue
-            parent = self.parents[node]
-            setter = self.parents[parent] if isinstance(parent, ast.Attribute) else parent
-            attribute = _set_attribute(setter, variable)
-            if attribute and (setter in straight or is_not_learned(find_foreign_name(attribute, CONFIG_SECTIONS))):
-                is_augmented = isinstance(setter, ast.AugAssign)
-                attributes[attribute] = ast.BinOp(parent, setter.op, setter.value) if is_augmented else setter.value
-            elif statement not in (parent, self.parents.get(parent)) and not self._only_reads(node):
+            is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and _is_learned(node.attr)
+            given = [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []
+            is_passed = _called(node) not in _READERS and any(_name(value) in variables for value in given)
+            is_changer = isinstance(node, ast.Call) and re.fullmatch(_CHANGERS, ast.unparse(node))
+            if (is_set and node not in settled) or is_passed or is_changer or _name(node) == "__dict__":
                 self._refuse(node)
         return attributes
 
-    def _is_of_trainer(self, node: ast.AST) -> bool:
-        """Whether it is `trainer.args`, or a trainer in a place where it may be changed."""
-        parent = self.parents.get(node)
-        if isinstance(node, ast.Attribute):
-            return node.attr == "args"
-        if not isinstance(node, ast.Name) or not _called(self._values.get(node.id)).endswith("Trainer"):
-            return False
-        is_read = isinstance(parent, ast.Call | ast.keyword | ast.FormattedValue) and not self._parameters(parent)
-        is_read |= isinstance(parent, ast.Attribute) and isinstance(parent.ctx, ast.Load)
-        return isinstance(node.ctx, ast.Load) and (not is_read or _called(parent) == "setattr")
 
-    def _only_reads(self, node: ast.AST) -> bool:
-        parent = self.parents[node]
-        outer = self.parents[parent]
-        if isinstance(parent, ast.Attribute):
-            is_changed = isinstance(outer, ast.Attribute | ast.Subscript) or getattr(outer, "func", None) is parent
-            return isinstance(parent.ctx, ast.Load) and not is_changed
-        call = outer if isinstance(parent, ast.keyword) else parent
-        # A function of the script whose parameter has the same name.
-        position = call.args.index(node) if isinstance(call, ast.Call) and node in call.args else None
-        is_passed = position is not None and self._parameters(call)[position : position + 1] == [_name(node)]
-        return isinstance(parent, ast.FormattedValue) or _called(call) in _READERS or is_passed
+def _is_learned(attribute: str) -> bool:
+    """Whether it is a setting of TRL that may change what is learned."""
+    entry = find_foreign_name(attribute, ("script", *CONFIG_SECTIONS[:-1]))
+    return attribute == "args" or (entry is not None and not is_not_learned(entry))
 
 
-def _targets(statement: Any) -> list[ast.expr]:
+def _targets(statement: Any) -> list[Any]:
     """What an assignment sets; empty if the statement is none."""
     if isinstance(statement, ast.Assign):
         return statement.targets
     return [statement.target] if isinstance(statement, ast.AugAssign | ast.AnnAssign) and statement.value else []
 
 
-def _set_attribute(statement: ast.AST, variable: str) -> str:
-    """The attribute of `variable` that a statement sets; empty if it is none."""
-    targets = _targets(statement)
-    is_set = len(targets) == 1 and isinstance(targets[0], ast.Attribute) and _name(targets[0].value) == variable
-    return targets[0].attr if is_set else ""
-
-
-def _name(node: ast.AST | None) -> str:
+def _name(node: Any) -> str:
     """The last part of a name; empty if `node` is none."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def _called(node: ast.AST | None) -> str:
+def _called(node: Any) -> str:
     """The last part of the name of the function that is called; empty if `node` is no call."""
     return _name(node.func) if isinstance(node, ast.Call) else ""
 

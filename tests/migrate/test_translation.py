@@ -192,7 +192,7 @@ PARSED = "script_args, args = HfArgumentParser((ScriptArguments, GRPOConfig)).pa
         ("b: float = 0.2\nargs = GRPOConfig(beta=b)", 0.2),
         # Reading it, and settings that are no part of what is learned.
         (f"{MADE}print(args)\nlog.info(f'{{args}} {{args.seed}}')\nif args.do_eval: set_seed(args.seed)\n", 0.1),
-        (f"{MADE}def run(args): GRPOTrainer(args=args)\nif x:\n  args.output_dir = 'x'\nrun(args)", 0.1),
+        (f"{MADE}if x:\n  args.output_dir = 'x'\ntorch.set_default_device('cuda')\nx.replace('a', 'b')", 0.1),
         # Everything comes from the command line.
         (f"{PARSED}args.model_init_kwargs = kwargs\nGRPOTrainer(args=args)", 0.3),
         ("def main(s, args): GRPOTrainer(args=args)\nmain(*TrlParser((S, GRPOConfig)).parse_args_and_config())", 0.3),
@@ -209,7 +209,7 @@ def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_pa
     [
         # More than one configuration, or another class.
         (f"{MADE}other = GRPOConfig(beta=0.2)", "other ="),
-        ("def a(): return GRPOConfig(beta=0.1)\nGRPOTrainer(args=a())", "def a"),
+        ("def a(): return GRPOConfig(beta=0.1)\nGRPOTrainer(args=a())", "GRPOTrainer"),
         ("class C(GRPOConfig):\n  beta: float = 0.2\nargs = C()", "class C"),
         ("from trl import GRPOConfig\nclass GRPOConfig(GRPOConfig): pass\nGRPOConfig()", "class GRPOConfig"),
         ("from mine import GRPOConfig\nargs = GRPOConfig(beta=0.1)", "from mine"),
@@ -218,8 +218,8 @@ def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_pa
         ("C = GRPOConfig\nargs = C(beta=0.1)", "C ="),
         ("args = partial(GRPOConfig, beta=0.1)()", "args ="),
         ("args = GRPOConfig.from_dict(x)", "args ="),
-        ("args = [GRPOConfig(beta=0.1)]", "args ="),
-        ("args = GRPOConfig(beta=0.1) if x else None", "args ="),
+        ("args = [GRPOConfig(beta=0.1)]\nargs[0].beta = 0.2", "args.0"),
+        ("args = GRPOConfig(beta=0.1) if x else other\nGRPOTrainer(args=args)", "GRPOTrainer"),
         # Arguments that are not known.
         ("args = GRPOConfig(**vars(a))", "args ="),
         ("cfg = {'beta': 0.1}\ncfg['beta'] = 0.2\nargs = GRPOConfig(**cfg)", "args ="),
@@ -233,7 +233,7 @@ def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_pa
         (f"{MADE}args = dataclasses.replace(args, beta=0.2)", "args = dataclasses"),
         (f"{MADE}args.__dict__['beta'] = 0.2", "args.__dict__"),
         (f"{MADE}args.set_optimizer(learning_rate=1e-4)", "args.set_optimizer"),
-        (f"{MADE}config = args\nconfig.beta = 0.2", "config = args"),
+        (f"{MADE}config = args\nconfig.beta = 0.2", "config.beta"),
         (f"{MADE}tune(args)", "tune"),
         (f"{MADE}def tune(a): a.beta = 0.2\ntune(args)", "tune"),
         (f"{MADE}for a in [args]: a.beta = 0.2", "for a"),
@@ -241,18 +241,19 @@ def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_pa
         (f"{MADE}t = GRPOTrainer(args=args)\nt.beta = 0.2", "t.beta"),
         (f"{MADE}t = GRPOTrainer(args=args)\nsetattr(t, 'beta', 0.2)", "setattr"),
         (f"{MADE}class T(GRPOTrainer):\n  def f(self):\n    self.args.beta = 0.2", "self.args.beta"),
-        (f"{MADE}t = GRPOTrainer(args=args)\nu = t\nu.beta = 0.2", "u = t"),
-        (f"{MADE}def f(u): u.beta = 0.2\nt = GRPOTrainer(args=args)\nf(t)", "f.t"),
+        (f"{MADE}t = GRPOTrainer(args=args)\nu = t\nu.beta = 0.2", "u.beta"),
+        (f"{MADE}def f(u): u.beta = 0.2\nt = GRPOTrainer(args=args)\nf(t)", "def f"),
         (f"{MADE}del args.beta", "del args.beta"),
         (f"{MADE}def f(a=args): a.beta = 0.2", "def f"),
         (f"{MADE}GRPOTrainer(args=other)", "GRPOTrainer"),
         (f"{MADE}GRPOTrainer(args=args)\nGRPOTrainer(args=args, reward_funcs=f)", "GRPOTrainer.args=args, reward"),
-        (f"{MADE}peft = LoraConfig(r=8)\npeft.r = f()\npeft.r = 4\nx = 1\npeft.lora_alpha = 4", "peft.lora_alpha"),
+        (f"{MADE}peft = LoraConfig(r=8)\npeft.r = 4", "peft.r"),
         (f"{PARSED}args.beta = 0.2", "args.beta"),
+        ("a, = HfArgumentParser([GRPOConfig]).parse_args_into_dataclasses(['--beta', '0.2'])", "a, ="),
         ("parser = HfArgumentParser(GRPOConfig)\nargs = parser.parse_dict({'beta': 0.2})[0]", "args ="),
         (
             "p = TrlParser((S, GRPOConfig))\np.set_defaults(beta=0.2)\ns, args = p.parse_args_and_config()",
-            "p = TrlParser",
+            "p.set_defaults",
         ),
     ],
 )
