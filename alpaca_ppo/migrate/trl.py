@@ -81,7 +81,7 @@ class _Script:
         if not uses:
             raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
         kinds = {*_KINDS, *(name for name, real_name in real_names.items() if real_name in _KINDS)}
-        others = [alias for n in imports if not (n.module or "").startswith("trl") for alias in n.names]
+        others: list[Any] = [alias for n in imports if not (n.module or "").startswith("trl") for alias in n.names]
         classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
         own = [n for n in [*others, *classes] if (getattr(n, "asname", None) or n.name) in kinds]
         for other in [*own, *uses[1:]]:
