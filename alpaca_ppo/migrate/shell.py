@@ -19,7 +19,7 @@ _IN_QUOTES = r"\\(?:[`\"\\\n]|\$(?!\w))|\\(?![`\"\\\n$])|[^$`\"\\]"
 def _pieces(expansion: str) -> str:
     """The pieces of a word: quotes, an escaped character, an expansion, or a character without a meaning."""
     single, double = r"'(?:[^'$]|\$(?!\w))*'", rf"\"(?:{_IN_QUOTES}|{expansion})*\""
-    return rf"{single}|{double}|\\\$\{{[\w.]+\}}|\\(?!\$\w).|{expansion}|[^\s'\"\\$`|&;<>(){{}}*?~]"
+    return rf"{single}|{double}|\\\$\{{[\w.]+\}}|\\(?!\$\w).|{expansion}|(?<=[^\s=:])~|[^\s'\"\\$`|&;<>(){{}}*?~]"
 
 
 def _expansion(inner: str, _: int = 0) -> str:

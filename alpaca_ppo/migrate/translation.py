@@ -26,9 +26,9 @@ def defaults(section: str) -> Mapping[str, Any]:
     return dict(yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text("utf-8"))[section])
 
 
-def is_not_learned(entry: ForeignName | None) -> bool:
-    """Whether a name has options here, of which none changes what is learned, or which are filled in."""
-    return entry is not None and bool(entry.ours) and {*entry.ours} <= {*defaults("names")["not learned"]}
+def is_learned(entry: ForeignName | None) -> bool:
+    """Whether a name has an option here that may change what is learned, and that is not filled in."""
+    return entry is not None and not {*entry.ours} <= {*defaults("names")["not learned"]}
 
 
 @dataclasses.dataclass
@@ -95,11 +95,13 @@ class Translation:
             elif isinstance(options_of_value := entry.values.get(value_key(value)), Mapping):
                 for option, our_value in options_of_value.items():
                     self.set(option, our_value, f"{name}: {value}")
-            elif unknown and is_not_learned(entry) and name not in defaults(self.section):
+            elif (unknown and is_learned(entry)) or (
+                name in defaults(self.section) and (unknown or (entry.values and not entry.same))
+            ):
+                raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
+            elif unknown and entry.ours:
                 self.leave(name, f"{unknown}; give its value after the file")
                 del self.values[name]
-            elif (unknown and entry.ours) or (name in defaults(self.section) and entry.values and not entry.same):
-                raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
             elif entry.same or not entry.is_neutral(value):
                 if entry.same:
                     self.set(entry.ours[0], value)
@@ -111,11 +113,8 @@ class Translation:
 
         def value_of(found: re.Match[str]) -> Any:
             # Each dot in front takes one part off the path of `name`.
-            dots, other = found.groups()
-            full_name = ".".join([*(name.split(".")[: -len(dots)] if dots else ()), other])
-            return (
-                self._referenced(full_name, self.values[full_name], depth + 1) if full_name in self.values else found[0]
-            )
+            path = ".".join([*(name.split(".")[: -len(found[1])] if found[1] else ()), found[2]])
+            return self._referenced(path, self.values[path], depth + 1) if path in self.values else found[0]
 
         if not isinstance(value, str) or depth > 9:
             return value
@@ -190,4 +189,4 @@ def _number(value: Any) -> Any:
         return [*map(_number, value)] if isinstance(value, list) else value
     if re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
         return int(number) if (number := float(value)).is_integer() else number
-    return re.sub(r"^~(?=/)|(?<!\\)\$HOME\b|\$\{(oc\.env:)?HOME\}", str(Path.home()), value)
+    return re.sub(r"^~(?=/)|\$HOME\b|\$\{(oc\.env:)?HOME\}", str(Path.home()), value)

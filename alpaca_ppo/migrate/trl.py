@@ -1,38 +1,33 @@
-"""Translates TRL's GRPOConfig and PPOConfig, and reads the scripts that make them.
+"""Translates TRL's GRPOConfig and PPOConfig, and reads the scripts that make one.
 
-Read are the literal arguments of one GRPOConfig or PPOConfig and of the other calls in defaults.yaml, also through
-variables that are assigned once, and the attributes that are set on the configuration straight after it was made.
-Whatever else may change a setting is refused: it is not followed what a variable or an attribute belongs to.
+Read are the literal arguments of the calls in defaults.yaml, also through variables that are assigned once. A script may
+make one configuration and train with it; what may change a setting in another way is refused by its line.
 """
 
 import ast
 import math
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, find_foreign_name
-from alpaca_ppo.migrate.translation import Translation, defaults, is_not_learned
+from alpaca_ppo.migrate.translation import Translation, defaults, is_learned
 
-_KINDS = ("GRPOConfig", "PPOConfig")
-# Calls that leave a configuration as it is, and calls that may change one.
-_READERS = ("GRPOTrainer", "PPOTrainer", "print", "info", "debug", "warning", "str", "repr", "get_peft_model")
-_CHANGERS = (
-    r"(?s)(?:dataclasses\.|copy\.)?replace\(.*|(?:setattr|vars|exec|.*__setattr__)\(.*"
-    r"|.*\.(?:set_(?:defaults|training|optimizer|lr_scheduler|dataloader)|parse_(?:dict|yaml_file|json_file))\(.*"
-    r"|.*\.parse_args_(?:into_dataclasses|and_config)\((?!\)|return_|fail_).*"
-)
+_KINDS, _TRAINERS = ("GRPOConfig", "PPOConfig"), ("GRPOTrainer", "PPOTrainer")
+# What of a configuration may be read anywhere, and names by which a setting may change without an assignment to it.
+_READABLE = ("output_dir", "seed", "push_to_hub", "do_eval", "eval_strategy")
+_SECTIONS = ("script", *CONFIG_SECTIONS[:-1])
+_SETTERS = ("args", "__dict__", "setattr", "__setattr__", "vars", "exec", "globals", "locals")
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     """The arguments that the Python script `text` gives TRL: the values of literals, and the expressions of others.
 
     Raises:
-        ValueError: unless it makes one configuration, of which all settings are known.
+        ValueError: unless it makes one configuration, which nothing can change.
     """
     script = _Script(text)
-    arguments = script.arguments()
+    made = script.configuration()
+    arguments = script.arguments(made)
     rewards = script.resolve(arguments.pop("reward_funcs", ast.List([])))
     sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
     functions = [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]
@@ -41,7 +36,6 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     # What is not the name of a function is a reward model.
     if models := [source for source in sources if not isinstance(source, ast.Name)]:
         arguments["reward_model_name_or_path"] = ast.List(models)
-    arguments.pop("processing_class", None)
     for name, node in arguments.items():
         value = script.resolve(node)
         if isinstance(value, ast.Call) and value.args and _called(value) == "from_pretrained":
@@ -50,141 +44,98 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
             given[name] = ast.literal_eval(value)
         except (ValueError, TypeError):
             unread[name] = ast.unparse(node)
-    if script.kind == "PPOConfig" and "num_ppo_epochs" not in unread:
+    if _called(made) == "PPOConfig" and "num_ppo_epochs" not in unread:
         # Tells PPO's configuration from GRPO's also where it has no other name of its own.
         given.setdefault("num_ppo_epochs", defaults("PPOConfig")["num_ppo_epochs"])
     return given, unread
 
 
 class _Script:
-    """A script of TRL: its nodes, and the variables that are assigned once."""
+    """The nodes of a script, in which what it imports from TRL has TRL's names, and the values of its variables."""
 
     def __init__(self, text: str) -> None:
-        self._lines = text.split("\n")
-        self.nodes: list[Any] = list(ast.walk(ast.parse(text)))
-        imports = [node for node in self.nodes if isinstance(node, ast.ImportFrom)]
-        real_names = {alias.asname: alias.name for node in imports for alias in node.names if alias.asname}
-        bound, values, annotations = list[str](), dict[str, ast.expr](), set[ast.AST]()
-        for node in self.nodes:
+        self._lines, self._nodes = text.split("\n"), list[Any](ast.walk(ast.parse(text)))
+        imports = [node for node in self._nodes if isinstance(node, ast.ImportFrom)]
+        self._imported = [alias for node in imports if str(node.module).startswith("trl") for alias in node.names]
+        names = {alias.asname or alias.name: alias.name for alias in self._imported}
+        for node in self._nodes:
             if isinstance(node, ast.Name):
-                node.id = real_names.get(node.id, node.id)
-                bound += [node.id] * (not isinstance(node.ctx, ast.Load))
-            # Parameters, imports, functions and classes have names as well.
-            names = (getattr(node, field, None) for field in ("arg", "name", "asname"))
-            bound += [name for name in names if isinstance(name, str) and not isinstance(node, ast.keyword)]
-            values |= {target.id: node.value for target in _targets(node) if isinstance(target, ast.Name)}
-            for part in (getattr(node, "annotation", None), getattr(node, "returns", None)):
-                annotations |= {*ast.walk(part)} if part else set()
-        self._read = Counter(n.id for n in self.nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
-        self._once = {name: value for name, value in values.items() if bound.count(name) == 1}
-        uses = [node for node in self.nodes if _name(node) in _KINDS and node not in annotations]
-        if not uses:
-            raise ValueError("the script makes neither a GRPOConfig nor a PPOConfig of TRL; give the one that does")
-        kinds = {*_KINDS, *(name for name, real_name in real_names.items() if real_name in _KINDS)}
-        others: list[Any] = [alias for n in imports if not (n.module or "").startswith("trl") for alias in n.names]
-        classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
-        own = [n for n in [*others, *classes] if (getattr(n, "asname", None) or n.name) in kinds]
-        for other in [*own, *uses[1:]]:
-            self._refuse(other)
-        self.kind = _name(uses[0])
-        # Given to a parser of command lines, or called.
-        parsed = [n for n in self.nodes if isinstance(n, ast.Tuple | ast.List) and uses[0] in n.elts]
-        parsed += [
-            n for n in self.nodes if re.fullmatch("TrlParser|HfArgumentParser", _called(n)) and uses[0] in n.args
-        ]
-        made = [node for node in self.nodes if isinstance(node, ast.Call) and node.func is uses[0]]
-        if not parsed and not made:
-            self._refuse(uses[0])
-        self._made: Any = made[0] if made else None
+                node.id = names.get(node.id, node.id)
+        assigned = [node for node in self._nodes if isinstance(node, ast.Assign | ast.AnnAssign)]
+        targets = [(node, getattr(node, "targets", None) or [node.target]) for node in assigned]
+        self._values = {names[0].id: node.value for node, names in targets if [*map(type, names)] == [ast.Name]}
 
     def _refuse(self, node: Any) -> NoReturn:
-        line = self._lines[node.lineno - 1].strip()
-        remedy = "give a script that makes one GRPOConfig or PPOConfig of TRL, and only trains with it"
-        raise ValueError(f"line {node.lineno}, `{line}`, may change a setting; {remedy}")
+        line = f"line {node.lineno}, `{self._lines[node.lineno - 1].strip()}`"
+        remedy = "write all settings as literals into one GRPOConfig(...) or PPOConfig(...), or into a YAML file"
+        raise ValueError(f"{line}, is more than migrate reads: {remedy}")
+
+    def _binding(self, name: str) -> list[Any]:
+        """The nodes that give `name` a value: variables, imports, functions, classes and parameters."""
+        fields = ("id", "asname", "name", "arg")
+        found = [n for n in self._nodes if not isinstance(n, ast.keyword) and not _is_read(n)]
+        return [n for n in found if name in [getattr(n, field, None) for field in fields]]
 
     def resolve(self, node: ast.expr) -> ast.expr:
         """The value of a variable that is assigned once, and that nothing else can change; other nodes unchanged."""
-        value = self._once.get(node.id, node) if isinstance(node, ast.Name) else node
-        is_fixed = isinstance(value, ast.Constant | ast.UnaryOp | ast.Name) or self._read[_name(node)] == 1
-        return value if is_fixed else node
+        name = getattr(node, "id", "")
+        value, mentions = self._values.get(name, node), [n for n in self._nodes if getattr(n, "id", "") == name]
+        is_fixed = isinstance(value, ast.Constant | ast.UnaryOp) or len(mentions) == 2
+        return value if name and is_fixed and len(self._binding(name)) == 1 else node
 
-    def arguments(self) -> dict[str, ast.expr]:
-        """The arguments of the calls in defaults.yaml, and the attributes that are set on what they make."""
-        arguments: dict[str, ast.expr] = {}
-        for function, positional in defaults("calls").items():
-            calls = [node for node in self.nodes if _called(node) == function]
-            # Which of several datasets it trains on is not known.
-            for call in calls if function != "load_dataset" or len(calls) == 1 else ():
-                if call is not calls[0] or (call is self._made and call.args[1:]):
-                    self._refuse(call)
-                arguments |= self._call_arguments(call, positional)
-                if function in ("LoraConfig", "get_peft_model"):
-                    arguments["peft_config"] = ast.Constant(True)
-        trained, variable = arguments.pop("args", self._made), ""
-        if self._made and trained is not self._made:
-            variable = _name(trained)
-            if self._once.get(variable) is not self._made:
-                self._refuse(trained)
-        variables = [variable, *(name for name, value in self._once.items() if value is self._made)]
-        return arguments | self._attributes({name for name in variables if name})
-
-    def _call_arguments(self, call: ast.Call, positional: Sequence[str]) -> dict[str, ast.expr]:
-        arguments = dict(zip(positional, call.args, strict=False))
-        for keyword in call.keywords:
-            value = self.resolve(keyword.value)
-            if keyword.arg:
-                arguments[keyword.arg] = keyword.value
-            elif isinstance(value, ast.Call) and _called(value) == "dict" and not value.args:
-                arguments |= self._call_arguments(value, ())
-            elif isinstance(value, ast.Dict) and None not in value.keys:
-                names = [str(ast.literal_eval(key)) for key in value.keys if isinstance(key, ast.Constant)]
-                arguments |= dict(zip(names, value.values, strict=True))
-            else:
-                self._refuse(keyword.value)
-        if any(isinstance(argument, ast.Starred) for argument in call.args):
-            self._refuse(call)
-        return arguments
-
-    def _attributes(self, variables: set[str]) -> dict[str, ast.expr]:
-        """The attributes that are set straight after the configuration is made, and those that change no training.
+    def configuration(self) -> ast.Call:
+        """The call that makes the one configuration.
 
         Raises:
-            ValueError: for others, whatever they belong to; and for calls that may change a setting.
+            ValueError: if there is none, or if anything else may be done with it than training.
         """
-        attributes, settled = dict[str, ast.expr](), set[ast.AST]()
-        bodies = [getattr(n, field, None) for n in self.nodes for field in ("body", "orelse", "finalbody")]
-        for body in (body for body in bodies if isinstance(body, list)):
-            is_straight = False
-            for statement in body:
-                target: Any = _targets(statement)[0] if len(_targets(statement)) == 1 else None
-                is_attribute = isinstance(target, ast.Attribute)
-                is_straight = is_straight and is_attribute and _name(target.value) in variables
-                if is_attribute and (is_straight or not _is_learned(target.attr)):
-                    op, value = getattr(statement, "op", None), statement.value
-                    attributes[target.attr] = ast.BinOp(target, op, value) if op else value
-                    settled.add(target)
-                is_straight |= bool(variables) and getattr(statement, "value", None) is self._made
-        for node in self.nodes:
-            is_set = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and _is_learned(node.attr)
-            given = [*node.args, *(k.value for k in node.keywords)] if isinstance(node, ast.Call) else []
-            is_passed = _called(node) not in _READERS and any(_name(value) in variables for value in given)
-            is_changer = isinstance(node, ast.Call) and re.fullmatch(_CHANGERS, ast.unparse(node))
-            if (is_set and node not in settled) or is_passed or is_changer or _name(node) == "__dict__":
+        annotations = [getattr(node, "annotation", None) for node in self._nodes]
+        made = next((node for node in self._nodes if _called(node) in _KINDS), None)
+        if made is None:
+            raise ValueError("the script calls neither GRPOConfig nor PPOConfig; write its settings into a YAML file")
+        variable = next((name for name, value in self._values.items() if value is made), "-")
+        given = [value for n in self._nodes if _called(n) in (*_TRAINERS, "print") for value in _given(n)]
+        read = [n.value for n in self._nodes if isinstance(n, ast.Attribute) and n.attr in _READABLE]
+        is_imported = _called(made) in [alias.name for alias in self._imported] or ast.unparse(made)[:4] == "trl."
+        if not is_imported or not (made in given or len(self._binding(variable)) == 1):
+            self._refuse(made)
+        for node in self._nodes:
+            name, is_attribute = _name(node), isinstance(node, ast.Attribute)
+            if (
+                # Another configuration or class, or a trainer of another one.
+                (name in _KINDS and node not in [made.func, *annotations])
+                or any(node in self._binding(n) for a in self._imported if node is not a for n in (a.asname or a.name,))
+                or (_called(node) in _TRAINERS and not any(v is made or _name(v) == variable for v in _given(node)))
+                # The configuration may be changed there, or by an attribute of something that holds it.
+                or (name == variable and not is_attribute and _is_read(node) and node not in given + read)
+                or (is_attribute and not _is_read(node) and is_learned(find_foreign_name(name, _SECTIONS)))
+                or (name in _SETTERS and name != variable)
+            ):
                 self._refuse(node)
-        return attributes
+        return made
+
+    def arguments(self, made: ast.Call) -> dict[str, ast.expr]:
+        """The arguments of the calls in defaults.yaml."""
+        arguments: dict[str, ast.expr] = {}
+        for function, positional in defaults("calls").items():
+            calls = [node for node in self._nodes if _called(node) == function]
+            # Which of several datasets it trains on is not known.
+            for call in calls if function != "load_dataset" or len(calls) == 1 else ():
+                keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
+                is_open = "None" in keywords or ast.Starred in map(type, call.args) or (call is made and call.args[1:])
+                if call is not calls[0] or is_open:
+                    self._refuse(call)
+                arguments |= dict(zip(positional, call.args, strict=False)) | keywords
+                arguments |= {"peft_config": ast.Constant(True)} if function in ("LoraConfig", "get_peft_model") else {}
+        return {name: value for name, value in arguments.items() if name not in ("args", "processing_class")}
 
 
-def _is_learned(attribute: str) -> bool:
-    """Whether it is a setting of TRL that may change what is learned."""
-    entry = find_foreign_name(attribute, ("script", *CONFIG_SECTIONS[:-1]))
-    return attribute == "args" or (entry is not None and not is_not_learned(entry))
+def _is_read(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Load)
 
 
-def _targets(statement: Any) -> list[Any]:
-    """What an assignment sets; empty if the statement is none."""
-    if isinstance(statement, ast.Assign):
-        return statement.targets
-    return [statement.target] if isinstance(statement, ast.AugAssign | ast.AnnAssign) and statement.value else []
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def _name(node: Any) -> str:
@@ -246,7 +197,7 @@ def _leave_unread(result: Translation, unread: Mapping[str, str], sections: Sequ
         entry = find_foreign_name(name, sections)
         # If TRL has a default for this name, that has set the option.
         is_set = entry and entry.same and entry.ours[0] in result.options and name not in defaults(result.section)
-        if name not in result.given and entry and entry.ours and not (is_set or is_not_learned(entry)):
+        if name not in result.given and is_learned(entry) and not is_set:
             raise ValueError(f"{name} is `{expression}`, which is no literal; give its value as a flag after the file")
         if name not in result.given and not is_set:
             in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
