@@ -31,25 +31,18 @@ def _expansion(inner: str, _: int = 0) -> str:
 _FLAGS = re.ASCII | re.DOTALL
 _EXPANSION = reduce(_expansion, range(3), "(?!)")
 _WORD = rf"(?:{_pieces(_EXPANSION)})+"
-_PIECE, _PIECE_IN_QUOTES = (re.compile(p, _FLAGS) for p in (_pieces(_EXPANSION), rf"{_EXPANSION}|{_IN_QUOTES}"))
 # The script's own arguments, and where the output goes: words without effect.
-_VOID = re.compile(rf"\$@|\"\$@\"|[12&]?>>?(?:&[12]|[ \t]*{_WORD})|\|&?[ \t]*tee(?:[ \t]+{_WORD})+", _FLAGS)
-_TOKEN = re.compile(
-    rf"(?:[ \t]|\\\n)+|#[^\n]*|(?P<end>[\n;])|(?P<word>{_VOID.pattern}|{_WORD})|(?P<other>[^\n]+)", _FLAGS
-)
+_VOID = rf"\$@|\"\$@\"|[12&]?>>?(?:&[12]|[ \t]*{_WORD})|\|&?[ \t]*tee(?:[ \t]+{_WORD})+"
+_TOKEN = rf"(?:[ \t]|\\\n)+|#[^\n]*|(?P<end>[\n;])|(?P<word>{_VOID}|{_WORD}|[^\n]+)"
 # Variables that bash sets itself.
 _OF_BASH = r"_|IFS|(?:OLD)?PWD|E?UID|PPID|GROUPS|S?RANDOM|SECONDS|LINENO|HOSTNAME|SHLVL|OPTARG|OPTIND|BASH\w*|EPOCH\w*"
-_ASSIGNMENT = re.compile(rf"(?!(?:{_OF_BASH})=)({_NAME})=(.*)", _FLAGS)
-_HARMLESS = re.compile(
-    rf"set(?: [-+][euxvo]+| pipefail)+|export {_NAME}"
-    r"|(?:echo|cd|mkdir|ulimit|pip3?|nvidia-smi|ray start|ray stop)(?: .*)?",
-    _FLAGS,
+_ASSIGNMENT = re.compile(rf"(?!(?:{_OF_BASH})=)({_NAME})=((?:{_WORD})?)", _FLAGS)
+_HARMLESS = (
+    rf"set(?: [-+][euxvo]+| pipefail)+|export {_NAME}|(?:echo|cd|mkdir|ulimit|pip3?|nvidia-smi|ray st\w+)(?: .*)?"
 )
-_START = re.compile(
-    r"(?:nohup\0|ray\0job\0submit\0(?:.*\0)?--\0)?(?:[^\0]*/)?python[\d.]*\0(?:-[um]\0)*"
-    r"(?:[\w./-]*[./])?main_(?:ppo|ppo_sync|dapo)(?:\.py)?\0",
-    _FLAGS,
-)
+# The words up to the overrides, each with a zero after it.
+_PYTHON = r"(?:ray\0job\0submit\0.*--\0)?[^\0]*python[\d.]*\0(?:-[um]\0)*"
+_START = rf"{_PYTHON}[\w./-]*\bmain_(?:ppo|ppo_sync|dapo)(?:\.py)?\0"
 
 
 def overrides_of_shell(text: str, file: str) -> list[str]:
@@ -59,20 +52,19 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
         ValueError: begins with the name `file`; if it does not start one training, or has more than is read here.
     """
     variables, starts, command = {"HOME": str(Path.home())}, list[list[str]](), list[re.Match[str]]()
-    for token in _TOKEN.finditer(text + "\n"):
+    for token in re.finditer(_TOKEN, text + "\n", _FLAGS):
         if token["word"]:
             command.append(token)
-        if (not command or not token["end"]) and not token["other"]:
-            continue
-        try:
-            if token["other"]:
-                raise LookupError(text[text.rfind("\n", 0, token.start()) + 1 : token.end()].strip())
-            starts += _run([word[0] for word in command], variables)
-        except LookupError as error:
-            line = text.count("\n", 0, token.start() if token["other"] else command[0].start()) + 1
-            remedy = "put `printf '%q '` before the command that starts verl, run it, and give what it prints as a file"
-            raise ValueError(f"{file}, line {line}: `{error}` is more than migrate reads; {remedy}") from None
-        command = []
+        elif token["end"] and command:
+            try:
+                starts += _run([word[0] for word in command], variables)
+            except LookupError as error:
+                line = f"{file}, line {text.count(chr(10), 0, command[0].start()) + 1}"
+                remedy = (
+                    "put `printf '%q '` before the command that starts verl, run it, and give what it prints as a file"
+                )
+                raise ValueError(f"{line}: `{error}` is more than migrate reads; {remedy}") from None
+            command = []
     if len(starts) != 1:
         raise ValueError(f"{file} starts verl.trainer.main_ppo {len(starts)} times; give a script that starts it once")
     return starts[0]
@@ -84,6 +76,8 @@ def _run(words: list[str], variables: dict[str, str]) -> list[list[str]]:
     Raises:
         LookupError: with the part that is not read.
     """
+    if not re.fullmatch(rf"{_VOID}|{_WORD}", words[-1], _FLAGS):
+        raise LookupError(" ".join(words)[-80:])
     is_export = words[0] == "export"
     assigned = [found for word in words if (found := _ASSIGNMENT.fullmatch(word))]
     if len(words) == len(assigned) + is_export:
@@ -92,18 +86,18 @@ def _run(words: list[str], variables: dict[str, str]) -> list[list[str]]:
         for found in assigned:
             variables[found[1]] = _expanded(found[2], before)
         return []
-    if _HARMLESS.fullmatch(" ".join(words)):
+    if re.fullmatch(_HARMLESS, " ".join(words), _FLAGS):
         return []
     # Assignments in front are for the process alone.
-    arguments = [word for word in dropwhile(_ASSIGNMENT.fullmatch, words) if not _VOID.fullmatch(word)]
-    command = "\0".join(value for word in arguments if (value := _expanded(word, variables, is_divided=True))) + "\0"
-    if not (start := _START.match(command)):
-        raise LookupError(" ".join(words))
-    overrides = re.sub(r"(?<=\0)--config-(name|path)[=\0]", r"hydra.config_\1=", command[start.end() - 1 :])
-    for override in (found := overrides.strip("\0").split("\0")):
-        if not re.fullmatch(r"(?s)[+~]{0,2}[\w.@/]+=.*|~[\w.]+", override):
-            raise LookupError(override)
-    return [found]
+    words = [word for word in dropwhile(_ASSIGNMENT.fullmatch, words) if not re.fullmatch(_VOID, word, _FLAGS)]
+    command = "".join(f"{value}\0" for word in words if (value := _expanded(word, variables, is_divided=True)))
+    if not (start := re.match(_START, command, _FLAGS)):
+        raise LookupError(command.replace("\0", " ")[:80].strip())
+    arguments = re.sub(r"(?<=\0)--config-(name|path)[=\0]", r"hydra.config_\1=", command[start.end() - 1 :])
+    overrides = arguments.strip("\0").split("\0")
+    if unread := [word for word in overrides if not re.fullmatch(r"(?s)[+~]{0,2}[\w.@/]+=.*|~[\w.]+", word)]:
+        raise LookupError(unread[0])
+    return [overrides]
 
 
 def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, is_divided: bool = False) -> str:
@@ -113,17 +107,16 @@ def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, 
         LookupError: for a calculation that is not read; if `is_divided`, for a variable that becomes several words.
     """
     parts = list[str]()
-    for found in (_PIECE_IN_QUOTES if in_quotes else _PIECE).finditer(word):
-        piece = found[0]
+    for piece in re.findall(rf"{_EXPANSION}|{_IN_QUOTES}" if in_quotes else _pieces(_EXPANSION), word, _FLAGS):
         if piece[0] == "$":
-            piece = _value(piece, variables, in_quotes)
-            if is_divided and re.search(r"[\s*?]", piece):
+            parts.append(_value(piece, variables, in_quotes))
+            if is_divided and re.search(r"[\s*?]", parts[-1]):
                 raise LookupError(word)
-        elif piece[0] == "\\" and len(piece) > 1:
-            piece = piece[1:].strip("\n")
         elif piece[0] in "'\"" and not in_quotes:
-            piece = piece[1:-1] if piece[0] == "'" else _expanded(piece[1:-1], variables, in_quotes=True)
-        parts.append(piece)
+            parts.append(piece[1:-1] if piece[0] == "'" else _expanded(piece[1:-1], variables, in_quotes=True))
+        else:
+            # A backslash escapes a character, and continues a line.
+            parts.append(piece[1:].strip("\n") if len(piece) > 1 else piece)
     return "".join(parts)
 
 
@@ -135,21 +128,16 @@ def _value(expansion: str, variables: dict[str, str], in_quotes: bool) -> str:
     # Between double quotes, a default has other rules for these characters.
     if has_default and (re.fullmatch(_OF_BASH, name) or (in_quotes and re.search(r"['\\]", default))):
         raise LookupError(expansion)
-    value = variables.get(name, "" if has_default else f"${name}")
-    return value or _expanded(default, variables)
+    return variables.get(name, "" if has_default else f"${name}") or _expanded(default, variables)
 
 
 def _calculated(text: str, variables: dict[str, str]) -> str:
-    def number(found: re.Match[str]) -> str:
-        if not re.fullmatch(r"-?(?:0|[1-9]\d*)", value := variables.get(found[0], "")):
-            raise LookupError(text)
-        return f"({value})"
-
-    numbers = re.sub(rf"(?<![\w$]){_NAME}", number, _expanded(text, variables, in_quotes=True))
-    # Only digits, brackets and operators are left. A shell rounds toward zero, Python down: below zero they differ.
-    if not re.fullmatch(r"[\d\s()+*/%-]+", numbers) or re.search(r"(?s)\*\*|[\d)]\s*\(|-.*[/%]|[/%].*-", numbers):
-        raise LookupError(text)
+    """The value of a calculation, in which a name stands for a number."""
+    numbers = _expanded(text, variables, in_quotes=True)
+    numbers = re.sub(rf"(?<![\w$]){_NAME}", lambda name: f"({variables.get(name[0], '?')})", numbers)
+    # A shell rounds toward zero, Python down: below zero they differ.
+    is_read = not re.search(r"(?s)[^\d\s()+*/%-]|\*\*|[\d)]\s*\(|-.*[/%]|[/%].*-", numbers)
     try:
-        return str(int(eval(numbers.replace("/", "//"))))
+        return str(int(eval(numbers.replace("/", "//") if is_read else "")))
     except (ArithmeticError, SyntaxError, TypeError):
         raise LookupError(text) from None

@@ -84,7 +84,7 @@ class Translation:
         """
         for name, value in list(self.values.items()):
             self.values[name] = value = self._referenced(name, value)
-            entry = find_foreign_name(name, sections)
+            entry, is_default = find_foreign_name(name, sections), name in defaults(self.section)
             # Only verl's names have dots, and only its values may come from a shell script; text may have a $ in it.
             unread = r"[$`]" if "." in name else r"^\S*\$[A-Za-z_{(]\S*$"
             unknown = "only a run decides it" if re.search(unread, str(value)) else ""
@@ -95,9 +95,7 @@ class Translation:
             elif isinstance(options_of_value := entry.values.get(value_key(value)), Mapping):
                 for option, our_value in options_of_value.items():
                     self.set(option, our_value, f"{name}: {value}")
-            elif (unknown and is_learned(entry)) or (
-                name in defaults(self.section) and (unknown or (entry.values and not entry.same))
-            ):
+            elif (unknown and is_learned(entry)) or (is_default and (unknown or (entry.values and not entry.same))):
                 raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
             elif unknown and entry.ours:
                 self.leave(name, f"{unknown}; give its value after the file")

@@ -1,7 +1,7 @@
 """Translates TRL's GRPOConfig and PPOConfig, and reads the scripts that make one.
 
-Read are the literal arguments of the calls in defaults.yaml, also through variables that are assigned once. A script may
-make one configuration and train with it; what may change a setting in another way is refused by its line.
+Read are the literal arguments of the calls in defaults.yaml, also through variables that are assigned once. A script
+makes one configuration and trains with it; what may change a setting in another way is refused by its line.
 """
 
 import ast
@@ -12,22 +12,22 @@ from typing import Any, NoReturn
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, find_foreign_name
 from alpaca_ppo.migrate.translation import Translation, defaults, is_learned
 
-_KINDS, _TRAINERS = ("GRPOConfig", "PPOConfig"), ("GRPOTrainer", "PPOTrainer")
-# What of a configuration may be read anywhere, and names by which a setting may change without an assignment to it.
-_READABLE = ("output_dir", "seed", "push_to_hub", "do_eval", "eval_strategy")
+_KINDS = ("GRPOConfig", "PPOConfig")
 _SECTIONS = ("script", *CONFIG_SECTIONS[:-1])
-_SETTERS = ("args", "__dict__", "setattr", "__setattr__", "vars", "exec", "globals", "locals")
+# What of a configuration may be read anywhere, and what sets an attribute without an assignment to it.
+_READABLE = ("output_dir", "seed", "push_to_hub", "do_eval", "eval_strategy")
+_SETTERS = ("__dict__", "setattr", "__setattr__", "vars", "exec", "globals", "locals")
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     """The arguments that the Python script `text` gives TRL: the values of literals, and the expressions of others.
 
     Raises:
-        ValueError: unless it makes one configuration, which nothing can change.
+        ValueError: unless it makes one configuration, which only its trainer gets.
     """
     script = _Script(text)
-    made = script.configuration()
-    arguments = script.arguments(made)
+    arguments = script.arguments()
+    made = script.configuration(arguments.pop("args", ast.Constant(None)))
     rewards = script.resolve(arguments.pop("reward_funcs", ast.List([])))
     sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
     functions = [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]
@@ -36,116 +36,106 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     # What is not the name of a function is a reward model.
     if models := [source for source in sources if not isinstance(source, ast.Name)]:
         arguments["reward_model_name_or_path"] = ast.List(models)
+    arguments.pop("processing_class", None)
     for name, node in arguments.items():
         value = script.resolve(node)
-        if isinstance(value, ast.Call) and value.args and _called(value) == "from_pretrained":
+        if isinstance(value, ast.Call) and value.args and _name(value.func) == "from_pretrained":
             value = script.resolve(value.args[0])
         try:
             given[name] = ast.literal_eval(value)
         except (ValueError, TypeError):
             unread[name] = ast.unparse(node)
-    if _called(made) == "PPOConfig" and "num_ppo_epochs" not in unread:
+    if made == "PPOConfig" and "num_ppo_epochs" not in unread:
         # Tells PPO's configuration from GRPO's also where it has no other name of its own.
         given.setdefault("num_ppo_epochs", defaults("PPOConfig")["num_ppo_epochs"])
     return given, unread
 
 
 class _Script:
-    """The nodes of a script, in which what it imports from TRL has TRL's names, and the values of its variables."""
+    """The nodes of a script except for the names of arguments, what it imports from TRL, and its variables' values."""
 
     def __init__(self, text: str) -> None:
-        self._lines, self._nodes = text.split("\n"), list[Any](ast.walk(ast.parse(text)))
-        imports = [node for node in self._nodes if isinstance(node, ast.ImportFrom)]
-        self._imported = [alias for node in imports if str(node.module).startswith("trl") for alias in node.names]
-        names = {alias.asname or alias.name: alias.name for alias in self._imported}
-        for node in self._nodes:
-            if isinstance(node, ast.Name):
-                node.id = names.get(node.id, node.id)
-        assigned = [node for node in self._nodes if isinstance(node, ast.Assign | ast.AnnAssign)]
-        targets = [(node, getattr(node, "targets", None) or [node.target]) for node in assigned]
-        self._values = {names[0].id: node.value for node, names in targets if [*map(type, names)] == [ast.Name]}
+        self._lines, nodes = text.split("\n"), list[Any](ast.walk(ast.parse(text)))
+        self._nodes = [node for node in nodes if not isinstance(node, ast.keyword)]
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trl")]
+        self._imported = {alias: alias.asname or alias.name for node in imports for alias in node.names}
+        self._values: dict[str, ast.expr] = {}
+        for node in nodes:
+            match node:
+                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
+                    self._values[name] = value
 
     def _refuse(self, node: Any) -> NoReturn:
         line = f"line {node.lineno}, `{self._lines[node.lineno - 1].strip()}`"
         remedy = "write all settings as literals into one GRPOConfig(...) or PPOConfig(...), or into a YAML file"
         raise ValueError(f"{line}, is more than migrate reads: {remedy}")
 
-    def _binding(self, name: str) -> list[Any]:
-        """The nodes that give `name` a value: variables, imports, functions, classes and parameters."""
-        fields = ("id", "asname", "name", "arg")
-        found = [n for n in self._nodes if not isinstance(n, ast.keyword) and not _is_read(n)]
-        return [n for n in found if name in [getattr(n, field, None) for field in fields]]
+    def _called(self, node: Any) -> str:
+        """TRL's name, or the last part of the name, of the function that is called; empty if `node` is no call."""
+        name = _name(node.func) if isinstance(node, ast.Call) else ""
+        return next((alias.name for alias, local_name in self._imported.items() if local_name == name), name)
+
+    def _mentions(self, name: str) -> list[Any]:
+        """The variables, imports, functions, classes and parameters with this name, in their order."""
+        found = [
+            n for n in self._nodes if name in [getattr(n, field, None) for field in ("id", "asname", "name", "arg")]
+        ]
+        return sorted(found, key=lambda node: node.lineno)
 
     def resolve(self, node: ast.expr) -> ast.expr:
         """The value of a variable that is assigned once, and that nothing else can change; other nodes unchanged."""
-        name = getattr(node, "id", "")
-        value, mentions = self._values.get(name, node), [n for n in self._nodes if getattr(n, "id", "") == name]
+        mentions, value = self._mentions(getattr(node, "id", "")), self._values.get(getattr(node, "id", ""), node)
         is_fixed = isinstance(value, ast.Constant | ast.UnaryOp) or len(mentions) == 2
-        return value if name and is_fixed and len(self._binding(name)) == 1 else node
+        return value if is_fixed and len([n for n in mentions if not _is_read(n)]) == 1 else node
 
-    def configuration(self) -> ast.Call:
-        """The call that makes the one configuration.
-
-        Raises:
-            ValueError: if there is none, or if anything else may be done with it than training.
-        """
-        annotations = [getattr(node, "annotation", None) for node in self._nodes]
-        made = next((node for node in self._nodes if _called(node) in _KINDS), None)
-        if made is None:
-            raise ValueError("the script calls neither GRPOConfig nor PPOConfig; write its settings into a YAML file")
-        variable = next((name for name, value in self._values.items() if value is made), "-")
-        given = [value for n in self._nodes if _called(n) in (*_TRAINERS, "print") for value in _given(n)]
-        read = [n.value for n in self._nodes if isinstance(n, ast.Attribute) and n.attr in _READABLE]
-        is_imported = _called(made) in [alias.name for alias in self._imported] or ast.unparse(made)[:4] == "trl."
-        if not is_imported or not (made in given or len(self._binding(variable)) == 1):
-            self._refuse(made)
-        for node in self._nodes:
-            name, is_attribute = _name(node), isinstance(node, ast.Attribute)
-            if (
-                # Another configuration or class, or a trainer of another one.
-                (name in _KINDS and node not in [made.func, *annotations])
-                or any(node in self._binding(n) for a in self._imported if node is not a for n in (a.asname or a.name,))
-                or (_called(node) in _TRAINERS and not any(v is made or _name(v) == variable for v in _given(node)))
-                # The configuration may be changed there, or by an attribute of something that holds it.
-                or (name == variable and not is_attribute and _is_read(node) and node not in given + read)
-                or (is_attribute and not _is_read(node) and is_learned(find_foreign_name(name, _SECTIONS)))
-                or (name in _SETTERS and name != variable)
-            ):
-                self._refuse(node)
-        return made
-
-    def arguments(self, made: ast.Call) -> dict[str, ast.expr]:
+    def arguments(self) -> dict[str, ast.expr]:
         """The arguments of the calls in defaults.yaml."""
         arguments: dict[str, ast.expr] = {}
         for function, positional in defaults("calls").items():
-            calls = [node for node in self._nodes if _called(node) == function]
+            calls = [node for node in self._nodes if self._called(node) == function]
             # Which of several datasets it trains on is not known.
             for call in calls if function != "load_dataset" or len(calls) == 1 else ():
                 keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
-                is_open = "None" in keywords or ast.Starred in map(type, call.args) or (call is made and call.args[1:])
-                if call is not calls[0] or is_open:
+                is_starred = "None" in keywords or ast.Starred in map(type, call.args)
+                if call is not calls[0] or is_starred or (function in _KINDS and call.args[1:]):
                     self._refuse(call)
                 arguments |= dict(zip(positional, call.args, strict=False)) | keywords
-                arguments |= {"peft_config": ast.Constant(True)} if function in ("LoraConfig", "get_peft_model") else {}
-        return {name: value for name, value in arguments.items() if name not in ("args", "processing_class")}
+                if function in ("LoraConfig", "get_peft_model"):
+                    arguments["peft_config"] = ast.Constant(True)
+        return arguments
+
+    def configuration(self, trained: Any) -> str:
+        """The class of the configuration that the trainer gets as `trained`, by its variable or directly.
+
+        Raises:
+            ValueError: if it is not TRL's, or something may change it.
+        """
+        variable, nodes = getattr(trained, "id", ""), self._nodes
+        made: Any = self._values.get(variable, trained)
+        is_of_trl = self._called(made) in [alias.name for alias in self._imported] or ast.unparse(made)[:4] == "trl."
+        if self._called(made) not in _KINDS or not is_of_trl:
+            raise ValueError("no trainer of TRL gets a GRPOConfig or PPOConfig that is made here; write a YAML file")
+        read = [n.value for n in nodes if isinstance(n, ast.FormattedValue) or getattr(n, "attr", "") in _READABLE]
+        read += [value for n in nodes if self._called(n) == "print" for value in n.args]
+        # Besides its assignment. The class may have been replaced as well.
+        refused = [n for n in self._mentions(variable) if n not in [trained, *read]][1:]
+        refused += [n for n in self._mentions(_name(made.func)) if not (_is_read(n) or n in self._imported)]
+        # An attribute, whatever it belongs to: the configuration and the trainer may have other names.
+        refused += [n for n in nodes if _name(n) in _SETTERS or getattr(n, "attr", "") == "args"]
+        attributes = [n for n in nodes if isinstance(n, ast.Attribute) and not _is_read(n)]
+        refused += [n for n in attributes if is_learned(find_foreign_name(n.attr, _SECTIONS))]
+        for node in refused:
+            self._refuse(node)
+        return self._called(made)
 
 
 def _is_read(node: ast.AST) -> bool:
     return isinstance(getattr(node, "ctx", None), ast.Load)
 
 
-def _given(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
-
-
 def _name(node: Any) -> str:
     """The last part of a name; empty if `node` is none."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def _called(node: Any) -> str:
-    """The last part of the name of the function that is called; empty if `node` is no call."""
-    return _name(node.func) if isinstance(node, ast.Call) else ""
 
 
 def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, str], processes: int) -> Translation:
