@@ -6,31 +6,23 @@ words of that command are, and these are read.
 """
 
 import re
-from functools import reduce
 from itertools import dropwhile
 from pathlib import Path
 
 OVERRIDE = r"[+~]{0,2}\w+\.[\w.]+=.*"
 _NAME = r"[A-Za-z_]\w*"
+_FLAGS = re.ASCII | re.DOTALL
 # Between double quotes. A `$` that is quoted is read before a bracket only, where it begins one of verl's references.
 _IN_QUOTES = r"\\(?:[`\"\\\n]|\$(?!\w))|\\(?![`\"\\\n$])|[^$`\"\\]"
-
-
-def _pieces(expansion: str) -> str:
-    """The pieces of a word: quotes, an escaped character, an expansion, or a character without a meaning."""
-    single, double = r"'(?:[^'$]|\$(?!\w))*'", rf"\"(?:{_IN_QUOTES}|{expansion})*\""
-    return rf"{single}|{double}|\\\$\{{[\w.]+\}}|\\(?!\$\w).|{expansion}|(?<=[^\s=:])~|[^\s'\"\\$`|&;<>(){{}}*?~]"
-
-
-def _expansion(inner: str, _: int = 0) -> str:
-    """`$NAME`, `${NAME:-default}` and `$((calculation))`, with `inner` expansions."""
-    calculation = rf"\(\((?:[\w\s()*/%]|\+(?!\+)|-(?!-)|{inner})*\)\)"
-    return rf"\$(?:{_NAME}(?!\w|\\\n)|\d|\{{\w+(?::-(?:{_pieces(inner)})*)?\}}|{calculation})"
-
-
-_FLAGS = re.ASCII | re.DOTALL
-_EXPANSION = reduce(_expansion, range(3), "(?!)")
-_WORD = rf"(?:{_pieces(_EXPANSION)})+"
+# What `$` begins, and the pieces of a word: this, quotes, escaped characters, and characters without a meaning. Each may
+# be within the other, here three deep.
+_EXPANSION = _PIECE = "(?!)"
+for _ in range(3):
+    _CALCULATION = rf"\(\((?:[\w\s()*/%]|\+(?!\+)|-(?!-)|{_EXPANSION})*\)\)"
+    _EXPANSION = rf"\$(?:{_NAME}(?!\w|\\\n)|\d|\{{\w+(?::-(?:{_PIECE})*)?\}}|{_CALCULATION})"
+    _QUOTED = rf"'(?:[^'$]|\$(?!\w))*'|\"(?:{_EXPANSION}|{_IN_QUOTES})*\"|\\\$\{{[\w.]+\}}|\\(?!\$\w)."
+    _PIECE = rf"{_EXPANSION}|{_QUOTED}|(?<=[^\s=:])~|[^\s'\"\\$`|&;<>(){{}}*?~]"
+_WORD = rf"(?:{_PIECE})+"
 # The script's own arguments, and where the output goes: words without effect.
 _VOID = rf"\$@|\"\$@\"|[12&]?>>?(?:&[12]|[ \t]*{_WORD})|\|&?[ \t]*tee(?:[ \t]+{_WORD})+"
 _TOKEN = rf"(?:[ \t]|\\\n)+|#[^\n]*|(?P<end>[\n;])|(?P<word>{_VOID}|{_WORD}|[^\n]+)"
@@ -78,13 +70,10 @@ def _run(words: list[str], variables: dict[str, str]) -> list[list[str]]:
     """
     if not re.fullmatch(rf"{_VOID}|{_WORD}", words[-1], _FLAGS):
         raise LookupError(" ".join(words)[-80:])
-    is_export = words[0] == "export"
+    # `export` assigns after all its words are expanded; of more than one assignment without it, each would see the last.
     assigned = [found for word in words if (found := _ASSIGNMENT.fullmatch(word))]
-    if len(words) == len(assigned) + is_export:
-        # `export` assigns after all its words are expanded.
-        before = dict(variables) if is_export else variables
-        for found in assigned:
-            variables[found[1]] = _expanded(found[2], before)
+    if len(words) == 1 == len(assigned) or (words[0] == "export" and len(words) == 1 + len(assigned)):
+        variables.update([(found[1], _expanded(found[2], variables)) for found in assigned])
         return []
     if re.fullmatch(_HARMLESS, " ".join(words), _FLAGS):
         return []
@@ -107,7 +96,7 @@ def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, 
         LookupError: for a calculation that is not read; if `is_divided`, for a variable that becomes several words.
     """
     parts = list[str]()
-    for piece in re.findall(rf"{_EXPANSION}|{_IN_QUOTES}" if in_quotes else _pieces(_EXPANSION), word, _FLAGS):
+    for piece in re.findall(rf"{_EXPANSION}|{_IN_QUOTES}" if in_quotes else _PIECE, word, _FLAGS):
         if piece[0] == "$":
             parts.append(_value(piece, variables, in_quotes))
             if is_divided and re.search(r"[\s*?]", parts[-1]):

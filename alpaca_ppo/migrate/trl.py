@@ -14,9 +14,7 @@ from alpaca_ppo.migrate.translation import Translation, defaults, is_learned
 
 _KINDS = ("GRPOConfig", "PPOConfig")
 _SECTIONS = ("script", *CONFIG_SECTIONS[:-1])
-# What of a configuration may be read anywhere, and what sets an attribute without an assignment to it.
-_READABLE = ("output_dir", "seed", "push_to_hub", "do_eval", "eval_strategy")
-_SETTERS = ("__dict__", "setattr", "__setattr__", "vars", "exec", "globals", "locals")
+_REMEDY = "write all settings as literals into one GRPOConfig(...) or PPOConfig(...), or into a YAML file"
 
 
 def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
@@ -66,9 +64,8 @@ class _Script:
                     self._values[name] = value
 
     def _refuse(self, node: Any) -> NoReturn:
-        line = f"line {node.lineno}, `{self._lines[node.lineno - 1].strip()}`"
-        remedy = "write all settings as literals into one GRPOConfig(...) or PPOConfig(...), or into a YAML file"
-        raise ValueError(f"{line}, is more than migrate reads: {remedy}")
+        line = self._lines[node.lineno - 1].strip()
+        raise ValueError(f"line {node.lineno}, `{line}`, is more than migrate reads: {_REMEDY}")
 
     def _called(self, node: Any) -> str:
         """TRL's name, or the last part of the name, of the function that is called; empty if `node` is no call."""
@@ -76,11 +73,9 @@ class _Script:
         return next((alias.name for alias, local_name in self._imported.items() if local_name == name), name)
 
     def _mentions(self, name: str) -> list[Any]:
-        """The variables, imports, functions, classes and parameters with this name, in their order."""
-        found = [
-            n for n in self._nodes if name in [getattr(n, field, None) for field in ("id", "asname", "name", "arg")]
-        ]
-        return sorted(found, key=lambda node: node.lineno)
+        """The variables, imports, functions, classes and parameters with this name."""
+        fields = ("id", "asname", "name", "arg")
+        return [node for node in self._nodes if name in [getattr(node, field, None) for field in fields]]
 
     def resolve(self, node: ast.expr) -> ast.expr:
         """The value of a variable that is assigned once, and that nothing else can change; other nodes unchanged."""
@@ -90,14 +85,14 @@ class _Script:
 
     def arguments(self) -> dict[str, ast.expr]:
         """The arguments of the calls in defaults.yaml."""
-        arguments: dict[str, ast.expr] = {}
+        arguments: dict[Any, ast.expr] = {}
         for function, positional in defaults("calls").items():
             calls = [node for node in self._nodes if self._called(node) == function]
             # Which of several datasets it trains on is not known.
             for call in calls if function != "load_dataset" or len(calls) == 1 else ():
-                keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
-                is_starred = "None" in keywords or ast.Starred in map(type, call.args)
-                if call is not calls[0] or is_starred or (function in _KINDS and call.args[1:]):
+                keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+                is_open = None in keywords or ast.Starred in map(type, call.args)
+                if call is not calls[0] or is_open or (function in _KINDS and call.args[1:]):
                     self._refuse(call)
                 arguments |= dict(zip(positional, call.args, strict=False)) | keywords
                 if function in ("LoraConfig", "get_peft_model"):
@@ -110,18 +105,18 @@ class _Script:
         Raises:
             ValueError: if it is not TRL's, or something may change it.
         """
-        variable, nodes = getattr(trained, "id", ""), self._nodes
+        variable, nodes, names = getattr(trained, "id", ""), self._nodes, defaults("names")
         made: Any = self._values.get(variable, trained)
         is_of_trl = self._called(made) in [alias.name for alias in self._imported] or ast.unparse(made)[:4] == "trl."
         if self._called(made) not in _KINDS or not is_of_trl:
             raise ValueError("no trainer of TRL gets a GRPOConfig or PPOConfig that is made here; write a YAML file")
-        read = [n.value for n in nodes if isinstance(n, ast.FormattedValue) or getattr(n, "attr", "") in _READABLE]
+        read = [n.value for n in nodes if isinstance(n, ast.FormattedValue) or _name(n) in names["readable"]]
         read += [value for n in nodes if self._called(n) == "print" for value in n.args]
         # Besides its assignment. The class may have been replaced as well.
         refused = [n for n in self._mentions(variable) if n not in [trained, *read]][1:]
         refused += [n for n in self._mentions(_name(made.func)) if not (_is_read(n) or n in self._imported)]
         # An attribute, whatever it belongs to: the configuration and the trainer may have other names.
-        refused += [n for n in nodes if _name(n) in _SETTERS or getattr(n, "attr", "") == "args"]
+        refused += [n for n in nodes if _name(n) in names["setters"] or getattr(n, "attr", "") == "args"]
         attributes = [n for n in nodes if isinstance(n, ast.Attribute) and not _is_read(n)]
         refused += [n for n in attributes if is_learned(find_foreign_name(n.attr, _SECTIONS))]
         for node in refused:
@@ -135,7 +130,7 @@ def _is_read(node: ast.AST) -> bool:
 
 def _name(node: Any) -> str:
     """The last part of a name; empty if `node` is none."""
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, str], processes: int) -> Translation:
