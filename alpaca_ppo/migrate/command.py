@@ -48,11 +48,12 @@ def _check_names(content: Mapping[str, Any], file: str) -> None:
     # Options of this package do not tell TRL's file from one for --config; kl_coef is one.
     if not of_trl or not known - OPTIONS.keys():
         raise ValueError(f"{file} has no name of TRL's GRPO or PPO and no actor_rollout_ref of verl; write it by hand")
+    kind, other_kind = ("PPO", "GRPO") if of_trl & {*names["of PPO"]} else ("GRPO", "PPO")
     for name, value in content.items():
         is_nested = name in known and re.search("_kwargs$|_config$|_mixture$|^deep", name)
-        is_section = isinstance(value, Mapping) and not is_nested
-        if is_section or name in names["of other trainers"]:
-            raise ValueError(f"{file} has {name}, which neither GRPO nor PPO of TRL has so; write it by hand")
+        is_of_other = name in names["of other trainers"] + names[f"of {other_kind}"]
+        if is_of_other or (isinstance(value, Mapping) and not is_nested):
+            raise ValueError(f"{file} has {name}, which {kind} of TRL does not have so; write it by hand")
 
 
 def _read_file(path: Path, file: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -12,12 +12,12 @@ from pathlib import Path
 OVERRIDE = r"[+~]{0,2}\w+\.[\w.]+=.*"
 _NAME = r"[A-Za-z_]\w*"
 _FLAGS = re.ASCII | re.DOTALL
-# Between double quotes. A `$` that is quoted is read before a bracket only, where it begins one of verl's references.
+# Between double quotes. A quoted `$` is read before a bracket only, where it begins one of verl's references.
 _IN_QUOTES = r"\\(?:[`\"\\\n]|\$(?!\w))|\\(?![`\"\\\n$])|[^$`\"\\]"
-# What `$` begins, and the pieces of a word: this, quotes, escaped characters, and characters without a meaning. Each may
-# be within the other, here three deep.
+# What `$` begins, and the pieces of a word: this, quotes, escaped characters, and characters without a meaning. Each
+# may hold the other, here four deep.
 _EXPANSION = _PIECE = "(?!)"
-for _ in range(3):
+for _ in range(4):
     _CALCULATION = rf"\(\((?:[\w\s()*/%]|\+(?!\+)|-(?!-)|{_EXPANSION})*\)\)"
     _EXPANSION = rf"\$(?:{_NAME}(?!\w|\\\n)|\d|\{{\w+(?::-(?:{_PIECE})*)?\}}|{_CALCULATION})"
     _QUOTED = rf"'(?:[^'$]|\$(?!\w))*'|\"(?:{_EXPANSION}|{_IN_QUOTES})*\"|\\\$\{{[\w.]+\}}|\\(?!\$\w)."
@@ -29,9 +29,9 @@ _TOKEN = rf"(?:[ \t]|\\\n)+|#[^\n]*|(?P<end>[\n;])|(?P<word>{_VOID}|{_WORD}|[^\n
 # Variables that bash sets itself.
 _OF_BASH = r"_|IFS|(?:OLD)?PWD|E?UID|PPID|GROUPS|S?RANDOM|SECONDS|LINENO|HOSTNAME|SHLVL|OPTARG|OPTIND|BASH\w*|EPOCH\w*"
 _ASSIGNMENT = re.compile(rf"(?!(?:{_OF_BASH})=)({_NAME})=((?:{_WORD})?)", _FLAGS)
-_HARMLESS = (
-    rf"set(?: [-+][euxvo]+| pipefail)+|export {_NAME}|(?:echo|cd|mkdir|ulimit|pip3?|nvidia-smi|ray st\w+)(?: .*)?"
-)
+_COMMANDS = rf"(?:echo|cd|mkdir|ulimit|pip3?|nvidia-smi|ray st\w+)(?: (?:{_VOID}|{_WORD}))*"
+_HARMLESS = rf"set(?: [-+][euxvo]+| pipefail)+|export {_NAME}|{_COMMANDS}"
+_REMEDY = "put `printf '%q '` before the command that starts verl, run it, and give what it prints as a file"
 # The words up to the overrides, each with a zero after it.
 _PYTHON = r"(?:ray\0job\0submit\0.*--\0)?[^\0]*python[\d.]*\0(?:-[um]\0)*"
 _START = rf"{_PYTHON}[\w./-]*\bmain_(?:ppo|ppo_sync|dapo)(?:\.py)?\0"
@@ -48,35 +48,31 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
         if token["word"]:
             command.append(token)
         elif token["end"] and command:
+            words = [word[0] for word in command]
+            assigned = [found for word in words if (found := _ASSIGNMENT.fullmatch(word))]
             try:
-                starts += _run([word[0] for word in command], variables)
+                # `export` assigns after all its words are expanded; without it, each would see those before.
+                if len(words) == 1 == len(assigned) or (words[0] == "export" and len(words) == 1 + len(assigned)):
+                    variables.update([(found[1], _expanded(found[2], variables)) for found in assigned])
+                elif not re.fullmatch(_HARMLESS, " ".join(words), _FLAGS):
+                    starts.append(_overrides(words, variables))
             except LookupError as error:
                 line = f"{file}, line {text.count(chr(10), 0, command[0].start()) + 1}"
-                remedy = (
-                    "put `printf '%q '` before the command that starts verl, run it, and give what it prints as a file"
-                )
-                raise ValueError(f"{line}: `{error}` is more than migrate reads; {remedy}") from None
+                raise ValueError(f"{line}: `{error}` is more than migrate reads; {_REMEDY}") from None
             command = []
     if len(starts) != 1:
         raise ValueError(f"{file} starts verl.trainer.main_ppo {len(starts)} times; give a script that starts it once")
     return starts[0]
 
 
-def _run(words: list[str], variables: dict[str, str]) -> list[list[str]]:
-    """Sets the variables that a command assigns; returns the overrides, if it is one that starts verl.
+def _overrides(words: list[str], variables: dict[str, str]) -> list[str]:
+    """The overrides of a command that starts verl.
 
     Raises:
         LookupError: with the part that is not read.
     """
     if not re.fullmatch(rf"{_VOID}|{_WORD}", words[-1], _FLAGS):
         raise LookupError(" ".join(words)[-80:])
-    # `export` assigns after all its words are expanded; of more than one assignment without it, each would see the last.
-    assigned = [found for word in words if (found := _ASSIGNMENT.fullmatch(word))]
-    if len(words) == 1 == len(assigned) or (words[0] == "export" and len(words) == 1 + len(assigned)):
-        variables.update([(found[1], _expanded(found[2], variables)) for found in assigned])
-        return []
-    if re.fullmatch(_HARMLESS, " ".join(words), _FLAGS):
-        return []
     # Assignments in front are for the process alone.
     words = [word for word in dropwhile(_ASSIGNMENT.fullmatch, words) if not re.fullmatch(_VOID, word, _FLAGS)]
     command = "".join(f"{value}\0" for word in words if (value := _expanded(word, variables, is_divided=True)))
@@ -86,7 +82,7 @@ def _run(words: list[str], variables: dict[str, str]) -> list[list[str]]:
     overrides = arguments.strip("\0").split("\0")
     if unread := [word for word in overrides if not re.fullmatch(r"(?s)[+~]{0,2}[\w.@/]+=.*|~[\w.]+", word)]:
         raise LookupError(unread[0])
-    return [overrides]
+    return overrides
 
 
 def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, is_divided: bool = False) -> str:
@@ -111,22 +107,18 @@ def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, 
 
 def _value(expansion: str, variables: dict[str, str], in_quotes: bool) -> str:
     """The value of `$NAME`, `${NAME:-default}` or `$((calculation))`."""
-    if expansion.startswith("$(("):
-        return _calculated(expansion[3:-2], variables)
-    name, has_default, default = re.sub(r"^\$\{?|\}$", "", expansion).partition(":-")
-    # Between double quotes, a default has other rules for these characters.
-    if has_default and (re.fullmatch(_OF_BASH, name) or (in_quotes and re.search(r"['\\]", default))):
-        raise LookupError(expansion)
-    return variables.get(name, "" if has_default else f"${name}") or _expanded(default, variables)
-
-
-def _calculated(text: str, variables: dict[str, str]) -> str:
-    """The value of a calculation, in which a name stands for a number."""
-    numbers = _expanded(text, variables, in_quotes=True)
-    numbers = re.sub(rf"(?<![\w$]){_NAME}", lambda name: f"({variables.get(name[0], '?')})", numbers)
+    if not expansion.startswith("$(("):
+        name, has_default, default = re.sub(r"^\$\{?|\}$", "", expansion).partition(":-")
+        # Between double quotes, a default has other rules for these characters.
+        if has_default and (re.fullmatch(_OF_BASH, name) or (in_quotes and re.search(r"['\\]", default))):
+            raise LookupError(expansion)
+        return variables.get(name, "" if has_default else f"${name}") or _expanded(default, variables)
+    text = _expanded(expansion[3:-2], variables, in_quotes=True)
+    # A name stands for a number.
+    text = re.sub(rf"(?<![\w$]){_NAME}", lambda name: f"({variables.get(name[0], '?')})", text)
     # A shell rounds toward zero, Python down: below zero they differ.
-    is_read = not re.search(r"(?s)[^\d\s()+*/%-]|\*\*|[\d)]\s*\(|-.*[/%]|[/%].*-", numbers)
+    is_read = not re.search(r"(?s)[^\d\s()+*/%-]|\*\*|[\d)]\s*\(|-.*[/%]|[/%].*-", text)
     try:
-        return str(int(eval(numbers.replace("/", "//") if is_read else "")))
+        return str(int(eval(text.replace("/", "//") if is_read else "")))
     except (ArithmeticError, SyntaxError, TypeError):
-        raise LookupError(text) from None
+        raise LookupError(expansion) from None

@@ -158,9 +158,7 @@ class Translation:
 
     def as_yaml(self) -> str:
         """The options as a file for `--config`, with what was not taken in a comment."""
-        lines = [f"# Translated from {self.source}."]
-        if self.not_taken:
-            lines += ["#", "# Not taken:"]
+        lines = [f"# Translated from {self.source}.", *(["#", "# Not taken:"] if self.not_taken else ())]
         for reason, names in self.not_taken.items():
             note = f"{', '.join(names)}: {reason}"
             lines += textwrap.wrap(note, 118, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False)

@@ -6,14 +6,13 @@ makes one configuration and trains with it; what may change a setting in another
 
 import ast
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, find_foreign_name
 from alpaca_ppo.migrate.translation import Translation, defaults, is_learned
 
-_KINDS = ("GRPOConfig", "PPOConfig")
-_SECTIONS = ("script", *CONFIG_SECTIONS[:-1])
+_KINDS, _SECTIONS = ("GRPOConfig", "PPOConfig"), ("script", *CONFIG_SECTIONS[:-1])
 _REMEDY = "write all settings as literals into one GRPOConfig(...) or PPOConfig(...), or into a YAML file"
 
 
@@ -29,8 +28,7 @@ def read_script(text: str) -> tuple[dict[str, object], dict[str, str]]:
     rewards = script.resolve(arguments.pop("reward_funcs", ast.List([])))
     sources = rewards.elts if isinstance(rewards, ast.List) else [rewards]
     functions = [f"rewards.py:{source.id}" for source in sources if isinstance(source, ast.Name)]
-    given: dict[str, object] = {"reward_funcs": functions} if functions else {}
-    unread: dict[str, str] = {}
+    given, unread = dict[str, object]({"reward_funcs": functions} if functions else {}), dict[str, str]()
     # What is not the name of a function is a reward model.
     if models := [source for source in sources if not isinstance(source, ast.Name)]:
         arguments["reward_model_name_or_path"] = ast.List(models)
@@ -55,6 +53,7 @@ class _Script:
     def __init__(self, text: str) -> None:
         self._lines, nodes = text.split("\n"), list[Any](ast.walk(ast.parse(text)))
         self._nodes = [node for node in nodes if not isinstance(node, ast.keyword)]
+        self._read = {node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)}
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trl")]
         self._imported = {alias: alias.asname or alias.name for node in imports for alias in node.names}
         self._values: dict[str, ast.expr] = {}
@@ -81,7 +80,7 @@ class _Script:
         """The value of a variable that is assigned once, and that nothing else can change; other nodes unchanged."""
         mentions, value = self._mentions(getattr(node, "id", "")), self._values.get(getattr(node, "id", ""), node)
         is_fixed = isinstance(value, ast.Constant | ast.UnaryOp) or len(mentions) == 2
-        return value if is_fixed and len([n for n in mentions if not _is_read(n)]) == 1 else node
+        return value if is_fixed and len([n for n in mentions if n not in self._read]) == 1 else node
 
     def arguments(self) -> dict[str, ast.expr]:
         """The arguments of the calls in defaults.yaml."""
@@ -114,18 +113,14 @@ class _Script:
         read += [value for n in nodes if self._called(n) == "print" for value in n.args]
         # Besides its assignment. The class may have been replaced as well.
         refused = [n for n in self._mentions(variable) if n not in [trained, *read]][1:]
-        refused += [n for n in self._mentions(_name(made.func)) if not (_is_read(n) or n in self._imported)]
+        refused += [n for n in self._mentions(_name(made.func)) if n not in self._read and n not in self._imported]
         # An attribute, whatever it belongs to: the configuration and the trainer may have other names.
         refused += [n for n in nodes if _name(n) in names["setters"] or getattr(n, "attr", "") == "args"]
-        attributes = [n for n in nodes if isinstance(n, ast.Attribute) and not _is_read(n)]
+        attributes = [n for n in nodes if isinstance(n, ast.Attribute) and n not in self._read]
         refused += [n for n in attributes if is_learned(find_foreign_name(n.attr, _SECTIONS))]
         for node in refused:
             self._refuse(node)
         return self._called(made)
-
-
-def _is_read(node: ast.AST) -> bool:
-    return isinstance(getattr(node, "ctx", None), ast.Load)
 
 
 def _name(node: Any) -> str:
@@ -141,13 +136,25 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         given: TRL's names with their values, from the file and from flags.
         unread: of the script's arguments that are no literals, the expressions by name.
         processes: of the TRL run; 0 = `num_processes` in `given`, or 1.
+
+    Raises:
+        ValueError: for one of `unread` without a flag that may change what is learned.
     """
     kind = "PPOConfig" if {*defaults("names")["of PPO"]} & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)
     values, options = result.values, result.options
     sections = ["script", *(section for section in CONFIG_SECTIONS if section == kind or section not in _KINDS)]
     result.take(sections)
-    _leave_unread(result, unread, sections)
+    for name, expression in unread.items():
+        entry = find_foreign_name(name, sections)
+        # If TRL has a default for this name, that has set the option.
+        is_set = entry and entry.same and entry.ours[0] in options and name not in defaults(kind)
+        if name not in result.given and not is_set and is_learned(entry):
+            raise ValueError(f"{name} is `{expression}`, which is no literal; give its value as a flag after the file")
+        if name not in result.given and not is_set:
+            in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
+            remedy = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
+            result.leave(name, f"`{expression}` is no literal; {remedy}")
     is_grpo = kind == "GRPOConfig"
     updates = (_grpo if is_grpo else _ppo)(result, processes or result.count("num_processes"))
     # A step of TRL is an optimizer step in GRPOTrainer, but a rollout in PPOTrainer, where it counts warm-up so too.
@@ -157,7 +164,16 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         result.set("max_steps", rollouts, f"{values['max_steps']} / {updates} of a rollout")
     elif not options.get("total_episodes"):
         result.set("total_epochs", math.ceil(values["num_train_epochs"]), "num_train_epochs")
-    _set_intervals(result, steps_per_rollout=steps_per_rollout)
+    # The rollouts between two logs, checkpoints or evaluations.
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        strategy = values.get(name.replace("_steps", "_strategy"), "steps")
+        interval = values.get(name) or values["logging_steps"]
+        if strategy == "no":
+            result.set(name, 0)
+        elif strategy != "steps" or interval < 1:
+            result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
+        else:
+            result.set(name, max(1, round(interval / steps_per_rollout)), f"rollouts: {interval} / {steps_per_rollout}")
     if (warmup := values.get("warmup_steps") or 0) >= 1:
         result.set("warmup_steps", int(warmup * updates_per_step), f"{warmup} * {updates_per_step} optimizer steps")
     if not values.get("push_to_hub"):
@@ -170,37 +186,6 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
             module, _, name = function.rpartition(".")
             options["reward_funcs"][i] = f"{module or 'rewards.py'}:{name}"
     return result
-
-
-def _leave_unread(result: Translation, unread: Mapping[str, str], sections: Sequence[str]) -> None:
-    """Lists the names in `unread` as not taken, unless a flag or another name sets the option.
-
-    Raises:
-        ValueError: for one without a flag that may change what is learned.
-    """
-    for name, expression in unread.items():
-        entry = find_foreign_name(name, sections)
-        # If TRL has a default for this name, that has set the option.
-        is_set = entry and entry.same and entry.ours[0] in result.options and name not in defaults(result.section)
-        if name not in result.given and is_learned(entry) and not is_set:
-            raise ValueError(f"{name} is `{expression}`, which is no literal; give its value as a flag after the file")
-        if name not in result.given and not is_set:
-            in_trainer = find_foreign_name(name, TRAINER_SECTIONS)
-            remedy = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
-            result.leave(name, f"`{expression}` is no literal; {remedy}")
-
-
-def _set_intervals(result: Translation, *, steps_per_rollout: int) -> None:
-    """Sets the rollouts between two logs, checkpoints or evaluations."""
-    for name in ("logging_steps", "save_steps", "eval_steps"):
-        strategy = result.values.get(name.replace("_steps", "_strategy"), "steps")
-        interval = result.values.get(name) or result.values["logging_steps"]
-        if strategy == "no":
-            result.set(name, 0)
-        elif strategy != "steps" or interval < 1:
-            result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
-        else:
-            result.set(name, max(1, round(interval / steps_per_rollout)), f"rollouts: {interval} / {steps_per_rollout}")
 
 
 def _grpo(result: Translation, processes: int) -> int:
