@@ -24,7 +24,7 @@ for _ in range(4):
     _PIECE = rf"{_EXPANSION}|{_QUOTED}|(?<=[^\s=:])~|[^\s'\"\\$`|&;<>(){{}}*?~]"
 _WORD = rf"(?:{_PIECE})+"
 # The script's own arguments, and where the output goes: words without effect.
-_VOID = rf"\$@|\"\$@\"|[12&]?>>?(?:&[12]|[ \t]*{_WORD})|\|&?[ \t]*tee(?:[ \t]+{_WORD})+"
+_VOID = rf"\$@|\"\$@\"|[12&]?>>?(?:&[12]|[ \t]*(?!#){_WORD})|\|&?[ \t]*tee(?:[ \t]+(?!#){_WORD})+"
 _TOKEN = rf"(?:[ \t]|\\\n)+|#[^\n]*|(?P<end>[\n;])|(?P<word>{_VOID}|{_WORD}|[^\n]+)"
 # Variables that bash sets itself.
 _OF_BASH = r"_|IFS|(?:OLD)?PWD|E?UID|PPID|GROUPS|S?RANDOM|SECONDS|LINENO|HOSTNAME|SHLVL|OPTARG|OPTIND|BASH\w*|EPOCH\w*"
@@ -74,10 +74,10 @@ def _overrides(words: list[str], variables: dict[str, str]) -> list[str]:
     if not re.fullmatch(rf"{_VOID}|{_WORD}", words[-1], _FLAGS):
         raise LookupError(" ".join(words)[-80:])
     # Assignments in front are for the process alone.
-    words = [word for word in dropwhile(_ASSIGNMENT.fullmatch, words) if not re.fullmatch(_VOID, word, _FLAGS)]
-    command = "".join(f"{value}\0" for word in words if (value := _expanded(word, variables, is_divided=True)))
+    given = [word for word in dropwhile(_ASSIGNMENT.fullmatch, words) if not re.fullmatch(_VOID, word, _FLAGS)]
+    command = "".join(f"{value}\0" for word in given if (value := _expanded(word, variables, is_divided=True)))
     if not (start := re.match(_START, command, _FLAGS)):
-        raise LookupError(command.replace("\0", " ")[:80].strip())
+        raise LookupError(" ".join(words)[:80])
     arguments = re.sub(r"(?<=\0)--config-(name|path)[=\0]", r"hydra.config_\1=", command[start.end() - 1 :])
     overrides = arguments.strip("\0").split("\0")
     if unread := [word for word in overrides if not re.fullmatch(r"(?s)[+~]{0,2}[\w.@/]+=.*|~[\w.]+", word)]:

@@ -56,7 +56,7 @@ class _Script:
         self._read = {node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)}
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trl")]
         self._imported = {alias: alias.asname or alias.name for node in imports for alias in node.names}
-        self._values: dict[str, ast.expr] = {}
+        self._values: dict[str, Any] = {}
         for node in nodes:
             match node:
                 case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
