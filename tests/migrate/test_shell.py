@@ -1,4 +1,4 @@
-"""Shell scripts that start verl: the overrides that a shell would pass, worked out by hand, or the line that is refused."""
+"""Shell scripts that start verl: the overrides that a shell would pass, worked out by hand, or the refused line."""
 
 import subprocess
 from pathlib import Path

@@ -93,7 +93,6 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
         lora_r=64,
         lora_alpha=64,
         lora_target_modules=None,
-        # Set on the configuration after it was made.
         seed=7,
         learning_rate=2e-6,
         # steps_per_generation 16: 4 * 2 processes * 16 = 128 completions, 128 / 16 = 8 prompts.
@@ -138,39 +137,36 @@ def test_the_literals_of_a_script_are_taken_and_the_rest_is_listed_by_name(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("script", "flag", "expected"),
+    ("made", "flag", "expected"),
     [
         (
             "GRPOConfig(per_device_train_batch_size=a.bs * 2)",
             "--per_device_train_batch_size=16",
             {"step_batch_size": 16},
         ),
-        ("GRPOConfig(max_completion_length=LIMIT * 2)", "--max_completion_length=96", {"response_len": 96}),
         ("GRPOConfig(max_completion_length=2048 * 2)", "--max_completion_length=4096", {"response_len": 4096}),
         ("GRPOConfig(loss_type=a.loss)", "--loss_type=grpo", {"loss_agg_mode": "seq-mean-token-mean"}),
-        ("GRPOConfig(learning_rate=a.lr)", "--learning_rate=2e-6", {"learning_rate": 2e-6}),
         # 64 completions are 8 prompts.
         ("GRPOConfig(generation_batch_size=a.n)", "--generation_batch_size=64", {"rollout_batch_size": 8}),
         ("PPOConfig(response_length=f(), num_ppo_epochs=2)", "--response_length=96", {"response_len": 96}),
         ("PPOConfig(total_episodes=len(d), num_ppo_epochs=2)", "--total_episodes=96", {"total_episodes": 96}),
-        ("c = GRPOConfig(learning_rate=1e-6)\nc.learning_rate *= 2", "--learning_rate=2e-6", {"learning_rate": 2e-6}),
-        (
-            "n = 'linear'\nn = f(n)\nGRPOConfig(lr_scheduler_type=n)",
-            "--lr_scheduler_type=cosine",
-            {"lr_scheduler_type": "cosine"},
-        ),
         ("GRPOConfig(mask_truncated_completions=x)", "--mask_truncated_completions", {"mask_truncated": True}),
-        ("n = 8\ndef f(n):\n  c = GRPOConfig(num_generations=n)", "--num_generations=4", {"num_return_sequences": 4}),
+        # Variables that are assigned twice, or may be.
         ("n = 8\nn *= 2\nGRPOConfig(num_generations=n)", "--num_generations=8", {"num_return_sequences": 8}),
+        ("n = 8\ndef f(n): pass\nGRPOConfig(num_generations=n)", "--num_generations=4", {"num_return_sequences": 4}),
+        ("n = 8\nfrom x import n\nGRPOConfig(num_generations=n)", "--num_generations=4", {"num_return_sequences": 4}),
         (
             "for n in r:\n  pass\nn = 8\nGRPOConfig(num_generations=n)",
             "--num_generations=4",
             {"num_return_sequences": 4},
         ),
+        ("w = [1.0]\nw[0] = 2.0\nGRPOConfig(reward_weights=w)", "--reward_weights=3", {"reward_weights": [3]}),
     ],
 )
-def test_an_amount_that_a_script_computes_is_refused_without_a_flag(script, flag, expected, tmp_path):
-    (tmp_path / "run.py").write_text(script)
+def test_an_amount_that_a_script_computes_is_refused_without_a_flag(made, flag, expected, tmp_path):
+    *before, call = made.split("\n")
+    script = ["from trl import *", f"from trl import {call.split('(')[0]}", *before, f"PPOTrainer({call})"]
+    (tmp_path / "run.py").write_text("\n".join(script).replace("PPOTrainer(G", "GRPOTrainer(args=G"))
     name = flag.removeprefix("--").split("=")[0]
     with pytest.raises(ValueError, match=f"{name} is `.*`, which is no literal; give its value as a flag"):
         translate(str(tmp_path / "run.py"))
@@ -178,7 +174,11 @@ def test_an_amount_that_a_script_computes_is_refused_without_a_flag(script, flag
 
 
 MADE = "from trl import GRPOConfig, GRPOTrainer\nargs = GRPOConfig(beta=0.1)\n"
-PARSED = "script_args, args = HfArgumentParser((ScriptArguments, GRPOConfig)).parse_args_into_dataclasses()\n"
+
+
+def of_script(folder: Path, script: str) -> Translation:
+    (folder / "run.py").write_text(script if re.search(r"Trainer\(|\bT\(", script) else f"{script}\nGRPOTrainer(args=args)\n")
+    return translate(str(folder / "run.py"))
 
 
 @pytest.mark.parametrize(
@@ -186,92 +186,86 @@ PARSED = "script_args, args = HfArgumentParser((ScriptArguments, GRPOConfig)).pa
     [
         ("from trl import GRPOConfig as C, GRPOTrainer as T\nT(args=C(beta=0.2), reward_funcs=f)", 0.2),
         ("import trl\nargs = trl.GRPOConfig(beta=0.2)\ntrl.GRPOTrainer('m', f, args)", 0.2),
-        ("args: GRPOConfig = GRPOConfig(beta=0.1)\nargs.beta = 0.2\nargs.seed = 3", 0.2),
-        ("def f(args: GRPOConfig) -> GRPOConfig: pass\nargs = GRPOConfig(beta=0.2)", 0.2),
-        ("cfg = {'beta': 0.2}\nargs = GRPOConfig('o', **cfg, **{'seed': 3}, **dict(epsilon=0.3))", 0.2),
-        ("b: float = 0.2\nargs = GRPOConfig(beta=b)", 0.2),
-        # Reading it, and settings that are no part of what is learned.
+        ("from trl import GRPOConfig\nb: float = 0.2\nargs: GRPOConfig = GRPOConfig('o', beta=b)", 0.2),
+        # Reading it, and settings of something else.
         (f"{MADE}print(args)\nlog.info(f'{{args}} {{args.seed}}')\nif args.do_eval: set_seed(args.seed)\n", 0.1),
-        (f"{MADE}if x:\n  args.output_dir = 'x'\ntorch.set_default_device('cuda')\nx.replace('a', 'b')", 0.1),
-        # Everything comes from the command line.
-        (f"{PARSED}args.model_init_kwargs = kwargs\nGRPOTrainer(args=args)", 0.3),
-        ("def main(s, args): GRPOTrainer(args=args)\nmain(*TrlParser((S, GRPOConfig)).parse_args_and_config())", 0.3),
+        (f"{MADE}tokenizer.pad_token = x\ntorch.set_default_device('cuda')\nx.replace('a', 'b')\nmodel.eval()", 0.1),
     ],
 )
 def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_path):
-    (tmp_path / "run.py").write_text(script)
-    flags = ["--beta=0.3"] if expected == 0.3 else []
-    some(translate(str(tmp_path / "run.py"), flags).options, kl_loss_coef=expected)
+    some(of_script(tmp_path, script).options, kl_loss_coef=expected)
 
 
 @pytest.mark.parametrize(
     ("script", "line"),
     [
-        # More than one configuration, or another class.
-        (f"{MADE}other = GRPOConfig(beta=0.2)", "other ="),
-        ("def a(): return GRPOConfig(beta=0.1)\nGRPOTrainer(args=a())", "GRPOTrainer"),
-        ("class C(GRPOConfig):\n  beta: float = 0.2\nargs = C()", "class C"),
-        ("from trl import GRPOConfig\nclass GRPOConfig(GRPOConfig): pass\nGRPOConfig()", "class GRPOConfig"),
-        ("from mine import GRPOConfig\nargs = GRPOConfig(beta=0.1)", "from mine"),
-        ("try: from trl import GRPOConfig as C\nexcept E: from b import C\nC(beta=0.1)", "except E: from b"),
-        ("(args := GRPOConfig(beta=0.1)).beta = 0.2", ".args :="),
-        ("C = GRPOConfig\nargs = C(beta=0.1)", "C ="),
-        ("args = partial(GRPOConfig, beta=0.1)()", "args ="),
-        ("args = GRPOConfig.from_dict(x)", "args ="),
-        ("args = [GRPOConfig(beta=0.1)]\nargs[0].beta = 0.2", "args.0"),
-        ("args = GRPOConfig(beta=0.1) if x else other\nGRPOTrainer(args=args)", "GRPOTrainer"),
+        # More than one configuration or trainer, or another class of that name.
+        (f"{MADE}other = GRPOConfig(beta=0.2)", "(args|other) ="),
+        (f"{MADE}GRPOTrainer(args=args)\nGRPOTrainer(args=args, reward_funcs=f)", "GRPOTrainer.args=args, reward"),
+        ("from trl import GRPOConfig\nclass GRPOConfig(GRPOConfig): pass\nargs = GRPOConfig()", "class GRPOConfig"),
+        ("try: from trl import GRPOConfig as C\nexcept E: from b import C\nargs = C(beta=0.1)", "except E: from b"),
         # Arguments that are not known.
-        ("args = GRPOConfig(**vars(a))", "args ="),
-        ("cfg = {'beta': 0.1}\ncfg['beta'] = 0.2\nargs = GRPOConfig(**cfg)", "args ="),
-        ("cfg = dict(beta=0.1)\ncfg.update(x)\nargs = GRPOConfig(**cfg)", "args ="),
-        ("args = GRPOConfig(*x)", "args ="),
+        ("from trl import GRPOConfig\nargs = GRPOConfig(**vars(a))", "args ="),
+        ("from trl import GRPOConfig\ncfg = {'beta': 0.1}\nargs = GRPOConfig(**cfg)", "args ="),
+        ("from trl import GRPOConfig\nargs = GRPOConfig(*x)", "args ="),
         # What may change it later.
-        (f"{MADE}x = 1\nargs.beta = 0.2", "args.beta = 0.2"),
+        (f"{MADE}args.beta = 0.2", "args.beta = 0.2"),
         (f"{MADE}if x:\n  args.beta = 0.2", "args.beta = 0.2"),
         (f"{MADE}args.beta, args.seed = 0.2, 3", "args.beta, args.seed"),
         (f"{MADE}setattr(args, 'beta', 0.2)", "setattr"),
-        (f"{MADE}args = dataclasses.replace(args, beta=0.2)", "args = dataclasses"),
         (f"{MADE}args.__dict__['beta'] = 0.2", "args.__dict__"),
         (f"{MADE}args.set_optimizer(learning_rate=1e-4)", "args.set_optimizer"),
-        (f"{MADE}config = args\nconfig.beta = 0.2", "config.beta"),
+        (f"{MADE}args.reward_weights.append(2)", "args.reward_weights"),
+        (f"{MADE}config = args\nconfig.beta = 0.2", "config"),
         (f"{MADE}tune(args)", "tune"),
-        (f"{MADE}def tune(a): a.beta = 0.2\ntune(args)", "tune"),
         (f"{MADE}for a in [args]: a.beta = 0.2", "for a"),
-        (f"{MADE}t = GRPOTrainer(args=args)\nt.args.beta = 0.2", "t.args.beta"),
-        (f"{MADE}t = GRPOTrainer(args=args)\nt.beta = 0.2", "t.beta"),
-        (f"{MADE}t = GRPOTrainer(args=args)\nsetattr(t, 'beta', 0.2)", "setattr"),
-        (f"{MADE}class T(GRPOTrainer):\n  def f(self):\n    self.args.beta = 0.2", "self.args.beta"),
-        (f"{MADE}t = GRPOTrainer(args=args)\nu = t\nu.beta = 0.2", "u.beta"),
-        (f"{MADE}def f(u): u.beta = 0.2\nt = GRPOTrainer(args=args)\nf(t)", "def f"),
-        (f"{MADE}del args.beta", "del args.beta"),
         (f"{MADE}def f(a=args): a.beta = 0.2", "def f"),
-        (f"{MADE}GRPOTrainer(args=other)", "GRPOTrainer"),
-        (f"{MADE}GRPOTrainer(args=args)\nGRPOTrainer(args=args, reward_funcs=f)", "GRPOTrainer.args=args, reward"),
+        (f"{MADE}def f(args): GRPOTrainer(args=args)\nf(other)", "def f"),
+        (f"{MADE}del args.beta", "del args.beta"),
+        (f"{MADE}t = GRPOTrainer(args=args)\nt.args.beta = 0.2", "t.args.beta"),
+        (f"{MADE}t = GRPOTrainer(args=args)\nt.args = other", "t.args"),
+        (f"{MADE}t = GRPOTrainer(args=args)\nsetattr(t, 'beta', 0.2)", "setattr"),
+        (f"{MADE}t = GRPOTrainer(args=args)\nu = t\nu.beta = 0.2", "u.beta"),
+        (f"{MADE}class T(GRPOTrainer):\n  def f(self):\n    self.args.beta = 0.2", "self.args.beta"),
         (f"{MADE}peft = LoraConfig(r=8)\npeft.r = 4", "peft.r"),
-        (f"{PARSED}args.beta = 0.2", "args.beta"),
-        ("a, = HfArgumentParser([GRPOConfig]).parse_args_into_dataclasses(['--beta', '0.2'])", "a, ="),
-        ("parser = HfArgumentParser(GRPOConfig)\nargs = parser.parse_dict({'beta': 0.2})[0]", "args ="),
-        (
-            "p = TrlParser((S, GRPOConfig))\np.set_defaults(beta=0.2)\ns, args = p.parse_args_and_config()",
-            "p.set_defaults",
-        ),
     ],
 )
 def test_whatever_may_change_a_setting_of_a_script_is_refused_by_its_line(script, line, tmp_path):
-    (tmp_path / "run.py").write_text(script)
-    with pytest.raises(ValueError, match=f"line \\d+, `{line}.*`, may change a setting"):
-        translate(str(tmp_path / "run.py"), ["--beta=0.3"])
+    with pytest.raises(ValueError, match=f"line \\d+, `{line}.*`, is more than migrate reads"):
+        of_script(tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "print(1)",
+        "from mine import GRPOConfig\nargs = GRPOConfig(beta=0.1)",
+        "from trl import GRPOConfig\nclass C(GRPOConfig):\n  beta: float = 0.2\nargs = C()",
+        "from trl import GRPOConfig\ndef a(): return GRPOConfig(beta=0.1)\nGRPOTrainer(args=a())",
+        "from trl import GRPOConfig\nC = GRPOConfig\nargs = C(beta=0.1)",
+        "from trl import GRPOConfig\na = args = GRPOConfig(beta=0.1)",
+        "from trl import GRPOConfig\nargs = GRPOConfig(beta=0.1) if x else other",
+        f"{MADE}args = dataclasses.replace(args, beta=0.2)",
+        f"{MADE}GRPOTrainer(args=other)",
+        f"{MADE}GRPOTrainer('m', f)",
+        f"{MADE}class T(GRPOTrainer): pass\nT(args=args)",
+        "from trl import *\ns, args = HfArgumentParser((S, GRPOConfig)).parse_args_into_dataclasses()",
+    ],
+)
+def test_a_script_in_which_no_trainer_gets_its_configuration_is_refused(script, tmp_path):
+    with pytest.raises(ValueError, match="no trainer of TRL gets a GRPOConfig or PPOConfig that is made here"):
+        of_script(tmp_path, script)
 
 
 @pytest.mark.parametrize("call", ["LoraConfig(r=8, lora_alpha=4)", "get_peft_model(model, r=8, lora_alpha=4)"])
 def test_the_adapters_of_a_script_are_read(call, tmp_path):
-    (tmp_path / "run.py").write_text(f"{MADE}x = {call}\n")
-    some(translate(str(tmp_path / "run.py")).options, use_peft=True, lora_r=8, lora_alpha=4)
+    some(of_script(tmp_path, f"{MADE}x = {call}\n").options, use_peft=True, lora_r=8, lora_alpha=4)
 
 
-def test_trls_ppo_script_from_its_command_line(tmp_path):
+def test_the_command_line_of_trls_ppo_script(tmp_path):
     some(
-        accepted(translate(str(EXAMPLES / "ppo_tldr.py"), PPO_FLAGS), tmp_path),
+        # The script takes everything from its flags.
+        accepted(of_yaml(tmp_path, {"num_ppo_epochs": 4}, *PPO_FLAGS), tmp_path),
         model_name_or_path="cleanrl/sft",
         reward_model_name_or_path=["cleanrl/rm"],
         init_value_with_reward=True,
@@ -476,7 +470,9 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
     ],
 )
 def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
-    result = of_yaml(tmp_path, {"model_name_or_path": "m", "dataset_name": "d", "scale_rewards": True, **given})
+    is_ppo = {"num_mini_batches", "num_ppo_epochs", "reward_model_path"} & set(given)
+    given = given if is_ppo else {"scale_rewards": True, **given}
+    result = of_yaml(tmp_path, {"model_name_or_path": "m", "dataset_name": "d", **given})
     some(accepted(result, tmp_path), **expected)
 
 
@@ -547,7 +543,7 @@ def test_what_other_settings_make_void_is_listed(tmp_path):
 
 def test_a_value_that_only_a_run_decides_is_refused_if_a_default_would_replace_it_and_listed_otherwise(tmp_path):
     script = "python3 -m verl.trainer.main_ppo data.max_prompt_length=$MAX actor_rollout_ref.model.path=$MODEL"
-    (tmp_path / "run.sh").write_text(f"{script} trainer.experiment_name=x_$(date)")
+    (tmp_path / "run.sh").write_text(f"{script} trainer.experiment_name=x_$USER")
     with pytest.raises(ValueError, match="data.max_prompt_length is '\\$MAX': only a run decides it"):
         translate(str(tmp_path / "run.sh"))
     result = translate(str(tmp_path / "run.sh"), ["data.max_prompt_length=300"])
@@ -577,8 +573,8 @@ def test_variables_in_paths_of_trl_are_listed_except_home(tmp_path):
     some(result.options, output_dir=f"{home}/o", dataset_name=f"{home}/d", system_prompt="Pay in $US only")
     some(result.options, model_name_or_path="FILL_IN")
     assert set(listed(result)) == {"run_name", "model_name_or_path"}
-    (tmp_path / "run.py").write_text("GRPOConfig(output_dir='${HOME}/o', num_generations=8)")
-    some(translate(str(tmp_path / "run.py")).options, output_dir=f"{home}/o")
+    script = "from trl import GRPOConfig\nGRPOTrainer(args=GRPOConfig(output_dir='${HOME}/o'))"
+    some(of_script(tmp_path, script).options, output_dir=f"{home}/o")
     with pytest.raises(ValueError, match="learning_rate is '\\$LR': only a run decides it"):
         of_yaml(tmp_path, {"num_generations": 8, "learning_rate": "$LR"})
 
@@ -715,10 +711,13 @@ def test_overrides_of_another_project_are_refused(overrides):
     ("given", "said"),
     [
         ({"kl_coef": 0.05, "response_len": 64, "rollout_batch_size": 8}, "response_len, rollout_batch_size, which are"),
-        ({"num_generations": 8, "model": {"path": "m"}}, "model, which neither"),
-        ({"num_generations": 8, "optim": {"lr": 1e-5}}, "optim, which neither"),
-        ({"num_generations": 8, "rloo_k": 2}, "rloo_k, which neither"),
-        ({"reward_model_path": "m", "max_new_tokens": 64}, "max_new_tokens, which neither"),
+        ({"num_generations": 8, "model": {"path": "m"}}, "model, which GRPO of TRL does not"),
+        ({"num_generations": 8, "optim": {"lr": 1e-5}}, "optim, which GRPO of TRL does not"),
+        ({"num_generations": 8, "rloo_k": 2}, "rloo_k, which GRPO of TRL does not"),
+        # RLOO has names of both.
+        ({"num_generations": 8, "kl_coef": 0.03}, "kl_coef, which GRPO of TRL does not"),
+        ({"num_ppo_epochs": 2, "num_generations": 8}, "num_generations, which PPO of TRL does not"),
+        ({"reward_model_path": "m", "max_new_tokens": 64}, "max_new_tokens, which PPO of TRL does not"),
     ],
 )
 def test_a_file_with_names_of_this_package_or_of_others_is_refused(given, said, tmp_path):
@@ -760,10 +759,10 @@ def test_the_command_prints_what_is_asked_for(capsys):
     ("name", "text", "arguments", "message"),
     [
         ("x.py", "def f(:", [], "x.py is no TRL script"),
-        ("x.py", "print(1)", [], "makes neither a GRPOConfig nor a PPOConfig"),
+        ("x.py", "print(1)", [], "no trainer of TRL gets a GRPOConfig or PPOConfig"),
         ("x.yaml", "- a", [], "x.yaml is no TRL script"),
         ("x.yaml", "a: [", [], "x.yaml is no TRL script"),
-        ("x.sh", "echo 1", [], "has no overrides of verl.trainer.main_ppo"),
+        ("x.sh", "echo 1", [], "x.sh starts verl.trainer.main_ppo 0 times"),
         ("x.yaml", "per_device_train_batch_size: 0\nnum_generations: 8", [], "per_device_train_batch_size is 0"),
         ("x.yaml", "num_generations: 3", [], "num_generations \\(3\\)"),
         ("x.yaml", "actor_rollout_ref.rollout.n: -1", [], "actor_rollout_ref.rollout.n is -1"),

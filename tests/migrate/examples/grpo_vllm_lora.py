@@ -22,7 +22,6 @@ args = parser.parse_args()
 
 dataset = load_dataset("openai/gsm8k", "main", split="train")
 train = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
-common = dict(bf16=True, max_grad_norm=0.2, report_to=["wandb"])
 config = GRPOConfig(
     f"outputs/{args.model}-grpo",
     warmup_ratio=0.1,
@@ -50,9 +49,11 @@ config = GRPOConfig(
     chat_template_kwargs={"enable_thinking": False},
     model_init_kwargs={"dtype": torch.bfloat16, "attn_implementation": "flash_attention_2"},
     use_vllm=True,
-    **common,
+    seed=7,
+    bf16=True,
+    max_grad_norm=0.2,
+    report_to=["wandb"],
 )
-config.seed = 7
 rewards = [correctness, think_format_reward, "my/reward-model"]
 peft_config = LoraConfig(r=64, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
 trainer = GRPOTrainer(args.model, rewards, config, train_dataset=train, peft_config=peft_config, tools=[len])
