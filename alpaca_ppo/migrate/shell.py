@@ -21,7 +21,7 @@ for _ in range(4):
     _CALCULATION = rf"\(\((?:[\w\s()*/%]|\+(?!\+)|-(?!-)|{_EXPANSION})*\)\)"
     _EXPANSION = rf"\$(?:{_NAME}(?!\w|\\\n)|\d|\{{\w+(?::-(?:{_PIECE})*)?\}}|{_CALCULATION})"
     _QUOTED = rf"'(?:[^'$]|\$(?!\w))*'|\"(?:{_EXPANSION}|{_IN_QUOTES})*\"|\\\$\{{[\w.]+\}}|\\(?!\$\w)."
-    _PIECE = rf"{_EXPANSION}|{_QUOTED}|(?<=[^\s=:])~|[^\s'\"\\$`|&;<>(){{}}*?~]"
+    _PIECE = rf"{_EXPANSION}|{_QUOTED}|(?<=[^\s=:-])~|[^\s'\"\\$`|&;<>(){{}}*?~]"
 _WORD = rf"(?:{_PIECE})+"
 # The script's own arguments, and where the output goes: words without effect.
 _VOID = rf"\$@|\"\$@\"|[12&]?>>?(?:&[12]|[ \t]*(?!#){_WORD})|\|&?[ \t]*tee(?:[ \t]+(?!#){_WORD})+"

@@ -89,7 +89,7 @@ def test_overrides_are_those_that_a_shell_would_pass(text, expected):
         # Other expansions.
         *(
             (f"N=a/b\n{RUN} a.n={text}", 2, "")
-            for text in ("${N##*/}", "${N-1}", "${#N}", "${N[0]}", "{1,2}", "a*", "~/a")
+            for text in ("${N##*/}", "${N-1}", "${#N}", "${N[0]}", "{1,2}", "a*", "~/a", "${M:-~/a}")
         ),
         # What may hold several overrides.
         (f"N='1 a.m=2'\n{RUN} a.n=$N", 2, "a.n=.N"),

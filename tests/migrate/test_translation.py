@@ -177,7 +177,9 @@ MADE = "from trl import GRPOConfig, GRPOTrainer\nargs = GRPOConfig(beta=0.1)\n"
 
 
 def of_script(folder: Path, script: str) -> Translation:
-    (folder / "run.py").write_text(script if re.search(r"Trainer\(|\bT\(", script) else f"{script}\nGRPOTrainer(args=args)\n")
+    (folder / "run.py").write_text(
+        script if re.search(r"Trainer\(|\bT\(", script) else f"{script}\nGRPOTrainer(args=args)\n"
+    )
     return translate(str(folder / "run.py"))
 
 
@@ -226,7 +228,10 @@ def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_pa
         (f"{MADE}t = GRPOTrainer(args=args)\nt.args = other", "t.args"),
         (f"{MADE}t = GRPOTrainer(args=args)\nsetattr(t, 'beta', 0.2)", "setattr"),
         (f"{MADE}t = GRPOTrainer(args=args)\nu = t\nu.beta = 0.2", "u.beta"),
-        (f"{MADE}class T(GRPOTrainer):\n  def f(self):\n    self.args.beta = 0.2", "self.args.beta"),
+        (
+            f"{MADE}class T(GRPOTrainer):\n  def f(self):\n    self.args.beta = 0.2\nGRPOTrainer(args=args)",
+            "self.args.beta",
+        ),
         (f"{MADE}peft = LoraConfig(r=8)\npeft.r = 4", "peft.r"),
     ],
 )
