@@ -31,7 +31,7 @@ _OF_BASH = r"_|IFS|(?:OLD)?PWD|E?UID|PPID|GROUPS|S?RANDOM|SECONDS|LINENO|HOSTNAM
 _ASSIGNMENT = re.compile(rf"(?!(?:{_OF_BASH})=)({_NAME})=((?:{_WORD})?)", _FLAGS)
 _COMMANDS = rf"(?:echo|cd|mkdir|ulimit|pip3?|nvidia-smi|ray st\w+)(?: (?:{_VOID}|{_WORD}))*"
 _HARMLESS = rf"set(?: [-+][euxvo]+| pipefail)+|export {_NAME}|{_COMMANDS}"
-_REMEDY = "put `printf '%q '` before the command that starts verl, run it, and give what it prints as a file"
+_REMEDY = "put `printf '%q '` before the command that starts verl, run it, and give what it prints as a .sh file"
 # The words up to the overrides, each with a zero after it.
 _PYTHON = r"(?:ray\0job\0submit\0.*--\0)?[^\0]*python[\d.]*\0(?:-[um]\0)*"
 _START = rf"{_PYTHON}[\w./-]*\bmain_(?:ppo|ppo_sync|dapo)(?:\.py)?\0"
