@@ -59,7 +59,7 @@ class _Script:
         self._values: dict[str, Any] = {}
         for node in nodes:
             match node:
-                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=value):
+                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
                     self._values[name] = value
 
     def _refuse(self, node: Any) -> NoReturn:
@@ -111,9 +111,10 @@ class _Script:
             raise ValueError("no trainer of TRL gets a GRPOConfig or PPOConfig that is made here; write a YAML file")
         read = [n.value for n in nodes if isinstance(n, ast.FormattedValue) or _name(n) in names["readable"]]
         read += [value for n in nodes if self._called(n) == "print" for value in n.args]
-        # Besides its assignment. The class may have been replaced as well.
+        # Besides its assignment. The class may have been replaced, and another module's `*` may be anything.
         refused = [n for n in self._mentions(variable) if n not in [trained, *read]][1:]
-        refused += [n for n in self._mentions(_name(made.func)) if n not in self._read and n not in self._imported]
+        known = self._read | {*self._imported}
+        refused += [n for name in (_name(made.func), "*") for n in self._mentions(name) if n not in known]
         # An attribute, whatever it belongs to: the configuration and the trainer may have other names.
         refused += [n for n in nodes if _name(n) in names["setters"] or getattr(n, "attr", "") == "args"]
         attributes = [n for n in nodes if isinstance(n, ast.Attribute) and n not in self._read]

@@ -224,6 +224,8 @@ def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_pa
         (f"{MADE}def f(a=args): a.beta = 0.2", "def f"),
         (f"{MADE}def f(args): GRPOTrainer(args=args)\nf(other)", "def f"),
         (f"{MADE}del args.beta", "del args.beta"),
+        (f"from consts import *\n{MADE}", "from consts"),
+        (f"{MADE}args: int", "args"),
         (f"{MADE}t = GRPOTrainer(args=args)\nt.args.beta = 0.2", "t.args.beta"),
         (f"{MADE}t = GRPOTrainer(args=args)\nt.args = other", "t.args"),
         (f"{MADE}t = GRPOTrainer(args=args)\nsetattr(t, 'beta', 0.2)", "setattr"),
