@@ -71,7 +71,7 @@ class FakeVLLM:
         self.config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 512, **config}
         self.answer, self.version, self.routes = answer, "0.32.0", list(ROUTES)
         self.loaded, self.weights, self.adapters = "", "default", dict[str, str]()
-        self.held, self.roots = dict[str, str](), dict[str, str]()
+        self.held = dict[str, str]()
         self.asked: list[tuple[str, Any]] = []
         self.cached, self.hits = set[tuple[int, ...]](), 0
         """The prompts in its cache, and how many of their tokens it has found there."""
@@ -97,7 +97,7 @@ class FakeVLLM:
     def respond(self, path: str, body: Any) -> Any:
         """The JSON value that answers a request; those that only check are not among `asked`."""
         route = path.partition("?")[0]
-        if not is_check(path, body) and not (self.loaded and route == "/v1/models"):
+        if not is_check(path, body):
             self.asked.append((path, body))
         if route not in self.routes:
             raise LookupError(route)
@@ -115,8 +115,7 @@ class FakeVLLM:
             case "/server_info":
                 return {"vllm_config": {"model_config": self.config}}
             case "/v1/models":
-                roots = {"policy": "model", **self.roots}
-                return {"data": [{"id": name, "root": root} for name, root in roots.items()]}
+                return {"data": [{"id": "policy"}]}
             case "/metrics":
                 return f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}.0'
             case "/weight_checker":
@@ -132,9 +131,8 @@ class FakeVLLM:
             case "/v1/load_lora_adapter":
                 assert (Path(body["lora_path"]) / "adapter_config.json").is_file()
                 self.adapters[body["lora_name"]] = digest(Path(body["lora_path"]))
-                self.roots[body["lora_name"]] = body["lora_path"]
             case "/v1/unload_lora_adapter":
-                del self.adapters[body["lora_name"]], self.roots[body["lora_name"]]
+                self.adapters.pop(body["lora_name"], None)
             case "/update_weight_version":
                 self.weights = body["new_version"]
             case "/reset_prefix_cache":
@@ -146,7 +144,7 @@ class FakeVLLM:
                 self.cached.add(prompt)
                 if is_check(path, body):
                     return {"choices": []}
-                adapter = self.adapters.get(body["model"], "")
+                adapter = "" if body["model"] == "policy" else self.adapters[body["model"]]
                 found = self.answer(self.loaded + adapter, body["token_ids"], body["sampling_params"])
                 entries = [{"token_id": token, "logprob": logprob} for token, logprob in found]
                 choice = {

@@ -266,7 +266,7 @@ FORGOTTEN = [
     (forget_tensors, "embed_tokens.weight", NOT_PUBLISHED),
 ]
 FORGOTTEN_ADAPTERS = [
-    (forget_route, "/v1/load_lora_adapter", "without the new one"),
+    (forget_route, "/v1/load_lora_adapter", "HTTP status 404"),
     (forget_tensors, "layers.0.self_attn.v_proj.lora_B", NOT_PUBLISHED),
     (sample_from_the_base, "", "it is of .* instead of"),
 ]
