@@ -181,17 +181,26 @@ class PromptForm:
         first column and nothing for other columns; without a template, in place of the first user's message.
         """
         if self.template is not None:
-            row = {**dict.fromkeys(_field_names(self.template.text), ""), self.template.columns[0]: PROBE}
-        prompt = self.prompt_of(row)
+            others_empty = dict.fromkeys(_field_names(self.template.text), "")
+            prompt = self.prompt_of({**others_empty, self.template.columns[0]: PROBE})
+        else:
+            prompt = _up_to_the_first_question(self.prompt_of(row))
         if isinstance(prompt, str):
-            return PROBE if self.template is None else prompt
-        first_user = next((i for i, message in enumerate(prompt) if message["role"] == "user"), None)
-        if self.template is None and first_user is not None:
-            prompt = [*prompt[:first_user], {**prompt[first_user], "content": PROBE}]
+            return prompt
         # Makes a template write the date's format instead of the date.
         undated = tokenizer.get_chat_template().replace("strftime_now(", "(")
         options = {"add_generation_prompt": True, **(self.chat_template_kwargs or {}), "chat_template": undated}
         return str(tokenizer.apply_chat_template(prompt, tokenize=False, **options))
+
+
+def _up_to_the_first_question(prompt: Any) -> Any:
+    """`PROBE` for a text; of messages, the first ones to the first user's, which becomes `PROBE`."""
+    if isinstance(prompt, str):
+        return PROBE
+    for i, message in enumerate(prompt):
+        if message["role"] == "user":
+            return [*prompt[:i], {**message, "content": PROBE}]
+    return prompt
 
 
 def _field_names(text: str) -> list[str]:

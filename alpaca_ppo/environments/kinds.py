@@ -163,15 +163,14 @@ def make_kinds(
         ValueError: for a tool without type hints or a docstring, duplicate names, or a factory that makes nothing.
     """
     shared = [Tool(_name(tool), tool_schema(tool, f"the tool {_name(tool)}"), tool) for tool in tools or ()]
-    if environment_factory is None:
-        return {None: EnvironmentKind("tools", NoEnvironment, shared)} if shared else {}
-    if not isinstance(environment_factory, Mapping):
+    if isinstance(environment_factory, Mapping):
+        if not environment_factory:
+            raise ValueError("environment_factory is an empty dictionary; name at least one environment")
+        factories = environment_factory.items()
+        return {name: EnvironmentKind(name, factory, shared, routed=bool(name)) for name, factory in factories}
+    if environment_factory is not None:
         return {None: EnvironmentKind("", environment_factory, shared)}
-    if not environment_factory:
-        raise ValueError("environment_factory is an empty dictionary; name at least one environment")
-    return {
-        name: EnvironmentKind(name, factory, shared, routed=bool(name)) for name, factory in environment_factory.items()
-    }
+    return {None: EnvironmentKind("tools", NoEnvironment, shared)} if shared else {}
 
 
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:

@@ -149,13 +149,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     accelerator = make_accelerator(args, given.accelerator)
     device = accelerator.device
     processing_class = given.processing_class or load_processing_class(model, trust_remote_code=args.trust_remote_code)
-    train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
-    for line in introduction(train_prompts, processing_class):
-        accelerator.print(line)
-    eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
-    for name, prompts in eval_prompts.items():
-        if prompts.num_dropped or prompts.num_cut:
-            accelerator.print(f"eval set {name}".strip() + f": {prompts}; raise query_len ({args.query_len})")
+    train_prompts, eval_prompts = _make_all_prompts(given, processing_class, args, kinds, accelerator)
     chat = any(prompts.are_messages for prompts in (train_prompts, *eval_prompts.values()))
     scorer = make_scorer(given.reward_funcs, given.reward_processing_classes, args, device, kinds)
     metric_scorer = build_scorer(given.metric_funcs, given.metric_processing_classes, args, device, measures=True)
@@ -185,6 +179,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
 
     padding = agree_on_padding(actor_critic, reference, accelerator)
     updater = make_updater(accelerator, actor_critic, *given.optimizers, args=args, schedule=schedule)
+    multi_turn = environments is not None and environments.answer
+    run_log = RunLog(accelerator, args)
+    state = TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
     collector = RolloutCollector(
         updater.engine,
         args,
@@ -195,13 +192,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         PreemptionHandler(accelerator),
         pad_token_id=sampling_params.pad_token_id,
     )
-    collector.preemption.lockstep = updater.engine.synced_forwards
-    multi_turn = environments is not None and environments.answer
     fallback = agree_on_backend(collector.backend, updater.engine, multi_turn=multi_turn)
     collector.prepare_frozen_models()
-    run_log = RunLog(accelerator, args)
-    state = TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
-    _connect_scorers(collector, state, run_log)
+    _connect(collector, state, run_log)
     return RunParts(
         args=args,
         accelerator=accelerator,
@@ -229,6 +222,20 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     )
 
 
+def _make_all_prompts(
+    given: TrainerArguments, processing_class: Any, args: PPOConfig, kinds: Kinds, accelerator: Accelerator
+) -> tuple[PromptDataset, dict[str, PromptDataset]]:
+    """The prompts of training and of each eval set. Prints how they look, and how many eval prompts are too long."""
+    train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
+    for line in introduction(train_prompts, processing_class):
+        accelerator.print(line)
+    eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
+    for name, prompts in eval_prompts.items():
+        if prompts.num_dropped or prompts.num_cut:
+            accelerator.print(f"eval set {name}".strip() + f": {prompts}; raise query_len ({args.query_len})")
+    return train_prompts, eval_prompts
+
+
 def _make_actor_critic(
     given: TrainerArguments, model: Any, value_model: Any, processing_class: Any, args: PPOConfig
 ) -> ActorCritic:
@@ -241,8 +248,9 @@ def _make_actor_critic(
     return actor_critic
 
 
-def _connect_scorers(collector: RolloutCollector, state: TrainerState, run_log: RunLog) -> None:
+def _connect(collector: RolloutCollector, state: TrainerState, run_log: RunLog) -> None:
     """Offers the state to reward functions, shows their names in the progress bar, and lets signals interrupt them."""
+    collector.preemption.lockstep = collector.engine.synced_forwards
     collector.metric_scorer.logged = collector.scorer.logged
     for scorer in (collector.scorer, collector.metric_scorer):
         scorer.offer(state)
