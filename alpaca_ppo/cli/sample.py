@@ -68,10 +68,7 @@ def sample(argv: Sequence[str]) -> int:
         args = _configuration(given, run, folder)
         if any(run.get(name) for name in _OBJECT_OPTIONS):
             if given.reference not in (None, "none"):
-                raise ValueError(
-                    f"--reference is {given.reference!r}, but the run has tools or environments, with which the policy "
-                    "alone is sampled; leave it out"
-                )
+                raise ValueError(f"--reference {given.reference!r} is not sampled with tools or environments; drop it")
             print("With tools or environments, the policy alone is sampled.")
         if lost := sorted(_OBJECT_ARGUMENTS & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys()):
             print(f"Objects of a Python program are left out: {', '.join(lost)}; --reference MODEL names a reference.")

@@ -57,14 +57,9 @@ def check_combinations(config: Any) -> None:
     _check_sizes(config)
     if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
         # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
-        raise ValueError(
-            f"metric_for_best_model is {shown(config.metric_for_best_model)}, but only evaluations measure the weights "
-            "of a checkpoint; choose a metric eval/*, such as eval/scores"
-        )
+        raise ValueError(f"metric_for_best_model is {shown(config.metric_for_best_model)}; set one such as eval/scores")
     if config.eval_opponent == "reference" and config.reference == "none":
-        raise ValueError(
-            "eval_opponent is 'reference', but reference is 'none'; set a reference, or compare with a file"
-        )
+        raise ValueError("eval_opponent is 'reference', but reference is 'none'; set reference, or compare with a file")
 
 
 def _check_learning(config: Any) -> None:
@@ -76,10 +71,7 @@ def _check_learning(config: Any) -> None:
         )
     mode = POLICY_LOSSES.trait(config.policy_loss, "loss_agg_mode")
     if mode is not None and config.loss_agg_mode != mode:
-        raise ValueError(
-            f"loss_agg_mode is {config.loss_agg_mode!r}, but policy_loss {config.policy_loss!r} is defined for "
-            f"{mode!r} only; set loss_agg_mode: {mode}"
-        )
+        raise ValueError(f"policy_loss {config.policy_loss!r} needs loss_agg_mode {mode}, not {config.loss_agg_mode}")
     if config.kl_loss_coef and KL_ESTIMATORS.trait(config.kl_loss_type, "kink_at_zero"):
         # A tolerance around 0 would have to know the rounding of the model's dtype and kernels.
         raise ValueError(
@@ -123,6 +115,4 @@ def _check_sizes(config: Any) -> None:
     budget = config.max_tokens_per_micro_batch
     if budget is not None and budget < config.longest_row:
         least = f"query_len + response_len ({config.longest_row})"
-        raise ValueError(
-            f"max_tokens_per_micro_batch ({budget}) is less than {least}; set it to that or more, or to null"
-        )
+        raise ValueError(f"max_tokens_per_micro_batch is {budget}; set it to {least} or more, or to null")

@@ -26,14 +26,10 @@ def check_model_name(field: str, name: str | None) -> None:
     if name is None or os.path.isdir(name):
         return
     if _HUB_ID.fullmatch(name) is None:
-        raise ValueError(
-            f"{field} is {name!r}, which is neither a folder nor a hub id (name or owner/name):{where(name)}"
-        )
+        raise ValueError(f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{where(name)}")
     is_misspelt = "/" not in name and not os.path.isfile(name) and _similar_path(name, "folder")
     if is_misspelt or os.path.isdir(os.path.dirname(name)):
-        raise ValueError(
-            f"{field} is {name!r}, but{where(name)} (for a model of that name on the hub, start from another folder)"
-        )
+        raise ValueError(f"{field} is {name!r}, but{where(name)} (for one on the hub, start from another folder)")
 
 
 def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
@@ -144,8 +140,7 @@ def check_url(name: str, url: str) -> None:
     if not valid or not url.isprintable():
         # Cut by hand, because urlsplit does not recognise user and password in an address without a scheme.
         raise ValueError(
-            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, which is no address; write one such as "
-            "http://localhost:8000/score"
+            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, no address such as http://localhost:8000/score"
         )
 
 

@@ -212,10 +212,7 @@ def _prompts_of_rows(
         _check_prompt(prompt, number, may_be_blank=tools_of is not None)
         kind = kind or type(prompt)
         if type(prompt) is not kind:
-            raise ValueError(
-                f"the prompt in row {number} is {shown(prompt)}, but that in row 0 is "
-                f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
-            )
+            raise ValueError(f"the prompt in row {number} is {shown(prompt)}, unlike row 0; make all text, or messages")
         prompts.append(prompt)
     return prompts, options
 
@@ -281,10 +278,7 @@ def _check_dataset(dataset: Dataset) -> None:
             "Dataset.from_list(list(stream.take(10000)), features=stream.features)"
         )
     if images := [name for name in dataset.column_names if name in _NOT_TEXT]:
-        raise ValueError(
-            f"the dataset has the column {images[0]!r}, but the policy reads text only; remove it "
-            f"(dataset.remove_columns({images})), or rename it if a reward function needs it"
-        )
+        raise ValueError(f"the dataset has a column {images[0]!r}, but the policy reads only text; remove or rename it")
 
 
 def well_formed_messages(value: Any) -> bool:
@@ -299,15 +293,12 @@ def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not well_formed_messages(messages):
         raise ValueError(
-            f"the prompt in row {number} is {shown(prompt)}; it must be text, or a list of messages with 'role' and "
-            "'content', both text"
+            f"the prompt in row {number} is {shown(prompt)}; pass text, or messages whose role and content are text"
         )
     if messages[-1]["role"] == "user" and not messages[-1]["content"].strip() and not may_be_blank:
         raise ValueError(f"the prompt in row {number} is empty; drop such rows")
     if messages[-1]["role"] == "assistant":
-        raise ValueError(
-            f"the messages in row {number} end with an assistant message, which the policy is to generate; remove it"
-        )
+        raise ValueError(f"the messages in row {number} end with the assistant's, which the policy writes; remove it")
 
 
 def tokenize_prompts(
@@ -334,10 +325,7 @@ def tokenize_prompts(
     if isinstance(prompts[0], str):
         tokenized = _tokenize_texts(prompts, tokenizer, control_tokens)
     elif tokenizer.chat_template is None:
-        raise ValueError(
-            "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
-            "model, set tokenizer.chat_template, or use text prompts"
-        )
+        raise ValueError("the prompts are messages, but the tokenizer has no chat_template; set it, or give text")
     else:
         keywords = {"add_generation_prompt": True, "return_dict": True, "tokenize": control_tokens is None}
         tokenized = []
@@ -351,9 +339,7 @@ def tokenize_prompts(
         if may_be_blank and not prompt:
             ids.clear()
         elif not ids:
-            raise ValueError(
-                f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompt)}; drop such rows"
-            )
+            raise ValueError(f"the prompt in row {number}, {shown(prompt)}, has no tokens; drop such rows")
     return tokenized
 
 
@@ -364,8 +350,7 @@ def _rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mappin
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:
         raise ValueError(
-            f"the chat template refuses the messages in row {number}, {shown(messages)}: "
-            f"{type(error).__name__}: {error}; change the row, or the tokenizer"
+            f"the chat template refuses row {number}, {shown(messages)}: {type(error).__name__}: {error}; change either"
         ) from error
 
 

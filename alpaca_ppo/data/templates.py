@@ -107,10 +107,7 @@ class PromptForm:
             else:
                 form = replace(self, prompt_template="alpaca")
         if missing := [name for name in form.columns if name not in columns]:
-            raise ValueError(
-                f"{form} uses {missing}, but the dataset's columns are {list(columns)}; rename the field (or double "
-                "the braces of a literal one)"
-            )
+            raise ValueError(f"{form} uses {missing}, but the columns are {list(columns)}; rename it, or double braces")
         return form
 
     @property

@@ -61,15 +61,12 @@ class EnvironmentKind:
             instance = factory()
         except Exception as error:
             raise ValueError(
-                f"environment_factory {name or _name(factory)!r} raised {error_text(error)}; give a class or "
-                "function without required arguments"
+                f"environment_factory {name or _name(factory)!r} raised {error_text(error)}; let it need no arguments"
             ) from error
         self.environment_class = type(instance)
         self.name = name or self.class_name
         if not callable(getattr(instance, "reset", None)):
-            raise ValueError(
-                f"the environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one"
-            )
+            raise ValueError(f"environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one")
         methods = _public_methods(instance)
         self.has_reward = callable(getattr(instance, "get_reward", None))
         # Another method of this name is a tool, as in TRL.
@@ -130,10 +127,7 @@ class EnvironmentKind:
         """
         offered = {_SEED: seed, **row}
         if missing := [name for name in self._reset_parameters.required if name not in offered]:
-            raise ValueError(
-                f"reset of environment {self.name!r} requires {missing}, but the row has the columns {list(row)}; add "
-                "them to the dataset, or give them defaults"
-            )
+            raise ValueError(f"reset of {self.name!r} requires {missing}, but the columns are {list(row)}; add them")
         named = {name: offered[name] for name in self._reset_parameters.names if name in offered}
         return named | (dict(row) if self._reset_parameters.any_others else {})
 

@@ -125,9 +125,7 @@ def informative_rows(scores: Tensor, group_ids: Tensor) -> Tensor:
     Pass `scores` (B,) before any shaping: a KL penalty makes responses differ that have all failed.
     """
     if scores.dim() != 1 or group_ids.shape != scores.shape:
-        raise ValueError(
-            f"scores has shape {tuple(scores.shape)} and group_ids {tuple(group_ids.shape)}; both need (B,)"
-        )
+        raise ValueError(f"scores has shape {tuple(scores.shape)}, group_ids {tuple(group_ids.shape)}; pass (B,)")
     _, group = torch.unique(group_ids, return_inverse=True)
     _, equal = _lowest_and_equal(at_least_float32(scores), torch.ones_like(scores, dtype=torch.bool), group)
     return ~equal

@@ -156,15 +156,9 @@ class Policy(nn.Module):
         logits = (transform(logits) if transform else logits).float() * scale
         atol = 1e-3 * float(expected.abs().max())
         if not torch.allclose(again, expected, rtol=1e-3, atol=atol):
-            raise ValueError(
-                f"{type(self.model).__name__} draws random numbers also in eval mode: two passes over the same tokens "
-                "give other logits, which PPO would take for a change of the policy; remove the noise from the model"
-            )
+            raise ValueError(f"{type(self.model).__name__} gives other logits each time in eval mode; remove its noise")
         if not torch.allclose(logits, expected, rtol=1e-3, atol=atol):
-            raise ValueError(
-                f"the logits of {type(self.model).__name__} cannot be reproduced from its head; override "
-                "outputs_from_states in a subclass of Policy, or use another model"
-            )
+            raise ValueError(f"{type(self.model).__name__}'s logits are not its head's; override outputs_from_states")
 
 
 def check_architecture(model: PreTrainedModel, role: str) -> None:

@@ -107,8 +107,7 @@ def check_output_dir(args: PPOConfig) -> None:
                 pass
         except OSError as error:
             raise ValueError(
-                f"output_dir is {args.output_dir!r}, where no file can be created ({error}); choose a folder that this "
-                "user may write to"
+                f"output_dir is {args.output_dir!r}, where no file can be created ({error}); choose another folder"
             ) from error
 
 
@@ -158,10 +157,7 @@ def checked_hub_id(name: str | None) -> str:
     try:
         validate_repo_id(name or "")
     except ValueError as error:
-        raise ValueError(
-            f"hub_model_id is {name!r}, which the hub does not accept ({error}); write it as 'name' or "
-            "'organization/name'"
-        ) from error
+        raise ValueError(f"hub_model_id is {name!r}, which the hub refuses ({error}); write 'owner/name'") from error
     if launched_rank() == 0:
         check_login()
     return str(name)
@@ -174,10 +170,7 @@ def evaluation_settings(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, k
         ValueError: see `make_settings`; also for an invalid source, and for an opponent in multi-turn conversations.
     """
     if args.eval_opponent is not None and any(kind.answers for kind in kinds.values()):
-        raise ValueError(
-            f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "
-            "conversations have several; leave it out, and compare the rewards of two evaluations"
-        )
+        raise ValueError(f"eval_opponent is {args.eval_opponent!r}, but conversations have several turns; leave it out")
     sources = source_names(reward_funcs)
     added = [REWARD_ADAPTER] if args.reward_adapter else []
     for name in [*added, *rewarding_classes(kinds)]:

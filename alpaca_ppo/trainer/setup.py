@@ -275,13 +275,10 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
     blank: Any = [{"role": "user", "content": ""}] if processing_class.chat_template else ""
     if dataset is None:
         if not any(kind.environment_class is not NoEnvironment for kind in kinds.values()):
-            raise ValueError(
-                "train_dataset is None; pass the prompts, or an environment_factory whose reset returns them"
-            )
+            raise ValueError("train_dataset is None; pass prompts, or an environment_factory whose reset returns them")
         if len(kinds) > 1:
             raise ValueError(
-                f"environment_factory names {list(kinds)}, but train_dataset is None, so nothing says which prompt is "
-                "whose; pass a dataset with a column environment"
+                f"environment_factory has {list(kinds)}, but train_dataset is None; pass one with a column environment"
             )
         if args.max_steps is None:
             raise ValueError("train_dataset is None, but max_steps is null; set max_steps to the length of the run")
@@ -418,10 +415,7 @@ def make_scorer(
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
     elif not given and not any(kind.rewards for kind in kinds.values()):
-        raise ValueError(
-            "there is no reward: reward_funcs is empty, and no environment has get_reward or reply; pass reward_funcs, "
-            "or give the environment a method get_reward"
-        )
+        raise ValueError("there is no reward: pass reward_funcs, or an environment with a method get_reward or reply")
     scorer = build_scorer(given, tokenizers, args, device, reward_weights=weights)
     for source in scorer.sources:
         if isinstance(source, ModelReward):

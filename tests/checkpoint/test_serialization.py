@@ -212,7 +212,7 @@ DAMAGES = [
     (lambda folder: set_entries(folder, files={}), "no readable manifest.json"),
     (lambda folder: set_entries(folder, version=99), "'version': 99.* install the version that wrote it"),
     (lambda folder: set_entries(folder, format="another"), "'format': 'another'"),
-    (lambda folder: folder.rename(folder.with_name("elsewhere")), "does not exist or is not a folder"),
+    (lambda folder: folder.rename(folder.with_name("elsewhere")), "is no folder"),
 ]
 
 

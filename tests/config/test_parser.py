@@ -390,7 +390,7 @@ def test_a_path_that_is_no_folder_is_named_before_the_hub_is_asked(tmp_path, fie
         arguments, args = ScriptArguments(**given), PPOConfig(**{field: name})
     else:
         arguments, args = ScriptArguments(**{**given, field: name}), PPOConfig()
-    with pytest.raises(ValueError, match=f"^{field} is '{name}', which is neither a folder nor a hub id"):
+    with pytest.raises(ValueError, match=f"^{field} is '{name}', neither a folder nor a hub id"):
         arguments.check_before_loading(args)
     given = {"model_name_or_path": str(tmp_path), "dataset_name": "d", "reward_model_name_or_path": ["gpt2"]}
     ScriptArguments(**given).check_before_loading(PPOConfig(reference="Qwen/Qwen3-0.6B"))

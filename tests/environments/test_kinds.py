@@ -161,7 +161,7 @@ def test_reset_gets_the_columns_that_it_names_and_a_seed_that_it_names():
     class Strict(Counter):
         def reset(self, target): ...
 
-    with pytest.raises(ValueError, match=r"reset of environment 'Strict' requires \['target'\], but the row has the"):
+    with pytest.raises(ValueError, match=r"reset of 'Strict' requires \['target'\], but the"):
         make_kinds(None, Strict)[None].reset_arguments(row, 7)
 
 
@@ -183,7 +183,7 @@ class NoReset:
         ([lambda x: x], None, "the tool <lambda> cannot be shown"),
         ([add, add], Counter, "environment 'Counter' has several tools named 'add'"),
         (None, {}, "environment_factory is an empty dictionary"),
-        (None, {"a": "Counter"}, "environment_factory 'a' raised TypeError: 'str' .* give a class or function"),
+        (None, {"a": "Counter"}, "environment_factory 'a' raised TypeError: 'str' .* let it need no arguments"),
         (None, {"shop": lambda: 1 / 0}, "environment_factory 'shop' raised ZeroDivisionError"),
     ],
 )

@@ -71,7 +71,7 @@ def of_class(kind: type[PreTrainedModel]) -> PreTrainedModel:
     ],
 )
 def test_a_model_that_cannot_is_found_by_a_trial(kind: type[PreTrainedModel], problem: str) -> None:
-    with pytest.raises(ValueError, match=f"cannot be sampled in slots: .*{problem}"):
+    with pytest.raises(ValueError, match=f"slots cannot run .*{problem}"):
         run(of_class(kind), backend="slots")
 
 

@@ -141,8 +141,8 @@ def two_answers(completions, **columns):
 @pytest.mark.parametrize(
     ("settings", "arguments", "message"),
     [
-        ({}, {"eval_dataset": {"a/b": prompts(2)}}, "eval_dataset has a set named 'a/b'"),
-        ({}, {"eval_dataset": {"a" * 101: prompts(2)}}, f"eval_dataset has a set named '{'a' * 101}'.* 100"),
+        ({}, {"eval_dataset": {"a/b": prompts(2)}}, "eval_dataset has a set 'a/b'"),
+        ({}, {"eval_dataset": {"a" * 101: prompts(2)}}, f"eval_dataset has a set '{'a' * 101}'.* 100"),
         ({}, {"eval_dataset": {}}, "eval_dataset is an empty mapping"),
         ({}, {"eval_dataset": {"a": prompts(2).rename_column("prompt", "p")}}, "eval set 'a': the dataset has no col"),
         ({}, {"metric_funcs": 3}, "metric_funcs has 3, a int"),

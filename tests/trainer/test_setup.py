@@ -59,7 +59,7 @@ def test_a_policy_that_nothing_stops_is_refused(tmp_path):
     model, tokenizer = tiny_causal_lm("llama"), tiny_tokenizer()
     model.generation_config.eos_token_id = None
     tokenizer.eos_token = None
-    refused(tmp_path, "no response would ever stop", model=model, arguments={"processing_class": tokenizer})
+    refused(tmp_path, "set processing_class.eos_token", model=model, arguments={"processing_class": tokenizer})
 
 
 def chat_prompts(tokenizer):
