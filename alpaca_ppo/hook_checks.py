@@ -132,9 +132,7 @@ def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], rows
 def _check_finite(hook: str, tensors: Mapping[str, Tensor], mask: Tensor) -> None:
     for key, value in tensors.items():
         if not bool(torch.isfinite(value[mask]).all()):
-            raise FloatingPointError(
-                f"{hook}() returned {key} with numbers that are not finite under response_mask; no step was taken"
-            )
+            raise FloatingPointError(f"{hook}() returned non-finite {key} under response_mask; no step was taken")
 
 
 def checked_terms(part: str, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:

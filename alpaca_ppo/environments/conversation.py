@@ -249,9 +249,7 @@ class Conversation:
     def _without_arguments(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The calls as the template takes them, without arguments."""
         number, arguments = self._call_form
-        return [
-            {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls[:number]
-        ]
+        return [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls[:number]]
 
     @cached_property
     def _call_form(self) -> tuple[int | None, Any]:

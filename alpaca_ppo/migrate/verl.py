@@ -56,9 +56,8 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     result.set("report_to", [name for name in loggers if name != "console"] or ["none"])
     names = (values.get("trainer.project_name", "verl_examples"), values.get("trainer.experiment_name", "gsm8k"))
     # A name that only a run decides is left out here, and is listed.
-    options.setdefault(
-        "output_dir", "/".join(["checkpoints", *(n for n in map(str, names) if not re.search("[$`]", n))])
-    )
+    known = [name for name in map(str, names) if not re.search("[$`]", name)]
+    options.setdefault("output_dir", "/".join(["checkpoints", *known]))
     result.finish()
     if "gsm8k" in options["dataset_name"] and not re.search(r"_(function\.path|model\.enable) ", str(result.not_taken)):
         result.set("reward_funcs", ["examples.rewards.gsm8k:correctness"], "verl's own rule for gsm8k")

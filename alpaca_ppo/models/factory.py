@@ -49,7 +49,9 @@ def build_actor_critic(
             `adapter`, if the policy has none.
     """
     if critic_layout != "separate" and value_model is not None:
-        raise ValueError(f"value_model is given, so critic_layout must be separate, not {critic_layout!r}")
+        raise ValueError(
+            f"value_model is given, but critic_layout is {critic_layout!r}; leave value_model out, or choose separate"
+        )
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     if critic_layout is None:
         return ActorCritic(wrapped, None)

@@ -119,9 +119,8 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
 
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
-    arguments, lora, training = parse_args(
-        [SFTArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo sft"
-    )
+    types = [SFTArguments, LoraArguments, TrainingArguments]
+    arguments, lora, training = parse_args(types, argv, prog="alpaca-ppo sft")
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path)
     column = arguments.completion_column
     data, counts = trainer_data(model_name, arguments, training, [column], tokenize, with_prompts)

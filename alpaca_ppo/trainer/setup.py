@@ -388,9 +388,7 @@ def make_sampling_params(
     )
 
 
-def make_scorer(
-    reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device, kinds: Kinds
-) -> RewardScorer:
+def make_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.device, kinds: Kinds) -> RewardScorer:
     """The reward sources with their weights; reward models are moved to `device`. The rewards of environments are added
     later, and so is a reward adapter (`add_reward_adapter`), which needs its base; it has the last weight.
 
@@ -398,7 +396,7 @@ def make_scorer(
         ValueError: for an invalid source, a wrong number of weights, no source at all, or a reward adapter that cannot
             be read or has no tokenizer.
     """
-    given = [] if reward_funcs is None else reward_funcs
+    given = [] if sources is None else sources
     if not isinstance(given, (list, tuple)):
         given = [given]
     weights = args.reward_weights

@@ -314,5 +314,5 @@ def test_activations_of_an_adapter_are_not_recomputed_with_another():
     assert found.keys() == expected.keys() and any("value" in name for name in found)
     for name, gradient in expected.items():
         assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"recompute with the policy's adapter; .* critic_active\(\)"):
+    with pytest.raises(ValueError, match=r"needs the critic's adapter; .* critic_active\(\)"):
         built(*BATCH, **HOW)

@@ -229,7 +229,7 @@ def test_a_missing_prompt_is_refused_with_its_row(prompt):
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "one"}, {"role": "user", "content": 3}, "one"])
 def test_a_message_needs_role_and_content(message):
-    with pytest.raises(ValueError, match="row 0 is .*'role' and 'content'"):
+    with pytest.raises(ValueError, match="row 0 is .*role and content"):
         prepare([{"prompt": [message]}], chat_tokenizer(WORDS))
 
 

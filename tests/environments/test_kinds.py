@@ -178,7 +178,7 @@ class NoReset:
 @pytest.mark.parametrize(
     ("tools", "factory", "message"),
     [
-        (None, NoReset, "the environment 'NoReset' .* has no method reset"),
+        (None, NoReset, "environment 'NoReset' .* has no method reset"),
         (None, Undocumented, "method helper of environment 'Undocumented' cannot be shown to the policy as a tool"),
         ([lambda x: x], None, "the tool <lambda> cannot be shown"),
         ([add, add], Counter, "environment 'Counter' has several tools named 'add'"),

@@ -252,7 +252,7 @@ def test_a_support_without_width_and_a_distribution_without_parts_are_refused():
 
 def test_shapes_that_do_not_belong_together_are_refused():
     predictions, returns, mask = random_batch()
-    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but logits has \(5, 3, 6\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\), logits \(5, 3, 6\)"):
         categorical(predictions[:, :3], returns, mask)
     with pytest.raises(ValueError, match=r"mask has shape \(5, 4\), quantiles \(5, 4\)"):
         fixed_quantiles(returns, returns, mask)

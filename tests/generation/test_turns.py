@@ -236,9 +236,9 @@ def test_a_step_leaves_out_rows_that_wait_for_an_answer() -> None:
     [
         ("text", "answered row 0 with 'text'; return None or a sequence of token ids"),
         (torch.tensor([3]), r"answered row 0 with tensor\(\[3\]\); return"),
-        ([5, 64], "answered row 0 with 64 among its tokens; it must be a token id from 0 to 63"),
-        ([-1], "answered row 0 with -1 among its tokens"),
-        ([5.0], "answered row 0 with 5.0 among its tokens"),
+        ([5, 64], "gave row 0 the token 64; use ids from 0 to 63"),
+        ([-1], "gave row 0 the token -1"),
+        ([5.0], "gave row 0 the token 5.0"),
         (PENDING, "answered row 0 with <Pending.PENDING: 'pending'>; return"),
     ],
 )

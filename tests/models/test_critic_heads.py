@@ -382,7 +382,7 @@ def zeros(*shape):
     [
         (zeros(5), "returned a Tensor, not HeadOutputs"),
         (HeadOutputs(zeros(5), None, zeros(5)), "returned means of NoneType; "),
-        (HeadOutputs(zeros(5, 1), zeros(5), zeros(5)), r"returned values of \(5, 1\); it must be a tensor \(5,\)$"),
+        (HeadOutputs(zeros(5, 1), zeros(5), zeros(5)), r"read values of \(5, 1\); it must be a tensor \(5,\)$"),
         (HeadOutputs(zeros(5), zeros(5), zeros(5, 2, 2)), r"returned predictions of \(5, 2, 2\); .* or \(5, M\)$"),
         (HeadOutputs(zeros(5), zeros(5), zeros(6, 2)), r"returned predictions of \(6, 2\); "),
     ],
