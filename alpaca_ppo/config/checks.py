@@ -65,9 +65,8 @@ def check_combinations(config: Any) -> None:
 def _check_learning(config: Any) -> None:
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
         raise ValueError(
-            f"adv_estimator is {config.adv_estimator!r}, which compares the responses to one prompt, but "
-            "num_return_sequences is 1; set it to 2 or more, or choose one of "
-            f"{', '.join(ADV_ESTIMATORS.names_with(needs_group=False))}"
+            f"adv_estimator is {config.adv_estimator!r}, but num_return_sequences is 1; set it to 2 or more, or choose "
+            f"one of {', '.join(ADV_ESTIMATORS.names_with(needs_group=False))}"
         )
     mode = POLICY_LOSSES.trait(config.policy_loss, "loss_agg_mode")
     if mode is not None and config.loss_agg_mode != mode:
@@ -80,8 +79,7 @@ def _check_learning(config: Any) -> None:
         )
     if config.kl_controller == "horizon" and config.responses_per_step >= 5 * config.kl_horizon:
         raise ValueError(
-            f"kl_horizon is {config.kl_horizon}, so one step of {config.responses_per_step} responses could make "
-            f"kl_coef negative; set it to {config.responses_per_step // 5 + 1} or more"
+            f"kl_horizon is {config.kl_horizon}; below {config.responses_per_step // 5 + 1} it may make kl_coef negative"
         )
     if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
         both = f"kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}"

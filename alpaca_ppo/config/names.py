@@ -28,7 +28,8 @@ def check_model_name(field: str, name: str | None) -> None:
     if _HUB_ID.fullmatch(name) is None:
         raise ValueError(f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{where(name)}")
     is_misspelt = "/" not in name and not os.path.isfile(name) and _similar_path(name, "folder")
-    if is_misspelt or os.path.isdir(os.path.dirname(name)):
+    would_be_in_a_folder = os.path.isdir(os.path.dirname(name))
+    if is_misspelt or would_be_in_a_folder:
         raise ValueError(f"{field} is {name!r}, but{where(name)} (for one on the hub, start from another folder)")
 
 

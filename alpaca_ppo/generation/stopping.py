@@ -213,8 +213,7 @@ def _check_concatenation(
     if decoded != expected:
         raise ValueError(
             f"stop_strings: {type(processing_class).__name__} writes tokens in another way together than one after the "
-            f"other ({decoded!r} for {expected!r}), so it cannot be said which token completes a string; use "
-            "truncate_tokens, or another tokenizer"
+            f"other ({decoded!r} for {expected!r}); use truncate_tokens, or another tokenizer"
         )
 
 

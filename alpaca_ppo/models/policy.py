@@ -240,8 +240,7 @@ def use_update_mode(backbone: PreTrainedModel) -> None:
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
         raise ValueError(
             f"in train mode, {' or '.join(in_train_mode)} of {type(backbone).__name__} computes something else than in "
-            "eval mode, in which the policy is sampled; remove the noise from it, or set gradient_checkpointing: false "
-            "if that needs train mode"
+            "eval mode, in which the policy is sampled; remove the noise, or set gradient_checkpointing: false"
         )
 
 

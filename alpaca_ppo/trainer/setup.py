@@ -277,9 +277,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         if not any(kind.environment_class is not NoEnvironment for kind in kinds.values()):
             raise ValueError("train_dataset is None; pass prompts, or an environment_factory whose reset returns them")
         if len(kinds) > 1:
-            raise ValueError(
-                f"environment_factory has {list(kinds)}, but train_dataset is None; pass one with a column environment"
-            )
+            raise ValueError(f"environment_factory has {list(kinds)}, so train_dataset needs a column environment")
         if args.max_steps is None:
             raise ValueError("train_dataset is None, but max_steps is null; set max_steps to the length of the run")
         (name,) = kinds
@@ -371,6 +369,10 @@ def make_sampling_params(
     extra = () if turn_end is None or turn_end in truncate else (turn_end,)
     stop = resolve_stop_tokens(processing_class, policy.generation_config, extra)
     pad = processing_class.pad_token_id
+    strings = None
+    if args.stop_strings:
+        vocab_size = actor_critic.policy.head.out_features
+        strings = StopStrings(args.stop_strings, processing_class, vocab_size=vocab_size)
     return SamplingParams(
         max_new_tokens=args.response_len,
         temperature=args.temperature,
@@ -379,11 +381,7 @@ def make_sampling_params(
         stop_token_ids=stop,
         truncate_token_ids=truncate,
         truncate_after=args.truncate_after,
-        stop_strings=(
-            StopStrings(args.stop_strings, processing_class, vocab_size=actor_critic.policy.head.out_features)
-            if args.stop_strings
-            else None
-        ),
+        stop_strings=strings,
         num_return_sequences=args.num_return_sequences,
     )
 

@@ -252,7 +252,7 @@ def test_an_answer_for_a_row_that_waits_for_none_is_refused() -> None:
         def ready(self, timeout: float) -> Any:
             return [(0, [5]), (0, [5])]
 
-    with pytest.raises(ValueError, match=r"ready\(\) returned an answer for row 0, which waits for none; return"):
+    with pytest.raises(ValueError, match=r"ready\(\) answered row 0, which waits for none; return"):
         sample(Twice(1, None))
 
 
