@@ -79,7 +79,7 @@ def _check_learning(config: Any) -> None:
         )
     if config.kl_controller == "horizon" and config.responses_per_step >= 5 * config.kl_horizon:
         raise ValueError(
-            f"kl_horizon is {config.kl_horizon}; below {config.responses_per_step // 5 + 1} it may make kl_coef negative"
+            f"kl_horizon is {config.kl_horizon}; below {config.responses_per_step // 5 + 1}, kl_coef may be negative"
         )
     if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
         both = f"kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}"

@@ -44,7 +44,7 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def check_one_per_row(name: str, values: Tensor, response_mask: Tensor) -> None:
+def check_row_values(name: str, values: Tensor, response_mask: Tensor) -> None:
     """Raises a `ValueError` unless `values`, called `name`, is (B,) and the mask (B, R)."""
     if response_mask.dim() != 2 or values.shape != response_mask.shape[:1]:
         raise ValueError(
