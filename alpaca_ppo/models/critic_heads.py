@@ -144,7 +144,7 @@ class CriticHead(nn.Module, ABC):
                 returned = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 rows = len(states)
                 allowed = f"({rows},) or ({rows}, M)" if field == "predictions" else f"({rows},)"
-                raise ValueError(f"the critic {self.kind!r} read {field} of {returned}; it must be a tensor {allowed}")
+                raise ValueError(f"read() of the critic {self.kind!r} returned {field} of {returned}, not {allowed}")
         return outputs
 
 

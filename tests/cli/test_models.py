@@ -243,7 +243,7 @@ def test_samples_that_cannot_be_drawn_are_refused(runs, tmp_path, capsys):
         ([str(runs / "whole"), "--prompt", " "], "the prompt in row 0 is empty"),
         (
             [str(tmp_path / "tools"), "--prompt", "w10", "--reference", str(runs / "policy")],
-            "not sampled not sampled with tools or environments",
+            "is not sampled with tools or environments",
         ),
     ):
         assert main(["sample", *argv]) == 2

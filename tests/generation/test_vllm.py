@@ -215,7 +215,7 @@ def test_an_answer_for_a_row_that_waits_for_none_is_an_error(tmp_path: Path) -> 
 
     with Setting(tmp_path, FakeVLLM()) as setting:
         setting.sync()
-        with pytest.raises(ValueError, match="answer for row 1, which waits for none"):
+        with pytest.raises(ValueError, match="answered row 1, which waits for none"):
             setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1, turns=Turns(Wrong(random.Random(0))))
 
 

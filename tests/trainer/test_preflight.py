@@ -46,7 +46,7 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     refused("/proc/run", "output_dir is '/proc/run', where no file can be created", arguments=named)
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
     refused(tmp_path, "truncate_tokens holds 'halt now'", arguments=named, truncate_tokens=["halt now"])
-    refused(tmp_path, "truncate_tokens holds id 64", arguments=named, truncate_tokens=[64])
+    refused(tmp_path, "truncate_tokens holds 64", arguments=named, truncate_tokens=[64])
     refused(tmp_path, "dataset is empty", arguments={**named, "train_dataset": prompts().select([])})
     refused(tmp_path, "has no column 'text'", arguments=named, prompt_column="text")
 
@@ -120,7 +120,7 @@ def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_
         check_start(args, resume)
     with pytest.raises(ValueError, match="holds checkpoint-2 of an earlier run"):
         check_start(args, None)
-    with pytest.raises(ValueError, match="checkpoint-3 does not exist or is not a folder"):
+    with pytest.raises(ValueError, match="checkpoint-3 is no folder"):
         check_start(args, str(tmp_path / "run/checkpoint-3"))
     (tmp_path / "run/checkpoint-2/state.pt").unlink()
     with pytest.raises(ValueError, match="state.pt"):
