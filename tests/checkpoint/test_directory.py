@@ -196,6 +196,6 @@ def test_what_the_run_would_write_over_in_vain_is_named_at_the_start(tmp_path):
             (tmp_path / name).unlink()
     for name in ("run.lock.txt", "findings.jsonl"):
         (tmp_path / name).mkdir()
-        with pytest.raises(ValueError, match=f"holds {name}, which is no file, "):
+        with pytest.raises(ValueError, match=f"holds {name}, which is no file; "):
             check_kinds(tmp_path)
         (tmp_path / name).rmdir()

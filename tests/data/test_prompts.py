@@ -311,7 +311,7 @@ def test_prompts_are_all_text_or_all_messages():
     features = Features({"prompt": Json()})
     for rows, message_of in (
         ([{"prompt": "one"}, {"prompt": message}], r"row 1 is \[\{.*, unlike row 0; make all"),
-        ([{"prompt": message}, {"prompt": "one"}], "row 1 is 'one', but that in row 0 is messages; make all"),
+        ([{"prompt": message}, {"prompt": "one"}], "row 1 is 'one', unlike row 0; make all"),
         # The first row of the second thousand.
         ([{"prompt": "one"}] * 1000 + [{"prompt": message}], r"row 1000 is \[\{"),
     ):
