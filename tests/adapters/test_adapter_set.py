@@ -289,7 +289,7 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
     del tensors[next(name for name in tensors if "lora_A" in name)]
     save_file(tensors, path)
     adapters = add_policy_adapter(tiny_causal_lm("llama"), lora())
-    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM: missing or unexpected weights: .*lora_A"):
+    with pytest.raises(ValueError, match="does not fit its base: .*lora_A.*missing or unexpected"):
         AdapterClassifier(adapters, str(tmp_path), pad_token_id=PAD)
     assert list(adapters.peft.peft_config) == [POLICY]
 
