@@ -78,6 +78,11 @@ def unformatted(dataset: Dataset) -> Dataset:
     return dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
 
 
+def columns_of(dataset: Dataset) -> list[str]:
+    """The columns of the rows of `dataset`, which a function that transforms rows may make or drop."""
+    return [*dataset[:1]] if dataset.format["type"] == "custom" else dataset.column_names
+
+
 def _load_eval_dataset(source: str) -> Dataset:
     """Returns the dataset of an entry of `eval_datasets`: dataset, dataset@split or dataset:config@split."""
     name, split, config = source, "", ""

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.control_tokens import ControlTokens
-from alpaca_ppo.data.loading import unformatted
+from alpaca_ppo.data.loading import columns_of, unformatted
 from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
@@ -134,7 +134,7 @@ def prepare_prompts(
     assert query_len >= 1 and overlong in ("drop", "truncate", "error")
     _check_dataset(dataset)
     dataset = unformatted(dataset)
-    form = (form or PromptForm()).resolved(dataset.column_names, chat=bool(tokenizer.chat_template))
+    form = (form or PromptForm()).resolved(columns_of(dataset), chat=bool(tokenizer.chat_template))
     json_columns = frozenset(name for name, feature in dataset.features.items() if "Json(" in str(feature))
     form = replace(form, json_columns=json_columns)
     digest = hashlib.sha256()
@@ -280,7 +280,7 @@ def _check_dataset(dataset: Dataset) -> None:
             f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, of a stream "
             "Dataset.from_list(list(stream.take(10000)), features=stream.features)"
         )
-    if images := [name for name in dataset.column_names if name in _NOT_TEXT]:
+    if images := [name for name in columns_of(dataset) if name in _NOT_TEXT]:
         raise ValueError(
             f"the dataset has the column {images[0]!r}, but the policy reads text only; remove it "
             f"(dataset.remove_columns({images})), or rename it if a reward function needs it"

@@ -152,6 +152,9 @@ def test_an_output_format_and_a_choice_of_columns_change_no_prompt(form):
         assert list(prepare_prompts(formatted, chat_tokenizer(WORDS), query_len=9)) == expected
     changed = rows.with_transform(lambda batch: {**batch, "answer": [7] * len(batch["answer"])})
     assert prepare_prompts(changed, chat_tokenizer(WORDS), query_len=9)[1]["row"]["answer"] == 7
+    stored = Dataset.from_list([{"q": messages, "a": 1, "image": "x"}, {"q": messages, "a": 2, "image": "y"}])
+    made = stored.with_transform(lambda batch: {"prompt": batch["q"], "answer": batch["a"]})
+    assert list(prepare_prompts(made, chat_tokenizer(WORDS), query_len=9)) == expected
 
 
 def test_row_numbers_continue_across_chunks():

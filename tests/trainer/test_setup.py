@@ -281,3 +281,16 @@ def test_a_subclass_that_scores_in_another_way_may_give_functions_what_the_datas
 def test_tokenizers_of_metric_functions_are_counted(tmp_path):
     with pytest.raises(ValueError, match="metric_processing_classes has 2 entr"):
         build_scorer(count_even, [None, None], tiny_config(tmp_path), torch.device("cpu"), measures=True)
+
+
+def test_a_function_that_transforms_rows_may_make_the_columns_of_prompts_and_rewards(tmp_path):
+    def rate(completions, answer, **columns):
+        return [float(number) for number in answer]
+
+    rows = Dataset.from_list([{"q": "w10", "a": 3}, {"q": "w11", "a": 3}])
+    made = rows.with_transform(lambda batch: {"prompt": batch["q"], "answer": batch["a"]})
+    given = {"train_dataset": made, "eval_dataset": made, "reward_funcs": rate, "metric_funcs": rate}
+    trainer = tiny_trainer(tmp_path, trainer_arguments=given)
+    assert trainer.evaluate()["eval/scores"] == 3.0
+    dropped = prompts(4).with_transform(lambda batch: {"q": batch["prompt"]})
+    refused(tmp_path, r"no column 'prompt'; its columns are \['q'\]", arguments={"train_dataset": dropped})
