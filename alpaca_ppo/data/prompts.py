@@ -79,7 +79,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
         return any(not ids for ids in self._input_ids) or (isinstance(first, list) and not first[-1]["content"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        row = self._dataset[index]
+        row = self.form.own_options(self._dataset[index])
         return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self.form.prompt_of(row)}}
 
     def record_wording(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -147,7 +147,7 @@ def prepare_prompts(
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        rows = [form.own_options(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         prompts, options = _prompts_of_rows(rows, start, form, tools_of, kind, tokenizer)
         kind = type(prompts[0])
         protected = control_tokens.protect(prompts) if control_tokens else prompts

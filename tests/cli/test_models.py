@@ -229,7 +229,9 @@ def test_answers_depend_on_the_seed_and_a_prompt_fills_the_column_of_a_template(
 
     plain = answer("--prompt", "w10 w11")
     assert plain == answer("--prompt", "w10", "--prompt_template", "{question} w11")
-    assert plain != answer("--prompt", "w10 w11", "--seed", "1")
+    of_run = yaml.safe_load((runs / "whole/run.yaml").read_text())["seed"]
+    assert plain == answer("--prompt", "w10 w11", "--seed", str(of_run))
+    assert plain != answer("--prompt", "w10 w11", "--seed", str(of_run + 1))
 
 
 def test_samples_that_cannot_be_drawn_are_refused(runs, tmp_path, capsys):

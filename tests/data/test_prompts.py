@@ -143,6 +143,32 @@ def test_a_call_has_its_own_arguments_and_not_those_of_other_rows(tmp_path):
     assert [item["input_ids"] for item in of_json] == [[TWO, ONE, NAMED], [THREE]]
 
 
+def test_a_null_in_a_tool_or_an_argument_of_the_template_is_kept_where_json_holds_it(tmp_path):
+    tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{% if 'default' in t.parameters %}one {% endif %}two {% endfor %}"
+        "{% if think is defined and think is none %}three {% endif %}"
+    )
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "one"}],
+            "tools": [{"name": "f", "parameters": parameters}],
+            "chat_template_kwargs": keywords,
+        }
+        for parameters, keywords in (({"default": None, "enum": [1, "a"]}, {"think": None}), ({}, {"think": [1, "a"]}))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_json = prepare_prompts(load_prompt_dataset(str(tmp_path / "rows.jsonl")), tokenizer, query_len=9)
+    assert [item["input_ids"] for item in of_json] == [[ONE, TWO, THREE], [TWO]]
+    assert [item["row"]["tools"] for item in of_json] == [row["tools"] for row in rows]
+    # Arrow gives a row the keys of others.
+    for row in rows:
+        row["tools"][0]["parameters"].pop("enum", None)
+    rows[1]["chat_template_kwargs"]["think"] = "no"
+    of_arrow = prepare_prompts(Dataset.from_list(rows[1:] + rows[:1]), tokenizer, query_len=9)
+    assert [item["input_ids"] for item in of_arrow] == [[TWO], [TWO]]
+
+
 @pytest.mark.parametrize("form", ["pandas", "numpy", "torch", "arrow"])
 def test_an_output_format_and_a_choice_of_columns_change_no_prompt(form):
     messages = [{"role": "user", "content": "one"}]
