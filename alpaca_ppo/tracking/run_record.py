@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 from datasets import Dataset
-from torch import nn
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.credentials import without_credential_arguments, without_credentials
@@ -91,7 +90,7 @@ class RunRecord:
             elif option is not None and names:
                 options[option] = list(names.values()) if option in _LISTS else next(iter(names.values()))
         model = given["model"]
-        if isinstance(model, nn.Module):
+        if isinstance(model, torch.nn.Module):
             options["dtype"] = "bfloat16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
             if given["ref_model"] is None and given["args"].reference in REFERENCES[:-1]:
                 in_memory["reference"] = in_memory["model"]
