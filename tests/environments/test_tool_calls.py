@@ -13,7 +13,7 @@ from alpaca_ppo.environments.tool_calls import (
     without_thoughts,
 )
 from tests.environments.chat import WITH_TOOLS, chat_bytes, conversation
-from tests.environments.test_episodes import Played, call, result
+from tests.environments.test_episodes import ROW, Played, call, result
 from tests.environments.test_kinds import add
 
 
@@ -129,6 +129,37 @@ def test_a_call_that_is_only_thought_of_is_none(opened):
     seen = []
     assert played(tool_call_parser=lambda text: seen.append(text) or []).say(f"{thought} 5<|im_end|>") is None
     assert seen == [" 5"]
+
+
+SYSTEM = "messages[0].role == 'system' and '/no_think' in messages[0].content"
+SAYS_NO = {"prompt": [{"role": "system", "content": "/no_think"}, *ROW["prompt"]]}
+
+
+@pytest.mark.parametrize(
+    ("condition", "otherwise", "row", "opened"),
+    [
+        (f"not ({SYSTEM})", "", ROW, (True, True)),
+        # A reply is written without the row's messages.
+        (f"not ({SYSTEM})", "", SAYS_NO, (False, True)),
+        (SYSTEM, "", SAYS_NO, (True, False)),
+        ("tools", "", ROW, (True, True)),
+        ("not tools", "<think></think>", ROW, (False, False)),
+        ("last == 'tool'", "", ROW, (False, True)),
+    ],
+)
+def test_messages_and_tools_decide_whether_the_prompt_begins_a_thought(condition, otherwise, row, opened):
+    start = f"{{% if {condition} %}}<think>\n{{% else %}}{otherwise}{{% endif %}}"
+    template = WITH_TOOLS.replace(
+        "{{ m.content }}",
+        f"{{% set last = (loop.previtem or m).role %}}{{% if m.role == 'assistant' %}}{start}{{% endif %}}"
+        "{{ m.content }}",
+    ).replace("assistant\n{% endif", f"assistant\n{{% set last = messages[-1].role %}}{start}{{% endif")
+    played = Played(make_kinds([add], None), row, conversation=conversation(chat_bytes(template)))
+    one_and_one, two_and_two = call("add", a=1, b=1), call("add", a=2, b=2)
+    for begun in opened:
+        # Thought of, if the prompt has begun a thought.
+        turn = one_and_one.removesuffix("<|im_end|>") + "</think>" + two_and_two if begun else one_and_one
+        assert result(played.say(turn)) == ("4" if begun else "2")
 
 
 CALLED = '<tool_call>{"name": "f"}</tool_call>'
