@@ -166,25 +166,47 @@ CALLED = '<tool_call>{"name": "f"}</tool_call>'
 THOUGHTS = (
     "<think> </think>", "[THINK] [/THINK]", "<thinking> </thinking>", "<reasoning> </reasoning>",
     "<thought> </thought>", "<seed:think> </seed:think>", "<|START_THINKING|> <|END_THINKING|>", "◁think▷ ◁/think▷",
+    '<think\ttype="deep"> </think>', "<|channel|>analysis<|message|> <|end|>", "<|channel>thought\n <channel|>",
+    "<|inner_prefix|> <|inner_suffix|>",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("form", THOUGHTS)
 def test_every_form_of_a_thought_only_mentions_calls(form):
-    begin, end = form.split()
+    begin, end = form.split(" ")
     thought = f"I write {begin} and {CALLED}"
-    assert without_thoughts(f"\n{begin}{thought}") == ""
+    assert without_thoughts(f"\n{begin}{thought}") == "\n"
     assert without_thoughts(f"{begin}{thought}{end}{CALLED}") == CALLED
     assert without_thoughts(f"a {begin}{CALLED}{end} b") == "a  b"
+    assert without_thoughts(f"{CALLED}Hm.\n{begin}\n{thought}") == f"{CALLED}Hm.\n"
+    assert without_thoughts(f"<|im_start|>assistant\n{begin}{thought}") == "<|im_start|>assistant\n"
+    assert without_thoughts(f"{begin}a{end}{CALLED}{begin}b{end}{CALLED}") == CALLED * 2
     # The prompt begins it.
     assert without_thoughts(f"{thought}{end}{CALLED}", f"<|im_start|>assistant\n{begin}\n") == CALLED
-    # The answer only mentions the tag.
-    assert CALLED in without_thoughts(f"{begin}x{end}After {begin}: {CALLED}", f"{begin}x{end}")
-    assert CALLED in without_thoughts(f"A {begin} tag: {CALLED}{begin}x{end}")
+    assert without_thoughts(CALLED, f"{begin}{end}") == CALLED
 
 
-def test_a_word_in_brackets_begins_no_thought():
-    assert CALLED in without_thoughts(f"[Reason] {CALLED}")
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "<think>a <think>b C</think> C</think>",
+        "<think>I write </think> and C</think>",
+        "C</think>",
+        "C</think>C</think>",
+    ],
+)
+def test_a_thought_reaches_to_its_last_end(thought):
+    assert without_thoughts(thought.replace("C", CALLED) + CALLED) == CALLED
+
+
+def test_an_argument_does_not_end_a_thought():
+    quoting = CALLED.replace('"f"', '"f", "arguments": {"a": "b</think>"}')
+    assert without_thoughts(f"<think>a</think>{quoting}") == without_thoughts(quoting) == quoting
+
+
+@pytest.mark.parametrize("text", ["[Reason]", "<reason for it>", "<|channel|>commentary<|message|>"])
+def test_other_marks_begin_no_thought(text):
+    assert without_thoughts(f"{text} {CALLED}<|end|>") == f"{text} {CALLED}<|end|>"
 
 
 def test_the_tokenizers_own_form_of_calls():
