@@ -86,28 +86,23 @@ class Conversation:
 
     def prompt_ids(self, prompt: Any, schemas: Schemas, observation: str = "") -> list[int]:
         """The token ids of a row's text or messages, with `observation` at their end."""
-        tokens, prompt = self._control_tokens, self._protected(prompt, observation)
+        tokens = self._control_tokens
+        if not self._prompts_trusted:
+            prompt = tokens.protect(prompt)
+        prompt = with_observation(prompt, tokens.protect(observation))
         options = self._keywords | ({"tools": list(schemas)} if schemas else {})
         return tokenize_prompts([prompt], self.tokenizer, [options], may_be_blank=True, control_tokens=tokens)[0]
 
-    def _protected(self, prompt: Any, observation: str) -> Any:
-        if not self._prompts_trusted:
-            prompt = self._control_tokens.protect(prompt)
-        return with_observation(prompt, self._control_tokens.protect(observation))
-
-    def prompt_end(self, prompt: Sequence[Message], schemas: Schemas, observation: str = "") -> str:
-        """What `prompt_ids` writes after messages, before the first turn of the policy."""
-        return self._generation_prompt(self._protected(prompt, observation), schemas)
-
-    def reply_end(self, replies: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]], schemas: Schemas) -> str:
-        """What `reply_ids` writes after messages, before the next turn of the policy."""
-        turn = _assistant(self._thought(0, schemas) + _ANSWER, self._without_arguments(tool_calls))
-        return self._generation_prompt([_USER, turn, *self._control_tokens.protect(replies)], schemas)
-
-    def _generation_prompt(self, messages: Sequence[Message], schemas: Schemas) -> str:
+    def prompt_end(self, messages: Sequence[Message], schemas: Schemas) -> str:
+        """What the chat template writes after `messages`, before a turn of the policy."""
         text = self._render(messages, schemas, add_generation_prompt=True)
         # Some templates write an EOS where no turn follows.
         return text[len(commonprefix([text, self._render(messages, schemas)])) :]
+
+    def reply_end(self, replies: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]], schemas: Schemas) -> str:
+        """What `reply_ids` writes after the replies, before the next turn of the policy."""
+        turn = _assistant(self._thought(0, schemas) + _ANSWER, self._without_arguments(tool_calls))
+        return self.prompt_end([_USER, turn, *self._control_tokens.protect(replies)], schemas)
 
     def ends_turn(self, token: int) -> bool:
         return token in self._stop
@@ -229,7 +224,7 @@ class Conversation:
         """The thought before the text of a turn in `check`, in every other turn. The policy writes none where the
         template's prompt ends with one, and only the end of one that the prompt begins.
         """
-        end = self._generation_prompt([_USER], schemas)
+        end = self.prompt_end([_USER], schemas)
         if "</think>" in end:
             return ""
         if "<think>" in end:

@@ -130,8 +130,7 @@ class Episode:
         if not self.prompt or silent:
             raise self._failure("reset returned no text, and the row has no prompt; one of them must have it")
         if self.kind.tools:
-            conversation = self.settings.conversation
-            self.prompt_end = conversation.prompt_end(self.row["prompt"], self.schemas, self.observation)
+            self.prompt_end = self.settings.conversation.prompt_end(self.prompt, self.schemas)
 
     @property
     def trusted(self) -> bool:
