@@ -146,6 +146,7 @@ def said_by(role, text):
 QUESTION, ANSWER = [said_by("user", "2+2?")], [said_by("assistant", "4")]
 ASKED = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 OPENED = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+OPENED_IN_ANSWERS = OPENED.replace("{{ m.content }}", "{{ '<think>\n' if m.role == 'assistant' }}{{ m.content }}")
 
 
 def test_a_completion_may_be_messages():
@@ -190,6 +191,48 @@ def test_an_answer_closes_the_thought_that_its_prompt_opens_or_it_is_said(capsys
     assert text == "\n</think>\n\n4<|im_end|>"
     assert whole == f"{ASKED}4<|im_end|>\n{ASKED}<think>\n\n</think>\n\n4<|im_end|>"
     assert "in 1 of 1 rows" in capsys.readouterr().out
+
+
+THOUGHT_DROPPED = OPENED.replace("{{ m.content }}", "{{ (m.content or '').split('</think>')[-1] }}")
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.name }}]{% endfor %}<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [OPENED, THOUGHT_DROPPED, OPENED_IN_ANSWERS])
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("4", "\n</think>\n\n4"),
+        ("<think>\nhm\n</think>\n\n4", "hm\n</think>\n\n4"),
+        ("hm</think>4", "hm</think>4"),
+        ([{**ANSWER[0], "reasoning_content": "hm"}], "hm\n</think>\n\n4"),
+        ([{**ANSWER[0], "tool_calls": [{"name": "add"}]}], "\n</think>\n\n4[add]"),
+    ],
+)
+def test_an_answer_goes_on_with_the_thought_that_its_prompt_opens(template, completion, expected):
+    template = template.replace("<|im_end|>\n{% endfor %}", CALLS + "\n{% endfor %}")
+    (row,) = learned([{"prompt": QUESTION, "completion": completion}], template)
+    assert row == (f"{ASKED}<think>\n{expected}<|im_end|>", f"{expected}<|im_end|>")
+
+
+def test_an_earlier_answer_that_ends_in_another_way_is_counted(capsys):
+    earlier = "{{ '<|im_end|>' if m.role == 'assistant' and loop.last else '<eos>' }}"
+    template = CHATML.replace("<|im_end|>\n{% endfor %}", f"{earlier}\n{{% endfor %}}")
+    rows = [{"messages": [*QUESTION, *ANSWER, *QUESTION, *ANSWER]}, {"messages": [*QUESTION, *ANSWER]}]
+    assert [text for _, text in learned(rows, template)] == ["4<|im_end|>", "4<|im_end|>"]
+    said = "in 1 of 2 rows .* ends an earlier answer without '<|im_end|>'; only the last answer is learned"
+    assert re.search(said.replace("|", r"\|"), capsys.readouterr().out)
+
+
+def test_an_answer_that_the_chat_template_refuses_is_named_by_its_row():
+    template = CHATML.replace("{{ m.content }}", "{{ m.content.split('|')[0] }}")
+    silent = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    # The first is longer than max_length.
+    rows = [
+        {"prompt": [said_by("user", "?" * 5000)], "completion": ANSWER},
+        {"prompt": QUESTION, "completion": [silent]},
+    ]
+    with pytest.raises(ValueError, match="the chat template refuses the messages in row 1"):
+        learned(rows, template)
 
 
 def test_rows_that_are_too_long_are_counted_on_the_screen_and_in_the_results(model_folder, tmp_path, capsys):
