@@ -62,14 +62,15 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
                 rewritten += 1
                 parts = [(False, tokenizer(texts[0], add_special_tokens=False)["input_ids"])]
             for before, after in pairwise(texts):
-                part = encode(after.removeprefix(before))
+                part = encode(after.removeprefix(before), parts[-1][1])
                 size = part.index(end) + 1 if end in part else len(part)
                 # Without its end, an earlier answer cannot be told from what follows it.
                 parts += [(end in part or after == texts[-1], part[:size]), (False, part[size:])]
             # What the template writes after the last turn.
             del parts[-1]
         else:
-            parts += [(is_learned, encode(text)) for is_learned, text in _parts(completion)]
+            for is_learned, text in _parts(completion):
+                parts.append((is_learned, encode(text, parts[-1][1])))
         if parts[-1][1][-1:] != [end]:
             parts.append((True, [end]))
         ids = [token for _, part in parts for token in part]

@@ -91,6 +91,15 @@ def test_a_completion_begins_as_it_is_written_and_not_with_a_space(before):
         assert written == [*"_q?\na:", *expected, "</s>"]
 
 
+def test_words_keep_their_marks_in_a_completion_if_white_space_splits_first():
+    tokenizer = spaced_tokenizer("words")
+    rows = [{"prompt": "q?", "completion": completion} for completion in (" a ie a", "a ie")]
+    for example, expected in zip(demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments()),
+                                 ("_q?_a_ie_a", "_q?a_ie"), strict=True):  # fmt: skip
+        written = [entry.replace("\u2581", "_") for entry in tokenizer.convert_ids_to_tokens(example["input_ids"])]
+        assert written == [*expected, "</s>"]
+
+
 def test_of_several_turns_those_of_the_policy_are_learned():
     tokenizer = tiny_tokenizer()
     turns = [
