@@ -118,6 +118,15 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
     return [(turn["role"] == "policy", turn["text"]) for turn in turns]
 
 
+class _Trainer(Trainer):
+    """Saves what ends a response with an adapter too, as `Trainer` does with a whole model."""
+
+    def save_model(self, output_dir: str | None = None, **keywords: Any) -> None:
+        if self.is_world_process_zero() and self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
+        super().save_model(output_dir, **keywords)
+
+
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
     arguments, lora, training = parse_args(
@@ -136,8 +145,5 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
     if config := lora.peft_config("CAUSAL_LM"):
         model = inject_adapter(get_peft_model, model, config)
     collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
-    trainer = Trainer(model, training, collator, **data)
+    trainer = _Trainer(model, training, collator, **data)
     train(trainer, counts, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")
-    if trainer.is_world_process_zero() and model.generation_config is not None:
-        # An adapter is saved without it.
-        model.generation_config.save_pretrained(training.output_dir)

@@ -223,9 +223,10 @@ def test_rows_that_are_too_long_are_counted_on_the_screen_and_in_the_results(mod
 def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(model_folder, tmp_path):
     out, data = tmp_path / "out", write(tmp_path / "sft.jsonl", [{"prompt": "w10", "completion": "w11"}] * 4)
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
-    sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", "--num_train_epochs", "1"])
+    sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", "--max_steps", "1", "--save_steps", "1"])
     assert read_policy_adapter(str(out)).r == 2 and not (out / "model.safetensors").exists()
-    assert GenerationConfig.from_pretrained(out).eos_token_id == [tiny_tokenizer().eos_token_id]
+    for folder in (out, out / "checkpoint-1"):
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [tiny_tokenizer().eos_token_id]
 
 
 def test_a_fine_tuned_model_ends_its_answers_where_it_has_learned_to(model_folder, tmp_path):
