@@ -145,8 +145,13 @@ def _flag_value(option: Option, words: list[str]) -> Any:
     if option.is_list:
         entries: list[Any] = []
         for word in words:
-            value = _parse_yaml(word) if word.startswith("[") else word
-            entries += _entries(option, value) if isinstance(value, list) else [_parse_word(option, word)]
+            value, parsed = _parse_yaml(word), _parse_word(option, word)
+            # A line "- x" may be text, such as a stop string.
+            is_text = _accepts(option, word) and not word.startswith("[") and "\n" not in word.strip()
+            if isinstance(value, list) and not is_text:
+                entries += _entries(option, value)
+            else:
+                entries.append(word if parsed is None else parsed)
         return entries
     if len(words) > 1:
         raise ValueError(f"{option.name} has the values {shown(words)}; give one")
