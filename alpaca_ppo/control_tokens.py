@@ -49,16 +49,12 @@ def continuing(tokenizer: Any) -> Callable[..., list[int]]:
     Given the ids `before` the text, it knows whether a special token ends them.
     """
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    added = {
-        number: token for number, token in tokenizer.added_tokens_decoder.items() if number != tokenizer.unk_token_id
-    }
+    added = {k: token.content for k, token in tokenizer.added_tokens_decoder.items() if k != tokenizer.unk_token_id}
     # Texts that end with a token of one letter. What follows may merge with some of these letters, but not with all.
-    anchors = [_RARE + letter for letter in "q.z:0a"]
-    anchors = [text for text in anchors if not {*encode(text)[-1:]} <= {*encode(_RARE)}]
+    anchors = [text for text in map(_RARE.__add__, "q.z:0a") if not {*encode(text)[-1:]} <= {*encode(_RARE)}]
 
     def encode_rest(text: str, before: Sequence[int] = ()) -> list[int]:
-        ends = [_RARE + added[token].content for token in before[-1:] if token in added]
-        for anchor in [*ends, *anchors]:
+        for anchor in [*(_RARE + added[token] for token in before[-1:] if token in added), *anchors]:
             start, ids = encode(anchor), encode(anchor + text)
             if ids[: len(start)] == start:
                 return list(ids[len(start) :])

@@ -145,13 +145,9 @@ def _flag_value(option: Option, words: list[str]) -> Any:
     if option.is_list:
         entries: list[Any] = []
         for word in words:
-            value, parsed = _parse_yaml(word), _parse_word(option, word)
-            # A line "- x" may be text, such as a stop string.
-            is_text = _accepts(option, word) and not word.startswith("[") and "\n" not in word.strip()
-            if isinstance(value, list) and not is_text:
-                entries += _entries(option, value)
-            else:
-                entries.append(word if parsed is None else parsed)
+            # A single line "- x" may be text, such as a stop string.
+            value = word if _accepts(option, word) and not re.match(r"\[|\s*- .+\n\s*- ", word) else _parse_yaml(word)
+            entries += _entries(option, value) if isinstance(value, list) else [_parse_word(option, word)]
         return entries
     if len(words) > 1:
         raise ValueError(f"{option.name} has the values {shown(words)}; give one")
@@ -161,7 +157,7 @@ def _flag_value(option: Option, words: list[str]) -> Any:
 def _parse_word(option: Option, word: str) -> Any:
     """What YAML reads in `word`; or `word` itself, if the option takes text but not what YAML reads."""
     value = _parse_yaml(word)
-    if not _accepts(option, word):
+    if not _accepts(option, word) and not (option.is_list and value is None):
         return value
     # "null" stays text, because the caller has read it where the option may be null; and so do dates.
     is_text = value is None or (isinstance(value, str) and word[:1] not in ("'", '"'))

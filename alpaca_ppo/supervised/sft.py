@@ -13,6 +13,7 @@ from peft import get_peft_model
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
 from alpaca_ppo.adapters.checks import inject_adapter
+from alpaca_ppo.config.checks import without_nulls
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
@@ -28,14 +29,21 @@ IGNORED = -100
 
 
 def with_prompts(dataset: Dataset, prompt_column: str, completion_column: str = "completion") -> Dataset:
-    """The demonstrations; of whole conversations, in that column or in `messages`, the prompt is what comes before the
-    first answer.
+    """The demonstrations; of whole conversations, in that column, `messages` or `conversations`, the prompt is what
+    comes before the first answer.
     """
-    if completion_column not in dataset.column_names and "messages" in dataset.column_names:
-        dataset = dataset.rename_column("messages", completion_column)
+    names, usual = dataset.column_names, ("messages", "conversations")
+    column = next((name for name in (completion_column, *usual) if name in names), None)
+    for number, messages in enumerate(map(without_nulls, dataset[column]) if column else ()):
+        first, end = (messages[i]["role"] if well_formed_messages(messages) else "assistant" for i in (0, -1))
+        if "assistant" not in (first, end) or (first == "assistant" and column in usual and prompt_column not in names):
+            raise ValueError(
+                f"row {number}: {column} is {messages!s:.99}; it must be messages (role, content) from prompt to answer"
+            )
+    dataset = dataset.rename_columns({column: completion_column} if column else {})
 
     def before_answer(messages: list[dict[str, Any]]) -> int:
-        return next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages) - 1)
+        return [message["role"] for message in messages].index("assistant")
 
     return split_conversations(dataset, [completion_column], prompt_column, before_answer)
 
@@ -133,8 +141,7 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
         [SFTArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo sft"
     )
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path)
-    column = arguments.completion_column
-    data, counts = trainer_data(model_name, arguments, training, [column], tokenize, with_prompts)
+    data, counts = trainer_data(model_name, arguments, training, [arguments.completion_column], tokenize, with_prompts)
     # The trainer would seed after the adapter is initialized.
     set_seed(training.seed)
     model, tokenizer = load_causal_lm(model_name), data["processing_class"]
@@ -144,6 +151,5 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
         model.generation_config.eos_token_id = [*resolve_stop_tokens(tokenizer, model.generation_config, [end])]
     if config := lora.peft_config("CAUSAL_LM"):
         model = inject_adapter(get_peft_model, model, config)
-    collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
-    trainer = _Trainer(model, training, collator, **data)
+    trainer = _Trainer(model, training, DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), **data)
     train(trainer, counts, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")

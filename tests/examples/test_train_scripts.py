@@ -223,7 +223,8 @@ def test_rows_that_are_too_long_are_counted_on_the_screen_and_in_the_results(mod
 def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(model_folder, tmp_path):
     out, data = tmp_path / "out", write(tmp_path / "sft.jsonl", [{"prompt": "w10", "completion": "w11"}] * 4)
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
-    sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", "--max_steps", "1", "--save_steps", "1"])
+    steps = ["--max_steps", "1", "--save_strategy", "steps", "--save_steps", "1"]
+    sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", *steps])
     assert read_policy_adapter(str(out)).r == 2 and not (out / "model.safetensors").exists()
     for folder in (out, out / "checkpoint-1"):
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [tiny_tokenizer().eos_token_id]
@@ -237,6 +238,34 @@ def test_a_fine_tuned_model_ends_its_answers_where_it_has_learned_to(model_folde
     names = ["--model_name_or_path", str(base), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
     sft.train_sft([*names, *QUICK, "--max_steps", "1"])
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [tiny_tokenizer().eos_token_id, 40]
+
+
+SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("column", "messages"),
+    [
+        ("conversations", SHARED),
+        ("messages", SHARED),
+        ("messages", [said_by("assistant", "a"), said_by("user", "q"), said_by("assistant", "a")]),
+        ("messages", [said_by("user", "q")]),
+        ("completion", [said_by("user", "q")]),
+        ("messages", [said_by("user", "q"), said_by("assistant", "a"), said_by("user", "q")]),
+    ],
+)
+def test_a_conversation_without_prompt_or_answer_is_named_by_its_own_column(column, messages):
+    good = [said_by("user", "q"), said_by("assistant", "a")]
+    rows = Dataset.from_list([{column: good}, {column: messages}], on_mixed_types="use_json")
+    with pytest.raises(ValueError, match=rf"row 1: {column} is \[{{'(role|from)': .*role, content"):
+        sft.with_prompts(rows, "prompt")
+
+
+def test_conversations_of_that_name_are_read_as_messages_are():
+    good = [said_by("user", "q"), said_by("assistant", "a")]
+    for chosen in ("completion", "conversations"):
+        (row,) = sft.with_prompts(Dataset.from_list([{"conversations": good}]), "prompt", chosen)
+        assert (row["prompt"], row[chosen]) == (good[:1], good[1:])
 
 
 def test_pairs_may_take_either_form_in_each_row():
