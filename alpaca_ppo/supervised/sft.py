@@ -5,7 +5,7 @@ Packing is left out; `--train_sampling_strategy group_by_length` keeps padding s
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from accelerate import PartialState
@@ -14,6 +14,7 @@ from peft import get_peft_model
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
 from alpaca_ppo.adapters.checks import inject_adapter
+from alpaca_ppo.config.checks import without_nulls
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
@@ -31,14 +32,21 @@ _OPENED = re.compile(r"(?i)(([<\[◁])((?:seed:)?(?:think(?:ing)?|thought|reason
 
 
 def with_prompts(dataset: Dataset, prompt_column: str, completion_column: str = "completion") -> Dataset:
-    """The demonstrations; of whole conversations, in that column or in `messages`, the prompt is what comes before the
-    first answer.
+    """The demonstrations; of whole conversations, in that column, `messages` or `conversations`, the prompt is what
+    comes before the first answer.
     """
-    if completion_column not in dataset.column_names and "messages" in dataset.column_names:
-        dataset = dataset.rename_column("messages", completion_column)
+    names, usual = dataset.column_names, ("messages", "conversations")
+    column = next((name for name in (completion_column, *usual) if name in names), None)
+    for number, messages in enumerate(map(without_nulls, dataset[column]) if column else ()):
+        first, end = (messages[i]["role"] if well_formed_messages(messages) else "assistant" for i in (0, -1))
+        if "assistant" not in (first, end) or (first == "assistant" and column in usual and prompt_column not in names):
+            raise ValueError(
+                f"row {number}: {column} is {messages!s:.99}; it must be messages (role, content) from prompt to answer"
+            )
+    dataset = dataset.rename_columns({column: completion_column} if column else {})
 
     def before_answer(messages: list[dict[str, Any]]) -> int:
-        return next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages) - 1)
+        return [message["role"] for message in messages].index("assistant")
 
     return split_conversations(dataset, [completion_column], prompt_column, before_answer)
 
@@ -66,18 +74,22 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
                 given = {**options, "add_generation_prompt": i < len(answers)}
                 texts.append(rendered([*row["prompt"], *answers[:i]], tokenizer, given, number))
             # What follows each prompt: an answer, and messages up to the next one.
-            written = [encode(_continuation(*two, answers[i])) for two, i in zip(pairwise(texts), starts, strict=True)]
+            continuations = [_continuation(*two, answers[i]) for two, i in zip(pairwise(texts), starts, strict=True)]
+            encoded = accumulate(continuations, lambda before, text: encode(text, before), initial=item["input_ids"])
+            written = list(encoded)[1:]
             # An answer without its end cannot be told from what follows it.
             if not all(map(str.startswith, texts[1:], texts)) or any(end not in part for part in written[:-1]):
                 rewritten += 1
-                parts, written = [(False, tokenizer(texts[-2], add_special_tokens=False)["input_ids"])], written[-1:]
+                parts = [(False, tokenizer(texts[-2], add_special_tokens=False)["input_ids"])]
+                written = [encode(continuations[-1], parts[-1][1])]
             for part in written:
                 size = part.index(end) + 1 if end in part else len(part)
                 parts += [(True, part[:size]), (False, part[size:])]
             # What the template writes after the last turn.
             del parts[-1]
         else:
-            parts += [(is_learned, encode(text)) for is_learned, text in _parts(completion)]
+            for is_learned, text in _parts(completion):
+                parts.append((is_learned, encode(text, parts[-1][1])))
         if parts[-1][1][-1:] != [end]:
             parts.append((True, [end]))
         ids = [token for _, part in parts for token in part]
@@ -123,14 +135,22 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
     return [(turn["role"] == "policy", turn["text"]) for turn in turns]
 
 
+class _Trainer(Trainer):
+    """Saves what ends a response with an adapter too, as `Trainer` does with a whole model."""
+
+    def save_model(self, output_dir: str | None = None, **keywords: Any) -> None:
+        if self.is_world_process_zero() and self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
+        super().save_model(output_dir, **keywords)
+
+
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
     arguments, lora, training = parse_args(
         [SFTArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo sft"
     )
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path)
-    column = arguments.completion_column
-    data, counts = trainer_data(model_name, arguments, training, [column], tokenize, with_prompts)
+    data, counts = trainer_data(model_name, arguments, training, [arguments.completion_column], tokenize, with_prompts)
     # The trainer would seed after the adapter is initialized.
     set_seed(training.seed)
     model, tokenizer = load_causal_lm(model_name), data["processing_class"]
@@ -140,9 +160,5 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
         model.generation_config.eos_token_id = [*resolve_stop_tokens(tokenizer, model.generation_config, [end])]
     if config := lora.peft_config("CAUSAL_LM"):
         model = inject_adapter(get_peft_model, model, config)
-    collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
-    trainer = Trainer(model, training, collator, **data)
+    trainer = _Trainer(model, training, DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), **data)
     train(trainer, counts, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")
-    if trainer.is_world_process_zero() and model.generation_config is not None:
-        # An adapter is saved without it.
-        model.generation_config.save_pretrained(training.output_dir)
