@@ -4,6 +4,7 @@ assistant message.
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -47,6 +48,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
     Attributes:
         wording: `PromptForm.wording` of the first row.
         fingerprint: a hash of the token ids and of all columns.
+        numbers: the prompts' rows in the dataset before any was dropped.
         num_cut: prompts longer than `query_len` whose beginning was cut off.
     """
 
@@ -55,6 +57,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
     form: PromptForm
     wording: str
     fingerprint: str
+    numbers: Sequence[int]
     num_dropped: int
     num_cut: int
 
@@ -181,6 +184,7 @@ def prepare_prompts(
         form=form,
         wording=form.wording(dataset[kept[0]], tokenizer),
         fingerprint=digest.hexdigest()[:16],
+        numbers=kept,
         num_dropped=len(dataset) - len(kept),
         num_cut=num_cut,
     )
@@ -198,6 +202,11 @@ def _prompts_of_rows(
         try:
             prompt = form.prompt_of(row)
             options.append(form.options_of(row) if isinstance(prompt, list) else {})
+            for name in options[-1] if tokenizer.chat_template else ():
+                if name != "tools" and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                    raise ValueError(
+                        f"chat_template_kwargs has {name!r}, which the chat template never reads; remove it"
+                    )
             for name in ("tools", "chat_template_kwargs") if isinstance(prompt, str) else ():
                 if row.get(name) and name not in form.columns:
                     raise ValueError(f"column {name!r} is set, but the prompt is text; drop it, or write messages")
@@ -342,11 +351,11 @@ def tokenize_prompts(
         keywords = {"add_generation_prompt": True, "return_dict": True, "tokenize": control_tokens is None}
         tokenized = []
         for number, (messages, given) in enumerate(zip(prompts, options, strict=True), start):
-            rendered = _rendered(messages, tokenizer, {**keywords, **given}, number)
+            text = rendered(messages, tokenizer, {**keywords, **given}, number)
             if control_tokens is None:
-                tokenized.append(list(rendered["input_ids"]))
+                tokenized.append(list(text["input_ids"]))
             else:
-                tokenized.append(control_tokens.encode(rendered, add_special_tokens=False))
+                tokenized.append(control_tokens.encode(text, add_special_tokens=False))
     for number, (prompt, ids) in enumerate(zip(prompts, tokenized, strict=True), start):
         if may_be_blank and not prompt:
             ids.clear()
@@ -357,7 +366,7 @@ def tokenize_prompts(
     return tokenized
 
 
-def _rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], number: int) -> Any:
+def rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], number: int) -> Any:
     """Returns what the chat template makes of the messages in row `number`."""
     # A template raises any kind of error for roles and keys that it does not know.
     try:

@@ -75,6 +75,7 @@ def test_a_row_has_tools_and_template_arguments_of_its_own(as_text):
     for column, value, problem in (
         ("chat_template_kwargs", "fast", "row 0: column 'chat_template_kwargs' is 'fast'; make it a mapping"),
         ("chat_template_kwargs", '{"tokenize": true}', "row 0: chat_template_kwargs has 'tokenize'"),
+        ("chat_template_kwargs", '{"thin": true}', "row 0: chat_template_kwargs has 'thin', which the .* never reads"),
         (
             "tools",
             "calculator, search",
