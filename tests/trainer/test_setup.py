@@ -201,9 +201,11 @@ def test_a_precision_that_there_is_not_is_refused_before_models_are_loaded(preci
         refused(tmp_path, f"mixed_precision is '{precision}'; ", bf16=bf16)
 
 
-@pytest.mark.parametrize("launched", ["no", "bf16"])
-def test_the_runs_own_bf16_decides_under_a_launcher_of_either_precision(launched, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+def test_bf16_of_the_launcher_alone_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    refused(tmp_path, "bf16 is False but the accelerator's mixed_precision is 'bf16'; use bf16: true")
+    # What the launcher says without a precision in its configuration.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert tiny_trainer(tmp_path).accelerator.mixed_precision == "no"
 
 
