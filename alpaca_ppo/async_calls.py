@@ -27,6 +27,7 @@ import torch
 MOST_CALLS = 64
 # In which the event loop must respond after a call timed out, or it counts as blocked.
 RESPONSE_SECONDS = 1.0
+_POLL_SECONDS = 0.1
 
 
 def error_text(error: BaseException) -> str:
@@ -134,11 +135,11 @@ def _daemon(target: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Awaits all at once; returns the result of each, or the exception that it raised.
+def await_all(awaitables: Sequence[Awaitable[Any]], poll: Callable[[], Any] = lambda: None) -> list[Any]:
+    """Awaits all at once; returns the result of each, or the exception that it raised. Calls `poll` meanwhile.
 
     Raises:
-        BaseException: SystemExit or KeyboardInterrupt of an awaitable; what a signal raises while this waits.
+        BaseException: SystemExit or KeyboardInterrupt of an awaitable; what a signal or `poll` raises meanwhile.
     """
 
     async def gathered() -> list[tuple[Any, BaseException | None]]:
@@ -153,6 +154,8 @@ def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     event_loop = _event_loop()
     future = asyncio.run_coroutine_threadsafe(gathered(), event_loop.loop)
     try:
+        while not wait([future], _POLL_SECONDS).done:
+            poll()
         outcomes = future.result()
     except BaseException:
         future.cancel()
