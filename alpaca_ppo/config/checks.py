@@ -36,7 +36,7 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parsed(value: Any) -> Any:
     with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else without_nulls(value)
+        return json.loads(value) if isinstance(value, str) else value
     return value
 
 

@@ -145,6 +145,11 @@ def check_url(name: str, url: str) -> None:
         )
 
 
+def is_this_machine(url: str) -> bool:
+    """Whether the host of `url` is known to be this machine."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
 def shown_url(url: str) -> str:
     """`url` for messages, without the parts that may hold a credential: user, password, query and fragment."""
     parts = urlsplit(url)

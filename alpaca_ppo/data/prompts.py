@@ -4,6 +4,7 @@ assistant message.
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.control_tokens import ControlTokens
-from alpaca_ppo.data.loading import unformatted
+from alpaca_ppo.data.loading import columns_of, unformatted
 from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
@@ -47,6 +48,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
     Attributes:
         wording: `PromptForm.wording` of the first row.
         fingerprint: a hash of the token ids and of all columns.
+        numbers: the prompts' rows in the dataset before any was dropped.
         num_cut: prompts longer than `query_len` whose beginning was cut off.
     """
 
@@ -55,6 +57,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
     form: PromptForm
     wording: str
     fingerprint: str
+    numbers: Sequence[int]
     num_dropped: int
     num_cut: int
 
@@ -79,7 +82,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
         return any(not ids for ids in self._input_ids) or (isinstance(first, list) and not first[-1]["content"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        row = self._dataset[index]
+        row = self.form.own_options(self._dataset[index])
         return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self.form.prompt_of(row)}}
 
     def record_wording(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -134,7 +137,7 @@ def prepare_prompts(
     assert query_len >= 1 and overlong in ("drop", "truncate", "error")
     _check_dataset(dataset)
     dataset = unformatted(dataset)
-    form = (form or PromptForm()).resolved(dataset.column_names, chat=bool(tokenizer.chat_template))
+    form = (form or PromptForm()).resolved(columns_of(dataset), chat=bool(tokenizer.chat_template))
     json_columns = frozenset(name for name, feature in dataset.features.items() if "Json(" in str(feature))
     form = replace(form, json_columns=json_columns)
     digest = hashlib.sha256()
@@ -147,7 +150,7 @@ def prepare_prompts(
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        rows = [form.own_options(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         prompts, options = _prompts_of_rows(rows, start, form, tools_of, kind, tokenizer)
         kind = type(prompts[0])
         protected = control_tokens.protect(prompts) if control_tokens else prompts
@@ -181,6 +184,7 @@ def prepare_prompts(
         form=form,
         wording=form.wording(dataset[kept[0]], tokenizer),
         fingerprint=digest.hexdigest()[:16],
+        numbers=kept,
         num_dropped=len(dataset) - len(kept),
         num_cut=num_cut,
     )
@@ -198,6 +202,11 @@ def _prompts_of_rows(
         try:
             prompt = form.prompt_of(row)
             options.append(form.options_of(row) if isinstance(prompt, list) else {})
+            for name in options[-1] if tokenizer.chat_template else ():
+                if name != "tools" and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                    raise ValueError(
+                        f"chat_template_kwargs has {name!r}, which the chat template never reads; remove it"
+                    )
             for name in ("tools", "chat_template_kwargs") if isinstance(prompt, str) else ():
                 if row.get(name) and name not in form.columns:
                     raise ValueError(f"column {name!r} is set, but the prompt is text; drop it, or write messages")
@@ -277,7 +286,7 @@ def _check_dataset(dataset: Dataset) -> None:
             f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, of a stream "
             "Dataset.from_list(list(stream.take(10000)), features=stream.features)"
         )
-    if images := [name for name in dataset.column_names if name in _NOT_TEXT]:
+    if images := [name for name in columns_of(dataset) if name in _NOT_TEXT]:
         raise ValueError(f"the dataset has a column {images[0]!r}, but the policy reads only text; remove or rename it")
 
 
@@ -330,11 +339,11 @@ def tokenize_prompts(
         keywords = {"add_generation_prompt": True, "return_dict": True, "tokenize": control_tokens is None}
         tokenized = []
         for number, (messages, given) in enumerate(zip(prompts, options, strict=True), start):
-            rendered = _rendered(messages, tokenizer, {**keywords, **given}, number)
+            text = rendered(messages, tokenizer, {**keywords, **given}, number)
             if control_tokens is None:
-                tokenized.append(list(rendered["input_ids"]))
+                tokenized.append(list(text["input_ids"]))
             else:
-                tokenized.append(control_tokens.encode(rendered, add_special_tokens=False))
+                tokenized.append(control_tokens.encode(text, add_special_tokens=False))
     for number, (prompt, ids) in enumerate(zip(prompts, tokenized, strict=True), start):
         if may_be_blank and not prompt:
             ids.clear()
@@ -343,7 +352,7 @@ def tokenize_prompts(
     return tokenized
 
 
-def _rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], number: int) -> Any:
+def rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], number: int) -> Any:
     """Returns what the chat template makes of the messages in row `number`."""
     # A template raises any kind of error for roles and keys that it does not know.
     try:

@@ -164,6 +164,13 @@ class PromptForm:
         """
         return without_nulls(messages, deep=column not in self.json_columns)
 
+    def own_options(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns `row` without the keys of other rows in the columns that `template_options` reads, unless these have
+        the type Json.
+        """
+        shared = {"tools", "chat_template_kwargs"} - self.json_columns
+        return {name: without_nulls(value) if name in shared else value for name, value in row.items()}
+
     def options_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of the chat template for one row, whose own take precedence.
 

@@ -8,10 +8,10 @@ which has no `reply`.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partialmethod
+from functools import cached_property, partialmethod, wraps
 from typing import Any, NamedTuple
 
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
 
 from alpaca_ppo.async_calls import error_text, parameters_of
 
@@ -178,9 +178,17 @@ def _name(function: Any) -> str:
 
 def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     """The JSON schema of a tool, from its type hints and Google-style docstring; raises ValueError if they do not
-    describe its arguments.
+    describe its arguments. What a decorator passes on and the docstring does not describe, the decorator supplies.
     """
     try:
+        described = parse_google_format_docstring((inspect.getdoc(function) or "").strip())[1]
+        signature, required = inspect.signature(function), parameters_of(function).required
+        if hidden := {k for k, p in signature.parameters.items() if p.default is p.empty} - {*described, *required}:
+            # The same function for the library, without what a decorator supplies.
+            function = wraps(function)(lambda: None)
+            shown = [p for name, p in signature.parameters.items() if name not in hidden]
+            vars(function)["__signature__"] = signature.replace(parameters=shown)
+            function.__annotations__ = {k: v for k, v in function.__annotations__.items() if k not in hidden}
         return get_json_schema(function)
     # Evaluating type hints may raise anything.
     except Exception as error:

@@ -20,8 +20,8 @@ from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.loading import load_complete
 from alpaca_ppo.models.packed_attention import sequence_keywords
-from alpaca_ppo.models.policy import eval_mode
-from alpaca_ppo.models.trial import Trial, difference, packing_problem
+from alpaca_ppo.models.policy import difference, eval_mode
+from alpaca_ppo.models.trial import Trial, packing_problem
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
 from alpaca_ppo.saved_models import loading, remote_code

@@ -24,6 +24,7 @@ from alpaca_ppo.checkpoint.export import check_login
 from alpaca_ppo.checkpoint.serialization import checkpoint_bytes, verify_files
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.data.loading import columns_of
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
 from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
 from alpaca_ppo.estimate_memory.fake_models import without_weights
@@ -192,7 +193,7 @@ def check_reward_columns(
     for what, rows in {"train set": train_dataset, **eval_sets}.items():
         # Anything else is refused by `prepare_prompts`.
         if isinstance(rows, Dataset):
-            columns = [*rows.column_names, *(OF_EPISODES if kinds else ())]
+            columns = [*columns_of(rows), *(OF_EPISODES if kinds else ())]
             check_columns(reward_funcs, what, columns)
             if what != "train set":
                 check_columns(metric_funcs, what, columns)

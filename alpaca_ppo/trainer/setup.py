@@ -23,6 +23,7 @@ from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data import PromptDataset, PromptForm, introduction, prepare_prompts
+from alpaca_ppo.data.loading import columns_of
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.preemption import PreemptionHandler
@@ -286,11 +287,11 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
             row["environment"] = name
         dataset = Dataset.from_list([row] * args.rollout_batch_size)
     elif kinds and isinstance(dataset, Dataset) and not (args.prompt_template or args.user_template):
-        if not {args.prompt_column, "instruction"} & {*dataset.column_names}:
+        if not {args.prompt_column, "instruction"} & {*columns_of(dataset)}:
             dataset = dataset.add_column(args.prompt_column, [blank] * len(dataset))
     if isinstance(dataset, Dataset):
         for kind in kinds.values():
-            kind.reset_arguments(dict.fromkeys([*dataset.column_names, "prompt"]), 0)
+            kind.reset_arguments(dict.fromkeys([*columns_of(dataset), "prompt"]), 0)
     trusted = args.control_tokens_from != "template"
     return prepare_prompts(
         dataset,

@@ -75,6 +75,7 @@ def test_a_row_has_tools_and_template_arguments_of_its_own(as_text):
     for column, value, problem in (
         ("chat_template_kwargs", "fast", "row 0: column 'chat_template_kwargs' is 'fast'; make it a mapping"),
         ("chat_template_kwargs", '{"tokenize": true}', "row 0: chat_template_kwargs has 'tokenize'"),
+        ("chat_template_kwargs", '{"thin": true}', "row 0: chat_template_kwargs has 'thin', which the .* never reads"),
         (
             "tools",
             "calculator, search",
@@ -143,6 +144,32 @@ def test_a_call_has_its_own_arguments_and_not_those_of_other_rows(tmp_path):
     assert [item["input_ids"] for item in of_json] == [[TWO, ONE, NAMED], [THREE]]
 
 
+def test_a_null_in_a_tool_or_an_argument_of_the_template_is_kept_where_json_holds_it(tmp_path):
+    tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{% if 'default' in t.parameters %}one {% endif %}two {% endfor %}"
+        "{% if think is defined and think is none %}three {% endif %}"
+    )
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "one"}],
+            "tools": [{"name": "f", "parameters": parameters}],
+            "chat_template_kwargs": keywords,
+        }
+        for parameters, keywords in (({"default": None, "enum": [1, "a"]}, {"think": None}), ({}, {"think": [1, "a"]}))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_json = prepare_prompts(load_prompt_dataset(str(tmp_path / "rows.jsonl")), tokenizer, query_len=9)
+    assert [item["input_ids"] for item in of_json] == [[ONE, TWO, THREE], [TWO]]
+    assert [item["row"]["tools"] for item in of_json] == [row["tools"] for row in rows]
+    # Arrow gives a row the keys of others.
+    for row in rows:
+        row["tools"][0]["parameters"].pop("enum", None)
+    rows[1]["chat_template_kwargs"]["think"] = "no"
+    of_arrow = prepare_prompts(Dataset.from_list(rows[1:] + rows[:1]), tokenizer, query_len=9)
+    assert [item["input_ids"] for item in of_arrow] == [[TWO], [TWO]]
+
+
 @pytest.mark.parametrize("form", ["pandas", "numpy", "torch", "arrow"])
 def test_an_output_format_and_a_choice_of_columns_change_no_prompt(form):
     messages = [{"role": "user", "content": "one"}]
@@ -152,6 +179,9 @@ def test_an_output_format_and_a_choice_of_columns_change_no_prompt(form):
         assert list(prepare_prompts(formatted, chat_tokenizer(WORDS), query_len=9)) == expected
     changed = rows.with_transform(lambda batch: {**batch, "answer": [7] * len(batch["answer"])})
     assert prepare_prompts(changed, chat_tokenizer(WORDS), query_len=9)[1]["row"]["answer"] == 7
+    stored = Dataset.from_list([{"q": messages, "a": 1, "image": "x"}, {"q": messages, "a": 2, "image": "y"}])
+    made = stored.with_transform(lambda batch: {"prompt": batch["q"], "answer": batch["a"]})
+    assert list(prepare_prompts(made, chat_tokenizer(WORDS), query_len=9)) == expected
 
 
 def test_row_numbers_continue_across_chunks():

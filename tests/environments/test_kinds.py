@@ -1,4 +1,4 @@
-from functools import cached_property, partialmethod
+from functools import cached_property, lru_cache, partialmethod, wraps
 
 import pytest
 
@@ -125,6 +125,67 @@ def test_properties_that_need_a_reset_are_left_alone():
             return str(self.count)
 
     assert [tool.name for tool in make_kinds(None, Board)[None].tools] == ["increment"]
+
+
+def with_store(function):
+    @wraps(function)
+    def decorated(*arguments, **keywords):
+        return function(*arguments, store={"a": "x"}, **keywords)
+
+    return decorated
+
+
+class Shop(Counter):
+    @with_store
+    def look(self, item: str, store: dict) -> str:
+        """Looks.
+
+        Args:
+            item: to look for
+        """
+        return store[item]
+
+    @with_store
+    def find(self, item: str, store) -> str:
+        """Finds.
+
+        Args:
+            item: to find
+        """
+        return store[item]
+
+    @staticmethod
+    @lru_cache
+    def price(item: str) -> int:
+        """The price.
+
+        Args:
+            item: to buy
+        """
+        return len(item)
+
+
+def test_what_a_decorator_supplies_to_a_tool_is_not_shown_to_the_policy():
+    shop = Shop()
+    schemas = {tool.name: tool.schema["function"]["parameters"] for tool in make_kinds(None, Shop)[None].tools}
+    for name, said in (("look", "to look for"), ("find", "to find"), ("price", "to buy")):
+        item = {"item": {"type": "string", "description": said}}
+        assert schemas[name] == {"type": "object", "properties": item, "required": ["item"]}
+    assert (shop.look(item="a"), shop.find(item="a"), shop.price(item="a")) == ("x", "x", 1)
+    # The class itself still says what it takes.
+    assert set(Shop.look.__annotations__) == {"item", "store", "return"}
+
+    class Hidden(Counter):
+        @with_store
+        def look(self, item: str, store: dict, times: int = 1) -> str:
+            """Looks.
+
+            Args:
+                item: to look for
+            """
+
+    with pytest.raises(ValueError, match="look of environment 'Hidden' .* no description for the argument 'times'"):
+        make_kinds(None, Hidden)
 
 
 def test_hints_that_cannot_be_read_and_names_without_a_member():
