@@ -16,9 +16,13 @@ def bit_sum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     Floating-point elements are taken as `dtype`, if given.
     """
     to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    bits = tensor.detach().to(to).contiguous().view(_INTEGERS[to.itemsize])
-    # Not of the bits themselves: small changes of several elements might cancel.
-    return (bits * bits + bits).sum(dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # In pieces that fit into a processor's cache, which is ten times as fast.
+    for piece in tensor.detach().flatten().split(2**18):
+        bits = piece.to(to).view(_INTEGERS[to.itemsize])
+        # Not of the bits themselves: small changes of several elements might cancel.
+        total += (bits * bits + bits).sum(dtype=torch.int64)
+    return total
 
 
 def whole_sums(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, int]:

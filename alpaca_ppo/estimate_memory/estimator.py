@@ -5,9 +5,9 @@ The trainer's passes are run over tensors without memory (`passes`); what is hel
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from alpaca_ppo.adapters.files import is_adapter
@@ -31,8 +31,9 @@ class Prediction(NamedTuple):
     offloaded: float
 
     @property
-    def peak(self) -> float:
-        return max(phase.total for phase in self.phases)
+    def peak(self) -> PhaseMemory:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.total)
 
 
 def predict(
@@ -63,59 +64,122 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`: the peak after
         each of up to three changes that save most, and after all of them.
     """
-    args = replace(args, fsdp=args.fsdp or script.accelerate_config == "fsdp")
-    sharding = _checked_sharding(script, args)
-    shardings = _alternatives(script.num_processes, args) if script.num_processes > 1 else {}
-    name_of_run = "fsdp" if sharding.fsdp else str(sharding.stage)
-    shardings[name_of_run] = sharding
-    if args.reference not in REFERENCES:
-        args = replace(args, reference=model_folder("reference", args.reference))
-    # Only a separate critic has another size if it starts from a value model.
-    value = script.value_model_name_or_path if args.critic_layout == "separate" else None
-    value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
-    policy = model_folder("model_name_or_path", script.model_name_or_path)
-    models = Models(policy, lora.peft_config("CAUSAL_LM"), value, script.reward_model_name_or_path or [])
-    device_bytes = (script.device_gib or 0.0) * GIB
-    predict_run = partial(predict, replies=bool(script.environments or script.tools), device_bytes=device_bytes)
-    predictions = dict(zip(shardings, predict_run(models, args, list(shardings.values())), strict=True))
-    prediction = predictions[name_of_run]
-    peak = max(prediction.phases, key=lambda phase: phase.total)
+    run = _Run.of(script, lora, args)
+    shardings = {_name(sharding): sharding for sharding in (*run.other_shardings(), run.sharding)}
+    predictions = dict(zip(shardings, run.predict(list(shardings.values())), strict=True))
+    phases, offloaded = predictions[_name(run.sharding)]
+    peak = predictions[_name(run.sharding)].peak
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
         "processes": script.num_processes,
-        "zero_stage": sharding.stage,
-        "phases": [{**asdict(phase), "total": phase.total} for phase in prediction.phases],
+        "zero_stage": run.sharding.stage,
+        "phases": [{**asdict(phase), "total": phase.total} for phase in phases],
         "peak": peak.total,
         "peak_phase": peak.phase,
     }
     if len(predictions) > 1:
-        result["peak_by_zero_stage"] = {name: alternative.peak for name, alternative in predictions.items()}
-    if prediction.offloaded:
-        result["offloaded"] = prediction.offloaded
-    if script.device_gib is None:
-        return result
-    limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
-    result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit}
-    if not result["fits"]:
-
-        def peak_after(change: Mapping[str, Any]) -> float:
-            """Infinite if the run would be refused."""
-            peft_config = replace(lora, use_peft=change.get("use_peft", lora.use_peft)).peft_config("CAUSAL_LM")
-            value = change.get("value_model_name_or_path", models.value)
-            try:
-                changed = replace(args, **{n: v for n, v in change.items() if hasattr(args, n)})
-                return predict_run(replace(models, lora=peft_config, value=value), changed, [sharding])[0].peak
-            except ValueError:
-                return float("inf")
-
-        given = {**vars(script), **vars(lora), **vars(args)}
-        changes = _changes(models, args, four_bits=not (args.use_cpu or sharding.fsdp or sharding.stage == 3))
-        possible = [{n: v for n, v in change.items() if given[n] != v} for change in changes]
-        result["changes"] = [
-            {"change": json.dumps(change).replace('"', "")[1:-1], "peak": then, "fits": then <= limit}
-            for then, change in _best_changes([change for change in possible if change], peak_after, below=peak.total)
-        ]
+        result["peak_by_zero_stage"] = {name: prediction.peak.total for name, prediction in predictions.items()}
+    if offloaded:
+        result["offloaded"] = offloaded
+    if script.device_gib is not None:
+        limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
+        result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit}
+        if not result["fits"]:
+            result["changes"] = [
+                {"change": json.dumps(change).replace('"', "")[1:-1], "peak": then, "fits": then <= limit}
+                for then, change in run.best_changes(below=peak.total)
+            ]
     return result
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The run that is estimated, with the folders of its models."""
+
+    script: EstimateArguments
+    lora: LoraArguments
+    args: PPOConfig
+    models: Models
+    sharding: Sharding
+
+    @classmethod
+    def of(cls, script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> "_Run":
+        """Raises a ValueError for what a run would refuse."""
+        args = replace(args, fsdp=args.fsdp or script.accelerate_config == "fsdp")
+        sharding = _checked_sharding(script, args)
+        if args.reference not in REFERENCES:
+            args = replace(args, reference=model_folder("reference", args.reference))
+        # Only a separate critic has another size if it starts from a value model.
+        value = script.value_model_name_or_path if args.critic_layout == "separate" else None
+        value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
+        policy = model_folder("model_name_or_path", script.model_name_or_path)
+        models = Models(policy, lora.peft_config("CAUSAL_LM"), value, script.reward_model_name_or_path or [])
+        return cls(script, lora, args, models, sharding)
+
+    def predict(self, shardings: Sequence[Sharding]) -> list[Prediction]:
+        """See the function `predict`."""
+        replies = bool(self.script.environments or self.script.tools)
+        device_bytes = (self.script.device_gib or 0.0) * GIB
+        return predict(self.models, self.args, shardings, replies=replies, device_bytes=device_bytes)
+
+    def peak_after(self, change: Mapping[str, Any]) -> float:
+        """The peak with the options of `change`, in bytes; infinite if such a run would be refused."""
+        lora = replace(self.lora, use_peft=change.get("use_peft", self.lora.use_peft))
+        value = change.get("value_model_name_or_path", self.models.value)
+        models = replace(self.models, lora=lora.peft_config("CAUSAL_LM"), value=value)
+        try:
+            args = replace(self.args, **{name: value for name, value in change.items() if name in vars(self.args)})
+            [prediction] = replace(self, args=args, models=models).predict([self.sharding])
+        except ValueError:
+            return float("inf")
+        return prediction.peak.total
+
+    def other_shardings(self) -> list[Sharding]:
+        """The ways to share the memory between processes, if there are several; among them may be the run's own."""
+        processes = self.script.num_processes
+        if processes == 1:
+            return []
+        shardings = [Sharding(processes, stage) for stage in (0, 1, 2)]
+        if not self.args.load_in_4bit:
+            # ZeRO 3 and FSDP2 cannot shard 4-bit weights.
+            shardings += [Sharding(processes, 3), Sharding(processes, fsdp=True)]
+        return shardings
+
+    def best_changes(self, *, below: float) -> list[tuple[float, Mapping[str, Any]]]:
+        """The peak after each of up to three changes that save most and, of several, after all of them together."""
+        tried = [(self.peak_after(change), change) for change in self.changes()]
+        best = sorted((pair for pair in tried if pair[0] < below), key=lambda pair: pair[0])[:3]
+        if len(best) > 1:
+            together = {name: value for _, change in best for name, value in change.items()}
+            best.append((self.peak_after(together), together))
+        return best
+
+    def changes(self) -> list[Mapping[str, Any]]:
+        """Changes of options that may save memory."""
+        args = self.args
+        on_one_base: dict[str, Any] = {} if is_adapter(self.models.policy) else {"use_peft": True}
+        if args.uses_critic and args.critic_layout == "separate":
+            on_one_base |= {"critic_layout": "adapter", "init_value_with_reward": False}
+            on_one_base["value_model_name_or_path"] = None
+        on_one_base |= {"dtype": "bfloat16", "bf16": True}
+        if args.reference in ("copy", "copy_offloaded"):
+            on_one_base["reference"] = "auto"
+        if args.max_tokens_per_micro_batch is None:
+            one_row = {"step_per_device_batch_size": 1}
+        else:
+            one_row = {"max_tokens_per_micro_batch": args.longest_row}
+        names = ("rollout_per_device_batch_size", "logprob_chunk_size")
+        quarters = [{name: max(1, getattr(args, name) // 4)} for name in names]
+        four_bits = not (args.use_cpu or self.sharding.fsdp or self.sharding.stage == 3)
+        changes = [on_one_base, {"gradient_checkpointing": True}, one_row, *quarters, {"load_in_4bit": four_bits}]
+        given = {**vars(self.script), **vars(self.lora), **vars(args)}
+        new = [{name: value for name, value in change.items() if given[name] != value} for change in changes]
+        return [change for change in new if change]
+
+
+def _name(sharding: Sharding) -> str:
+    """The ZeRO stage (0 = DDP), or "fsdp"."""
+    return "fsdp" if sharding.fsdp else str(sharding.stage)
 
 
 def _checked_sharding(script: EstimateArguments, args: PPOConfig) -> Sharding:
@@ -128,43 +192,6 @@ def _checked_sharding(script: EstimateArguments, args: PPOConfig) -> Sharding:
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
     return sharding
-
-
-def _best_changes(
-    changes: Sequence[Mapping[str, Any]], peak_after: Callable[[Mapping[str, Any]], float], *, below: float
-) -> list[tuple[float, Mapping[str, Any]]]:
-    """The peak after each of up to three changes that save most and, of several, after all of them together."""
-    tried = [(peak_after(change), change) for change in changes]
-    best = sorted((pair for pair in tried if pair[0] < below), key=lambda pair: pair[0])[:3]
-    if len(best) > 1:
-        together = {name: value for _, change in best for name, value in change.items()}
-        best.append((peak_after(together), together))
-    return best
-
-
-def _alternatives(processes: int, args: PPOConfig) -> dict[str, Sharding]:
-    """The ways to share the memory of a run on several processes, by ZeRO stage (0 = DDP) or "fsdp"."""
-    shardings = {str(stage): Sharding(processes, stage) for stage in (0, 1, 2)}
-    if not args.load_in_4bit:
-        # ZeRO 3 and FSDP2 cannot shard 4-bit weights.
-        shardings |= {"3": Sharding(processes, 3), "fsdp": Sharding(processes, fsdp=True)}
-    return shardings
-
-
-def _changes(models: Models, args: PPOConfig, *, four_bits: bool) -> list[dict[str, Any]]:
-    """The options of each change that may save memory, also those that the run has made; `four_bits` = whether weights
-    in 4 bits are possible.
-    """
-    budget = args.max_tokens_per_micro_batch is not None
-    one_row = {"max_tokens_per_micro_batch": args.longest_row} if budget else {"step_per_device_batch_size": 1}
-    on_one_base: dict[str, Any] = {} if is_adapter(models.policy) else {"use_peft": True}
-    if args.uses_critic and args.critic_layout == "separate":
-        on_one_base |= {"critic_layout": "adapter", "init_value_with_reward": False, "value_model_name_or_path": None}
-    no_copy = {"reference": "auto"} if args.reference in ("copy", "copy_offloaded") else {}
-    on_one_base |= {"dtype": "bfloat16", "bf16": True} | no_copy
-    names = ("rollout_per_device_batch_size", "logprob_chunk_size")
-    quarters = [{name: max(1, getattr(args, name) // 4)} for name in names]
-    return [on_one_base, {"gradient_checkpointing": True}, one_row, *quarters, {"load_in_4bit": four_bits}]
 
 
 def table(result: dict[str, Any]) -> str:

@@ -83,9 +83,7 @@ class Backend(ABC):
         Raises:
             ValueError: if there is no other way.
         """
-        raise ValueError(
-            f"generation_backend is {self.name}, but the policy cannot be sampled so: {problem}; set it to auto"
-        )
+        raise ValueError(f"generation_backend {self.name} cannot sample the policy: {problem}; set it to auto")
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:  # noqa: B027
         """Copies the weights of `policy`, whose parameters may be sharded; called on every process before responses

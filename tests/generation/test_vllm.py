@@ -216,7 +216,7 @@ def test_an_answer_for_a_row_that_waits_for_none_is_an_error(tmp_path: Path) -> 
 
     with Setting(tmp_path, FakeVLLM()) as setting:
         setting.sync()
-        with pytest.raises(ValueError, match="answer for row 1, which waits for none"):
+        with pytest.raises(ValueError, match="answered row 1, which waits for none"):
             setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1, turns=Turns(Wrong(random.Random(0))))
 
 
@@ -580,7 +580,7 @@ def test_the_options_name_a_server_or_a_way_to_start_one(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="load_in_4bit is True"):
         four_bits: dict[str, Any] = {"load_in_4bit": True, "critic_layout": "shared", "vllm_python": "python"}
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **four_bits))
-    with pytest.raises(ValueError, match="vllm_urls holds 'localhost:8000', which is no address"):
+    with pytest.raises(ValueError, match="vllm_urls holds 'localhost:8000', no address"):
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_urls=["localhost:8000"]))
     with pytest.raises(ValueError, match="needs the options of a run"):
         make_backend("vllm")
