@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             left = begin + limit - start
             verdict, figure = outcome(check, machine, min(left, limit / 3)) if left > 0 else ("no time", "not made")
             counts[verdict] += 1
-            print(f"{name}: {figure}: {verdict} ({time.perf_counter() - start:.0f} s)", flush=True)
+            print(f"{name} | {figure} | {verdict} ({time.perf_counter() - start:.0f} s)", flush=True)
         gpu_vllm.end_servers()
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     more = "; more --minutes give every check its time" if counts["no time"] else ""

@@ -10,7 +10,7 @@ NEED_GPUS = {"two processes over NCCL = one", "ZeRO 2 = one process", "ZeRO 3 = 
 
 def lines(printed):
     """The verdict and the figure of each check."""
-    found = re.findall(r"^(.+?): (.*): (ok|FAILED|left out|no time) \(\d+ s\)$", printed, re.MULTILINE)
+    found = re.findall(r"^(.+) \| (.*) \| (ok|FAILED|left out|no time) \(\d+ s\)$", printed, re.MULTILINE)
     return {name: (verdict, figure) for name, figure, verdict in found}
 
 
