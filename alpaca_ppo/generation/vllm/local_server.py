@@ -39,9 +39,11 @@ class LocalServer(Server):
         link.symlink_to(new.model)
         command = server_command(self._args, link, self._path, self._dtype, self._lora_rank, self.device)
         PartialState().print(f"vLLM starts; its log is {self._log}", flush=True)
-        self._process = ServerProcess(command, server_variables(self.device, self._folder), self._log, [])
-        self._process.wait(lambda: self.answers(poll), poll)
-        link.unlink()
+        self._process = ServerProcess(command, server_variables(self.device, self._folder), self._log, [link])
+        try:
+            self._process.wait(lambda: self.answers(poll), poll)
+        finally:
+            link.unlink(missing_ok=True)
         # It has read the model, but no adapter.
         self.asleep, self.loaded = False, replace(new, adapter=None)
         together([self.check(None, lora=self._lora_rank > 0)], poll)
