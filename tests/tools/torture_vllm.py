@@ -144,8 +144,8 @@ def main(folder: Path, only: str) -> bool:
         return True
     chosen = tuple(filter(None, only.split(",")))
     table = Table()
-    kills = [f"{phase}:{p}:{s}" for s in ("SIGKILL", "SIGTERM") for p in SERVER for phase in LATER]
-    kills += [f"{phase}:trainer:SIGSTOP" for phase in LATER]
+    kills = [f"{phase}:trainer:SIGSTOP" for phase in LATER]
+    kills += [f"{phase}:{p}:{s}" for s in ("SIGKILL", "SIGTERM") for p in SERVER for phase in LATER]
     starts = [f"starting:{p}:{s}" for s in ("SIGKILL", "SIGTERM") for p in SERVER]
     ends = [f"{phase}:trainer:{s}" for phase in ("starting", *LATER) for s in ("SIGKILL", "SIGTERM")]
     ends += ["starting:trainer:SIGINT"]

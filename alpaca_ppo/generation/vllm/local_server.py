@@ -12,6 +12,7 @@ from accelerate import PartialState
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.vllm.process import END_SECONDS, ServerProcess, server_command, server_variables
 from alpaca_ppo.generation.vllm.server import Publication, Server, together
+from alpaca_ppo.http_json import RequestFailed
 
 
 class LocalServer(Server):
@@ -69,11 +70,11 @@ class LocalServer(Server):
             self._attempt(self.sleep(), self.loaded, poll)
 
     def _attempt(self, call: Coroutine[Any, Any, None], weights: Publication, poll: Callable[[], Any]) -> None:
-        """Awaits `call`; if it fails as the server has ended or is still asleep, starts that again on `weights`."""
+        """Awaits `call`; if the server has ended, or gives no usable answer, starts it again on `weights`."""
         try:
             together([call], poll)
-        except ValueError:
-            if self.answers(poll) and not self.asleep:
+        except ValueError as error:
+            if not isinstance(error.__cause__, RequestFailed) and self.answers(poll):
                 raise
             self.restart(weights, poll)
 

@@ -23,8 +23,8 @@ from alpaca_ppo.generation.vllm.server import MODEL, check_version
 # Long enough to read a large model from a slow disk.
 START_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
-# For a server whose engine has ended to end too.
-END_SECONDS = 15.0
+# For a server whose engine has ended to end too, which not every one does.
+END_SECONDS = 5.0
 # Not for `vllm_args`.
 _RESERVED_FLAGS = (
     "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization config disable-log-stats tp "
@@ -144,12 +144,17 @@ class ServerProcess:
     def wait(self, ready: Callable[[], bool], poll: Callable[[], Any]) -> None:
         """Waits until the server is `ready`; calls `poll` meanwhile. Raises ValueError if it ends or takes too long."""
         until = time.monotonic() + START_SECONDS
-        while not ready():
-            poll()
-            if self.ends(_POLL_SECONDS):
-                raise ValueError(f"the vLLM server could not be started: {self.reason(poll, END_SECONDS)}")
-            if time.monotonic() > until:
-                raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
+        try:
+            while not ready():
+                poll()
+                if self.ends(_POLL_SECONDS):
+                    raise ValueError(f"the vLLM server could not be started: {self.reason(poll, END_SECONDS)}")
+                if time.monotonic() > until:
+                    raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
+        except BaseException:
+            # It ends while the run saves its state; `stop` waits for that.
+            self._process.terminate()
+            raise
 
     def reason(self, poll: Callable[[], Any], within: float) -> str:
         """Why the server has ended: its exit status, and the last error in its log that is no consequence of another.
@@ -158,15 +163,16 @@ class ServerProcess:
         until = time.monotonic() + within
         while not self.ends(_POLL_SECONDS) and time.monotonic() < until:
             poll()
-        if self._process.returncode is None:
-            self.stop()
-            return f"it did not answer; its log is {self._log}"
         status = self._process.returncode
-        ending = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
+        if status is None:
+            self.stop()
+            ending = "it did not answer, or its engine has ended"
+        else:
+            ending = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
         text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         errors = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
         causes = [error for error in errors if not _CONSEQUENCE.search(error)]
-        message = causes[-1] if causes else "" if errors else " ".join(text.split()[-30:])
+        message = causes[-1] if causes else "" if errors or status is None else " ".join(text.split()[-30:])
         return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"
 
 
