@@ -201,11 +201,7 @@ def test_an_interpreter_without_the_right_vllm_is_refused_before_models_load(
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("first", "then", "number"),
-    [
-        ("", "sys.stdin.read()", signal.SIGKILL),
-        ("", "pass", None),
-        ("time.sleep(1000)", "pass", signal.SIGKILL),
-    ],
+    [("", "sys.stdin.read()", signal.SIGKILL), ("", "pass", None), ("time.sleep(1000)", "pass", signal.SIGKILL)],
     ids=["killed", "ends", "killed while the server starts"],
 )
 def test_nothing_is_left_of_a_server_however_the_run_ends(
@@ -259,12 +255,15 @@ STOPS_ITSELF = SIGNALS_THE_RUN.replace("time.sleep(1000)", "os.kill(os.getpid(),
     [
         ("import os; os.kill(os.getpid(), 9)", "signal SIGKILL"),
         ("fake.lives = False; time.sleep(1000)", "it did not answer"),
+        ("time.sleep(1000)", "it did not answer"),
     ],
+    ids=["killed", "engine killed", "hangs"],
 )
-def test_a_server_that_dies_while_it_loads_weights_is_started_on_them(
+def test_a_server_that_dies_or_hangs_while_it_loads_weights_is_started_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, said: str
 ) -> None:
     monkeypatch.setattr("alpaca_ppo.generation.vllm.server._HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server._LOAD_SECONDS", 5.0)
     monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
     setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=AT_LOAD.format(then=then)), query_len=40)
     setting.sync()

@@ -143,11 +143,9 @@ def before(owner: Any, name: str, then: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **kwargs: (then(*args, **kwargs), function(*args, **kwargs))[1])
 
 
-# A shell's background jobs ignore it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def main(output_dir: str, memory: str, blows: str, *pairs: str) -> None:
+    # A shell's background jobs ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options = {name: yaml.safe_load(value) for name, value in (pair.split("=", 1) for pair in pairs)}
     tormentor = Tormentor(Path(output_dir), [blow for blow in blows.split(",") if blow])
     weights.MEMORY = Path(memory)
