@@ -279,17 +279,23 @@ def test_a_server_that_dies_or_hangs_while_it_loads_weights_is_started_on_them(
     assert torch.equal(whole.sampled().responses, new.responses)
 
 
-def test_a_server_that_hangs_in_a_rollout_is_started_again_after_one_timeout(tmp_path: Path) -> None:
-    hangs = """
+@pytest.mark.parametrize(("ends", "timeout"), [("", 2), ("fake.lives = False", 1800)], ids=["hangs", "ends"])
+def test_a_server_that_hangs_in_a_rollout_is_started_again_after_one_timeout_and_one_that_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, timeout: int
+) -> None:
+    # As vLLM does that was asked to end, which waits for its clients.
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
+    hangs = f"""
 import pathlib
 mark = pathlib.Path(words[words.index("--uds") + 1] + ".hung")
 def before(path, body):
     if path.endswith("generate") and not mark.exists():
         mark.touch()
+        {ends}
         time.sleep(1000)
 fake.before = before
 """
-    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=hangs), ddp_timeout=2, query_len=40)
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=hangs), ddp_timeout=timeout, query_len=40)
     setting.sync()
     with pytest.warns(UserWarning, match="has ended .it did not answer.*, and is started again"):
         found = setting.sampled()
