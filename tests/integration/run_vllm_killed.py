@@ -171,7 +171,7 @@ def main(output_dir: str, memory: str, blows: str, *pairs: str) -> None:
         if (blow := tormentor.due("update")) is not None:
             tormentor.strike(blow)
 
-    LocalServer.start = started  # type: ignore[method-assign]
+    LocalServer.start = started
     before(server.Server, "ask", asks)
     before(Updater, "backward", updates)
     resume = newest_checkpoint(output_dir) is not None

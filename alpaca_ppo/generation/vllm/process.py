@@ -144,17 +144,12 @@ class ServerProcess:
     def wait(self, ready: Callable[[], bool], poll: Callable[[], Any]) -> None:
         """Waits until the server is `ready`; calls `poll` meanwhile. Raises ValueError if it ends or takes too long."""
         until = time.monotonic() + START_SECONDS
-        try:
-            while not ready():
-                poll()
-                if self.ends(_POLL_SECONDS):
-                    raise ValueError(f"the vLLM server could not be started: {self.reason(poll, END_SECONDS)}")
-                if time.monotonic() > until:
-                    raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
-        except BaseException:
-            # It ends while the run saves its state; `stop` waits for that.
-            self._process.terminate()
-            raise
+        while not ready():
+            poll()
+            if self.ends(_POLL_SECONDS):
+                raise ValueError(f"the vLLM server could not be started: {self.reason(poll, END_SECONDS)}")
+            if time.monotonic() > until:
+                raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
 
     def reason(self, poll: Callable[[], Any], within: float) -> str:
         """Why the server has ended: its exit status, and the last error in its log that is no consequence of another.
@@ -163,16 +158,15 @@ class ServerProcess:
         until = time.monotonic() + within
         while not self.ends(_POLL_SECONDS) and time.monotonic() < until:
             poll()
-        status = self._process.returncode
-        if status is None:
+        if (status := self._process.returncode) is None:
             self.stop()
-            ending = "it did not answer, or its engine has ended"
-        else:
-            ending = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
+        endings: dict[int | None, str] = {None: "it did not answer, or its engine has ended"}
+        endings |= {256 - number: f"signal {number.name}" for number in signal.Signals}
         text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         errors = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
         causes = [error for error in errors if not _CONSEQUENCE.search(error)]
         message = causes[-1] if causes else "" if errors or status is None else " ".join(text.split()[-30:])
+        ending = endings.get(status, f"exit status {status}")
         return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"
 
 

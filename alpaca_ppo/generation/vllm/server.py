@@ -73,8 +73,7 @@ class Server:
         self.half_precision, self.longest_row = False, 0
         self._model = MODEL
         self.loaded: Publication | None = None
-        self.asleep = False
-        self._health_asked_at = 0.0
+        self.asleep, self._health_asked_at = False, 0.0
         # SHA-256 of the weights that it holds, by name; the names of those that it holds as they were published: others
         # are packed for the processor, or parts.
         self._held: dict[str, str] = {}

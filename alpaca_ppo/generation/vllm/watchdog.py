@@ -35,7 +35,6 @@ def watch(parent: int, folders: list[str], command: list[str]) -> int:
         while os.getppid() == parent and (server is None or server.poll() is None):
             time.sleep(_POLL_SECONDS)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_session(os.getpid())
         if os.getppid() != parent:
             for folder, target in targets.items():
