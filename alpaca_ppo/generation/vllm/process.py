@@ -160,14 +160,13 @@ class ServerProcess:
             poll()
         if (status := self._process.returncode) is None:
             self.stop()
-        endings: dict[int | None, str] = {None: "it did not answer, or its engine has ended"}
+        endings = {status: f"exit status {status}", None: "it did not answer, or its engine has ended"}
         endings |= {256 - number: f"signal {number.name}" for number in signal.Signals}
         text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         errors = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
         causes = [error for error in errors if not _CONSEQUENCE.search(error)]
         message = causes[-1] if causes else "" if errors or status is None else " ".join(text.split()[-30:])
-        ending = endings.get(status, f"exit status {status}")
-        return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"
+        return f"{endings[status]}: {message[:500] or 'without a word'}; its log is {self._log}"
 
 
 def _stop(process: subprocess.Popen[bytes], owner: int, folders: list[Path]) -> None:

@@ -98,6 +98,8 @@ class Server:
             return request.result()
         finally:
             request.cancel()
+            # Breaks a reference cycle: its exception's traceback holds this frame.
+            del request
 
     def answers(self, poll: Callable[[], Any] = lambda: None) -> bool:
         """Whether it answers at all, and its engine lives; calls `poll` meanwhile."""
