@@ -234,6 +234,8 @@ class Server:
         try:
             if answer["model"] != model:
                 raise ValueError(f"it is of {answer['model']} instead of {model}")
+            if any(choice.get("finish_reason") == "abort" for choice in answer["choices"]):
+                raise RequestFailed(self.name, "aborted a request, as an engine does that ends; check its log")
             return _parsed(answer, params, self.loaded.version, vocab_size)
         # Whatever is missing, or of another type or size.
         except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:

@@ -9,7 +9,6 @@ session of the server.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -39,9 +38,8 @@ def watch(parent: int, folders: list[str], command: list[str]) -> int:
         if os.getppid() != parent:
             for folder, target in targets.items():
                 if os.path.realpath(folder) == target:
-                    with suppress(OSError):
-                        os.unlink(folder)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    # It removes a link or a folder.
+                    subprocess.run(["rm", "-rf", folder])
     return 0 if server is None else server.wait()
 
 
