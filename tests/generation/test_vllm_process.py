@@ -247,6 +247,7 @@ watchdog = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()
 os.kill(int(watchdog[1]), signal.SIGTERM)
 time.sleep(1000)
 """
+GENERATE = "/inference/v1/generate"
 STOPS_ITSELF = SIGNALS_THE_RUN.replace("time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)")
 
 
@@ -308,8 +309,9 @@ fake.before = before
         (SIGNALS_THE_RUN, 0),
         (AT_LOAD.format(then=SIGNALS_THE_RUN.replace("\n", "\n        ")), 1),
         (AT_LOAD.format(then=STOPS_ITSELF.replace("\n", "\n        ")), 1),
+        (AT_LOAD.format(then=STOPS_ITSELF.replace("\n", "\n        ")).replace("/collective_rpc", GENERATE), 0),
     ],
-    ids=["starts", "hangs", "stopped"],
+    ids=["starts", "hangs", "stopped", "stopped before the first step"],
 )
 def test_a_signal_ends_a_run_whose_server_starts_hangs_or_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, checkpoint: int
