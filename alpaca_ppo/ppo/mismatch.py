@@ -173,7 +173,9 @@ class SamplerCheck:
         """
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
         self._collector.sync()
-        samples = self._collector.sample(prompts, short)
+        with self._collector.preemption.rollout(can_stop=True):
+            samples = self._collector.sample(prompts, short)
+        self._collector.preemption.poll_all_ranks()
         logprobs = self._collector.forward(samples, POLICY_ALONE, temperature=short.temperature)["logprobs"]
         sampled, mask = samples["rollout_logprobs"], samples["response_mask"]
         measured = {**mismatch_stats(logprobs, sampled, mask), "clipped": clipped_difference(logprobs, sampled, mask)}

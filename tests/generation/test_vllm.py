@@ -410,19 +410,22 @@ def test_logits_that_are_not_finite_are_said_to_be(tmp_path: Path) -> None:
             setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
 
 
-def test_a_request_whose_connection_drops_is_made_again_for_the_same_tokens(
+def test_a_request_that_is_dropped_or_aborted_is_made_again_for_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "RETRY_DELAYS", (0.0, 0.0, 0.0))
     fake, other = FakeVLLM(), FakeVLLM()
     dropped = dict[int, int]()
+    # What an engine sends that gets SIGTERM.
+    aborted = b'{"model": "policy", "choices": [{"finish_reason": "abort", "token_ids": [], "weight_versions": null}]}'
+    header = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+    instead = {1: b"", 2: header % 100 + b"{", 3: header % len(aborted) + aborted}
 
     def drop(path: str, body: Any) -> Any:
         if path.endswith("generate"):
             seed = body["sampling_params"]["seed"]
             dropped[seed] = dropped.get(seed, 0) + 1
-            if dropped[seed] <= 3:
-                return b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{" if dropped[seed] == 2 else b""
+            return instead.get(dropped[seed])
         return None
 
     fake.before = drop

@@ -199,27 +199,32 @@ def test_an_interpreter_without_the_right_vllm_is_refused_before_models_load(
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("then", "number"), [("sys.stdin.read()", signal.SIGKILL), ("pass", None)])
+@pytest.mark.parametrize(
+    ("first", "then", "number"),
+    [("", "sys.stdin.read()", signal.SIGKILL), ("", "pass", None), ("time.sleep(1000)", "pass", signal.SIGKILL)],
+    ids=["killed", "ends", "killed while the server starts"],
+)
 def test_nothing_is_left_of_a_server_however_the_run_ends(
-    tmp_path: Path, then: str, number: signal.Signals | None
+    tmp_path: Path, first: str, then: str, number: signal.Signals | None
 ) -> None:
-    before, script = folders(), tmp_path / "run.py"
+    before, script, link = folders(), tmp_path / "run.py", tmp_path / "vllm_0.model"
     script.write_text(PROGRAM.format(then=then))
     root = str(Path(__file__).parents[2])
     run = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path), fake_python(tmp_path), str(weights.MEMORY)],
+        [sys.executable, str(script), str(tmp_path), fake_python(tmp_path, first=first), str(weights.MEMORY)],
         env={**os.environ, "STARTED_BY": str(tmp_path), "PYTHONPATH": root},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert run.stdout is not None and run.stdin is not None
     with run.stdout, run.stdin:
-        assert b"ready\n" in run.stdout
+        assert any(line.startswith(b"vLLM starts" if first else b"ready") for line in run.stdout)
         if number is not None:
-            assert len(servers(tmp_path)) == 1
+            until(lambda: len(servers(tmp_path)) == 1)
+            assert link.is_symlink() == bool(first)
             run.send_signal(number)
         run.wait(timeout=60)
-    until(lambda: not servers(tmp_path) and folders() <= before)
+    until(lambda: not servers(tmp_path) and not link.is_symlink() and folders() <= before)
 
 
 def test_a_server_ends_although_its_watchdog_was_killed(started: Setting, tmp_path: Path) -> None:
@@ -242,6 +247,8 @@ watchdog = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()
 os.kill(int(watchdog[1]), signal.SIGTERM)
 time.sleep(1000)
 """
+GENERATE = "/inference/v1/generate"
+STOPS_ITSELF = SIGNALS_THE_RUN.replace("time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)")
 
 
 @pytest.mark.parametrize(
@@ -249,12 +256,15 @@ time.sleep(1000)
     [
         ("import os; os.kill(os.getpid(), 9)", "signal SIGKILL"),
         ("fake.lives = False; time.sleep(1000)", "it did not answer"),
+        ("time.sleep(1000)", "it did not answer"),
     ],
+    ids=["killed", "engine killed", "hangs"],
 )
-def test_a_server_that_dies_while_it_loads_weights_is_started_on_them(
+def test_a_server_that_dies_or_hangs_while_it_loads_weights_is_started_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, said: str
 ) -> None:
     monkeypatch.setattr("alpaca_ppo.generation.vllm.server._HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server._LOAD_SECONDS", 5.0)
     monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
     setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=AT_LOAD.format(then=then)), query_len=40)
     setting.sync()
@@ -270,17 +280,23 @@ def test_a_server_that_dies_while_it_loads_weights_is_started_on_them(
     assert torch.equal(whole.sampled().responses, new.responses)
 
 
-def test_a_server_that_hangs_in_a_rollout_is_started_again_after_one_timeout(tmp_path: Path) -> None:
-    hangs = """
+@pytest.mark.parametrize(("ends", "timeout"), [("", 2), ("fake.lives = False", 1800)], ids=["hangs", "ends"])
+def test_a_server_that_hangs_in_a_rollout_is_started_again_after_one_timeout_and_one_that_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, timeout: int
+) -> None:
+    # As vLLM does that was asked to end, which waits for its clients.
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
+    hangs = f"""
 import pathlib
 mark = pathlib.Path(words[words.index("--uds") + 1] + ".hung")
 def before(path, body):
     if path.endswith("generate") and not mark.exists():
         mark.touch()
+        {ends}
         time.sleep(1000)
 fake.before = before
 """
-    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=hangs), ddp_timeout=2, query_len=40)
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=hangs), ddp_timeout=timeout, query_len=40)
     setting.sync()
     with pytest.warns(UserWarning, match="has ended .it did not answer.*, and is started again"):
         found = setting.sampled()
@@ -289,9 +305,15 @@ fake.before = before
 
 @pytest.mark.parametrize(
     ("first", "checkpoint"),
-    [(SIGNALS_THE_RUN, 0), (AT_LOAD.format(then=SIGNALS_THE_RUN.replace("\n", "\n        ")), 1)],
+    [
+        (SIGNALS_THE_RUN, 0),
+        (AT_LOAD.format(then=SIGNALS_THE_RUN.replace("\n", "\n        ")), 1),
+        (AT_LOAD.format(then=STOPS_ITSELF.replace("\n", "\n        ")), 1),
+        (AT_LOAD.format(then=STOPS_ITSELF.replace("\n", "\n        ")).replace("/collective_rpc", GENERATE), 0),
+    ],
+    ids=["starts", "hangs", "stopped", "stopped before the first step"],
 )
-def test_a_signal_ends_a_run_whose_server_starts_or_hangs(
+def test_a_signal_ends_a_run_whose_server_starts_hangs_or_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, checkpoint: int
 ) -> None:
     monkeypatch.setenv("STARTED_BY", str(tmp_path))
@@ -302,9 +324,22 @@ def test_a_signal_ends_a_run_whose_server_starts_or_hangs(
     with pytest.raises(Interrupted) as ended:
         trainer.train()
     assert ended.value.code == 143 and (tmp_path / f"checkpoint-{checkpoint}").is_dir()
+    assert not (tmp_path / "vllm_0.model").is_symlink()
     del trainer, ended
     gc.collect()
     until(lambda: not servers(tmp_path) and folders() <= before)
+
+
+def test_a_stopped_server_goes_on_to_end_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARTED_BY", str(tmp_path))
+    notes = f'import signal; signal.signal(15, lambda *_: (open("{tmp_path}/ended", "w"), sys.exit(0)))'
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=notes), query_len=40)
+    setting.sync()
+    (process,) = servers(tmp_path)
+    process.suspend()
+    del setting
+    until(lambda: not servers(tmp_path))
+    assert (tmp_path / "ended").exists()
 
 
 def test_a_server_that_sleeps_is_woken_once_before_it_samples_or_loads(started: Setting) -> None:

@@ -39,9 +39,11 @@ class LocalServer(Server):
         link.symlink_to(new.model)
         command = server_command(self._args, link, self._path, self._dtype, self._lora_rank, self.device)
         PartialState().print(f"vLLM starts; its log is {self._log}", flush=True)
-        self._process = ServerProcess(command, server_variables(self.device, self._folder), self._log, [])
-        self._process.wait(lambda: self.answers(poll), poll)
-        link.unlink()
+        self._process = ServerProcess(command, server_variables(self.device, self._folder), self._log, [link])
+        try:
+            self._process.wait(lambda: self.answers(poll), poll)
+        finally:
+            link.unlink(missing_ok=True)
         # It has read the model, but no adapter.
         self.asleep, self.loaded = False, replace(new, adapter=None)
         together([self.check(None, lora=self._lora_rank > 0)], poll)
@@ -67,11 +69,12 @@ class LocalServer(Server):
             self._attempt(self.sleep(), self.loaded, poll)
 
     def _attempt(self, call: Coroutine[Any, Any, None], weights: Publication, poll: Callable[[], Any]) -> None:
-        """Awaits `call`; if it fails as the server has ended or is still asleep, starts that again on `weights`."""
+        """Awaits `call`; if the server has ended, or gives no usable answer, starts it again on `weights`."""
         try:
             together([call], poll)
-        except ValueError:
-            if self.answers(poll) and not self.asleep:
+        except ValueError as error:
+            # A cause is the lack of an answer; otherwise the answer is wrong.
+            if error.__cause__ is None and self.answers(poll):
                 raise
             self.restart(weights, poll)
 

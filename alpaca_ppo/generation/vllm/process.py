@@ -23,8 +23,8 @@ from alpaca_ppo.generation.vllm.server import MODEL, check_version
 # Long enough to read a large model from a slow disk.
 START_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
-# For a server whose engine has ended to end too.
-END_SECONDS = 15.0
+# For a server whose engine has ended to end too, which not every one does.
+END_SECONDS = 5.0
 # Not for `vllm_args`.
 _RESERVED_FLAGS = (
     "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization config disable-log-stats tp "
@@ -158,16 +158,15 @@ class ServerProcess:
         until = time.monotonic() + within
         while not self.ends(_POLL_SECONDS) and time.monotonic() < until:
             poll()
-        if self._process.returncode is None:
+        if (status := self._process.returncode) is None:
             self.stop()
-            return f"it did not answer; its log is {self._log}"
-        status = self._process.returncode
-        ending = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
+        endings = {status: f"exit status {status}", None: "it did not answer, or its engine has ended"}
+        endings |= {256 - number: f"signal {number.name}" for number in signal.Signals}
         text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         errors = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
         causes = [error for error in errors if not _CONSEQUENCE.search(error)]
-        message = causes[-1] if causes else "" if errors else " ".join(text.split()[-30:])
-        return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"
+        message = causes[-1] if causes else "" if errors or status is None else " ".join(text.split()[-30:])
+        return f"{endings[status]}: {message[:500] or 'without a word'}; its log is {self._log}"
 
 
 def _stop(process: subprocess.Popen[bytes], owner: int, folders: list[Path]) -> None:

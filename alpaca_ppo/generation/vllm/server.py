@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,7 @@ class Server:
         self.half_precision, self.longest_row = False, 0
         self._model = MODEL
         self.loaded: Publication | None = None
-        self.asleep = False
+        self.asleep, self._health_asked_at = False, 0.0
         # SHA-256 of the weights that it holds, by name; the names of those that it holds as they were published: others
         # are packed for the processor, or parts.
         self._held: dict[str, str] = {}
@@ -85,14 +86,20 @@ class Server:
         return await ask_json(self._url + path, content, key_variable="VLLM_API_KEY", socket=self._socket, **options)
 
     async def _ask_patiently(self, path: str, body: Any, **options: Any) -> Any:
-        """As `ask`, for what may take long. Fails once the engine has ended, which leaves a request without answer."""
-        request = asyncio.create_task(self.ask(path, body, seconds=_LOAD_SECONDS, **options))
+        """As `ask`, for what may take long. One of the requests fails once the engine has ended, or the server is about
+        to, which leave them without answer.
+        """
+        request = asyncio.create_task(self.ask(path, body, **{"seconds": _LOAD_SECONDS, **options}))
         try:
             while not (await asyncio.wait([request], timeout=_HEALTH_SECONDS))[0]:
-                await self.ask("/health", parse=str)
+                if time.monotonic() - self._health_asked_at >= _HEALTH_SECONDS:
+                    self._health_asked_at = time.monotonic()
+                    await self.ask("/health", parse=str)
             return request.result()
         finally:
             request.cancel()
+            # Breaks a reference cycle: its exception's traceback holds this frame.
+            del request
 
     def answers(self, poll: Callable[[], Any] = lambda: None) -> bool:
         """Whether it answers at all, and its engine lives; calls `poll` meanwhile."""
@@ -223,10 +230,12 @@ class Server:
         model = self._model if self.loaded.adapter is None else self.loaded.version
         body = {"model": model, "token_ids": tokens, "sampling_params": params}
         max_bytes = 2**20 + 2048 * params["max_tokens"]
-        answer = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
+        answer = await self._ask_patiently("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
         try:
             if answer["model"] != model:
                 raise ValueError(f"it is of {answer['model']} instead of {model}")
+            if any(choice.get("finish_reason") == "abort" for choice in answer["choices"]):
+                raise RequestFailed(self.name, "aborted a request, as an engine does that ends; check its log")
             return _parsed(answer, params, self.loaded.version, vocab_size)
         # Whatever is missing, or of another type or size.
         except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:
