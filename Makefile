@@ -43,7 +43,8 @@ BENCH ?=
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.tools.benchmarks.step $(BENCH)
 
-# Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores.
+# Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores, and
+# an hour more with a vLLM (VLLM_PYTHON, or what vllm-test makes).
 torture: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.torture
 

@@ -16,6 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ import torch
 MOST_CALLS = 64
 # In which the event loop must respond after a call timed out, or it counts as blocked.
 RESPONSE_SECONDS = 1.0
+_POLL_SECONDS = 0.1
 
 
 def error_text(error: BaseException) -> str:
@@ -52,11 +54,15 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
     `functools.wraps` decorator passes on, it may supply itself, so that is not required.
     """
     try:
-        wrapped, own = (inspect.signature(function, follow_wrapped=follows).parameters for follows in (True, False))
+        own = wrapped = inspect.signature(function).parameters
+        # `functools.lru_cache` has no signature of its own.
+        with suppress(ValueError):
+            own = inspect.signature(function, follow_wrapped=False).parameters
     except ValueError:
         return Parameters([], [], any_others=True)
     takes_others, wrapped_does = (any(p.kind is p.VAR_KEYWORD for p in ps.values()) for ps in (own, wrapped))
-    named = own | wrapped if takes_others else own
+    # A decorator that supplies the first argument of a method passes self on.
+    named = {name: p for name, p in (own | wrapped if takes_others else own).items() if name != "self"}
     names = [name for name, p in named.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [name for name in names if name in own and own[name].default is inspect.Parameter.empty]
     return Parameters(names, required, any_others=takes_others and wrapped_does)
@@ -129,11 +135,11 @@ def _daemon(target: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Awaits all at once; returns the result of each, or the exception that it raised.
+def await_all(awaitables: Sequence[Awaitable[Any]], poll: Callable[[], Any] = lambda: None) -> list[Any]:
+    """Awaits all at once; returns the result of each, or the exception that it raised. Calls `poll` meanwhile.
 
     Raises:
-        BaseException: SystemExit or KeyboardInterrupt of an awaitable; what a signal raises while this waits.
+        BaseException: SystemExit or KeyboardInterrupt of an awaitable; what a signal or `poll` raises meanwhile.
     """
 
     async def gathered() -> list[tuple[Any, BaseException | None]]:
@@ -148,6 +154,8 @@ def await_all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     event_loop = _event_loop()
     future = asyncio.run_coroutine_threadsafe(gathered(), event_loop.loop)
     try:
+        while not wait([future], _POLL_SECONDS).done:
+            poll()
         outcomes = future.result()
     except BaseException:
         future.cancel()

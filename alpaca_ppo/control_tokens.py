@@ -8,7 +8,7 @@ look-alikes. `continuing` encodes text that follows other tokens.
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 # A code point that Unicode reserves for use within a program.
 _GUARD = "\ufdd0"
-# A cuneiform sign, which no vocabulary has.
-_RARE = "\U0001242b"
+# A cuneiform punctuation sign, which no vocabulary has.
+_RARE = "\U00012470"
 _NO_WORD = re.compile(r"[<>\[\]{}|#]")
-# What puts a space before a text, in the parts of a tokenizer, and the value with which it does not.
-_NO_SPACE = {"prepend_scheme": "never", "prepend": "", "add_prefix_space": False}
 
 
 def _any_of(texts: Iterable[str]) -> str:
@@ -45,28 +43,26 @@ def _control_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
     }
 
 
-def continuing(tokenizer: Any) -> Callable[[str], list[int]]:
-    """A function that returns the token ids of a text that continues another: without the space that tokenizers such as
-    Llama 2's put before a text.
+def continuing(tokenizer: Any) -> Callable[..., list[int]]:
+    """A function that returns the token ids of a text that continues another, as they are within the whole: without
+    the space that tokenizers such as Llama 2's put before a whole text, and with the white space that others strip.
+    Given the ids `before` the text, it knows whether a special token ends them.
     """
     encode = partial(tokenizer.encode, add_special_tokens=False)
-    # A tokenizer that is written in Python has none.
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    state = {} if backend is None else json.loads(backend.to_str())
-    parts = {name: state.get(name) for name in ("normalizer", "pre_tokenizer")}
-    bare = json.loads(json.dumps(parts), object_hook=lambda part: {k: _NO_SPACE.get(k, v) for k, v in part.items()})
-    if bare == parts:
-        return encode
-    copy = Tokenizer.from_str(json.dumps({**state, **bare, "truncation": None, "padding": None}))
-    unknown = state["model"].get("unk_token", state["model"].get("unk_id"))
-    added = {token["id"] for token in state["added_tokens"] if unknown not in (token["id"], token["content"])}
+    added = {k: token.content for k, token in tokenizer.added_tokens_decoder.items() if k != tokenizer.unk_token_id}
+    # Texts that end with a token of one letter. What follows may merge with some of these letters, but not with all.
+    anchors = [text for text in map(_RARE.__add__, "q.z:0a") if not {*encode(text)[-1:]} <= {*encode(_RARE)}]
 
-    def encode_rest(text: str) -> list[int]:
-        ids, usual = copy.encode(text, add_special_tokens=False).ids, encode(text)
-        # From the first added token on, the text is encoded as within a whole one.
-        start, usual_start = (next((i for i, token in enumerate(x) if token in added), len(x)) for x in (ids, usual))
-        return [*ids[:start], *usual[usual_start:]]
+    def encode_rest(text: str, before: Sequence[int] = ()) -> list[int]:
+        for anchor in [*(_RARE + added[token] for token in before[-1:] if token in added), *anchors]:
+            start, ids = encode(anchor), encode(anchor + text)
+            if ids[: len(start)] == start:
+                return list(ids[len(start) :])
+        return list(encode(text))
 
+    if all(encode_rest(text) == encode(text) for text in ("a", " a", "\na")):
+        # Most tokenizers do nothing at the beginning of a text.
+        anchors.clear()
     return encode_rest
 
 

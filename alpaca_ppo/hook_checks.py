@@ -132,10 +132,7 @@ def _check(hook: str, returned: Any, shapes: Mapping[str, tuple[int, ...]], rows
 def _check_finite(hook: str, tensors: Mapping[str, Tensor], mask: Tensor) -> None:
     for key, value in tensors.items():
         if not bool(torch.isfinite(value[mask]).all()):
-            raise FloatingPointError(
-                f"{hook}() returned {key} with numbers that are not finite under response_mask; nothing was trained on "
-                "them"
-            )
+            raise FloatingPointError(f"{hook}() returned non-finite {key} under response_mask; no step was taken")
 
 
 def checked_terms(part: str, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -146,7 +143,5 @@ def checked_terms(part: str, returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """
     loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        raise ValueError(
-            f"{_LOSS_HOOKS[part]}() returned {returned!r:.200}; return (loss, stats), a scalar with a gradient first"
-        )
+        raise ValueError(f"{_LOSS_HOOKS[part]}() returned {returned!r:.200}; return (scalar with a gradient, stats)")
     return cast(tuple[Tensor, dict[str, Tensor]], returned)

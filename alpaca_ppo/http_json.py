@@ -17,7 +17,7 @@ import httpx2 as httpx
 
 from alpaca_ppo.config.credentials import REMOVED, without_credentials
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.config.names import shown_url
+from alpaca_ppo.config.names import is_this_machine, shown_url
 
 # For a host that does not answer at all, so that another server can be asked soon.
 _CONNECT_SECONDS = 10.0
@@ -25,11 +25,12 @@ _CONNECT_SECONDS = 10.0
 
 class RequestFailed(Exception):
     """A server gave no usable answer: no connection, a timeout, an HTTP status other than success, or an answer that is
-    too large, no JSON or of another form. The message names the server and shows no credential.
+    too large, no JSON or of another form. The message begins with `server`, as it is shown, and
+    has no credential.
     """
 
-    def __init__(self, url: str, problem: str) -> None:
-        super().__init__(f"{shown_url(url)} {without_credentials(problem)}")
+    def __init__(self, server: str, problem: str) -> None:
+        super().__init__(f"{server} {without_credentials(problem)}")
 
 
 def key_from(variable: str) -> str:
@@ -68,6 +69,7 @@ async def ask_json(
         RequestFailed: if there is no usable answer.
     """
     parts, key = urlsplit(url), key_from(key_variable)
+    checks = "its log" if socket else f"its log, address and {key_variable}"
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
     if key and not parts.username:
         headers["Authorization"] = f"Bearer {key}"
@@ -78,6 +80,8 @@ async def ask_json(
             httpx.AsyncClient(
                 timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
                 verify=_ssl(),
+                # A proxy is for other machines, and would get the key.
+                trust_env=not is_this_machine(url),
                 transport=httpx.AsyncHTTPTransport(verify=_ssl(), uds=socket) if socket else None,
             ) as client,
             client.stream("GET" if body is None else "POST", url, content=body, headers=headers) as response,
@@ -89,7 +93,7 @@ async def ask_json(
         text = shown(answer.decode(errors="replace"))
         if not response.is_success:
             status = response.status_code
-            problem = f"answered with HTTP status {status}: {text}; check its log, address and {key_variable}"
+            problem = f"answered with HTTP status {status}: {text}; check {checks}"
         elif len(answer) > max_bytes:
             problem = f"sent an answer of more than {max_bytes} bytes; check its address"
         else:
@@ -105,7 +109,7 @@ async def ask_json(
         problem = f"could not be asked ({type(error).__name__}: {shown(str(error))}); check that it runs"
     for secret in filter(None, (key, parts.password, unquote(parts.password or ""))):
         problem = problem.replace(secret, REMOVED)
-    raise RequestFailed(url, problem) from None
+    raise RequestFailed(socket or shown_url(url), problem) from None
 
 
 @cache

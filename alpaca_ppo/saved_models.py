@@ -79,10 +79,7 @@ def remote_code(name: str, *, trust: bool) -> Iterator[None]:
     except ValueError as error:
         if trust or "trust_remote_code=True" not in str(error):
             raise
-        raise ValueError(
-            f"{name!r} comes with code of its own, and trust_remote_code is False; read that code, and set "
-            "trust_remote_code: true to run it"
-        ) from error
+        raise ValueError(f"{name!r} comes with code of its own; read it, and set trust_remote_code: true") from error
     finally:
         if outer is None:
             del names["input"]

@@ -1,79 +1,62 @@
-"""What works on this machine's GPU, in at most five minutes: `python -m examples.gpu_smoke [--minutes 5]`.
+"""What works on this machine's GPU: `python -m examples.gpu_smoke [--vllm_python PATH]`.
 
-Prints a table: each check held, failed, or could not be made here, with the figure that it is judged by. A check that
-takes more than a third of the time is stopped, and none begins once all of it is used: the last line says how many were
-not made. Ends with status 1 if a check failed or was stopped. Models have random weights, nothing is downloaded.
-Without a GPU the same checks run on the CPU with tiny shapes, which only shows that they run.
+Prints a line for each check: ok, FAILED, or left out because something is missing here, with its figure and bound. It
+takes at most `--minutes`: five, and ten more with an environment for vLLM (`alpaca-ppo vllm-env`). A check that takes
+more than a third of them is stopped and has failed. None begins once all are used: the last line says how many were not
+made. Ends with status 1 if a check failed. Models have random weights, nothing is downloaded. Without a GPU the same
+checks run on the CPU with tiny shapes, which only shows that they run.
 """
 
 import argparse
-import os
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
-from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import PreTrainedModel
 
-from alpaca_ppo import PPOConfig, PPOTrainer
+from alpaca_ppo.distributed.fsdp_engine import _full
 from alpaca_ppo.estimate_memory.estimator import GIB
 from alpaca_ppo.generation import Generation, SamplingParams, generate
 from alpaca_ppo.models import Policy
 from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.ppo.mismatch import BOUNDS
 from alpaca_ppo.types import PromptBatch
-from examples import same_run
+from examples import gpu_vllm, same_run
+from examples.gpu_checks import (
+    RESPONSE_LEN,
+    ROWS,
+    Check,
+    Machine,
+    NotHere,
+    forget_accelerator,
+    new_trainer,
+    outcome,
+    require,
+    take_steps,
+)
 from examples.gpu_speed import PAD, build, decoding_speed, peak_of
-from examples.memory_cells import FAMILIES, SIZES, run_cell, tokenizer
+from examples.memory_cells import FAMILIES, SIZES, run_cell
 from examples.memory_cells import SHAPES as MEMORY_SHAPES
 
-ROWS, PROMPT_LEN, RESPONSE_LEN = 8, 12, 24
+PROMPT_LEN = 12
 CONCENTRATED = {"vocab_size": 4096, "initializer_range": 0.1}
 """A model of which most next tokens are all but impossible: among 150,000 likely ones rounding would decide."""
 
 
-class NotHere(Exception):
-    """The check needs something that this machine does not have."""
-
-
-class Failed(Exception):
-    """The check ran, and its figure is beyond its bound."""
-
-
-class OutOfTime(Exception):
-    """The check takes too long."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where the checks run, and with which sizes."""
-
-    device: torch.device
-    gpus: int
-    folder: Path
-    """For what they write."""
-
-    @property
-    def shape(self) -> str:
-        """Of the models that checks compute with."""
-        return "0.5B" if self.gpus else "tiny"
-
-    def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """A model of that shape."""
-        fields = CONCENTRATED if self.gpus else {"initializer_range": 0.3}
-        return build(self.shape, self.device, dtype, **fields)
+def small_model(machine: Machine, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model that checks compute with."""
+    if machine.gpus:
+        return build("0.5B", machine.device, dtype, **CONCENTRATED)
+    return build("tiny", machine.device, dtype, initializer_range=0.3)
 
 
 def prompts(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
@@ -99,17 +82,6 @@ def sample(model: PreTrainedModel, **how: Any) -> Generation:
     return generate(model, batch, params, **how)
 
 
-def require(held: bool, figure: str) -> str:
-    """`figure`, if the check held.
-
-    Raises:
-        Failed: otherwise.
-    """
-    if not held:
-        raise Failed(figure)
-    return figure
-
-
 def equal_tokens(ours: Generation, theirs: Generation) -> str:
     """How many responses are equal; all must be."""
     same = (ours.responses == theirs.responses).all(dim=1)
@@ -121,7 +93,7 @@ def equal_tokens(ours: Generation, theirs: Generation) -> str:
 
 def packed(machine: Machine, dtype: torch.dtype) -> str:
     """Log-probs of rows without padding against rows with it."""
-    model = machine.model(dtype)
+    model = small_model(machine, dtype)
     policy = Policy(model)
     require(packing_problem(model) is None, "the model is not packed at all")
     responses = sample(model, backend="generate")
@@ -142,63 +114,21 @@ def packed(machine: Machine, dtype: torch.dtype) -> str:
 
 def slots_are_generate(machine: Machine) -> str:
     """The tokens of refilled slots against `model.generate`."""
-    model = machine.model()
+    model = small_model(machine)
     return equal_tokens(sample(model, backend="slots", rows_at_once=5), sample(model, backend="generate"))
 
 
-class Logs(TrainerCallback):
-    """The metrics of every step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.steps.append(dict(logs))
-
-
-def count_even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A reward: the share of even token ids."""
-    return [sum(token % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
-
-
-def train(
-    machine: Machine, steps: int, *, cls: type[PPOTrainer] = PPOTrainer, **settings: Any
-) -> tuple[PPOTrainer, list[dict[str, float]]]:
-    """A run of `steps` steps of `ROWS` responses; returns its trainer and the metrics of each step."""
-    logs, words = Logs(), tokenizer()
-    folder = tempfile.mkdtemp(dir=machine.folder)
-    own: dict[str, Any] = {
-        "output_dir": folder,
-        "save_steps": 0,
-        "query_len": PROMPT_LEN,
-        "response_len": RESPONSE_LEN,
-        "rollout_batch_size": ROWS,
-        "step_batch_size": ROWS,
-        "step_per_device_batch_size": ROWS,
-        "total_episodes": steps * ROWS,
-        "learning_rate": 1e-4,
-        "num_logged_rollouts": 0,
-        "report_to": ["none"],
-        "use_cpu": machine.gpus == 0,
-    }
-    texts = [" ".join(f"w{(7 * i + 3 * j) % 60}" for j in range(1 + i % PROMPT_LEN)) for i in range(2 * ROWS)]
-    trainer = cls(
-        model=machine.model(),
-        reward_funcs=count_even,
-        args=PPOConfig(**{**own, **settings}),
-        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
-        processing_class=words,
-        callbacks=[logs],
-    )
+def train(machine: Machine, steps: int, **settings: Any) -> list[dict[str, float]]:
+    """The metrics of each step of a run."""
+    lengths = [1 + i % PROMPT_LEN for i in range(2 * ROWS)]
+    trainer = new_trainer(machine, small_model(machine), lengths, **settings)
     trainer.check_sampler()
-    for step in range(steps):
-        logs.steps.append(trainer.step(trainer.prompt_batches(step)))
-    return trainer, logs.steps
+    return take_steps(trainer, steps)
 
 
 def half_precision_mismatch(machine: Machine) -> str:
     """How far sampler and trainer are apart in bfloat16."""
-    _, steps = train(machine, 1, bf16=True, mismatch_action="ignore")
+    steps = train(machine, 1, bf16=True, mismatch_action="ignore")
     gap, bound = steps[0]["mismatch/logprob_abs_mean"], BOUNDS["mismatch/logprob_abs_mean"].warn_half
     return require(
         gap <= bound,
@@ -206,26 +136,9 @@ def half_precision_mismatch(machine: Machine) -> str:
     )
 
 
-def vllm_beside_the_trainer(machine: Machine) -> str:
-    """A vLLM server on the trainer's own GPU: it gets the weights, wakes, samples and sleeps three times."""
-    if not (python := os.environ.get("VLLM_PYTHON")):
-        raise NotHere("needs VLLM_PYTHON, the interpreter that alpaca-ppo vllm-env has made")
-    options: dict[str, Any] = {"generation_backend": "vllm", "vllm_python": python, "mismatch_action": "ignore"}
-    trainer, steps = train(machine, 3, bf16=machine.gpus > 0, **options)
-    gap, bound = max(s["mismatch/logprob_abs_mean"] for s in steps), BOUNDS["mismatch/logprob_abs_mean"].warn_half
-    speeds = [round(step["tokens/sampled_per_second"]) for step in steps]
-    figure = f"mean difference {gap:.1e} nats (bound {bound}), {speeds} tokens/s in its rollouts"
-    if machine.gpus:
-        free, total = torch.cuda.mem_get_info()
-        share, kept = total * trainer.args.vllm_gpu_memory_utilization, total - free - torch.cuda.memory_reserved()
-        figure += f", {kept / GIB:.1f} GiB outside of torch while it sleeps (it takes {share / GIB:.1f} to sample)"
-        require(kept < share, figure)
-    return require(gap <= bound, figure)
-
-
 def saves_a_pass(machine: Machine) -> str:
     """`old_policy: auto` in float32: the sampler's log-probs serve from the second step on."""
-    _, steps = train(machine, 4, old_policy="auto")
+    steps = train(machine, 4, old_policy="auto")
     recomputed = [int(step["mismatch/recomputed"]) for step in steps]
     return require(recomputed[0] == 1 and recomputed[-1] == 0, f"recomputed in the steps: {recomputed}")
 
@@ -262,6 +175,7 @@ def four_roles(machine: Machine) -> str:
     if not machine.gpus:
         column |= {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
         column |= {"query_len": 8, "response_len": 4}
+    forget_accelerator()
     cell = run_cell(column, "reward")
     measured, estimated = cell["measured"], cell["estimated"]
     assert estimated is not None
@@ -289,66 +203,55 @@ def bandwidth(machine: Machine) -> str:
     return require(not machine.gpus or ours.bandwidth_share >= 0.2, figure)
 
 
-Check = Callable[[Machine], str]
+def gathered_shards(machine: Machine) -> str:
+    """FSDP2's gathering of a weight against torch's own, a hundred times, before and after work of the same stream."""
+    backend = "nccl" if machine.gpus else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(machine.device.type, (1,))
+        busy = torch.randn(4096 if machine.gpus else 64, 4096 if machine.gpus else 64, device=machine.device)
+        other = torch.cuda.Stream() if machine.gpus else None
+        wrong = 0
+        for number in range(100):
+            weight = distribute_tensor(torch.zeros(1000 + number, 64, device=machine.device), mesh, [Shard(0)])
+            with torch.cuda.stream(other):
+                busy @ busy
+            # The product takes long: who does not wait for it gathers zeros.
+            weight.to_local().add_((busy @ busy).abs().amax() + number)
+            ours, theirs = _full(weight), weight.full_tensor().clone()
+            weight.to_local().zero_()
+            wrong += not (torch.equal(ours, theirs) and bool((ours >= number).all()) and bool(ours.any()))
+    finally:
+        torch.distributed.destroy_process_group()
+    return require(wrong == 0, f"{wrong} of 100 weights differ over {backend}, bound 0")
+
+
 CHECKS: dict[str, Check] = {
     "packed = padded rows, float32": lambda machine: packed(machine, torch.float32),
     "packed = padded rows, bfloat16": lambda machine: packed(machine, torch.bfloat16),
     "refilled slots = model.generate, float32": slots_are_generate,
     "sampler = trainer in bfloat16": half_precision_mismatch,
     "old_policy: auto saves a pass": saves_a_pass,
-    "vLLM on the trainer's GPU = trainer in bfloat16": vllm_beside_the_trainer,
     "two processes over NCCL = one": lambda machine: same_run_on_gpus(machine, "ddp"),
     "ZeRO 2 = one process": lambda machine: same_run_on_gpus(machine, "zero2"),
     "ZeRO 3 = one process": lambda machine: same_run_on_gpus(machine, "zero3"),
     "FSDP2 = one process": lambda machine: same_run_on_gpus(machine, "fsdp"),
+    "FSDP2's gathering = full_tensor": gathered_shards,
     "four roles on one 7B base": four_roles,
     "decoding's share of the memory bandwidth": bandwidth,
+    **gpu_vllm.CHECKS,
 }
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTime` in the block after `seconds`. A single call into a library can delay that until it returns."""
-
-    def stop(*args: Any) -> None:
-        raise OutOfTime(f"after {seconds:.3g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def outcome(check: Check, machine: Machine, seconds: float) -> tuple[str, str]:
-    """`held`, `failed`, `stopped` or `not here`, and the figure or the reason."""
-    try:
-        with time_limit(seconds):
-            return "held", check(machine)
-    except NotHere as reason:
-        return "not here", str(reason)
-    except Failed as figure:
-        return "failed", str(figure)
-    except OutOfTime as limit:
-        return "stopped", str(limit)
-    # Whatever goes wrong in one check must not hide the others; the trace says where.
-    except Exception as error:
-        traceback.print_exc()
-        return "failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    finally:
-        # A process has one Accelerator, and checks differ in its precision.
-        AcceleratorState._reset_state(reset_partial_state=True)
-        if machine.gpus:
-            torch.cuda.empty_cache()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Makes the checks for which there is time and prints the table; returns the exit status."""
+    """Makes the checks for which there is time and prints their lines; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=5, help="for all checks together")
-    limit = 60 * parser.parse_args(arguments).minutes
+    parser.add_argument("--vllm_python", help="interpreter of an environment with vLLM")
+    parser.add_argument("--model", help="folder of the model that vLLM samples from, instead of a small random one")
+    parser.add_argument("--minutes", type=float, help="for all checks together")
+    parser.add_argument("--only", default="", help="make only the checks with this text in their names")
+    args = parser.parse_args(arguments)
+    limit = 60 * (args.minutes or (15 if args.vllm_python else 5))
     gpus = torch.cuda.device_count()
     device = torch.device("cuda" if gpus else "cpu")
     where = (
@@ -356,25 +259,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(f"torch {torch.__version__}; {where}", flush=True)
     begin = time.perf_counter()
-    results = {}
+    counts = Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
-        machine = Machine(device, gpus, Path(folder))
+        machine = Machine(device, gpus, Path(folder), args.vllm_python, args.model)
         for name, check in CHECKS.items():
+            if args.only not in name:
+                continue
             start = time.perf_counter()
             left = begin + limit - start
-            if left <= 0:
-                results[name] = "no time", f"the checks before took {start - begin:.0f} s"
-                continue
-            results[name] = outcome(check, machine, min(left, limit / 3))
-            print(f"{name}: {results[name][0]} ({time.perf_counter() - start:.0f} s)", flush=True)
-    print("\n| check | | figure |\n|---|---|---|")
-    for name, (verdict, figure) in results.items():
-        print(f"| {name} | {verdict} | {figure} |")
-    counts = Counter(verdict for verdict, _ in results.values())
+            verdict, figure = outcome(check, machine, min(left, limit / 3)) if left > 0 else ("no time", "not made")
+            counts[verdict] += 1
+            print(f"{name} | {figure} | {verdict} ({time.perf_counter() - start:.0f} s)", flush=True)
+        gpu_vllm.end_servers()
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    more = "; more --minutes give every check its time" if counts["stopped"] or counts["no time"] else ""
-    print(f"\n{time.perf_counter() - begin:.0f} s for {len(results)} checks: {summary}{more}")
-    return int(counts["failed"] + counts["stopped"] > 0)
+    more = "; more --minutes give every check its time" if counts["no time"] else ""
+    print(f"\n{time.perf_counter() - begin:.0f} s for {counts.total()} checks: {summary}{more}")
+    return int(counts["FAILED"] > 0)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 VOCABULARY = 64
 ROUTES = (
     "/version /openapi.json /server_info /v1/models /collective_rpc /v1/load_lora_adapter /v1/unload_lora_adapter "
-    "/update_weight_version /reset_prefix_cache /sleep /wake_up /inference/v1/generate"
+    "/update_weight_version /reset_prefix_cache /sleep /wake_up /inference/v1/generate /health /metrics /weight_checker"
 ).split()
 
 
@@ -29,6 +29,17 @@ def digest(folder: Path) -> str:
     """What a model or an adapter in `folder` is known by."""
     (file,) = folder.glob("*model.safetensors")
     return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+
+
+def held(folder: Path) -> dict[str, str]:
+    """SHA-256 of the weights in `folder`, as a server on a CPU knows them: without those that it packs."""
+    (file,) = folder.glob("*model.safetensors")
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:start])
+    plain = [name for name in entries if name != "__metadata__" and "_proj." not in name]
+    places = {name: slice(*(start + offset for offset in entries[name]["data_offsets"])) for name in plain}
+    return {f"dp0:pp0:pcp0:tp0:{name}": hashlib.sha256(content[place]).hexdigest() for name, place in places.items()}
 
 
 def sample(loaded: str, tokens: list[int], params: dict[str, Any]) -> list[tuple[int, float]]:
@@ -39,6 +50,13 @@ def sample(loaded: str, tokens: list[int], params: dict[str, Any]) -> list[tuple
         numbers = random.Random(repr((loaded, tokens, [token for token, _ in found], drawn)))
         found.append((numbers.randrange(VOCABULARY), -numbers.random()))
     return found
+
+
+def is_check(path: str, body: Any) -> bool:
+    """Whether a request only asks for what the server holds; one for a token shows its cache."""
+    return path in ("/health", "/metrics", "/weight_checker") or (
+        path.endswith("/generate") and "seed" not in body["sampling_params"]
+    )
 
 
 class FakeVLLM:
@@ -53,13 +71,19 @@ class FakeVLLM:
         self.config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs", "max_model_len": 512, **config}
         self.answer, self.version, self.routes = answer, "0.32.0", list(ROUTES)
         self.loaded, self.weights, self.adapters = "", "default", dict[str, str]()
+        self.held = dict[str, str]()
         self.asked: list[tuple[str, Any]] = []
+        self.cached, self.hits = set[tuple[int, ...]](), 0
+        """The prompts in its cache, and how many of their tokens it has found there."""
         self.before: Callable[[str, Any], Any] = lambda path, body: None
-        """Called with each request; what it returns in place of None is sent as it is."""
+        """Called with each request but checks; what it returns in place of None is sent as it is."""
         self.after: Callable[[dict[str, Any]], Any] = lambda answer: answer
         """Changes the answer to a request for tokens."""
         self.sees = True
         """Whether it sees the folders that it is given."""
+        self.lives = True
+        """Whether the engine does, without which the rest answers nothing but this."""
+        self.asleep = False
         self.working = 0
         """Requests for tokens that are being answered."""
 
@@ -71,12 +95,19 @@ class FakeVLLM:
         return [body for body in bodies if "is_checkpoint_format" not in body.get("kwargs", {})]
 
     def respond(self, path: str, body: Any) -> Any:
-        """The JSON value that answers a request."""
-        self.asked.append((path, body))
+        """The JSON value that answers a request; those that only check are not among `asked`."""
         route = path.partition("?")[0]
+        if not is_check(path, body):
+            self.asked.append((path, body))
         if route not in self.routes:
             raise LookupError(route)
+        wakes = route == "/wake_up"
+        assert self.asleep == wakes or route in ("/health", "/version"), "asleep" if self.asleep else "awake already"
         match route:
+            case "/health":
+                assert self.lives, "engine dead"
+            case "/sleep" | "/wake_up":
+                self.asleep = not wakes
             case "/version":
                 return {"version": self.version}
             case "/openapi.json":
@@ -85,25 +116,35 @@ class FakeVLLM:
                 return {"vllm_config": {"model_config": self.config}}
             case "/v1/models":
                 return {"data": [{"id": "policy"}]}
+            case "/metrics":
+                return f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}.0'
+            case "/weight_checker":
+                return {"checksums": self.held}
             case "/collective_rpc":
                 assert body["method"] == "reload_weights"
                 folder = Path(body["kwargs"]["weights_path"])
                 assert self.sees and list(folder.glob("*.safetensors")), "Repo id must be in the form"
                 if body["kwargs"].get("is_checkpoint_format", True):
                     assert (folder / "config.json").is_file()
-                    self.loaded = digest(folder)
+                    self.loaded, self.held = digest(folder), held(folder)
                 return {"results": [None]}
             case "/v1/load_lora_adapter":
                 assert (Path(body["lora_path"]) / "adapter_config.json").is_file()
                 self.adapters[body["lora_name"]] = digest(Path(body["lora_path"]))
             case "/v1/unload_lora_adapter":
-                del self.adapters[body["lora_name"]]
+                self.adapters.pop(body["lora_name"], None)
             case "/update_weight_version":
                 self.weights = body["new_version"]
             case "/reset_prefix_cache":
+                self.cached.clear()
                 return {"success": self.working == 0}
             case "/inference/v1/generate":
-                adapter = self.adapters.get(body["model"], "")
+                prompt = tuple(body["token_ids"])
+                self.hits += len(prompt) * (prompt in self.cached)
+                self.cached.add(prompt)
+                if is_check(path, body):
+                    return {"choices": []}
+                adapter = "" if body["model"] == "policy" else self.adapters[body["model"]]
                 found = self.answer(self.loaded + adapter, body["token_ids"], body["sampling_params"])
                 entries = [{"token_id": token, "logprob": logprob} for token, logprob in found]
                 choice = {
@@ -111,7 +152,7 @@ class FakeVLLM:
                     "logprobs": {"content": entries},
                     "weight_versions": [{"version": self.weights, "start": 0, "end": len(found)}],
                 }
-                return self.after({"choices": [choice]})
+                return self.after({"model": body["model"], "choices": [choice]})
         return {}
 
 
@@ -134,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         fake: FakeVLLM = self.server.fake
         with suppress(OSError):
             try:
-                instead = fake.before(self.path, body)
+                instead = None if is_check(self.path, body) else fake.before(self.path, body)
                 if instead is not None:
                     self.wfile.write(instead)
                     self.close_connection = True
@@ -144,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
                 status, value = 404, {"error": f"no {missing}"}
             except AssertionError as refused:
                 status, value = 500, {"error": str(refused)}
-            content = json.dumps(value).encode()
+            content = value.encode() if isinstance(value, str) else json.dumps(value).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -195,7 +236,8 @@ def fake_python(folder: Path, *, version: str = "0.32.0", first: str = "") -> st
 def main(words: list[str]) -> None:
     """Serves on the socket that a command line of vLLM names."""
     fake = FakeVLLM(max_model_len=int(words[words.index("--max-model-len") + 1]))
-    fake.loaded = digest(Path(words[words.index("--model") + 1]))
+    model = Path(words[words.index("--model") + 1])
+    fake.loaded, fake.held = digest(model), held(model)
     first = words.pop(0)
     exec(first, {"words": words, "fake": fake, "time": time, "sys": sys})
     with _UnixServer(words[words.index("--uds") + 1], _Handler) as server:

@@ -45,7 +45,7 @@ def test_what_a_hook_returns_is_named_where_it_is_wrong(returned, message):
 def test_numbers_that_are_not_finite_are_refused_before_any_update():
     shaped = {name: torch.zeros(2, 3) for name in RETURNED["_shape_reward"]}
     shaped["kl"][1, 2] = torch.inf
-    with pytest.raises(FloatingPointError, match=r"_shape_reward\(\) returned kl with numbers that are not finite"):
+    with pytest.raises(FloatingPointError, match=r"_shape_reward\(\) returned non-finite kl"):
         checked("_shape_reward", shaped, rollouts())
     outside = rollouts()
     outside["response_mask"][1, 2] = False

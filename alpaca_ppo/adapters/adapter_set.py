@@ -90,8 +90,7 @@ class AdapterSet:
             weights = {key: value for key, value in tensors.items() if not is_head(key)}
             if different := sorted(set(get_peft_model_state_dict(self.peft, adapter_name=name)) ^ set(weights)):
                 raise ValueError(
-                    f"the adapter in {folder} does not fit {type(self.model).__name__}: missing or unexpected weights: "
-                    f"{', '.join(different[:3])}; use an adapter of this base"
+                    f"the adapter in {folder} does not fit its base: {', '.join(different[:3])} missing or unexpected"
                 )
             set_peft_model_state_dict(self.peft, weights, adapter_name=name)
         except ValueError:

@@ -89,9 +89,7 @@ def delete_owned_adapters(names: Iterable[str], peft: PeftModel) -> None:
     present = sorted(set(names) & set(peft.peft_config))
     for name in present:
         if owned.get(name) is not peft.peft_config[name]:
-            raise ValueError(
-                f"the model already has an adapter named {name!r}, which the run needs; call delete_adapter({name!r})"
-            )
+            raise ValueError(f"the model has an adapter {name!r}, which the run adds; call delete_adapter({name!r})")
     for name in present:
         peft.delete_adapter(name)
 

@@ -78,9 +78,7 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
             continue
         shown = sorted(value) if name == "target_parameters" else value
         remedy = "name linear layers in target_modules instead" if name == "target_parameters" else "leave it out"
-        raise ValueError(
-            f"{field} has {name} {shown!r}, with which an adapter cannot be switched off, merged and exported; {remedy}"
-        )
+        raise ValueError(f"{field} has {name} {shown!r}, so it cannot be switched off, merged and exported; {remedy}")
     return config
 
 
@@ -122,10 +120,7 @@ def read_policy_adapter(name: str) -> LoraConfig:
     field = f"model_name_or_path {name}"
     config = lora_config(read_adapter(field, name), field)
     if config.task_type == "SEQ_CLS" or _HEADS & set(config.modules_to_save or ()):
-        raise ValueError(
-            f"{field} is an adapter of a sequence classifier (task_type {config.task_type}, modules_to_save "
-            f"{config.modules_to_save}), not of a language model; pass it as reward_adapter"
-        )
+        raise ValueError(f"{field} is the adapter of a classifier, not of a language model; pass it as reward_adapter")
     adapter_base(field, config)
     return config
 

@@ -43,10 +43,7 @@ def resolve_checkpoint(resume: bool | str | None, output_dir: StrPath, *, overwr
     if str(resume).lower() == "true":
         newest = newest_checkpoint(output_dir)
         if newest is None:
-            raise ValueError(
-                f"resume_from_checkpoint is true but output_dir ({output_dir}) holds no checkpoint-<step> folder; "
-                "name one, or leave resume_from_checkpoint out to start a new run"
-            )
+            raise ValueError(f"resume_from_checkpoint is true, but output_dir {output_dir} has no checkpoint; name one")
         return newest
     named = Path(str(resume)) if resume else None
     if not overwrite and (named is None or (named.is_dir() and not is_in(named, output_dir))):
@@ -68,10 +65,7 @@ def check_kinds(output_dir: StrPath) -> None:
         names_file = path.name in (LOCK_FILE, HOLDER_FILE, *_RECORDS_OF_A_RUN)
         if (names_folder and not path.is_dir()) or (names_file and not path.is_file()):
             kind = "folder" if names_folder else "file"
-            raise ValueError(
-                f"output_dir ({output_dir}) holds {path.name}, which is no {kind}, as a run would write one; move it "
-                "away, or choose another output_dir"
-            )
+            raise ValueError(f"output_dir ({output_dir}) holds {path.name}, which is no {kind}; move it away")
 
 
 def check_no_earlier_run(output_dir: StrPath) -> None:
@@ -162,8 +156,7 @@ class FolderLock:
                 self._lock.acquire(timeout=WAIT_SECONDS)
             except Timeout:
                 raise ValueError(
-                    f"output_dir ({self._folder}) is in use by another run, locked {holder}; wait for it to end or "
-                    "stop it, or choose another output_dir"
+                    f"output_dir ({self._folder}) is in use, locked {holder}; end that run, or choose another folder"
                 ) from None
         if self._lock.lock_counter == 1:
             since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")

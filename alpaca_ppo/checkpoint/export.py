@@ -104,7 +104,6 @@ def push_folder(folder: StrPath, hub_model_id: str) -> str:
     """Uploads `folder` to the hub repository `hub_model_id`, creating it if needed; returns its URL."""
     api = HfApi()
     url = api.create_repo(hub_model_id, exist_ok=True)
-    api.upload_folder(
-        repo_id=hub_model_id, folder_path=Path(folder), commit_message="Upload a policy trained by alpaca_ppo"
-    )
+    message = "Upload a policy trained by alpaca_ppo"
+    api.upload_folder(repo_id=hub_model_id, folder_path=Path(folder), commit_message=message)
     return str(url)

@@ -50,10 +50,7 @@ class BestCheckpoint:
     def require(self, stats: Mapping[str, float]) -> None:
         """Raises a ValueError if `stats`, of an evaluation, lack the metric."""
         if self.metric is not None and self.metric not in stats:
-            raise ValueError(
-                f"metric_for_best_model is {self.metric!r}, which is not a metric of an evaluation; choose one of "
-                f"{', '.join(sorted(stats))}, or null"
-            )
+            raise ValueError(f"metric_for_best_model is {self.metric!r}; choose {', '.join(sorted(stats))} or null")
 
     def improves(self, stats: Mapping[str, float]) -> bool:
         """Whether the metric in `stats` is better than that of the best checkpoint so far, or the first one."""

@@ -82,9 +82,7 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
     """
     committed = committed_path(folder)
     if not committed.is_dir():
-        raise ValueError(
-            f"checkpoint {folder} does not exist or is not a folder; name an existing checkpoint-<step> folder"
-        )
+        raise ValueError(f"checkpoint {folder} is no folder; name an existing checkpoint-<step> folder")
     try:
         manifest = json.loads((committed / "manifest.json").read_text(encoding="utf-8"))
         written_format = {key: manifest[key] for key in FORMAT}
@@ -94,7 +92,7 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
         raise ValueError(f"{folder} has no readable manifest.json of a checkpoint; {_REMEDY}") from error
     if written_format != FORMAT:
         raise ValueError(
-            f"{folder}/manifest.json has {shown(written_format)} instead of {FORMAT}; install the version that wrote it"
+            f"{folder}/manifest.json has {shown(written_format)}, not {FORMAT}; install the version that wrote it"
         )
     for name, (size, digest) in files.items():
         if problem := _file_problem(committed / name, size, digest if name in hashed else None):
@@ -174,9 +172,7 @@ def _stored(value: Any, name: str) -> Any:
         return entries if isinstance(value, list) else tuple(entries)
     if isinstance(value, Mapping):
         return {key: _stored(entry, f"{name}/{key}") for key, entry in value.items()}
-    raise ValueError(
-        f"a checkpoint cannot hold {name} = {value!r}, a {type(value).__name__}; use plain values or tensors"
-    )
+    raise ValueError(f"{name} is {value!r}, which a checkpoint cannot hold; use plain values or tensors")
 
 
 def _shapes_and_types(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -190,7 +186,4 @@ def _groups(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_same(folder: Path, what: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     if first := next(differences(what, saved, here), None):
-        raise ValueError(
-            f"checkpoint {folder} does not match this run: {first}; use the models and the optimizer of the "
-            "checkpoint's run"
-        )
+        raise ValueError(f"checkpoint {folder} does not match this run: {first}; use its run's models and optimizer")

@@ -64,10 +64,7 @@ def evaluate(argv: Sequence[str]) -> int:
     if (folder / "final").exists() or any(folder.glob("checkpoint-*")):
         raise ValueError(f"results_dir is {str(folder)!r}, the folder of a training run; choose another, or one in it")
     if (folder / "results.json").exists() and not script_args.overwrite:
-        raise ValueError(
-            f"results_dir is {str(folder)!r}, which holds the results of an earlier evaluation; choose another folder, "
-            "or replace them with --overwrite"
-        )
+        raise ValueError(f"results_dir is {str(folder)!r}, which holds results; choose another, or give --overwrite")
     args = PPOConfig(**evaluation_options(vars(args)), output_dir=str(folder))
     say_loading()
     from alpaca_ppo.trainer.from_arguments import evaluate_from_arguments

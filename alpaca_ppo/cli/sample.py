@@ -24,7 +24,7 @@ from alpaca_ppo.library_output import say_loading
 _OBJECT_OPTIONS = ("environments", "tools", "tool_call_parser")
 _OBJECT_ARGUMENTS = {"model", "ref_model", "environment_factory", "tools", "tool_call_parser"}
 # Those of the command line that stand for the run's.
-_OVERRIDES = ("prompt_template", "user_template", "system_prompt", "prompt_column", "reference")
+_OVERRIDES = ("prompt_template", "user_template", "system_prompt", "prompt_column", "reference", "seed")
 # Options of a run that do not apply: nothing is scored, and a single process samples, without a server.
 _LEFT_OUT_GROUPS = ("Evaluation", "Rewards")
 _LEFT_OUT = (
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--system_prompt", help="of messages (default: the run's)")
     add("--max_new_tokens", type=int, help="tokens of an answer (default: the run's, or 256)")
     add("--temperature", type=float, help="0 = the likeliest token (default: the run's, or 1)")
-    add("--seed", type=int, default=0, help="(default: %(default)s)")
+    add("--seed", type=int, help="(default: the run's)")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
     return parser
 
@@ -68,10 +68,7 @@ def sample(argv: Sequence[str]) -> int:
         args = _configuration(given, run, folder)
         if any(run.get(name) for name in _OBJECT_OPTIONS):
             if given.reference not in (None, "none"):
-                raise ValueError(
-                    f"--reference is {given.reference!r}, but the run has tools or environments, with which the policy "
-                    "alone is sampled; leave it out"
-                )
+                raise ValueError(f"--reference {given.reference!r} is not sampled with tools or environments; drop it")
             print("With tools or environments, the policy alone is sampled.")
         if lost := sorted(_OBJECT_ARGUMENTS & run.get(PROVENANCE, {}).get(IN_MEMORY, {}).keys()):
             print(f"Objects of a Python program are left out: {', '.join(lost)}; --reference MODEL names a reference.")
@@ -105,7 +102,7 @@ def _configuration(given: argparse.Namespace, run: Mapping[str, Any], output_dir
     settings = {n: v for n, v in of_run.items() if n not in names and options[n].group not in groups}
     settings |= {name: value for name in _OVERRIDES if (value := getattr(given, name)) is not None}
     temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
-    settings |= {"eval_temperature": temperature, "seed": given.seed, "output_dir": output_dir}
+    settings |= {"eval_temperature": temperature, "output_dir": output_dir}
     settings["response_len"] = given.max_new_tokens or run.get("response_len", 256)
     settings["trust_remote_code"] = given.trust_remote_code or run.get("trust_remote_code", False)
     return PPOConfig(**settings)

@@ -74,10 +74,7 @@ def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:
     for name, content in parsed.config_files.items():
         # It may be the record of an earlier run, which is replaced.
         if Path(name).resolve() == record and PROVENANCE not in content:
-            raise ValueError(
-                f"--config {name} is where the run writes its own record, output_dir ({args.output_dir}) / run.yaml; "
-                "rename the file, or choose another output_dir"
-            )
+            raise ValueError(f"--config {name} is where the run writes its record; rename it, or change output_dir")
     script_args.check_before_loading(args)
     say_loading()
     from alpaca_ppo.distributed.launcher import launcher_command

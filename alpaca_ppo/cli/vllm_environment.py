@@ -19,7 +19,8 @@ def vllm_env(argv: Sequence[str]) -> int:
     parser.add_argument("--device", choices=tuple(_PACKAGES), help="default: cuda where nvidia-smi is found, else cpu")
     given = parser.parse_args(argv)
     folder = Path(given.folder).absolute()
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file()):
+    is_environment = (folder / "pyvenv.cfg").is_file()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not is_environment):
         raise ValueError(f"folder is {given.folder!r}, which holds something else; name a new one")
     device = given.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
     python = str(folder / "bin/python")

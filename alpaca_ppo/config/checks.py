@@ -36,7 +36,7 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parsed(value: Any) -> Any:
     with suppress(ValueError):
-        return json.loads(value) if isinstance(value, str) else without_nulls(value)
+        return json.loads(value) if isinstance(value, str) else value
     return value
 
 
@@ -57,29 +57,20 @@ def check_combinations(config: Any) -> None:
     _check_sizes(config)
     if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
         # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
-        raise ValueError(
-            f"metric_for_best_model is {shown(config.metric_for_best_model)}, but only evaluations measure the weights "
-            "of a checkpoint; choose a metric eval/*, such as eval/scores"
-        )
+        raise ValueError(f"metric_for_best_model is {shown(config.metric_for_best_model)}; set one such as eval/scores")
     if config.eval_opponent == "reference" and config.reference == "none":
-        raise ValueError(
-            "eval_opponent is 'reference', but reference is 'none'; set a reference, or compare with a file"
-        )
+        raise ValueError("eval_opponent is 'reference', but reference is 'none'; set reference, or compare with a file")
 
 
 def _check_learning(config: Any) -> None:
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
         raise ValueError(
-            f"adv_estimator is {config.adv_estimator!r}, which compares the responses to one prompt, but "
-            "num_return_sequences is 1; set it to 2 or more, or choose one of "
-            f"{', '.join(ADV_ESTIMATORS.names_with(needs_group=False))}"
+            f"adv_estimator is {config.adv_estimator!r}, but num_return_sequences is 1; set it to 2 or more, or choose "
+            f"one of {', '.join(ADV_ESTIMATORS.names_with(needs_group=False))}"
         )
     mode = POLICY_LOSSES.trait(config.policy_loss, "loss_agg_mode")
     if mode is not None and config.loss_agg_mode != mode:
-        raise ValueError(
-            f"loss_agg_mode is {config.loss_agg_mode!r}, but policy_loss {config.policy_loss!r} is defined for "
-            f"{mode!r} only; set loss_agg_mode: {mode}"
-        )
+        raise ValueError(f"policy_loss {config.policy_loss!r} needs loss_agg_mode {mode}, not {config.loss_agg_mode}")
     if config.kl_loss_coef and KL_ESTIMATORS.trait(config.kl_loss_type, "kink_at_zero"):
         # A tolerance around 0 would have to know the rounding of the model's dtype and kernels.
         raise ValueError(
@@ -88,8 +79,7 @@ def _check_learning(config: Any) -> None:
         )
     if config.kl_controller == "horizon" and config.responses_per_step >= 5 * config.kl_horizon:
         raise ValueError(
-            f"kl_horizon is {config.kl_horizon}, so one step of {config.responses_per_step} responses could make "
-            f"kl_coef negative; set it to {config.responses_per_step // 5 + 1} or more"
+            f"kl_horizon is {config.kl_horizon}; below {config.responses_per_step // 5 + 1}, kl_coef may be negative"
         )
     if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
         both = f"kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}"
@@ -123,6 +113,4 @@ def _check_sizes(config: Any) -> None:
     budget = config.max_tokens_per_micro_batch
     if budget is not None and budget < config.longest_row:
         least = f"query_len + response_len ({config.longest_row})"
-        raise ValueError(
-            f"max_tokens_per_micro_batch ({budget}) is less than {least}; set it to that or more, or to null"
-        )
+        raise ValueError(f"max_tokens_per_micro_batch is {budget}; set it to {least} or more, or to null")

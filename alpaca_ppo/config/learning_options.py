@@ -44,10 +44,7 @@ class RiskLevel(NamedTuple):
         except ValueError:
             alpha = 0.0
         if not 0 < alpha <= 1:
-            raise ValueError(
-                f"risk_level is {text!r}; it must be neutral, a number above 0 and at most 1 such as 0.1 (a lower "
-                "tail), or upper:0.1 (an upper tail)"
-            )
+            raise ValueError(f"risk_level is {text!r}; write neutral, 0.1 (the lower tail, up to 1) or upper:0.1")
         return cls(alpha, "upper" if text.startswith("upper:") else "lower")
 
 

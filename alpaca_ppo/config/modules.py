@@ -59,9 +59,7 @@ def load_module(name: str, *, what: str) -> ModuleType:
         missing = error.name or ""
         if file is not None or (name != missing and not name.startswith(f"{missing}.")):
             raise
-        raise ValueError(
-            f"{what}: there is no module {missing!r} in {folder} or on Python's path; use the file's path instead"
-        ) from error
+        raise ValueError(f"{what}: {folder} and Python's path have no module {missing!r}; name its file") from error
     finally:
         sys.path.remove(folder)
 

@@ -26,14 +26,11 @@ def check_model_name(field: str, name: str | None) -> None:
     if name is None or os.path.isdir(name):
         return
     if _HUB_ID.fullmatch(name) is None:
-        raise ValueError(
-            f"{field} is {name!r}, which is neither a folder nor a hub id (name or owner/name):{where(name)}"
-        )
+        raise ValueError(f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{where(name)}")
     is_misspelt = "/" not in name and not os.path.isfile(name) and _similar_path(name, "folder")
-    if is_misspelt or os.path.isdir(os.path.dirname(name)):
-        raise ValueError(
-            f"{field} is {name!r}, but{where(name)} (for a model of that name on the hub, start from another folder)"
-        )
+    would_be_in_a_folder = os.path.isdir(os.path.dirname(name))
+    if is_misspelt or would_be_in_a_folder:
+        raise ValueError(f"{field} is {name!r}, but{where(name)} (for one on the hub, start from another folder)")
 
 
 def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
@@ -61,14 +58,16 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
         say(f"{field} is {name!r}, a run, whose final/{part} is taken")
         folder = final
     config = Path(folder, "config.json")
-    if not config.is_file() and not Path(folder, "adapter_config.json").is_file():
-        remedy = "; name one with a config.json, such as alpaca-ppo reward writes"
-        if part is not None:
-            command = f"alpaca-ppo export {name} --to FOLDER"
-            remedy = f" or a run's final/{part}; make FOLDER/{part} of a checkpoint with {command}"
-        raise ValueError(f"{field} is {name!r}, a folder without a model{remedy}")
-    if writes_text and config.is_file() and (match := _CLASSIFIER.search(config.read_text(errors="replace"))):
-        raise ValueError(f"{field} is {name!r}, a {match[1]}, which writes no text; name a causal language model")
+    has_model = config.is_file() or Path(folder, "adapter_config.json").is_file()
+    if not has_model and part is None:
+        remedy = "name one with a config.json, such as alpaca-ppo reward writes"
+        raise ValueError(f"{field} is {name!r}, a folder without a model; {remedy}")
+    if not has_model:
+        remedy = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
+        raise ValueError(f"{field} is {name!r}, a folder without a model or a run's final/{part}; {remedy}")
+    classifier = _CLASSIFIER.search(config.read_text(errors="replace")) if config.is_file() else None
+    if writes_text and classifier:
+        raise ValueError(f"{field} is {name!r}, a {classifier[1]}, which writes no text; name a causal language model")
     return folder
 
 
@@ -142,9 +141,13 @@ def check_url(name: str, url: str) -> None:
     if not valid or not url.isprintable():
         # Cut by hand, because urlsplit does not recognise user and password in an address without a scheme.
         raise ValueError(
-            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, which is no address; write one such as "
-            "http://localhost:8000/score"
+            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, no address such as http://localhost:8000/score"
         )
+
+
+def is_this_machine(url: str) -> bool:
+    """Whether the host of `url` is known to be this machine."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def shown_url(url: str) -> str:

@@ -145,7 +145,8 @@ def _flag_value(option: Option, words: list[str]) -> Any:
     if option.is_list:
         entries: list[Any] = []
         for word in words:
-            value = _parse_yaml(word) if word.startswith("[") else word
+            # A single line "- x" may be text, such as a stop string.
+            value = word if _accepts(option, word) and not re.match(r"\[|\s*- .+\n\s*- ", word) else _parse_yaml(word)
             entries += _entries(option, value) if isinstance(value, list) else [_parse_word(option, word)]
         return entries
     if len(words) > 1:
@@ -156,7 +157,7 @@ def _flag_value(option: Option, words: list[str]) -> Any:
 def _parse_word(option: Option, word: str) -> Any:
     """What YAML reads in `word`; or `word` itself, if the option takes text but not what YAML reads."""
     value = _parse_yaml(word)
-    if not _accepts(option, word):
+    if not _accepts(option, word) and not (option.is_list and value is None):
         return value
     # "null" stays text, because the caller has read it where the option may be null; and so do dates.
     is_text = value is None or (isinstance(value, str) and word[:1] not in ("'", '"'))

@@ -17,6 +17,7 @@ OPTIONS_OF_ARGUMENT = {
     "model": ("model_name_or_path",),
     "value_model": ("value_model_name_or_path",),
     "ref_model": ("reference",),
+    "reference": ("model_name_or_path", "reference"),
     "peft_config": ("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
     "reward_funcs": ("reward_funcs", "reward_model_name_or_path", "reward_url", "reward_adapter"),
     "metric_funcs": ("metric_funcs",),
@@ -26,7 +27,9 @@ OPTIONS_OF_ARGUMENT = {
     "environment_factory": ("environments",),
     "tool_call_parser": ("tool_call_parser",),
 }
-"""For each argument of `PPOTrainer`, the options that stand for it; errors propose the first."""
+"""For each argument of `PPOTrainer`, the options that stand for it; errors propose the first. `reference` is the
+`model` where the KL is measured to it.
+"""
 
 
 def check_run_files(

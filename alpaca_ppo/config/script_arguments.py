@@ -12,7 +12,7 @@ MODELS = frozenset({"model", "value_model", "peft_config"})
 """The arguments of `PPOTrainer` on which a run's weights depend."""
 MEASURED = frozenset({
     "trainer_class", "eval_dataset", "reward_funcs", "metric_funcs", "reward_processing_classes",
-    "metric_processing_classes", "ref_model", "tools", "environment_factory", "tool_call_parser",
+    "metric_processing_classes", "ref_model", "reference", "tools", "environment_factory", "tool_call_parser",
 })  # fmt: skip
 """The arguments of `PPOTrainer` on which the evaluation of a given model depends."""
 RESERVE_GIB = 1.0

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,11 @@ def unformatted(dataset: Dataset) -> Dataset:
     return dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
 
 
+def columns_of(dataset: Dataset) -> list[str]:
+    """The columns of the rows of `dataset`, which a function that transforms rows may make or drop."""
+    return [*dataset[:1]] if dataset.format["type"] == "custom" else dataset.column_names
+
+
 def _load_eval_dataset(source: str) -> Dataset:
     """Returns the dataset of an entry of `eval_datasets`: dataset, dataset@split or dataset:config@split."""
     name, split, config = source, "", ""
@@ -121,25 +127,17 @@ def _load_folder(path: Path, config_name: str | None) -> DatasetDict:
 
 def _read_files(paths: Sequence[Path]) -> Dataset:
     """Returns the rows of files with the same suffix."""
-    suffix = paths[0].suffix
-    options: dict[str, Any] = {}
-    if _BUILDERS[suffix] == "json":
-        return _read_json(paths)
-    if _BUILDERS[suffix] == "csv":
-        # By default, pandas reads the answers "NA", "None" and "null" as missing.
-        options = {"sep": "\t" if suffix == ".tsv" else ",", "keep_default_na": False, "na_values": [""]}
-        for path in paths:
-            _check_cells(path, options["sep"])
-    return datasets.load_dataset(_BUILDERS[suffix], data_files={"train": [*map(str, paths)]}, split="train", **options)
-
-
-def _read_json(paths: Sequence[Path]) -> Dataset:
-    """Returns rows as they are written; `load_dataset` would turn text that looks like a date into a timestamp."""
-    rows = [row for path in paths for row in _json_rows(path)]
+    kind = _BUILDERS[paths[0].suffix]
+    if kind == "parquet":
+        return datasets.load_dataset(kind, data_files={"train": [*map(str, paths)]}, split="train")
+    # `load_dataset` would turn JSON's text that looks like a date into a timestamp, and 007 in a CSV file into 7.
+    rows = [row for path in paths for row in (_json_rows(path) if kind == "json" else _csv_rows(path))]
     names = list(dict.fromkeys(name for row in rows for name in row))
     if not names:
-        raise ValueError(f"{', '.join(map(str, paths))} holds no rows; write one JSON object per line")
+        raise ValueError(f"{', '.join(map(str, paths))} holds no rows")
     columns = {name: [row.get(name) for row in rows] for name in names}
+    if kind == "csv":
+        columns = {name: _numbers(cells) for name, cells in columns.items()}
     dataset = Dataset.from_dict(columns, on_mixed_types="use_json")
     # `datasets` turns True among numbers into 1.0, and rounds numbers among other types.
     for name in names:
@@ -181,16 +179,31 @@ def _equal(a: Any, b: Any) -> bool:
     return (a == b or a != a and b != b) and isinstance(a, bool) == isinstance(b, bool)
 
 
-def _check_cells(path: Path, separator: str) -> None:
-    """Checks that rows have a cell for each column: pandas would shift the cells of a longer one."""
-    # By default, the module refuses cells of more than 131,072 characters, which pandas reads.
+def _csv_rows(path: Path) -> list[dict[str, str | None]]:
+    """Returns the rows of one file as text; an empty cell is None."""
+    # By default, the module refuses cells of more than 131,072 characters.
     csv.field_size_limit(2**31 - 1)
+    found = []
     with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, delimiter=separator)
+        rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         columns = next(rows, [])
-        for cells in rows:
-            if cells and len(cells) != len(columns):
+        if repeated := [name for name in columns if columns.count(name) > 1]:
+            raise ValueError(f"{path} has several columns {repeated[0]!r}; rename them")
+        for cells in filter(None, rows):
+            if len(cells) != len(columns):
                 raise ValueError(f"line {rows.line_num} has {len(cells)} cells, but there are {len(columns)} columns")
+            found.append({name: cell or None for name, cell in zip(columns, cells, strict=True)})
+    return found
+
+
+def _numbers(cells: list[str | None]) -> list[Any]:
+    """Returns the numbers in `cells`, or the cells if one holds something else or would be written differently."""
+    with suppress(ValueError, RecursionError):
+        values = [cell if cell is None else json.loads(cell) for cell in cells]
+        are_numbers = all(type(value) in (int, float) and abs(value) < 2**63 for value in values if value is not None)
+        if are_numbers and [value if value is None else str(value) for value in values] == cells:
+            return values
+    return cells
 
 
 def _select_split(splits: DatasetDict, split: str | None, dataset_name: str) -> Dataset:

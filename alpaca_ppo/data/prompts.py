@@ -4,6 +4,7 @@ assistant message.
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.control_tokens import ControlTokens
-from alpaca_ppo.data.loading import unformatted
+from alpaca_ppo.data.loading import columns_of, unformatted
 from alpaca_ppo.data.templates import PROBE, PromptForm
 from alpaca_ppo.types import PromptBatch
 
@@ -47,6 +48,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
     Attributes:
         wording: `PromptForm.wording` of the first row.
         fingerprint: a hash of the token ids and of all columns.
+        numbers: the prompts' rows in the dataset before any was dropped.
         num_cut: prompts longer than `query_len` whose beginning was cut off.
     """
 
@@ -55,6 +57,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
     form: PromptForm
     wording: str
     fingerprint: str
+    numbers: Sequence[int]
     num_dropped: int
     num_cut: int
 
@@ -79,7 +82,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
         return any(not ids for ids in self._input_ids) or (isinstance(first, list) and not first[-1]["content"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        row = self._dataset[index]
+        row = self.form.own_options(self._dataset[index])
         return {"input_ids": list(self._input_ids[index]), "row": {**row, "prompt": self.form.prompt_of(row)}}
 
     def record_wording(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -134,7 +137,7 @@ def prepare_prompts(
     assert query_len >= 1 and overlong in ("drop", "truncate", "error")
     _check_dataset(dataset)
     dataset = unformatted(dataset)
-    form = (form or PromptForm()).resolved(dataset.column_names, chat=bool(tokenizer.chat_template))
+    form = (form or PromptForm()).resolved(columns_of(dataset), chat=bool(tokenizer.chat_template))
     json_columns = frozenset(name for name, feature in dataset.features.items() if "Json(" in str(feature))
     form = replace(form, json_columns=json_columns)
     digest = hashlib.sha256()
@@ -147,7 +150,7 @@ def prepare_prompts(
     for start in range(0, len(dataset), _CHUNK):
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        rows = [form.own_options(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         prompts, options = _prompts_of_rows(rows, start, form, tools_of, kind, tokenizer)
         kind = type(prompts[0])
         protected = control_tokens.protect(prompts) if control_tokens else prompts
@@ -181,6 +184,7 @@ def prepare_prompts(
         form=form,
         wording=form.wording(dataset[kept[0]], tokenizer),
         fingerprint=digest.hexdigest()[:16],
+        numbers=kept,
         num_dropped=len(dataset) - len(kept),
         num_cut=num_cut,
     )
@@ -198,6 +202,11 @@ def _prompts_of_rows(
         try:
             prompt = form.prompt_of(row)
             options.append(form.options_of(row) if isinstance(prompt, list) else {})
+            for name in options[-1] if tokenizer.chat_template else ():
+                if name != "tools" and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                    raise ValueError(
+                        f"chat_template_kwargs has {name!r}, which the chat template never reads; remove it"
+                    )
             for name in ("tools", "chat_template_kwargs") if isinstance(prompt, str) else ():
                 if row.get(name) and name not in form.columns:
                     raise ValueError(f"column {name!r} is set, but the prompt is text; drop it, or write messages")
@@ -212,10 +221,7 @@ def _prompts_of_rows(
         _check_prompt(prompt, number, may_be_blank=tools_of is not None)
         kind = kind or type(prompt)
         if type(prompt) is not kind:
-            raise ValueError(
-                f"the prompt in row {number} is {shown(prompt)}, but that in row 0 is "
-                f"{'text' if kind is str else 'messages'}; make all of them text, or all of them messages"
-            )
+            raise ValueError(f"the prompt in row {number} is {shown(prompt)}, unlike row 0; make all text, or messages")
         prompts.append(prompt)
     return prompts, options
 
@@ -280,11 +286,8 @@ def _check_dataset(dataset: Dataset) -> None:
             f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, of a stream "
             "Dataset.from_list(list(stream.take(10000)), features=stream.features)"
         )
-    if images := [name for name in dataset.column_names if name in _NOT_TEXT]:
-        raise ValueError(
-            f"the dataset has the column {images[0]!r}, but the policy reads text only; remove it "
-            f"(dataset.remove_columns({images})), or rename it if a reward function needs it"
-        )
+    if images := [name for name in columns_of(dataset) if name in _NOT_TEXT]:
+        raise ValueError(f"the dataset has a column {images[0]!r}, but the policy reads only text; remove or rename it")
 
 
 def well_formed_messages(value: Any) -> bool:
@@ -299,15 +302,12 @@ def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not well_formed_messages(messages):
         raise ValueError(
-            f"the prompt in row {number} is {shown(prompt)}; it must be text, or a list of messages with 'role' and "
-            "'content', both text"
+            f"the prompt in row {number} is {shown(prompt)}; pass text, or messages whose role and content are text"
         )
     if messages[-1]["role"] == "user" and not messages[-1]["content"].strip() and not may_be_blank:
         raise ValueError(f"the prompt in row {number} is empty; drop such rows")
     if messages[-1]["role"] == "assistant":
-        raise ValueError(
-            f"the messages in row {number} end with an assistant message, which the policy is to generate; remove it"
-        )
+        raise ValueError(f"the messages in row {number} end with the assistant's, which the policy writes; remove it")
 
 
 def tokenize_prompts(
@@ -334,38 +334,32 @@ def tokenize_prompts(
     if isinstance(prompts[0], str):
         tokenized = _tokenize_texts(prompts, tokenizer, control_tokens)
     elif tokenizer.chat_template is None:
-        raise ValueError(
-            "the prompts are messages but the tokenizer has no chat template; use the tokenizer of an instruction "
-            "model, set tokenizer.chat_template, or use text prompts"
-        )
+        raise ValueError("the prompts are messages, but the tokenizer has no chat_template; set it, or give text")
     else:
         keywords = {"add_generation_prompt": True, "return_dict": True, "tokenize": control_tokens is None}
         tokenized = []
         for number, (messages, given) in enumerate(zip(prompts, options, strict=True), start):
-            rendered = _rendered(messages, tokenizer, {**keywords, **given}, number)
+            text = rendered(messages, tokenizer, {**keywords, **given}, number)
             if control_tokens is None:
-                tokenized.append(list(rendered["input_ids"]))
+                tokenized.append(list(text["input_ids"]))
             else:
-                tokenized.append(control_tokens.encode(rendered, add_special_tokens=False))
+                tokenized.append(control_tokens.encode(text, add_special_tokens=False))
     for number, (prompt, ids) in enumerate(zip(prompts, tokenized, strict=True), start):
         if may_be_blank and not prompt:
             ids.clear()
         elif not ids:
-            raise ValueError(
-                f"the prompt in row {number} has no tokens under this tokenizer: {shown(prompt)}; drop such rows"
-            )
+            raise ValueError(f"the prompt in row {number}, {shown(prompt)}, has no tokens; drop such rows")
     return tokenized
 
 
-def _rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], number: int) -> Any:
+def rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], number: int) -> Any:
     """Returns what the chat template makes of the messages in row `number`."""
     # A template raises any kind of error for roles and keys that it does not know.
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:
         raise ValueError(
-            f"the chat template refuses the messages in row {number}, {shown(messages)}: "
-            f"{type(error).__name__}: {error}; change the row, or the tokenizer"
+            f"the chat template refuses row {number}, {shown(messages)}: {type(error).__name__}: {error}; change either"
         ) from error
 
 

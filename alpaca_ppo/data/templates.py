@@ -107,10 +107,7 @@ class PromptForm:
             else:
                 form = replace(self, prompt_template="alpaca")
         if missing := [name for name in form.columns if name not in columns]:
-            raise ValueError(
-                f"{form} uses {missing}, but the dataset's columns are {list(columns)}; rename the field (or double "
-                "the braces of a literal one)"
-            )
+            raise ValueError(f"{form} uses {missing}, but the columns are {list(columns)}; rename it, or double braces")
         return form
 
     @property
@@ -167,6 +164,13 @@ class PromptForm:
         """
         return without_nulls(messages, deep=column not in self.json_columns)
 
+    def own_options(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns `row` without the keys of other rows in the columns that `template_options` reads, unless these have
+        the type Json.
+        """
+        shared = {"tools", "chat_template_kwargs"} - self.json_columns
+        return {name: without_nulls(value) if name in shared else value for name, value in row.items()}
+
     def options_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments of the chat template for one row, whose own take precedence.
 
@@ -181,17 +185,26 @@ class PromptForm:
         first column and nothing for other columns; without a template, in place of the first user's message.
         """
         if self.template is not None:
-            row = {**dict.fromkeys(_field_names(self.template.text), ""), self.template.columns[0]: PROBE}
-        prompt = self.prompt_of(row)
+            others_empty = dict.fromkeys(_field_names(self.template.text), "")
+            prompt = self.prompt_of({**others_empty, self.template.columns[0]: PROBE})
+        else:
+            prompt = _up_to_the_first_question(self.prompt_of(row))
         if isinstance(prompt, str):
-            return PROBE if self.template is None else prompt
-        first_user = next((i for i, message in enumerate(prompt) if message["role"] == "user"), None)
-        if self.template is None and first_user is not None:
-            prompt = [*prompt[:first_user], {**prompt[first_user], "content": PROBE}]
+            return prompt
         # Makes a template write the date's format instead of the date.
         undated = tokenizer.get_chat_template().replace("strftime_now(", "(")
         options = {"add_generation_prompt": True, **(self.chat_template_kwargs or {}), "chat_template": undated}
         return str(tokenizer.apply_chat_template(prompt, tokenize=False, **options))
+
+
+def _up_to_the_first_question(prompt: Any) -> Any:
+    """`PROBE` for a text; of messages, the first ones to the first user's, which becomes `PROBE`."""
+    if isinstance(prompt, str):
+        return PROBE
+    for i, message in enumerate(prompt):
+        if message["role"] == "user":
+            return [*prompt[:i], {**message, "content": PROBE}]
+    return prompt
 
 
 def _field_names(text: str) -> list[str]:

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.collectives import drain_at_exit
 from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin
 from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.fsdp_config import check_fsdp
+from alpaca_ppo.distributed.fsdp_config import check_fsdp, check_launch
 from alpaca_ppo.distributed.fsdp_engine import FSDPEngine
 from alpaca_ppo.distributed.launcher import watch_launcher
 from alpaca_ppo.distributed.threads import limit_threads
@@ -40,16 +41,17 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     Raises:
         ValueError: for a precision other than float32 and bfloat16, of the launcher too; when the user's accelerator
             contradicts `args` or has no trackers; when this process already has an Accelerator with other settings; see
-            also `check_fsdp` and `deepspeed_plugin`.
+            also `check_fsdp`, `check_launch` and `deepspeed_plugin`.
     """
     watch_launcher()
     ignore_known_lines()
     check_fsdp(args, accelerator)
-    # The run's bf16 decides, whatever the launcher says.
-    valid = "no or bf16" if accelerator is None else "bf16" if args.bf16 else "no"
+    check_launch(args)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    if (precision := launched if accelerator is None else accelerator.mixed_precision) not in valid.split(" or "):
-        raise ValueError(f"bf16 is {args.bf16} but the accelerator's mixed_precision is {precision!r}; make it {valid}")
+    has = launched if accelerator is None else accelerator.mixed_precision
+    # A launch configuration without a precision says "no".
+    if has != ("bf16" if args.bf16 else "no") and (accelerator is not None or has != "no"):
+        raise ValueError(f"bf16 is {args.bf16} but the accelerator's mixed_precision is {has!r}; use bf16: true or no")
     if accelerator is None:
         accelerator = _new_accelerator(args)
     else:
@@ -58,6 +60,7 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     unset_hf_deepspeed_config()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     limit_threads(accelerator)
+    drain_at_exit()
     return accelerator
 
 
@@ -68,7 +71,7 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
     backend = "gloo" if plugin is not None and on_cpu else "nccl"
     try:
         # `FSDPEngine` shards in place of Accelerate.
-        with patch_environment(accelerate_use_fsdp="false"):
+        with patch_environment(accelerate_use_fsdp="false", accelerate_use_parallelism_config="false"):
             return Accelerator(
                 # DDP without a GPU needs cpu=True to form a process group, but Accelerate then ignores DeepSpeed.
                 cpu=on_cpu and plugin is None,

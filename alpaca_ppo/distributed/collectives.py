@@ -1,5 +1,6 @@
 """The collective operations of the package: rollouts and statistics are gathered, and errors reach every rank."""
 
+import atexit
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,16 @@ def drain_collectives(accelerator: Accelerator) -> None:
     if accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
         time.sleep(_DRAIN_SECONDS)
+
+
+def drain_at_exit() -> None:
+    """Lets gloo's threads release their tensors when the interpreter exits, however it does: after `drain_collectives`,
+    a script may have gathered weights. The ranks do not wait for one another, because one may have died. Destroying the
+    group would not stop the threads, because a mesh and DDP keep it.
+    """
+    if torch.distributed.is_initialized():
+        atexit.unregister(time.sleep)
+        atexit.register(time.sleep, _DRAIN_SECONDS)
 
 
 @contextmanager

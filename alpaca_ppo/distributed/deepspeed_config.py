@@ -13,6 +13,11 @@ from accelerate.utils import DeepSpeedPlugin, get_int_from_env, is_deepspeed_ava
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.ppo_config import PPOConfig
 
+# Entries with an effect under this trainer, besides precisions. DeepSpeed ignores names that it does not know.
+_ENTRIES = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping gradient_predivide_factor
+prescale_gradients zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type
+data_types aio wall_clock_breakdown dump_state comms_logger flops_profiler tensorboard wandb steps_per_print""".split()
 # DeepSpeed's sections of precisions, and whether the run's bf16 decides them; the others stay off.
 _PRECISIONS = {"bf16": True, "bfloat16": True, "fp16": False, "torch_autocast": False, "amp": False}
 
@@ -112,7 +117,9 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
         "train_batch_size": rows * micro_batches * processes,
         "gradient_clipping": args.max_grad_norm,
     }
-    _check_entries(config, from_run, args)
+    # Keeps torch's optimizer, even if its state is offloaded.
+    optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    _check_entries(config, from_run | optimizer, args)
     zero: dict[str, Any] = dict(config.get("zero_optimization", {}))
     automatic = {
         "reduce_bucket_size": hidden_size * hidden_size,
@@ -121,19 +128,14 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
     }
     zero |= {name: value for name, value in automatic.items() if zero.get(name) == "auto"}
     bf16 = {**config.get("bf16", {}), "enabled": args.bf16, "check_grad_overflow": args.bf16}
-    # Keeps torch's optimizer, even if its state is offloaded.
-    optimizer = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     return {**config, **from_run, "zero_optimization": zero, "bf16": bf16, **optimizer}
 
 
 def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args: PPOConfig) -> None:
     """Raises as `resolve_auto`; `from_run` are the entries that options set."""
-    for name in ("optimizer", "scheduler"):
-        if name in config:
-            raise ValueError(
-                f"the DeepSpeed configuration has {name!r}; remove it: learning_rate, lr_scheduler_type and the adam_* "
-                "fields of the run decide it"
-            )
+    for name in config:
+        if name not in (*_PRECISIONS, *_ENTRIES):
+            raise ValueError(f"the DeepSpeed configuration has {name!r}; remove it: the run's options decide instead")
     given = {name: config.get(name, "auto") for name in from_run}
     given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in _PRECISIONS}
     precisions = {f"{name}.enabled": is_bf16 and args.bf16 for name, is_bf16 in _PRECISIONS.items()}
@@ -144,6 +146,8 @@ def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args:
                 f'{expected!r}; write "auto" there'
             )
     zero = config.get("zero_optimization", {})
+    if zero.get("stage") != 3 and (zero.get("offload_param") or {}).get("device") not in (None, "none"):
+        raise ValueError("the DeepSpeed configuration has offload_param, which needs stage 3; remove one of them")
     gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
     if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and "offload_optimizer" not in zero:
         raise ValueError(

@@ -1,11 +1,35 @@
-"""Whether a run is sharded by FSDP2, and what is refused then, before any model is loaded."""
+"""Whether a run is sharded by FSDP2, and what a launch configuration may ask for, before any model is loaded."""
 
 import os
+import re
 
 from accelerate import Accelerator
+from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, parse_flag_from_env
 
+from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.distributed.launcher import launcher_command
+from alpaca_ppo.library_output import say
+
+# The variables as which `accelerate launch` hands its configuration on, as far as it or this package reads them, by
+# pattern: valid values, and what to do about another one.
+_READ = {
+    "ACCELERATE_USE_MEGATRON_LM": ("false", "set distributed_type to FSDP or DEEPSPEED"),
+    "ACCELERATE_(MIXED_PRECISION|(USE|CPU|CONFIG_DS|DEBUG|LOG|TORCH|ENABLE)_.*)": (".*", ""),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "set dynamo_backend to no"),
+    "FSDP_VERSION": ("2", "set it to 2"),
+    "FSDP_OFFLOAD_PARAMS": ("false|no|0", "set it to false, or use --accelerate_config zero3_offload"),
+    "FSDP_SHARDING_STRATEGY": ("full_shard|1", "leave it out; fsdp_reshard_after_forward: false is like SHARD_GRAD_OP"),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true|false", "set it to true or false"),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false|no|0", "set it to false, and gradient_checkpointing: true in the run"),
+    "PARALLELISM_CONFIG_(?!DP_SHARD_).*_SIZE": ("1", "set it to 1: every process holds a part"),
+}
+_READ_BY_DEEPSPEED = {"ACCELERATE_(DEEPSPEED_(?!ZERO3_INIT).*|GRADIENT_.*)": (".*", "")}
+# What a run does where the launcher's default is another.
+_DONE = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": "false"}
+# Keys of a configuration's file that the launcher needs for itself, or hands on by another name.
+_OF_LAUNCHER = r"deepspeed_(multinode_launcher|hostfile|\w+_filter)|mpirun_\w+|zero3_init_flag|\w*_layer_cls_to_wrap"
 
 
 def asks_for_fsdp(args: PPOConfig) -> bool:
@@ -17,25 +41,44 @@ def check_fsdp(args: PPOConfig, accelerator: Accelerator | None = None) -> None:
     """Checks a run that asks for FSDP2; `accelerator` is the user's, if there is one.
 
     Raises:
-        ValueError: for an option, or an entry of the launch configuration, that FSDP2 excludes.
+        ValueError: for an option, or an accelerator, that FSDP2 excludes.
     """
     if not asks_for_fsdp(args):
         return
-    launched = parse_flag_from_env("ACCELERATE_USE_FSDP")
     deepspeed = args.deepspeed or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    offloads = launched and parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
-    version = os.environ.get("FSDP_VERSION", "1") if launched else "2"
     given = None if accelerator is None else accelerator.distributed_type
     _refuse_if(bool(deepspeed), "deepspeed", deepspeed, "use one of the two")
     _refuse_if(args.load_in_4bit, "load_in_4bit", args.load_in_4bit, "use DDP or ZeRO 2, or dtype: bfloat16")
     _refuse_if(args.reference == "copy_offloaded", "reference", args.reference, "set reference: copy, or use ZeRO 3")
-    _refuse_if(version != "2", "fsdp_version", version, "set it to 2")
-    _refuse_if(offloads, "fsdp_offload_params", offloads, "set it to false, or use --accelerate_config zero3_offload")
-    is_fsdp = given == DistributedType.FSDP
-    _refuse_if(is_fsdp, "the accelerator's distributed_type", given, "pass one without FSDP, or none")
-    for name in ("dp_replicate_size", "tp_size", "cp_size", "sp_size"):
-        size = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"))
-        _refuse_if(size > 1, f"parallelism_config_{name}", size, "set it to 1: every process holds a part")
+    _refuse_if(given == DistributedType.FSDP, "the accelerator's distributed_type", given, "pass one without FSDP")
+
+
+def check_launch(args: PPOConfig) -> None:
+    """Checks the launch configuration, and prints in one line what it asks for that has no effect on the run, if
+    anything: what is not read, and is neither the launcher's default nor what a run does.
+
+    Raises:
+        ValueError: for an entry that the run cannot have.
+    """
+    read = _READ | ({} if args.deepspeed or not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") else _READ_BY_DEEPSPEED)
+    done = vars(launch_command_parser().parse_args(["script"])) | _DONE | {"deepspeed_zero3_init": "false"}
+    done["parallelism_config_dp_shard_size"] = os.environ.get("WORLD_SIZE")
+    given = {k: v for k, v in os.environ.items() if re.match("(ACCELERATE|FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_", k)}
+    unread = []
+    for name, value in given.items():
+        entry = next((entry for pattern, entry in read.items() if re.fullmatch(pattern, name)), None)
+        if entry is not None and not re.fullmatch(entry[0], value.lower()):
+            raise ValueError(f"{name.lower()} is {value!r}, which this trainer does not support; {entry[1]}")
+        if entry is None and value.lower() != str(done.get(name.removeprefix("ACCELERATE_").lower())).lower():
+            unread.append(f"{name}={value}")
+    file = re.search(r"--(?:config.file|accelerate.config)[=\0]([^\0]+)", "\0".join(launcher_command() or ()))
+    content = read_yaml(file[1]) if file is not None and os.path.isfile(file[1]) else {}
+    keys = ["use_cpu"] if content.get("use_cpu") and not args.use_cpu else []
+    keys += [key for section in content.values() if isinstance(section, dict) for key in section]
+    keys = [key for key in keys if not any(name.endswith(key.upper()) for name in given)]
+    unread += [key for key in keys if not re.fullmatch(_OF_LAUNCHER, key)]
+    if unread:
+        say(f"settings of the launch configuration without effect on this run: {', '.join(unread)}")
 
 
 def _refuse_if(excluded: bool, name: str, value: object, remedy: str) -> None:

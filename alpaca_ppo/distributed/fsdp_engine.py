@@ -7,12 +7,13 @@ tied pairs) belongs to the root.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -92,9 +93,12 @@ class FSDPEngine(Engine):
             self.model.reset_iter_state()
         super().begin()
 
-    def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
-        # FSDP2 reduces a gradient in the pass that computes it.
-        return nullcontext()
+    @contextmanager
+    def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> Iterator[None]:
+        # FSDP2 reduces a gradient in the pass that computes it. Passes without gradients reshard in any case.
+        self.model.set_reshard_after_forward(parse_flag_from_env("FSDP_RESHARD_AFTER_FORWARD", True))
+        yield
+        self.model.set_reshard_after_forward(True)
 
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
         return 0.0

@@ -103,6 +103,22 @@ class PreemptionHandler:
             self._stoppable = False
 
     @contextmanager
+    def together(self, *, can_stop: bool) -> Iterator[None]:
+        """Wraps what all ranks do together. If `can_stop`, `poll` may raise in it, and must then do so on all ranks.
+
+        Raises:
+            Interrupted: on all ranks, if it did.
+        """
+        self._stoppable = self._in_part = can_stop
+        try:
+            with suppress(SamplingStopped):
+                yield
+                return
+        finally:
+            self._stoppable = self._in_part = False
+        self.poll_all_ranks()
+
+    @contextmanager
     def part(self, *, at_once: bool = False) -> Iterator[None]:
         """Wraps what a rank does without the others in a rollout: sampling, or a call of a reward function. With
         `at_once`, a signal interrupts it anywhere, not only in `poll`. In lockstep, `poll_all_ranks` follows at its

@@ -98,10 +98,7 @@ def read_findings(folder: StrPath) -> list[Finding]:
     rows = list(read_lines(path)) if path.exists() else []
     for row in rows:
         if row.keys() != keys or row["severity"] not in get_args(DoctorSeverity):
-            raise ValueError(
-                f"{path} holds {shown(row)}, which is no finding with a severity of warning or error; remove the line, "
-                "or the file"
-            )
+            raise ValueError(f"{path} holds {shown(row)}, which is no finding; remove the line, or the file")
     return [Finding(**row) for row in rows]
 
 
@@ -141,6 +138,4 @@ def read_lines(path: Path, *, key: str = "step") -> Iterator[dict[str, Any]]:
         if isinstance(row, dict) and key in row:
             yield row
         elif number < len(lines):
-            raise ValueError(
-                f"{path} line {number} is no JSON object with a {key}: {line[:80]!r}; remove the line, or the file"
-            )
+            raise ValueError(f"{path} line {number} is no JSON object with a {key}: {line[:80]!r}; remove it")

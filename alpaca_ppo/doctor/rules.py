@@ -372,10 +372,12 @@ def skipped_updates(history: History) -> Found | None:
 )
 def logprobs_disagree(history: History) -> Found | None:
     """Sampler and trainer, or old and new policy before any optimizer step, give tokens other probabilities."""
-    is_bf16 = bool(history.config.get("bf16")) or (history.config.get("dtype") or "float32") != "float32"
+    dtypes = {history.config.get(name) or "float32" for name in ("dtype", "vllm_dtype")}
+    is_bf16 = bool(history.config.get("bf16")) or dtypes != {"float32"}
     disagreements: list[Found] = []
+    temperature = min(history.config.get("temperature") or 1.0, 1.0)
     # What rounding explains, in nats per token.
-    limit = min(0.05 / min(history.config.get("temperature") or 1.0, 1.0), 0.1) if is_bf16 else 1e-3
+    limit = min(0.09 / temperature, 0.1) if is_bf16 else 1e-3
     (mismatch,) = history.last("mismatch/logprob_abs_mean") or [0.0]
     if mismatch > limit:
         is_error = mismatch > 0.1 and history.config.get("old_policy") != "correct"

@@ -82,7 +82,6 @@ class Conversation:
             return self
         own = copy(self)
         own._keywords = self._keywords | options
-        own.__dict__.pop("prompt_end", None)
         return own
 
     def prompt_ids(self, prompt: Any, schemas: Schemas, observation: str = "") -> list[int]:
@@ -94,11 +93,16 @@ class Conversation:
         options = self._keywords | ({"tools": list(schemas)} if schemas else {})
         return tokenize_prompts([prompt], self.tokenizer, [options], may_be_blank=True, control_tokens=tokens)[0]
 
-    @cached_property
-    def prompt_end(self) -> str:
-        """What the chat template writes before each turn of the policy."""
-        question = self._render([_USER], ())
-        return self._render([_USER], (), add_generation_prompt=True).removeprefix(question)
+    def prompt_end(self, messages: Sequence[Message], schemas: Schemas) -> str:
+        """What the chat template writes after `messages`, before a turn of the policy."""
+        text = self._render(messages, schemas, add_generation_prompt=True)
+        # Some templates write an EOS where no turn follows.
+        return text[len(commonprefix([text, self._render(messages, schemas)])) :]
+
+    def reply_end(self, replies: Sequence[Message], tool_calls: Sequence[Mapping[str, Any]], schemas: Schemas) -> str:
+        """What `reply_ids` writes after the replies, before the next turn of the policy."""
+        turn = _assistant(self._thought(0, schemas) + _ANSWER, self._without_arguments(tool_calls))
+        return self.prompt_end([_USER, turn, *self._control_tokens.protect(replies)], schemas)
 
     def ends_turn(self, token: int) -> bool:
         return token in self._stop
@@ -109,14 +113,16 @@ class Conversation:
         skip = not keep_special
         return str(self.tokenizer.decode(kept, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
-    def said_text(self, ids: Sequence[int]) -> str:
-        """The text of a turn with its special tokens and without thoughts, of which the prompt may have begun one."""
-        return without_thoughts(self.turn_text(ids, keep_special=True), self.prompt_end)
+    def said_text(self, ids: Sequence[int], before: str) -> str:
+        """The text of a turn with its special tokens and without thoughts, of which the text `before` it, the result of
+        `prompt_end` or `reply_end`, may have begun one.
+        """
+        return without_thoughts(self.turn_text(ids, keep_special=True), before)
 
-    def find_calls(self, text: str, schemas: Schemas) -> list[ToolCall]:
-        """The tool calls in a turn's text."""
+    def find_calls(self, text: str, before: str, schemas: Schemas) -> list[ToolCall]:
+        """The tool calls in a turn's `said_text`."""
         if getattr(self.tokenizer, "response_template", None) is not None:
-            return find_template_calls(self.tokenizer, text, self.prompt_end, schemas)
+            return find_template_calls(self.tokenizer, text, before, schemas)
         return find_json_calls(text)
 
     def reply_ids(
@@ -141,7 +147,7 @@ class Conversation:
         replies = self._control_tokens.protect(replies)
         if not self.messages:
             return self._ids("".join(message["content"] for message in replies))
-        written = self._written(self._thought(0) + _ANSWER, replies, tool_calls, schemas)
+        written = self._written(self._thought(0, schemas) + _ANSWER, replies, tool_calls, schemas)
         if not stopped_by_token:
             return self._ids(written.closing + written.suffix)
         return self._ids_after_stop(written.closing, written.suffix)
@@ -200,7 +206,7 @@ class Conversation:
         messages = [_USER]
         appended = self._render([_USER], schemas, add_generation_prompt=True)
         for turn in range(turns):
-            thought = self._thought(turn)
+            thought = self._thought(turn, schemas)
             calls, answers = _replies(turn, schemas, replies=replies)
             written = self._written(thought + _ANSWER, self._control_tokens.protect(answers), calls, schemas)
             if thought and _ANSWER in written.text and _THOUGHT not in written.text:
@@ -214,13 +220,14 @@ class Conversation:
             if rendered != appended:
                 raise self._error(f"writes a message in another way later: {_difference(appended, rendered)}")
 
-    def _thought(self, turn: int) -> str:
+    def _thought(self, turn: int, schemas: Schemas) -> str:
         """The thought before the text of a turn in `check`, in every other turn. The policy writes none where the
         template's prompt ends with one, and only the end of one that the prompt begins.
         """
-        if "</think>" in self.prompt_end:
+        end = self.prompt_end([_USER], schemas)
+        if "</think>" in end:
             return ""
-        if "<think>" in self.prompt_end:
+        if "<think>" in end:
             return f"{_THOUGHT}\n</think>\n\n"
         return f"<think>\n{_THOUGHT}\n</think>\n\n" if turn % 2 else ""
 
@@ -249,9 +256,7 @@ class Conversation:
     def _without_arguments(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The calls as the template takes them, without arguments."""
         number, arguments = self._call_form
-        return [
-            {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls[:number]
-        ]
+        return [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls[:number]]
 
     @cached_property
     def _call_form(self) -> tuple[int | None, Any]:

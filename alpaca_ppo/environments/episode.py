@@ -48,6 +48,7 @@ class Episode:
     Attributes:
         observation: what `reset` returned.
         prompt: text or messages, with the observation.
+        prompt_end: what the chat template wrote before the policy's turn; filled in with tools.
         messages: what came after the prompt, from both sides.
         num_read: columns of the response that the environment has seen.
         turn_rewards: by the column of the turn's last token.
@@ -68,6 +69,7 @@ class Episode:
     environment: Any = None
     observation: str = ""
     prompt: Any = None
+    prompt_end: str = ""
     messages: list[Message] = field(default_factory=list)
     num_turns: int = 0
     num_read: int = 0
@@ -127,6 +129,8 @@ class Episode:
         silent = isinstance(self.prompt, list) and not self.prompt[-1].get("content") and not self.kind.tools
         if not self.prompt or silent:
             raise self._failure("reset returned no text, and the row has no prompt; one of them must have it")
+        if self.kind.tools:
+            self.prompt_end = self.settings.conversation.prompt_end(self.prompt, self.schemas)
 
     @property
     def trusted(self) -> bool:
@@ -181,6 +185,8 @@ class Episode:
             columns=args.response_len - len(turn.response),
         )
         self.num_read = len(turn.response) + len(ids)
+        if self.kind.tools:
+            self.prompt_end = conversation.reply_end(replies, calls, self.schemas)
         if calls:
             self.tool_spans.append(slice(len(turn.response), self.num_read))
         return ids
@@ -252,7 +258,7 @@ class Episode:
     def _find_calls(self, turn: Turn) -> list[ToolCall]:
         """The tool calls in a turn."""
         conversation, parser = self.settings.conversation, self.settings.tool_call_parser
-        text = conversation.said_text(turn.response[turn.start :])
+        text = conversation.said_text(turn.response[turn.start :], self.prompt_end)
         if parser is not None:
             try:
                 return find_parsed_calls(parser, text)
@@ -261,7 +267,7 @@ class Episode:
                 raise self._failure(
                     f"tool_call_parser raised {error_text(error)}; let it raise ValueError for a malformed call"
                 ) from error
-        return conversation.find_calls(text, self.schemas)
+        return conversation.find_calls(text, self.prompt_end, self.schemas)
 
     def _call_tool(self, call: ToolCall) -> Steps[str]:
         """The result of a call as text, or what was wrong with it as JSON."""

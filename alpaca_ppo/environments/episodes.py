@@ -88,10 +88,7 @@ def kind_of(kinds: Mapping[str | None, EnvironmentKind], row: Mapping[str, Any])
         return kinds[None]
     name = row.get("environment")
     if name not in kinds:
-        raise ValueError(
-            f"the row has environment {name!r}, but environment_factory has {list(kinds)}; give the dataset a column "
-            "environment with one of these names in each row"
-        )
+        raise ValueError(f"a row's column environment is {name!r}; write one of environment_factory's {list(kinds)}")
     return kinds[name]
 
 

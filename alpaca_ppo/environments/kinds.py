@@ -8,10 +8,10 @@ which has no `reply`.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partialmethod
+from functools import cached_property, partialmethod, wraps
 from typing import Any, NamedTuple
 
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
 
 from alpaca_ppo.async_calls import error_text, parameters_of
 
@@ -61,15 +61,12 @@ class EnvironmentKind:
             instance = factory()
         except Exception as error:
             raise ValueError(
-                f"environment_factory {name or _name(factory)!r} raised {error_text(error)}; give a class or "
-                "function without required arguments"
+                f"environment_factory {name or _name(factory)!r} raised {error_text(error)}; let it need no arguments"
             ) from error
         self.environment_class = type(instance)
         self.name = name or self.class_name
         if not callable(getattr(instance, "reset", None)):
-            raise ValueError(
-                f"the environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one"
-            )
+            raise ValueError(f"environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one")
         methods = _public_methods(instance)
         self.has_reward = callable(getattr(instance, "get_reward", None))
         # Another method of this name is a tool, as in TRL.
@@ -130,10 +127,7 @@ class EnvironmentKind:
         """
         offered = {_SEED: seed, **row}
         if missing := [name for name in self._reset_parameters.required if name not in offered]:
-            raise ValueError(
-                f"reset of environment {self.name!r} requires {missing}, but the row has the columns {list(row)}; add "
-                "them to the dataset, or give them defaults"
-            )
+            raise ValueError(f"reset of {self.name!r} requires {missing}, but the columns are {list(row)}; add them")
         named = {name: offered[name] for name in self._reset_parameters.names if name in offered}
         return named | (dict(row) if self._reset_parameters.any_others else {})
 
@@ -163,15 +157,14 @@ def make_kinds(
         ValueError: for a tool without type hints or a docstring, duplicate names, or a factory that makes nothing.
     """
     shared = [Tool(_name(tool), tool_schema(tool, f"the tool {_name(tool)}"), tool) for tool in tools or ()]
-    if environment_factory is None:
-        return {None: EnvironmentKind("tools", NoEnvironment, shared)} if shared else {}
-    if not isinstance(environment_factory, Mapping):
+    if isinstance(environment_factory, Mapping):
+        if not environment_factory:
+            raise ValueError("environment_factory is an empty dictionary; name at least one environment")
+        factories = environment_factory.items()
+        return {name: EnvironmentKind(name, factory, shared, routed=bool(name)) for name, factory in factories}
+    if environment_factory is not None:
         return {None: EnvironmentKind("", environment_factory, shared)}
-    if not environment_factory:
-        raise ValueError("environment_factory is an empty dictionary; name at least one environment")
-    return {
-        name: EnvironmentKind(name, factory, shared, routed=bool(name)) for name, factory in environment_factory.items()
-    }
+    return {None: EnvironmentKind("tools", NoEnvironment, shared)} if shared else {}
 
 
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
@@ -185,9 +178,17 @@ def _name(function: Any) -> str:
 
 def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     """The JSON schema of a tool, from its type hints and Google-style docstring; raises ValueError if they do not
-    describe its arguments.
+    describe its arguments. What a decorator passes on and the docstring does not describe, the decorator supplies.
     """
     try:
+        described = parse_google_format_docstring((inspect.getdoc(function) or "").strip())[1]
+        signature, required = inspect.signature(function), parameters_of(function).required
+        if hidden := {k for k, p in signature.parameters.items() if p.default is p.empty} - {*described, *required}:
+            # The same function for the library, without what a decorator supplies.
+            function = wraps(function)(lambda: None)
+            shown = [p for name, p in signature.parameters.items() if name not in hidden]
+            vars(function)["__signature__"] = signature.replace(parameters=shown)
+            function.__annotations__ = {k: v for k, v in function.__annotations__.items() if k not in hidden}
         return get_json_schema(function)
     # Evaluating type hints may raise anything.
     except Exception as error:

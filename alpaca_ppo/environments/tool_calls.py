@@ -12,14 +12,20 @@ from alpaca_ppo.config.fields import shown
 
 _DEEPEST = 64
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
-# <think>, [THINK], <|START_THINKING|> and others begin a thought; a word like [reason] does not.
-_BEGIN = r"(?:[<◁]|\[(?=think\]))\|?(?:start_|begin_of_|seed:)?(?P<w>think(?:ing)?|thoughts?|reason(?:ing)?)\|?[>\]▷]"
-_END = r"[<\[◁]\|?(?:/|/seed:|end_|end_of_)(?P=w)\|?[>\]▷]"
-_AGAIN = r"(?:[<\[◁|]|start_|begin_of_|seed:)(?P=w)[|>\]▷]"
-_BEGUN = re.compile(rf"(?is){_BEGIN}(?!.*{_END}).*")
-# A call (group 1), whose arguments may quote a thought; or a thought, which begins the text (2) or has an end.
-_CALL = r"(<tool_call>.*?(?:</tool_call>|\Z))"
-_THOUGHT = re.compile(rf"(?is){_CALL}|(\A\s*)?{_BEGIN}(?:(?(2)|(?!{_AGAIN})).)*?(?:{_END}|(?(2)\Z|(?!)))")
+_CALL = r"<tool_call>(?>.*?(?:</tool_call>|\Z))"
+# <think>, [THINK], <|START_THINKING|>, <think type="deep"> and others begin a thought; a word like [reason] does not.
+_WORD = r"(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad)"
+_TAG = rf"(?:[<◁]|\[(?=think\]))\|?\s*(?:start_|begin_of_|seed:)?{_WORD}(?:\s[^<>=]*=[^<>]*|\s*)\|?[>\]▷]"
+_END = rf"[<\[◁]\|?\s*(?:/\s*|/seed:|end_|end_of_){_WORD}\s*\|?[>\]▷]"
+# Messages of their own: of gpt-oss, Gemma and Apertus.
+_CHANNEL = r"<\|(?:channel\|>analysis<\|message\||channel>thought|inner_prefix\|>)"
+_CHANNEL_END = r"(?:<\|end\|>|<channel\|>|<\|inner_suffix\|>)"
+_BEGUN = re.compile(rf"(?is)(?:{_TAG}(?!.*{_END})|{_CHANNEL}(?!.*{_CHANNEL_END})).*")
+# Up to an end that no tag precedes, not even the name of one in the arguments of a call.
+_ON = rf"(?:{_CALL}|(?!{_TAG}|<tool_call>).)*?{_END}"
+# A thought, or a call (group 1), whose arguments may quote one.
+_TAGGED = rf"(?:\A{_ON}|{_TAG}.*?(?:{_END}|\Z))(?:{_ON})*"
+_THOUGHT = re.compile(rf"(?is){_TAGGED}|{_CHANNEL}.*?(?:{_CHANNEL_END}|\Z)|({_CALL})")
 _JSON_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
 
 
@@ -42,7 +48,10 @@ def encodable(text: str) -> str:
 
 
 def without_thoughts(text: str, prompt_end: str = "") -> str:
-    """A turn's text without its thoughts, of which `prompt_end` may begin one: a call in one is only mentioned."""
+    """A turn's text without its thoughts, in which calls are only mentioned. A thought begins with a tag outside of a
+    call, or with the turn, if an end comes first or if `prompt_end` begins it. It reaches to the last end before the
+    next beginning, or else to the end of the turn.
+    """
     return _THOUGHT.sub(lambda found: found[1] or "", prompt_end[len(_BEGUN.sub("", prompt_end)) :] + text)
 
 

@@ -5,7 +5,7 @@ The trainer's passes are run over tensors without memory (`passes`); what is hel
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -85,10 +85,9 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
         result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit}
         if not result["fits"]:
-            best = _best_changes(run.changes(), run.peak_after, below=peak.total)
             result["changes"] = [
                 {"change": json.dumps(change).replace('"', "")[1:-1], "peak": then, "fits": then <= limit}
-                for then, change in best
+                for then, change in run.best_changes(below=peak.total)
             ]
     return result
 
@@ -146,7 +145,16 @@ class _Run:
             shardings += [Sharding(processes, 3), Sharding(processes, fsdp=True)]
         return shardings
 
-    def changes(self) -> list[dict[str, Any]]:
+    def best_changes(self, *, below: float) -> list[tuple[float, Mapping[str, Any]]]:
+        """The peak after each of up to three changes that save most and, of several, after all of them together."""
+        tried = [(self.peak_after(change), change) for change in self.changes()]
+        best = sorted((pair for pair in tried if pair[0] < below), key=lambda pair: pair[0])[:3]
+        if len(best) > 1:
+            together = {name: value for _, change in best for name, value in change.items()}
+            best.append((self.peak_after(together), together))
+        return best
+
+    def changes(self) -> list[Mapping[str, Any]]:
         """Changes of options that may save memory."""
         args = self.args
         on_one_base: dict[str, Any] = {} if is_adapter(self.models.policy) else {"use_peft": True}
@@ -184,18 +192,6 @@ def _checked_sharding(script: EstimateArguments, args: PPOConfig) -> Sharding:
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
     return sharding
-
-
-def _best_changes(
-    changes: Sequence[Mapping[str, Any]], peak_after: Callable[[Mapping[str, Any]], float], *, below: float
-) -> list[tuple[float, Mapping[str, Any]]]:
-    """The peak after each of up to three changes that save most and, of several, after all of them together."""
-    tried = [(peak_after(change), change) for change in changes]
-    best = sorted((pair for pair in tried if pair[0] < below), key=lambda pair: pair[0])[:3]
-    if len(best) > 1:
-        together = {name: value for _, change in best for name, value in change.items()}
-        best.append((peak_after(together), together))
-    return best
 
 
 def table(result: dict[str, Any]) -> str:

@@ -34,9 +34,7 @@ def stored_answers(opponent: str, rows: Sequence[Mapping[str, Any]]) -> list[str
     keys = [_key(row["prompt"]) for row in rows]
     for key in keys:
         if key not in answers:
-            raise ValueError(
-                f"eval_opponent {opponent} has no answer to the prompt {key[:80]}; write it from the same eval set"
-            )
+            raise ValueError(f"eval_opponent {opponent} does not answer {key[:80]}; write it from the same eval set")
     return [answers[key] for key in keys]
 
 
@@ -44,10 +42,7 @@ def _answers_in_column(opponent: str, rows: Sequence[Mapping[str, Any]]) -> list
     column = opponent.removeprefix(_COLUMN)
     for number, row in enumerate(rows):
         if not isinstance(row.get(column), str):
-            raise ValueError(
-                f"eval_opponent is {opponent!r}, but row {number} of the eval set has no text there; its columns "
-                f"are {', '.join(row)}"
-            )
+            raise ValueError(f"eval_opponent is {opponent!r}, but row {number} has no text in it, only {list(row)}")
     return [row[column] for row in rows]
 
 

@@ -61,9 +61,7 @@ def make_settings(args: PPOConfig, *, sources: Sequence[str], metrics: Sequence[
     scores = [name for name in names if name != "rewards"]
     judged_by = _full_name(judge, scores)
     if judged_by is None and ":" not in judge:
-        raise ValueError(
-            f"eval_judge is {judge!r}; use one of {', '.join(scores)}, module:function or file.py:function"
-        )
+        raise ValueError(f"eval_judge is {judge!r}; use {', '.join(scores)}, module:function or file.py:function")
     samples = args.eval_num_samples
     powers = {2**i for i in range(samples.bit_length())}
     return EvaluationSettings(
@@ -89,7 +87,4 @@ def check_set_names(names: Mapping[str, Any]) -> None:
         raise ValueError("eval_dataset is an empty mapping; give it an entry for each eval set, or pass None")
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII):
-            raise ValueError(
-                f"eval_dataset has a set named {name!r}; use at most 100 letters, digits, dashes, dots and "
-                "underscores: the name is part of metrics (eval/<set>/scores) and of folders"
-            )
+            raise ValueError(f"eval_dataset has a set {name!r}; use 1 to 100 letters, digits, dashes, dots or _")

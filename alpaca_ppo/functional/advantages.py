@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.masked import check_one_per_row, masked_whiten, zero_outside
+from alpaca_ppo.functional.masked import check_row_values, masked_whiten, zero_outside
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
@@ -195,7 +195,7 @@ def remax(rewards: Tensor, baseline_scores: Tensor, response_mask: Tensor) -> Ad
     """Undiscounted returns-to-go, minus the score of the greedy response to the same prompt to give the advantages
     (ReMax, arXiv:2310.10505), `baseline_scores` (B,).
     """
-    check_one_per_row("baseline_scores", baseline_scores, response_mask)
+    check_row_values("baseline_scores", baseline_scores, response_mask)
     returns = _returns_to_go(rewards, response_mask, gamma=1.0)
     baseline = zero_outside(baseline_scores.unsqueeze(1).expand(response_mask.shape), response_mask)
     return Advantages(returns - baseline, returns)

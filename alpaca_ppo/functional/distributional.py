@@ -194,9 +194,7 @@ def quantile_huber_loss(
     if not kappa > 0:
         raise ValueError(f"kappa is {kappa}; it must be positive (a small one approaches plain quantile regression)")
     if taus.shape not in (quantiles.shape, quantiles.shape[-1:]):
-        raise ValueError(
-            f"taus has shape {tuple(taus.shape)} but quantiles has {tuple(quantiles.shape)}; pass that shape or (K,)"
-        )
+        raise ValueError(f"taus has shape {tuple(taus.shape)}, quantiles {tuple(quantiles.shape)}; pass that or (K,)")
     returns = zero_outside(returns, response_mask).detach()
     quantiles = _zero_rows_outside(quantiles, response_mask, "quantiles")
     if taus.dim() > 1:
@@ -251,9 +249,7 @@ def cvar_from_categorical(probs: Tensor, atoms: Tensor, *, alpha: float, tail: C
     """
     _check_tail(alpha, tail)
     if atoms.shape != probs.shape[-1:]:
-        raise ValueError(
-            f"atoms has shape {tuple(atoms.shape)} but probs has {tuple(probs.shape)}; pass one for each entry"
-        )
+        raise ValueError(f"atoms has shape {tuple(atoms.shape)}, probs {tuple(probs.shape)}; pass one for each entry")
     probs = at_least_float32(probs)
     if tail == "upper":
         probs, atoms = probs.flip(-1), atoms.flip(-1)
@@ -300,7 +296,5 @@ def _categorical_stats(
 def _zero_rows_outside(values: Tensor, mask: Tensor, name: str) -> Tensor:
     """`zero_outside` for (B, R, N) values and a (B, R) mask."""
     if values.shape[:-1] != mask.shape:
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)} but {name} has {tuple(values.shape)}; pass (B, R) and (B, R, N)"
-        )
+        raise ValueError(f"mask has shape {tuple(mask.shape)}, {name} {tuple(values.shape)}; pass (B, R) and (B, R, N)")
     return zero_outside(values, mask.unsqueeze(-1).expand_as(values))

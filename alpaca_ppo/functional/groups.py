@@ -11,13 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from alpaca_ppo.functional.masked import (
-    at_least_float32,
-    check_one_per_row,
-    masked_whiten,
-    rounding_error,
-    zero_outside,
-)
+from alpaca_ppo.functional.masked import at_least_float32, check_row_values, masked_whiten, rounding_error, zero_outside
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 # The estimators of `group_advantages`.
@@ -49,8 +43,8 @@ def group_advantages(
         raise ValueError(f"the group estimator is {estimator!r}; it must be one of {', '.join(GROUP_ESTIMATORS)}")
     if not 0.0 < quantile <= 1.0:
         raise ValueError(f"quantile is {quantile}; it must be above 0 and at most 1")
-    check_one_per_row("scores", scores, response_mask)
-    check_one_per_row("group_ids", group_ids, response_mask)
+    check_row_values("scores", scores, response_mask)
+    check_row_values("group_ids", group_ids, response_mask)
     lengths = response_mask.sum(dim=1)
     member = lengths > 0
     scores = at_least_float32(scores)
@@ -102,8 +96,8 @@ def gdpo_advantages(
             f"scores_by_source has shape {tuple(scores_by_source.shape)} and weights {tuple(weights.shape)}; pass "
             "scores (B, S) of S sources and one weight for each of these"
         )
-    check_one_per_row("scores_by_source", scores_by_source.sum(dim=1), response_mask)
-    check_one_per_row("group_ids", group_ids, response_mask)
+    check_row_values("scores_by_source", scores_by_source.sum(dim=1), response_mask)
+    check_row_values("group_ids", group_ids, response_mask)
     _, group = torch.unique(group_ids, return_inverse=True)
     has_tokens = response_mask.any(dim=1)
     size = _group_sum(has_tokens.long(), group)
@@ -125,9 +119,7 @@ def informative_rows(scores: Tensor, group_ids: Tensor) -> Tensor:
     Pass `scores` (B,) before any shaping: a KL penalty makes responses differ that have all failed.
     """
     if scores.dim() != 1 or group_ids.shape != scores.shape:
-        raise ValueError(
-            f"scores has shape {tuple(scores.shape)} and group_ids {tuple(group_ids.shape)}; both need (B,)"
-        )
+        raise ValueError(f"scores has shape {tuple(scores.shape)}, group_ids {tuple(group_ids.shape)}; pass (B,)")
     _, group = torch.unique(group_ids, return_inverse=True)
     _, equal = _lowest_and_equal(at_least_float32(scores), torch.ones_like(scores, dtype=torch.bool), group)
     return ~equal

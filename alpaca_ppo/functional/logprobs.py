@@ -273,6 +273,4 @@ def _check_temperature(temperature: float) -> None:
 
 def _check_labels(name: str, inputs: Tensor, labels: Tensor) -> None:
     if inputs.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels has shape {tuple(labels.shape)} but {name} has {tuple(inputs.shape)}; drop the last dimension"
-        )
+        raise ValueError(f"labels has shape {tuple(labels.shape)}, {name} {tuple(inputs.shape)}; pass (...), (..., N)")

@@ -39,14 +39,12 @@ def at_least_float32(values: Tensor) -> Tensor:
 def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where `mask` is True, 0 elsewhere, in float32 or wider. The gradient elsewhere is 0, even of a NaN."""
     if values.shape != mask.shape:
-        raise ValueError(
-            f"mask has shape {tuple(mask.shape)} but values has {tuple(values.shape)}; pass a mask of that shape"
-        )
+        raise ValueError(f"mask has shape {tuple(mask.shape)}, but values {tuple(values.shape)}; pass that shape")
     values = at_least_float32(values)
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def check_one_per_row(name: str, values: Tensor, response_mask: Tensor) -> None:
+def check_row_values(name: str, values: Tensor, response_mask: Tensor) -> None:
     """Raises a `ValueError` unless `values`, called `name`, is (B,) and the mask (B, R)."""
     if response_mask.dim() != 2 or values.shape != response_mask.shape[:1]:
         raise ValueError(

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
-from alpaca_ppo.functional.masked import Loss, aggregate_loss, check_one_per_row, masked_mean, zero_outside
+from alpaca_ppo.functional.masked import Loss, aggregate_loss, check_row_values, masked_mean, zero_outside
 from alpaca_ppo.registry import POLICY_LOSSES, DppoDivergence, RolloutCorrectionLevel
 
 ROLLOUT_CORRECTION_LEVELS: tuple[str, ...] = get_args(RolloutCorrectionLevel)
@@ -312,7 +312,7 @@ def positive_nll_loss(
 
     The stat `positive_fraction` is the fraction of masked tokens that are of positive rows.
     """
-    check_one_per_row("positive", positive, response_mask)
+    check_row_values("positive", positive, response_mask)
     mask = response_mask & positive.unsqueeze(1)
     if denominator is not None:
         denominator = torch.as_tensor(denominator).clamp_min(1)

@@ -6,7 +6,7 @@ The backends of this package are in `generation.built_in_backends`; `register_ge
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -47,11 +47,13 @@ class Backend(ABC):
         half_precision: whether that copy computes in less than 32 bits; known after the first `sync`.
         name: the value of `generation_backend` that selects it.
         version: of the weights at the last `sync`.
+        poll: to be called now and then where `sync`, `wake` or `sleep` waits; raises if a signal ends the run.
     """
 
     takes_turns = takes_stop_strings = has_own_weights = half_precision = False
     name = ""
     version: int | None = None
+    poll: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, args: PPOConfig | None = None) -> None:
         self.args = args
@@ -81,9 +83,7 @@ class Backend(ABC):
         Raises:
             ValueError: if there is no other way.
         """
-        raise ValueError(
-            f"generation_backend is {self.name}, but the policy cannot be sampled so: {problem}; set it to auto"
-        )
+        raise ValueError(f"generation_backend {self.name} cannot sample the policy: {problem}; set it to auto")
 
     def sync(self, policy: Policy, weights: PolicyWeights) -> None:  # noqa: B027
         """Copies the weights of `policy`, whose parameters may be sharded; called on every process before responses

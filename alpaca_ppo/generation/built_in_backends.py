@@ -44,10 +44,7 @@ class SlotsBackend(Backend):
     ) -> Generation:
         if problem := slot_problem(model):
             remedy = "set generation_backend: auto" if options["turns"] is None else "several turns need slots"
-            raise ValueError(
-                f"generation_backend is {self.name}, but {type(model).__name__} cannot be sampled in slots: {problem}; "
-                f"{remedy}"
-            )
+            raise ValueError(f"generation_backend {self.name} cannot run {type(model).__name__}: {problem}; {remedy}")
         return sample_in_slots(model, prompts, params, **options)
 
 

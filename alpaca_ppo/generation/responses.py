@@ -89,10 +89,7 @@ class SamplingParams:
     def check_full_softmax(self) -> None:
         """Raises ValueError for `top_k` or `top_p`, which training must not use."""
         if self.top_k is not None or self.top_p is not None:
-            raise ValueError(
-                f"training would sample with top_k {self.top_k} and top_p {self.top_p}, but all log-probs are those of "
-                "all tokens; leave both None, and use eval_top_p for evaluation"
-            )
+            raise ValueError(f"training would sample with top_k {self.top_k} and top_p {self.top_p}; leave both None")
 
 
 @dataclass(frozen=True)

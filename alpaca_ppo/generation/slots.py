@@ -24,7 +24,8 @@ from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend, read
 from alpaca_ppo.generation.slot_prompts import SlotPrompts, group_prompts
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
-from alpaca_ppo.models.trial import Trial, difference, packing_problem
+from alpaca_ppo.models.policy import difference
+from alpaca_ppo.models.trial import Trial, packing_problem
 from alpaca_ppo.types import PromptBatch
 
 # How long to wait for a reply before `before_token` is called again.

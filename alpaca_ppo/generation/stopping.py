@@ -40,10 +40,7 @@ def resolve_stop_tokens(
     ids = {configured} if isinstance(configured, int) else set(configured or ())
     ids |= {*extra_ids, processing_class.eos_token_id} - {None}
     if not ids:
-        raise ValueError(
-            "eos_token_id is None in both the tokenizer and the model's generation config, so no response would ever "
-            "stop; set processing_class.eos_token to the token that ends a response"
-        )
+        raise ValueError("eos_token_id is None in tokenizer and generation config; set processing_class.eos_token")
     return tuple(sorted(ids))
 
 
@@ -129,10 +126,7 @@ def _truncate_token(processing_class: PreTrainedTokenizerBase, token: str | int)
     vocabulary = processing_class.get_vocab()
     if isinstance(token, int):
         if token not in vocabulary.values():
-            raise ValueError(
-                f"truncate_tokens holds id {token}, which is not in the tokenizer's vocabulary of "
-                f"{len(vocabulary)} tokens; use an id of the vocabulary or the token's text"
-            )
+            raise ValueError(f"truncate_tokens holds {token}, no id in the vocabulary of {len(vocabulary)}; use one")
         return token
     if token in vocabulary:
         return vocabulary[token]
@@ -219,8 +213,7 @@ def _check_concatenation(
     if decoded != expected:
         raise ValueError(
             f"stop_strings: {type(processing_class).__name__} writes tokens in another way together than one after the "
-            f"other ({decoded!r} for {expected!r}), so it cannot be said which token completes a string; use "
-            "truncate_tokens, or another tokenizer"
+            f"other ({decoded!r} for {expected!r}); use truncate_tokens, or another tokenizer"
         )
 
 

@@ -97,10 +97,7 @@ class Turns:
         """
         for row, reply in self.handler.ready(timeout):
             if row not in pending:
-                raise ValueError(
-                    f"the turn handler's ready() returned an answer for row {row}, which waits for none; return the "
-                    "answer to each pending turn once"
-                )
+                raise ValueError(f"ready() answered row {row}, which waits for none; return each turn's answer once")
             yield row, reply
 
 
@@ -109,13 +106,8 @@ def check_reply(reply: Reply, row: int, vocabulary: int) -> list[int] | None:
     if reply is None:
         return None
     if isinstance(reply, str) or not isinstance(reply, Sequence):
-        raise ValueError(
-            f"the turn handler answered row {row} with {reply!r}; an answer is None or a sequence of token ids"
-        )
+        raise ValueError(f"the turn handler answered row {row} with {reply!r}; return None or a sequence of token ids")
     for token in reply:
         if not isinstance(token, int) or not 0 <= token < vocabulary:
-            raise ValueError(
-                f"the turn handler answered row {row} with {token!r} among its tokens; it must be a token id from 0 to "
-                f"{vocabulary - 1}"
-            )
+            raise ValueError(f"the turn handler gave row {row} the token {token!r}; use ids from 0 to {vocabulary - 1}")
     return list(reply)

@@ -83,4 +83,5 @@ def _flags(arguments: Sequence[str]) -> dict[str, Any]:
             flags[name].append(yaml.safe_load(argument))
         else:
             raise ValueError(f"{argument} is no flag of TRL; write --name value")
-    return {name: (values or [True])[0] if len(values) < 2 else values for name, values in flags.items()}
+    no_lists = {name: values[0] if values else True for name, values in flags.items() if len(values) < 2}
+    return {**flags, **no_lists}

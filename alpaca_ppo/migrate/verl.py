@@ -47,8 +47,9 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
             result.set("lr_scheduler_type", "constant_with_warmup")
     for key, name in (("data.train_files", "dataset_name"), ("data.val_files", "eval_dataset_name")):
         files = values.get(key) or []
-        if isinstance(files, str) or len(files) == 1:
-            result.set(name, files if isinstance(files, str) else files[0])
+        files = [files] if isinstance(files, str) else files
+        if len(files) == 1:
+            result.set(name, files[0])
     if options.get("lora_r"):
         result.set("use_peft", True, "lora_rank")
     logger = values.get("trainer.logger", [])
@@ -59,7 +60,8 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     known = [name for name in map(str, names) if not re.search("[$`]", name)]
     options.setdefault("output_dir", "/".join(["checkpoints", *known]))
     result.finish()
-    if "gsm8k" in options["dataset_name"] and not re.search(r"_(function\.path|model\.enable) ", str(result.not_taken)):
+    names_a_reward = re.search(r"_(function\.path|model\.enable) ", str(result.not_taken)) is not None
+    if "gsm8k" in options["dataset_name"] and not names_a_reward:
         result.set("reward_funcs", ["examples.rewards.gsm8k:correctness"], "verl's own rule for gsm8k")
     return result
 

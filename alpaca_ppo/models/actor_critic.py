@@ -167,8 +167,6 @@ class ActorCritic(nn.Module):
         assert adapters is not None
         recomputes = torch.is_grad_enabled() and model.is_gradient_checkpointing
         if recomputes and adapters.peft.active_adapter != VALUE:
-            raise ValueError(
-                "gradient checkpointing would recompute with the policy's adapter; run both passes in critic_active()"
-            )
+            raise ValueError("gradient checkpointing needs the critic's adapter; run both passes in critic_active()")
         with self.critic_active():
             return self.policy.states(packed)

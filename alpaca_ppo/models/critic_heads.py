@@ -121,10 +121,7 @@ class CriticHead(nn.Module, ABC):
     def check_like(self, saved: "CriticHead") -> None:
         """Raises a `ValueError` if this head cannot take the weights of the head `saved`."""
         if saved.spec() != self.spec():
-            raise ValueError(
-                f"the value model's head is {saved.spec()}, but the critic asked for is {self.spec()}; set critic and "
-                "its options to those of the value model"
-            )
+            raise ValueError(f"value_model has the head {saved.spec()}, critic {self.spec()}; set the same options")
 
     def forward(self, states: Tensor, taus: Tensor | None = None) -> HeadOutputs:
         """The outputs for `states` (N, H) in any dtype.
@@ -147,9 +144,7 @@ class CriticHead(nn.Module, ABC):
                 returned = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 rows = len(states)
                 allowed = f"({rows},) or ({rows}, M)" if field == "predictions" else f"({rows},)"
-                raise ValueError(
-                    f"read() of the critic {self.kind!r} returned {field} of {returned}; it must be a tensor {allowed}"
-                )
+                raise ValueError(f"read() of the critic {self.kind!r} returned {field} of {returned}, not {allowed}")
         return outputs
 
 

@@ -109,9 +109,7 @@ def make_actor_critic(
     """
     for_loading = {"load_in_4bit": args.load_in_4bit, "model_init_kwargs": args.model_init_kwargs}
     if not isinstance(model, str) and (given := [name for name, value in for_loading.items() if value]):
-        raise ValueError(
-            f"{given[0]} is given, but model is a {type(model).__name__} in memory; give its folder or hub id"
-        )
+        raise ValueError(f"{given[0]} is given, but model is a {type(model).__name__}; give its folder or hub id")
     adapted = model.policy.adapters if isinstance(model, ActorCritic) else peft_config or has_adapter(model)
     if args.reward_adapter is not None and not adapted:
         raise ValueError(f"reward_adapter is {args.reward_adapter!r}, but the policy has no adapters; give peft_config")
@@ -175,10 +173,7 @@ def _critic_start(value_model: ModelSource | None, reward_funcs: Any, args: PPOC
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
     """The policy: the whole `model`, its adapter, or the one that `peft_config` asks for."""
     if peft_config is not None and has_adapter(model):
-        raise ValueError(
-            f"model {name_of(model)!r} has an adapter, and peft_config asks for another; "
-            "leave peft_config (--use_peft) out to train it further, or merge it (merge_and_unload) first"
-        )
+        raise ValueError(f"model {name_of(model)!r} is an adapter; leave peft_config (--use_peft) out, or merge it")
     if isinstance(model, PeftModel):
         return adapter_set.from_peft_model(model)
     adapter = read_policy_adapter(model) if has_adapter(model) else None

@@ -5,10 +5,12 @@ Policy, recomputed old policy and reference use this one path: the backbone runs
 computed only for the states that predict response tokens, one chunk at a time. Sampling is in `generation`.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -149,22 +151,21 @@ class Policy(nn.Module):
         if self.head.weight.is_meta:
             return
         ids = _few_tokens(self.model)
-        with eval_mode(self.model):
+        with eval_mode(self.model), unchanged(self.model):
+            before = _random_state()
             expected, again = (self.model(input_ids=ids, use_cache=False).logits[0].float() for _ in range(2))
+            drawn = _random_state() != before
             logits = self.head(_states_of_few_tokens(self.model))[0]
         scale, transform = logit_scaling(self.model.config)
         logits = (transform(logits) if transform else logits).float() * scale
         atol = 1e-3 * float(expected.abs().max())
-        if not torch.allclose(again, expected, rtol=1e-3, atol=atol):
+        if drawn or not torch.allclose(again, expected, rtol=1e-3, atol=atol):
             raise ValueError(
                 f"{type(self.model).__name__} draws random numbers also in eval mode: two passes over the same tokens "
-                "give other logits, which PPO would take for a change of the policy; remove the noise from the model"
+                "can give other logits, which PPO would take for a change of the policy; remove the noise from it"
             )
         if not torch.allclose(logits, expected, rtol=1e-3, atol=atol):
-            raise ValueError(
-                f"the logits of {type(self.model).__name__} cannot be reproduced from its head; override "
-                "outputs_from_states in a subclass of Policy, or use another model"
-            )
+            raise ValueError(f"{type(self.model).__name__}'s logits are not its head's; override outputs_from_states")
 
 
 def check_architecture(model: PreTrainedModel, role: str) -> None:
@@ -213,12 +214,25 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def unchanged(model: PreTrainedModel) -> Iterator[None]:
+    """Restores the buffers of `model`, such as running statistics, and torch's random generators at the end."""
+    kept = [(part, name, b, b.clone()) for part in model.modules() for name, b in part.named_buffers(recurse=False)]
+    try:
+        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+            yield
+    finally:
+        for part, name, buffer, value in kept:
+            setattr(part, name, buffer.copy_(value))
+
+
 def use_eval_mode_but_checkpoint(model: nn.Module) -> None:
-    """Puts `model` into eval mode, except modules that checkpoint activations, which they do in train mode only."""
-    model.eval()
+    """Puts `model` into eval mode, except the innermost modules that checkpoint activations, which they do in train
+    mode only. A model around them may draw random numbers there, for `layerdrop`.
+    """
     for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True
+        checkpointing = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
+        module.training = checkpointing == [module]
 
 
 def use_update_mode(backbone: PreTrainedModel) -> None:
@@ -227,27 +241,32 @@ def use_update_mode(backbone: PreTrainedModel) -> None:
     would get no gradient in eval mode, such as experts with a faster path for inference.
 
     Raises:
-        ValueError: if the modules in train mode compute something else there than in eval mode.
+        ValueError: if a pass of an update draws random numbers, changes buffers, or computes something else than the
+            sampler does.
     """
-    backbone.train()
-    trained = _reached_by_gradient(backbone)
-    use_eval_mode_but_checkpoint(backbone)
-    lost = trained - _reached_by_gradient(backbone)
-    for module in backbone.modules():
-        if not lost.isdisjoint(module.parameters()):
-            module.training = True
-    in_train_mode = {type(module).__name__: None for module in backbone.modules() if module.training}
-    if not in_train_mode:
-        return
-    with torch.no_grad():
-        found = _states_of_few_tokens(backbone)
-        with eval_mode(backbone):
+    with unchanged(backbone):
+        backbone.train()
+        trained = _reached_by_gradient(backbone)
+        use_eval_mode_but_checkpoint(backbone)
+        lost = trained - _reached_by_gradient(backbone)
+        for module in backbone.modules():
+            if not lost.isdisjoint(module.parameters()):
+                module.training = True
+        with torch.no_grad(), eval_mode(backbone):
             expected = _states_of_few_tokens(backbone)
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        before, buffers = _random_state(), {name: b.clone() for name, b in backbone.named_buffers()}
+        with torch.enable_grad():
+            found = _states_of_few_tokens(backbone)
+        changed = [name for name, b in backbone.named_buffers() if not torch.equal(b, buffers.get(name, b))]
+        problem = f"its buffer {changed[0]} changes" if changed else difference(found.detach(), expected, "states")
+        if _random_state() != before:
+            problem = "it draws random numbers"
+    if problem is not None:
+        in_train_mode = {type(module).__name__: None for module in backbone.modules() if module.training}
         raise ValueError(
-            f"in train mode, {' or '.join(in_train_mode)} of {type(backbone).__name__} computes something else than in "
-            "eval mode, in which the policy is sampled; remove the noise from it, or set gradient_checkpointing: false "
-            "if that needs train mode"
+            f"in an update, {' or '.join(in_train_mode) or 'the code'} of {type(backbone).__name__} does not compute "
+            f"what the sampler does: {problem}; remove that from it, or set gradient_checkpointing: false if that "
+            "needs train mode"
         )
 
 
@@ -272,10 +291,21 @@ def _few_tokens(model: PreTrainedModel) -> Tensor:
 
 
 def _states_of_few_tokens(backbone: PreTrainedModel) -> Tensor:
-    ids = _few_tokens(backbone)
-    # Noise in train mode leaves the global generators as they are.
-    with torch.random.fork_rng([ids.device] if ids.is_cuda else []):
-        return cast(Tensor, backbone.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    return cast(Tensor, backbone.base_model(input_ids=_few_tokens(backbone), use_cache=False).last_hidden_state)
+
+
+def _random_state() -> str:
+    """The states of the global random generators: Python's, NumPy's and torch's."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return str((random.getstate(), np.random.get_state(), [state.tolist() for state in (torch.get_rng_state(), *cuda)]))
+
+
+def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
+    """Says by how much `what` differs, or None if it is by no more than the rounding of a deep model."""
+    # Parts of a float64 model may compute in float32.
+    tolerance = 1e-3 if expected.dtype in (torch.float64, torch.float32) else 0.1
+    largest = float((found - expected).abs().max())
+    return None if largest <= tolerance * float(expected.abs().max()) else f"its {what} differ by {largest:.3g}"
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -90,9 +90,7 @@ def _other_policy(policy: Policy, source: ModelSource, args: PPOConfig) -> Polic
     )
     vocabulary, needed = loaded.config.vocab_size, policy.model.config.vocab_size
     if vocabulary != needed:
-        raise ValueError(
-            f"the reference's vocabulary ({vocabulary}) differs from the policy's ({needed}); choose one with the same"
-        )
+        raise ValueError(f"the reference's vocabulary is {vocabulary}, the policy's {needed}; choose one of that size")
     return Policy((loaded if isinstance(source, str) else copy.deepcopy(loaded)).eval())
 
 

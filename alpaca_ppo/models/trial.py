@@ -16,7 +16,7 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span, pack_rows
 from alpaca_ppo.models import packed_attention
 from alpaca_ppo.models.actor_critic import Critic
 from alpaca_ppo.models.loading import check_lengths
-from alpaca_ppo.models.policy import Policy, eval_mode
+from alpaca_ppo.models.policy import Policy, difference, eval_mode, unchanged
 
 _LENGTHS = (6, 5, 3, 3)
 _RECORDER = "packing_trial"
@@ -54,21 +54,13 @@ class Trial:
     @torch.no_grad()
     def _try(self, model: PreTrainedModel) -> str | None:
         try:
-            with eval_mode(model), torch.autocast(model.device.type, enabled=False):
+            with eval_mode(model), unchanged(model), torch.autocast(model.device.type, enabled=False):
                 return self.attempt(model)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
             # Whatever a model of unknown code raises here, the run can pad its rows instead.
             return f"a trial raised {type(error).__name__}: {error}"
-
-
-def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
-    """Says by how much `what` differs, or None if it is by no more than the rounding of a deep model."""
-    # Parts of a float64 model may compute in float32.
-    tolerance = 1e-3 if expected.dtype in (torch.float64, torch.float32) else 0.1
-    largest = float((found - expected).abs().max())
-    return None if largest <= tolerance * float(expected.abs().max()) else f"its {what} differ by {largest:.3g}"
 
 
 def packing_problem(model: PreTrainedModel) -> str | None:

@@ -87,7 +87,9 @@ def policy_terms(batch: Rollouts, outputs: ActorCriticOutputs, args: PPOConfig) 
         assert entropies is not None
         stats["loss/entropy"] = aggregated(entropies)
         loss = loss - args.entropy_coef * stats["loss/entropy"]
-    if args.old_policy in ("auto", "rollout") and "recomputed" not in batch:
+    sampler_is_old_policy = args.old_policy in ("auto", "rollout") and "recomputed" not in batch
+    if sampler_is_old_policy:
+        # With log-probs that the trainer has recomputed, `ppo.metrics` compares the sampler's.
         stats |= mismatch_stats(logprobs, batch["rollout_logprobs"], mask)
     return loss, {name: stat.detach() for name, stat in stats.items()}
 

@@ -43,7 +43,7 @@ class Bound(NamedTuple):
 
 
 # warn: sampler and trainer run the same weights on batches of other shapes, which changes a log-prob by 1e-7 to 1e-4
-# nats in float32. bfloat16, with 8 significant bits, rounds a logit of 10 by up to 1/32: differences of 0.001 to 0.03
+# nats in float32. bfloat16, with 8 significant bits, rounds a logit of 10 by up to 1/32: differences of 0.001 to 0.07
 # nats are usual, a k3 of half their square, and for a few unlikely tokens a ratio of 2 or 3.
 #
 # stop: PPO's clip lets an update change a token's log-prob by about 0.2 nats (`cliprange`). With a mean difference of
@@ -54,7 +54,7 @@ class Bound(NamedTuple):
 # Among the few tokens of the check before the first rollout, one that bfloat16 routed to another expert would exceed
 # them: see `OUTLIER`.
 BOUNDS: Mapping[str, Bound] = {
-    "mismatch/logprob_abs_mean": Bound(warn=1e-3, warn_half=0.05, stop=0.1),
+    "mismatch/logprob_abs_mean": Bound(warn=1e-3, warn_half=0.09, stop=0.1),
     "mismatch/k3": Bound(warn=1e-4, warn_half=0.01, stop=0.1),
     "mismatch/ratio_max": Bound(warn=1.1, warn_half=10.0, stop=math.inf),
 }
@@ -173,7 +173,9 @@ class SamplerCheck:
         """
         short = replace(sampling_params, max_new_tokens=min(SHORT, sampling_params.max_new_tokens))
         self._collector.sync()
-        samples = self._collector.sample(prompts, short)
+        with self._collector.preemption.rollout(can_stop=True):
+            samples = self._collector.sample(prompts, short)
+        self._collector.preemption.poll_all_ranks()
         logprobs = self._collector.forward(samples, POLICY_ALONE, temperature=short.temperature)["logprobs"]
         sampled, mask = samples["rollout_logprobs"], samples["response_mask"]
         measured = {**mismatch_stats(logprobs, sampled, mask), "clipped": clipped_difference(logprobs, sampled, mask)}

@@ -264,13 +264,15 @@ class RolloutCollector:
             self.preemption.poll_all_ranks()
         return cast(Rollouts, gathered)
 
-    def sync(self) -> None:
+    def sync(self, *, can_stop: bool = True) -> None:
         """Copies the policy's weights, if they have changed, to a backend that has its own copy. Every rank must call
-        it before any of them samples.
+        it before any of them samples. With `can_stop`, a signal ends the run here too (`Interrupted`).
         """
         engine, backend = self.engine, self.backend
         if backend.has_own_weights and backend.version != engine.weights_version:
-            backend.sync(engine.actor_critic.policy, engine.policy_weights)
+            backend.poll = self.preemption.poll
+            with self.preemption.together(can_stop=can_stop):
+                backend.sync(engine.actor_critic.policy, engine.policy_weights)
             backend.version = engine.weights_version
 
     def sample(
@@ -293,9 +295,9 @@ class RolloutCollector:
             if episodes is not None:
                 episodes.finish(rows, finished)
 
-        backend.wake()
         policy = nullcontext(engine.actor_critic.policy.model) if backend.has_own_weights else engine.sampling()
         with engine.autocast(), policy as model, self.preemption.part():
+            backend.wake()
             samples = sample_responses(
                 model,
                 prompts,
@@ -305,7 +307,7 @@ class RolloutCollector:
                 turns=None if episodes is None else episodes.turns,
                 hooks=SamplingHooks(poll, finish),
             )
-        backend.sleep()
+            backend.sleep()
         if episodes is None:
             return samples
         episodes.wait()

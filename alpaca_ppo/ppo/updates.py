@@ -221,10 +221,7 @@ class Updater:
         if limit is None:
             return False
         if "policy/approx_kl_k3" not in measured:
-            raise ValueError(
-                f"target_kl_stop is {limit}, but the policy loss measured no approx_kl_k3; add it to its statistics, "
-                "or set target_kl_stop: null"
-            )
+            raise ValueError(f"target_kl_stop is {limit}, but the loss returned no approx_kl_k3; add it, or set null")
         return measured["policy/approx_kl_k3"] > limit
 
     def _optimizer_step(self, part: Part, stats: StepStats) -> str | None:

@@ -110,8 +110,5 @@ def _resolve_source(source: Any) -> FunctionReward | PreTrainedModel | str:
     if isinstance(source, torch.nn.Module) and hasattr(source, "config"):
         return cast(PreTrainedModel, source)
     if isinstance(source, torch.nn.Module) or not callable(source):
-        raise ValueError(
-            f"reward_funcs or metric_funcs has {source!r}, a {type(source).__name__}; use a function, a transformers "
-            "sequence classifier, or the name of either"
-        )
+        raise ValueError(f"reward_funcs or metric_funcs has {source!r}; use a function, a classifier, or either's name")
     return FunctionReward(source)

@@ -115,7 +115,7 @@ class RemoteReward:
                 if isinstance(rewards, list) and len(rewards) == len(completion_ids):
                     return answer, attempt
                 form = f'{{"rewards": [...]}} with {len(completion_ids)} entries'
-                raise RequestFailed(url, f"sent {shown(answer)}; it must send {form}")
+                raise RequestFailed(shown_url(url), f"sent {shown(answer)}; it must send {form}")
             except RequestFailed as failure:
                 failures.append(failure)
         raise RemoteServersFailed("the reward server " + ", and ".join(map(str, failures)))

@@ -20,8 +20,8 @@ from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.loading import load_complete
 from alpaca_ppo.models.packed_attention import sequence_keywords
-from alpaca_ppo.models.policy import eval_mode
-from alpaca_ppo.models.trial import Trial, difference, packing_problem
+from alpaca_ppo.models.policy import difference, eval_mode
+from alpaca_ppo.models.trial import Trial, packing_problem
 from alpaca_ppo.rewards.adapter_model import AdapterClassifier
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RewardError
 from alpaca_ppo.saved_models import loading, remote_code
@@ -54,10 +54,7 @@ class ModelReward:
         padding_free: bool = True,
     ) -> None:
         if model.config.num_labels != 1:
-            raise ValueError(
-                f"reward model {name!r} has num_labels {model.config.num_labels}; use a sequence classifier with "
-                "num_labels=1 (2 is the default, which language models report too)"
-            )
+            raise ValueError(f"reward model {name!r} has num_labels {model.config.num_labels}; use one that has 1")
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.batch_size, self.padding_free = batch_size, padding_free
         # True = the number of passes depends on the number of rows only.
@@ -258,10 +255,7 @@ def _load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> Any
     # Only checks it.
     model_folder(field, folder, part=None, writes_text=False)
     if is_adapter(folder):
-        raise ValueError(
-            f"{field} is {folder!r}, an adapter and not a full model; pass it as reward_adapter, or merge it into its "
-            "base"
-        )
+        raise ValueError(f"{field} is {folder!r}, an adapter; pass it as reward_adapter, or merge it into its base")
     remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
     options: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}
     return load_complete(AutoModelForSequenceClassification, folder, **options)

@@ -88,9 +88,8 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def train_reward_model(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the reward model to its `output_dir`."""
-    arguments, lora, training = parse_args(
-        [RewardModelArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo reward"
-    )
+    types = [RewardModelArguments, LoraArguments, TrainingArguments]
+    arguments, lora, training = parse_args(types, argv, prog="alpaca-ppo reward")
     # `collate` needs them.
     training.remove_unused_columns = False
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)

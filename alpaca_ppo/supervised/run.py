@@ -46,8 +46,7 @@ def split_conversations(
         if not all(whole):
             raise ValueError(f"row {number}: one of {columns} begins with the prompt, one does not; write it in all")
         length = prompt_length(*(row[column] for column in columns))
-        completions = {column: row[column][length:] for column in columns}
-        return {**row, prompt_column: row[columns[0]][:length], **completions}
+        return {**row, prompt_column: row[columns[0]][:length], **{name: row[name][length:] for name in columns}}
 
     if {*columns} <= {*dataset.column_names} and any(is_whole(row[name]) for row in dataset for name in columns):
         return Dataset.from_list([split(*numbered) for numbered in enumerate(dataset)], on_mixed_types="use_json")

@@ -3,8 +3,9 @@
 Packing is left out; `--train_sampling_strategy group_by_length` keeps padding small.
 """
 
+import re
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from accelerate import PartialState
@@ -13,29 +14,39 @@ from peft import get_peft_model
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
 from alpaca_ppo.adapters.checks import inject_adapter
+from alpaca_ppo.config.checks import without_nulls
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.config.supervised_arguments import SFTArguments
 from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
-from alpaca_ppo.data.prompts import well_formed_messages
+from alpaca_ppo.data.prompts import rendered, well_formed_messages
 from alpaca_ppo.generation.stopping import resolve_stop_tokens, resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
 
 IGNORED = -100
+# The tag of a thought (group 1, its two parts 2 and 3) at the end of a prompt.
+_OPENED = re.compile(r"(?i)(([<\[◁])((?:seed:)?(?:think(?:ing)?|thought|reasoning)[>\]▷]))\s*\Z")
 
 
 def with_prompts(dataset: Dataset, prompt_column: str, completion_column: str = "completion") -> Dataset:
-    """The demonstrations; of whole conversations, in that column or in `messages`, the prompt is what comes before the
-    first answer.
+    """The demonstrations; of whole conversations, in that column, `messages` or `conversations`, the prompt is what
+    comes before the first answer.
     """
-    if completion_column not in dataset.column_names and "messages" in dataset.column_names:
-        dataset = dataset.rename_column("messages", completion_column)
+    names, usual = dataset.column_names, ("messages", "conversations")
+    column = next((name for name in (completion_column, *usual) if name in names), None)
+    for number, messages in enumerate(map(without_nulls, dataset[column]) if column else ()):
+        first, end = (messages[i]["role"] if well_formed_messages(messages) else "assistant" for i in (0, -1))
+        if "assistant" not in (first, end) or (first == "assistant" and column in usual and prompt_column not in names):
+            raise ValueError(
+                f"row {number}: {column} is {messages!s:.99}; it must be messages (role, content) from prompt to answer"
+            )
+    dataset = dataset.rename_columns({column: completion_column} if column else {})
 
     def before_answer(messages: list[dict[str, Any]]) -> int:
-        return next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages) - 1)
+        return [message["role"] for message in messages].index("assistant")
 
     return split_conversations(dataset, [completion_column], prompt_column, before_answer)
 
@@ -51,25 +62,34 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
     turn_end = resolve_turn_end(tokenizer, arguments.chat_template_kwargs) if prompts.are_messages else None
     end = tokenizer.eos_token_id if turn_end is None else turn_end
     encode, rows, rewritten = continuing(tokenizer), [], 0
-    for item in prompts:
+    for number, item in zip(prompts.numbers, prompts, strict=True):
         row, parts = item["row"], [(False, item["input_ids"])]
         completion = prompts.form.own_keys(row[arguments.completion_column], arguments.completion_column)
         answers = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         roles = [message["role"] for message in answers] if well_formed_messages(answers) else [""]
         if prompts.are_messages and roles[0] == roles[-1] == "assistant":
-            texts, goes_on = _growing_texts(tokenizer, row["prompt"], answers, prompts.form.options_of(row))
-            if not goes_on:
+            options = {"tokenize": False, **prompts.form.options_of(row)}
+            starts, texts = [i for i, role in enumerate(roles) if role == "assistant"], []
+            for i in [*starts, len(answers)]:
+                given = {**options, "add_generation_prompt": i < len(answers)}
+                texts.append(rendered([*row["prompt"], *answers[:i]], tokenizer, given, number))
+            # What follows each prompt: an answer, and messages up to the next one.
+            continuations = [_continuation(*two, answers[i]) for two, i in zip(pairwise(texts), starts, strict=True)]
+            encoded = accumulate(continuations, lambda before, text: encode(text, before), initial=item["input_ids"])
+            written = list(encoded)[1:]
+            # An answer without its end cannot be told from what follows it.
+            if not all(map(str.startswith, texts[1:], texts)) or any(end not in part for part in written[:-1]):
                 rewritten += 1
-                parts = [(False, tokenizer(texts[0], add_special_tokens=False)["input_ids"])]
-            for before, after in pairwise(texts):
-                part = encode(after.removeprefix(before))
+                parts = [(False, tokenizer(texts[-2], add_special_tokens=False)["input_ids"])]
+                written = [encode(continuations[-1], parts[-1][1])]
+            for part in written:
                 size = part.index(end) + 1 if end in part else len(part)
-                # Without its end, an earlier answer cannot be told from what follows it.
-                parts += [(end in part or after == texts[-1], part[:size]), (False, part[size:])]
+                parts += [(True, part[:size]), (False, part[size:])]
             # What the template writes after the last turn.
             del parts[-1]
         else:
-            parts += [(is_learned, encode(text)) for is_learned, text in _parts(completion)]
+            for is_learned, text in _parts(completion):
+                parts.append((is_learned, encode(text, parts[-1][1])))
         if parts[-1][1][-1:] != [end]:
             parts.append((True, [end]))
         ids = [token for _, part in parts for token in part]
@@ -78,28 +98,26 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
     if rewritten:
         PartialState().print(
             f"in {rewritten} of {len(rows)} rows the chat template writes the prompt in another way once an answer "
-            f"follows {texts[0][-40:]!r}; only the last answer is learned there, after the prompt of alpaca-ppo train"
+            f"follows, or ends an earlier answer without {tokenizer.decode(end)!r}; only the last answer is learned "
+            "there, after the prompt of alpaca-ppo train"
         )
     return rows_that_fit(rows, arguments.max_length)
 
 
-def _growing_texts(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[Any], answers: list[Any], options: dict[str, Any]
-) -> tuple[list[str], bool]:
-    """The conversation before each of the assistant's `answers`, and all of it, each the beginning of the next. False =
-    the chat template writes it in another way later, so only the last two are here; if not even these go on from each
-    other, the answer's own text ends the last.
+def _continuation(prompt: str, text: str, answer: dict[str, Any]) -> str:
+    """What `text`, which the chat template writes with `answer`, has beyond `prompt`; if it begins in another way, the
+    answer's own text. A thought that `prompt` opens is not opened again; an answer without a thought closes it.
     """
-
-    def written(messages: list[Any], **keywords: Any) -> str:
-        return str(tokenizer.apply_chat_template([*prompt, *messages], tokenize=False, **options, **keywords))
-
-    starts = [i for i, message in enumerate(answers) if message["role"] == "assistant"]
-    texts = [*(written(answers[:i], add_generation_prompt=True) for i in starts), written(answers)]
-    if goes_on := all(after.startswith(before) for before, after in pairwise(texts)):
-        return texts, goes_on
-    before, whole = texts[-2:]
-    return [before, whole if whole.startswith(before) else before + answers[-1].get("content", "")], goes_on
+    opened, content = _OPENED.search(prompt), answer.get("content") or ""
+    start = prompt if opened is None or text.startswith(prompt) else prompt[: opened.start()]
+    rest = text.removeprefix(start) if text.startswith(start) else content
+    if opened is None:
+        return rest
+    if (end := opened.expand(r"\2/\3")) not in rest:
+        # Templates leave out thoughts in the text, or those of their own.
+        thought, found, _ = content.rpartition(end)
+        rest = (thought + end if found else f"{answer.get('reasoning_content') or ''}\n{end}\n\n") + rest
+    return rest.removeprefix(opened[0]).removeprefix(opened[1])
 
 
 def _parts(completion: Any) -> list[tuple[bool, str]]:
@@ -117,14 +135,21 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
     return [(turn["role"] == "policy", turn["text"]) for turn in turns]
 
 
+class _Trainer(Trainer):
+    """Saves what ends a response with an adapter too, as `Trainer` does with a whole model."""
+
+    def save_model(self, output_dir: str | None = None, **keywords: Any) -> None:
+        if self.is_world_process_zero() and self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
+        super().save_model(output_dir, **keywords)
+
+
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
-    arguments, lora, training = parse_args(
-        [SFTArguments, LoraArguments, TrainingArguments], argv, prog="alpaca-ppo sft"
-    )
+    types = [SFTArguments, LoraArguments, TrainingArguments]
+    arguments, lora, training = parse_args(types, argv, prog="alpaca-ppo sft")
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path)
-    column = arguments.completion_column
-    data, counts = trainer_data(model_name, arguments, training, [column], tokenize, with_prompts)
+    data, counts = trainer_data(model_name, arguments, training, [arguments.completion_column], tokenize, with_prompts)
     # The trainer would seed after the adapter is initialized.
     set_seed(training.seed)
     model, tokenizer = load_causal_lm(model_name), data["processing_class"]
@@ -134,9 +159,5 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
         model.generation_config.eos_token_id = [*resolve_stop_tokens(tokenizer, model.generation_config, [end])]
     if config := lora.peft_config("CAUSAL_LM"):
         model = inject_adapter(get_peft_model, model, config)
-    collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
-    trainer = Trainer(model, training, collator, **data)
+    trainer = _Trainer(model, training, DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), **data)
     train(trainer, counts, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")
-    if trainer.is_world_process_zero() and model.generation_config is not None:
-        # An adapter is saved without it.
-        model.generation_config.save_pretrained(training.output_dir)

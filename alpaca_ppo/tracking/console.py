@@ -97,22 +97,25 @@ class Console(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints the summary of the run."""
-        history, folder, step = self._history(), Path(self._args.output_dir), state.global_step
-        done = f"{step} steps" if step == state.max_steps else f"stopped at step {step} of {state.max_steps}"
-        resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
-        lines = [f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._start_time)}{resumed}"]
+        history, folder = self._history(), Path(self._args.output_dir)
+        lines = [self._done_line(state)]
         if changed := change_lines(history, metric=self._args.metric_for_best_model):
             means = means_in_words(history)
             lines += [f"from start to end, {means}:" if means else "from start to end:", *changed]
         lines += self._best_step_lines(history, state)
-        path = folder / "findings.jsonl"
-        count = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
-        findings = f"{count} (printed above and in {path})" if count else "none"
+        lines.append(f"findings:    {_findings_in_words(folder / 'findings.jsonl')}")
         best = state.best_global_step if self._args.load_best_model_at_end else None
         of_step = f" (of step {best})" if best else ""
-        lines += [f"findings:    {findings}", f"policy:      {folder / 'final' / 'policy'}{of_step}"]
+        lines.append(f"policy:      {folder / 'final' / 'policy'}{of_step}")
         lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
-        self._log.message("\n".join([*lines, f"report:      alpaca-ppo report {shlex.quote(str(folder))}"]))
+        lines.append(f"report:      alpaca-ppo report {shlex.quote(str(folder))}")
+        self._log.message("\n".join(lines))
+
+    def _done_line(self, state: Any) -> str:
+        step, total = state.global_step, state.max_steps
+        done = f"{step} steps" if step == total else f"stopped at step {step} of {total}"
+        resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
+        return f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._start_time)}{resumed}"
 
     def _print_step(self, stats: Metrics, state: Any) -> None:
         """Prints a row of the table, below its titles where they are due."""
@@ -167,6 +170,11 @@ class Console(TrainerCallback):
         if not self._log.is_main or not path.exists():
             return []
         return [self._without_zero_kl(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _findings_in_words(path: Path) -> str:
+    count = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+    return f"{count} (printed above and in {path})" if count else "none"
 
 
 def step_columns(stats: Metrics, *, max_steps: int, width: int) -> list[Column]:

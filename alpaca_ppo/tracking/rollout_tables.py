@@ -65,11 +65,11 @@ def sample_rows(rollouts: Rollouts, processing_class: Any) -> list[dict[str, Any
     chosen = {"highest score": int(scores.argmax()), "lowest score": int(scores.argmin())}
     if scores.min() == scores.max():
         chosen = {"all scores equal": 0}
-    rows = []
-    for name, i in chosen.items():
-        row = _summary(rollouts, processing_class, i)
-        rows.append(row | {"kl": rounded(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"})
-    return rows
+    return [
+        _summary(rollouts, processing_class, i)
+        | {"kl": rounded(rollouts["kl"][i].sum()), "rank": f"{name} of {len(scores)}"}
+        for name, i in chosen.items()
+    ]
 
 
 def add_columns(rows: Sequence[dict[str, Any]], prompts: Any, prompt_column: str) -> None:

@@ -17,8 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from datasets import Dataset
 
+from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.credentials import without_credential_arguments, without_credentials
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.git_state import git_commit, package_commit
@@ -87,6 +89,11 @@ class RunRecord:
                 options[option] = [name if key is None else f"{key}={name}" for key, name in names.items()] or None
             elif option is not None and names:
                 options[option] = list(names.values()) if option in _LISTS else next(iter(names.values()))
+        model = given["model"]
+        if isinstance(model, torch.nn.Module):
+            options["dtype"] = "bfloat16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
+            if given["ref_model"] is None and given["args"].reference in REFERENCES[:-1]:
+                in_memory["reference"] = in_memory["model"]
         return cls(options, in_memory, {"command_line": _shell(sys.argv), "launcher": None})
 
     def config(self, args: PPOConfig) -> dict[str, Any]:

@@ -212,9 +212,7 @@ class BaseTrainer(ABC):
         }
         added = self.checkpoint_components()
         if taken := sorted(set(components) & set(added)):
-            raise ValueError(
-                f"checkpoint_components() returned {', '.join(taken)}, which the trainer saves itself; use another name"
-            )
+            raise ValueError(f"checkpoint_components() returned {', '.join(taken)}, the trainer's own; rename them")
         return components | added
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:

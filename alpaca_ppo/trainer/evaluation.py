@@ -79,9 +79,7 @@ class Evaluator:
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
         several: list[Any] = [prompts] if is_one else list(prompts)
         if not several or any(type(prompt) is not type(several[0]) for prompt in several):
-            raise ValueError(
-                f"prompts is {several!r:.200}; give at least one, and either texts or conversations (lists of messages)"
-            )
+            raise ValueError(f"prompts is {several!r:.200}; give one or more texts, or lists of messages")
         if self._train_prompts.are_messages and isinstance(several[0], str):
             several = [[{"role": "user", "content": text}] for text in several]
         form = replace(self._train_prompts.form, prompt_column="prompt", prompt_template=None, user_template=None)

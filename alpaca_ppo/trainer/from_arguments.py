@@ -81,10 +81,7 @@ def evaluate_from_arguments(model: str, script_args: Any, args: PPOConfig) -> di
     environments, rewards = named_environments(script_args), reward_sources(script_args)
     datasets = load_eval_datasets(script_args)
     if datasets is None:
-        raise ValueError(
-            "there are no prompts to evaluate on; give eval_dataset_name or eval_datasets, or dataset_name with "
-            "dataset_test_split"
-        )
+        raise ValueError("there are no eval prompts; give eval_dataset_name, eval_datasets or dataset_test_split")
     trainer = PPOTrainer(
         model,
         rewards,
@@ -183,10 +180,7 @@ def named_environments(script_args: ScriptArguments) -> dict[str, Any]:
         factory = load_function(specs[0][2], what="environment")
     elif specs:
         if not all(names) or len(set(names)) < len(names):
-            raise ValueError(
-                f"environments is {script_args.environments}; give each of several a name of its own: "
-                "name=module:class. The dataset's column environment chooses among the names"
-            )
+            raise ValueError(f"environments is {script_args.environments}; give each its own name: name=module:class")
         factory = {name: load_function(spec, what="environment") for name, _, spec in specs}
     parser = script_args.tool_call_parser
     return {

@@ -228,7 +228,7 @@ class PPOTrainer(BaseTrainer):
         """
         n = sampling_params.num_return_sequences
         num_prompts = sum(len(batch["rows"]) - batch.get("num_dummies", 0) for batch in prompt_batches)
-        self.collector.sync()
+        self.collector.sync(can_stop=self.progress.is_current)
         local: dict[str, Tensor] | None = None
         failures: list[RowFailure] = []
         phase = self.run_log.bar.phase("sampling", num_prompts * (n + int(options.greedy_baseline)))

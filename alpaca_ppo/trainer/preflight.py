@@ -24,6 +24,7 @@ from alpaca_ppo.checkpoint.export import check_login
 from alpaca_ppo.checkpoint.serialization import checkpoint_bytes, verify_files
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.data.loading import columns_of
 from alpaca_ppo.distributed.launcher import launched_rank, watch_launcher
 from alpaca_ppo.environments.kinds import EnvironmentKind, rewarding_classes
 from alpaca_ppo.estimate_memory.fake_models import without_weights
@@ -107,8 +108,7 @@ def check_output_dir(args: PPOConfig) -> None:
                 pass
         except OSError as error:
             raise ValueError(
-                f"output_dir is {args.output_dir!r}, where no file can be created ({error}); choose a folder that this "
-                "user may write to"
+                f"output_dir is {args.output_dir!r}, where no file can be created ({error}); choose another folder"
             ) from error
 
 
@@ -158,10 +158,7 @@ def checked_hub_id(name: str | None) -> str:
     try:
         validate_repo_id(name or "")
     except ValueError as error:
-        raise ValueError(
-            f"hub_model_id is {name!r}, which the hub does not accept ({error}); write it as 'name' or "
-            "'organization/name'"
-        ) from error
+        raise ValueError(f"hub_model_id is {name!r}, which the hub refuses ({error}); write 'owner/name'") from error
     if launched_rank() == 0:
         check_login()
     return str(name)
@@ -174,10 +171,7 @@ def evaluation_settings(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, k
         ValueError: see `make_settings`; also for an invalid source, and for an opponent in multi-turn conversations.
     """
     if args.eval_opponent is not None and any(kind.answers for kind in kinds.values()):
-        raise ValueError(
-            f"eval_opponent is {args.eval_opponent!r}, which compares answers of one turn, but the policy's "
-            "conversations have several; leave it out, and compare the rewards of two evaluations"
-        )
+        raise ValueError(f"eval_opponent is {args.eval_opponent!r}, but conversations have several turns; leave it out")
     sources = source_names(reward_funcs)
     added = [REWARD_ADAPTER] if args.reward_adapter else []
     for name in [*added, *rewarding_classes(kinds)]:
@@ -199,7 +193,7 @@ def check_reward_columns(
     for what, rows in {"train set": train_dataset, **eval_sets}.items():
         # Anything else is refused by `prepare_prompts`.
         if isinstance(rows, Dataset):
-            columns = [*rows.column_names, *(OF_EPISODES if kinds else ())]
+            columns = [*columns_of(rows), *(OF_EPISODES if kinds else ())]
             check_columns(reward_funcs, what, columns)
             if what != "train set":
                 check_columns(metric_funcs, what, columns)

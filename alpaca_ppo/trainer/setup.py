@@ -23,6 +23,7 @@ from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.control_tokens import ControlTokens
 from alpaca_ppo.data import PromptDataset, PromptForm, introduction, prepare_prompts
+from alpaca_ppo.data.loading import columns_of
 from alpaca_ppo.data.schedule import PromptSchedule
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.distributed.preemption import PreemptionHandler
@@ -149,13 +150,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     accelerator = make_accelerator(args, given.accelerator)
     device = accelerator.device
     processing_class = given.processing_class or load_processing_class(model, trust_remote_code=args.trust_remote_code)
-    train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
-    for line in introduction(train_prompts, processing_class):
-        accelerator.print(line)
-    eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
-    for name, prompts in eval_prompts.items():
-        if prompts.num_dropped or prompts.num_cut:
-            accelerator.print(f"eval set {name}".strip() + f": {prompts}; raise query_len ({args.query_len})")
+    train_prompts, eval_prompts = _make_all_prompts(given, processing_class, args, kinds, accelerator)
     chat = any(prompts.are_messages for prompts in (train_prompts, *eval_prompts.values()))
     scorer = make_scorer(given.reward_funcs, given.reward_processing_classes, args, device, kinds)
     metric_scorer = build_scorer(given.metric_funcs, given.metric_processing_classes, args, device, measures=True)
@@ -185,6 +180,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
 
     padding = agree_on_padding(actor_critic, reference, accelerator)
     updater = make_updater(accelerator, actor_critic, *given.optimizers, args=args, schedule=schedule)
+    multi_turn = environments is not None and environments.answer
+    run_log = RunLog(accelerator, args)
+    state = TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
     collector = RolloutCollector(
         updater.engine,
         args,
@@ -195,13 +193,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         PreemptionHandler(accelerator),
         pad_token_id=sampling_params.pad_token_id,
     )
-    collector.preemption.lockstep = updater.engine.synced_forwards
-    multi_turn = environments is not None and environments.answer
     fallback = agree_on_backend(collector.backend, updater.engine, multi_turn=multi_turn)
     collector.prepare_frozen_models()
-    run_log = RunLog(accelerator, args)
-    state = TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
-    _connect_scorers(collector, state, run_log)
+    _connect(collector, state, run_log)
     return RunParts(
         args=args,
         accelerator=accelerator,
@@ -229,6 +223,20 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     )
 
 
+def _make_all_prompts(
+    given: TrainerArguments, processing_class: Any, args: PPOConfig, kinds: Kinds, accelerator: Accelerator
+) -> tuple[PromptDataset, dict[str, PromptDataset]]:
+    """The prompts of training and of each eval set. Prints how they look, and how many eval prompts are too long."""
+    train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
+    for line in introduction(train_prompts, processing_class):
+        accelerator.print(line)
+    eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
+    for name, prompts in eval_prompts.items():
+        if prompts.num_dropped or prompts.num_cut:
+            accelerator.print(f"eval set {name}".strip() + f": {prompts}; raise query_len ({args.query_len})")
+    return train_prompts, eval_prompts
+
+
 def _make_actor_critic(
     given: TrainerArguments, model: Any, value_model: Any, processing_class: Any, args: PPOConfig
 ) -> ActorCritic:
@@ -241,8 +249,9 @@ def _make_actor_critic(
     return actor_critic
 
 
-def _connect_scorers(collector: RolloutCollector, state: TrainerState, run_log: RunLog) -> None:
+def _connect(collector: RolloutCollector, state: TrainerState, run_log: RunLog) -> None:
     """Offers the state to reward functions, shows their names in the progress bar, and lets signals interrupt them."""
+    collector.preemption.lockstep = collector.engine.synced_forwards
     collector.metric_scorer.logged = collector.scorer.logged
     for scorer in (collector.scorer, collector.metric_scorer):
         scorer.offer(state)
@@ -267,14 +276,9 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
     blank: Any = [{"role": "user", "content": ""}] if processing_class.chat_template else ""
     if dataset is None:
         if not any(kind.environment_class is not NoEnvironment for kind in kinds.values()):
-            raise ValueError(
-                "train_dataset is None; pass the prompts, or an environment_factory whose reset returns them"
-            )
+            raise ValueError("train_dataset is None; pass prompts, or an environment_factory whose reset returns them")
         if len(kinds) > 1:
-            raise ValueError(
-                f"environment_factory names {list(kinds)}, but train_dataset is None, so nothing says which prompt is "
-                "whose; pass a dataset with a column environment"
-            )
+            raise ValueError(f"environment_factory has {list(kinds)}, so train_dataset needs a column environment")
         if args.max_steps is None:
             raise ValueError("train_dataset is None, but max_steps is null; set max_steps to the length of the run")
         (name,) = kinds
@@ -283,11 +287,11 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
             row["environment"] = name
         dataset = Dataset.from_list([row] * args.rollout_batch_size)
     elif kinds and isinstance(dataset, Dataset) and not (args.prompt_template or args.user_template):
-        if not {args.prompt_column, "instruction"} & {*dataset.column_names}:
+        if not {args.prompt_column, "instruction"} & {*columns_of(dataset)}:
             dataset = dataset.add_column(args.prompt_column, [blank] * len(dataset))
     if isinstance(dataset, Dataset):
         for kind in kinds.values():
-            kind.reset_arguments(dict.fromkeys([*dataset.column_names, "prompt"]), 0)
+            kind.reset_arguments(dict.fromkeys([*columns_of(dataset), "prompt"]), 0)
     trusted = args.control_tokens_from != "template"
     return prepare_prompts(
         dataset,
@@ -366,6 +370,10 @@ def make_sampling_params(
     extra = () if turn_end is None or turn_end in truncate else (turn_end,)
     stop = resolve_stop_tokens(processing_class, policy.generation_config, extra)
     pad = processing_class.pad_token_id
+    strings = None
+    if args.stop_strings:
+        vocab_size = actor_critic.policy.head.out_features
+        strings = StopStrings(args.stop_strings, processing_class, vocab_size=vocab_size)
     return SamplingParams(
         max_new_tokens=args.response_len,
         temperature=args.temperature,
@@ -374,18 +382,12 @@ def make_sampling_params(
         stop_token_ids=stop,
         truncate_token_ids=truncate,
         truncate_after=args.truncate_after,
-        stop_strings=(
-            StopStrings(args.stop_strings, processing_class, vocab_size=actor_critic.policy.head.out_features)
-            if args.stop_strings
-            else None
-        ),
+        stop_strings=strings,
         num_return_sequences=args.num_return_sequences,
     )
 
 
-def make_scorer(
-    reward_funcs: Any, tokenizers: Any, args: PPOConfig, device: torch.device, kinds: Kinds
-) -> RewardScorer:
+def make_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.device, kinds: Kinds) -> RewardScorer:
     """The reward sources with their weights; reward models are moved to `device`. The rewards of environments are added
     later, and so is a reward adapter (`add_reward_adapter`), which needs its base; it has the last weight.
 
@@ -393,7 +395,7 @@ def make_scorer(
         ValueError: for an invalid source, a wrong number of weights, no source at all, or a reward adapter that cannot
             be read or has no tokenizer.
     """
-    given = [] if reward_funcs is None else reward_funcs
+    given = [] if sources is None else sources
     if not isinstance(given, (list, tuple)):
         given = [given]
     weights = args.reward_weights
@@ -410,10 +412,7 @@ def make_scorer(
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
     elif not given and not any(kind.rewards for kind in kinds.values()):
-        raise ValueError(
-            "there is no reward: reward_funcs is empty, and no environment has get_reward or reply; pass reward_funcs, "
-            "or give the environment a method get_reward"
-        )
+        raise ValueError("there is no reward: pass reward_funcs, or an environment with a method get_reward or reply")
     scorer = build_scorer(given, tokenizers, args, device, reward_weights=weights)
     for source in scorer.sources:
         if isinstance(source, ModelReward):

@@ -289,7 +289,7 @@ def test_an_adapter_without_all_its_weights_is_refused(tmp_path):
     del tensors[next(name for name in tensors if "lora_A" in name)]
     save_file(tensors, path)
     adapters = add_policy_adapter(tiny_causal_lm("llama"), lora())
-    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM: missing or unexpected weights: .*lora_A"):
+    with pytest.raises(ValueError, match="does not fit its base: .*lora_A.*missing or unexpected"):
         AdapterClassifier(adapters, str(tmp_path), pad_token_id=PAD)
     assert list(adapters.peft.peft_config) == [POLICY]
 
@@ -314,5 +314,5 @@ def test_activations_of_an_adapter_are_not_recomputed_with_another():
     assert found.keys() == expected.keys() and any("value" in name for name in found)
     for name, gradient in expected.items():
         assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"recompute with the policy's adapter; .* critic_active\(\)"):
+    with pytest.raises(ValueError, match=r"needs the critic's adapter; .* critic_active\(\)"):
         built(*BATCH, **HOW)

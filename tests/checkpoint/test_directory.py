@@ -30,7 +30,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
 
 @pytest.mark.parametrize("asked", [True, "true", "True"])
 def test_true_resumes_from_the_newest_checkpoint_and_needs_one(tmp_path, asked):
-    with pytest.raises(ValueError, match="holds no checkpoint-<step> folder"):
+    with pytest.raises(ValueError, match="has no checkpoint; name one"):
         resolve_checkpoint(asked, tmp_path, overwrite=False)
     make_folders(tmp_path, "checkpoint-5")
     assert resolve_checkpoint(asked, tmp_path, overwrite=False) == tmp_path / "checkpoint-5"
@@ -191,11 +191,11 @@ def test_what_the_run_would_write_over_in_vain_is_named_at_the_start(tmp_path):
     for name in ("checkpoint-4", "abandoned-checkpoint-4", "eval", "runs"):
         for make in (Path.touch, lambda path: path.symlink_to(tmp_path / "gone")):
             make(tmp_path / name)
-            with pytest.raises(ValueError, match=rf"output_dir .* holds {name}, which is no folder, .*; move it"):
+            with pytest.raises(ValueError, match=rf"output_dir .* holds {name}, which is no folder; move it"):
                 check_kinds(tmp_path)
             (tmp_path / name).unlink()
     for name in ("run.lock.txt", "findings.jsonl"):
         (tmp_path / name).mkdir()
-        with pytest.raises(ValueError, match=f"holds {name}, which is no file, "):
+        with pytest.raises(ValueError, match=f"holds {name}, which is no file; "):
             check_kinds(tmp_path)
         (tmp_path / name).rmdir()

@@ -71,7 +71,7 @@ def test_a_second_run_is_refused_by_name_wherever_it_would_write_and_the_first_o
             lambda: trainer.step(trainer.prompt_batches(0)),
             lambda: check_start(tiny_config(tmp_path), None),
         ):
-            with pytest.raises(ValueError, match="in use by another run") as refused:
+            with pytest.raises(ValueError, match="in use, locked") as refused:
                 writes()
             assert all(str(value) in str(refused.value) for value in (tmp_path, *owner))
         assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -153,7 +153,7 @@ class Rank:
 
 
 def test_the_refusal_reaches_the_ranks_that_do_not_lock(tmp_path, monkeypatch):
-    cause = "ValueError: output_dir (x) is in use by another run"
+    cause = "ValueError: output_dir (x) is in use, locked"
     monkeypatch.setattr(collectives, "gather_list", lambda own, accelerator: [cause, own])
     with pytest.raises(RuntimeError, match=r"process 0 failed, .*ValueError: output_dir \(x\)"):
         RunLock(Rank(False), tmp_path).acquire()

@@ -173,7 +173,7 @@ def test_states_of_the_devices_present_are_saved_and_restored(tmp_path, monkeypa
 
 
 def test_numbers_of_numpy_are_saved_as_pythons_and_other_objects_are_refused_without_a_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot hold components/when = .*a complex"):
+    with pytest.raises(ValueError, match=r"components/when is 1j, which a checkpoint cannot hold"):
         save(make_run(), tmp_path / "checkpoint-1", components={"when": 1j})
     assert list(tmp_path.iterdir()) == []
     save(make_run(), tmp_path / "checkpoint-1", components={"kl": np.float64(0.1)})
@@ -212,7 +212,7 @@ DAMAGES = [
     (lambda folder: set_entries(folder, files={}), "no readable manifest.json"),
     (lambda folder: set_entries(folder, version=99), "'version': 99.* install the version that wrote it"),
     (lambda folder: set_entries(folder, format="another"), "'format': 'another'"),
-    (lambda folder: folder.rename(folder.with_name("elsewhere")), "does not exist or is not a folder"),
+    (lambda folder: folder.rename(folder.with_name("elsewhere")), "is no folder"),
 ]
 
 

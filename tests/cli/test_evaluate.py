@@ -142,7 +142,7 @@ def test_the_answers_of_one_evaluation_are_the_opponent_of_another_and_each_set_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"eval_dataset_name": None}, "there are no prompts to evaluate on"),
+        ({"eval_dataset_name": None}, "there are no eval prompts"),
         ({}, "there is no reward"),
         ({"eval_datasets": ["a=b"]}, "eval_datasets is .*name every eval set in eval_datasets"),
         ({"eval_dataset_name": None, "eval_datasets": ["data.jsonl"]}, "not of the form set=dataset"),
@@ -175,7 +175,7 @@ def test_the_help_asks_for_a_model_alone(capsys):
 def test_earlier_results_are_kept_unless_they_are_to_be_replaced(base, tmp_path):
     argv = [*options(base, tmp_path, reward_funcs=[REWARD]), "--model", str(base / "model")]
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"results_dir is '{tmp_path}', which holds the results of an earlier eval"):
+    with pytest.raises(ValueError, match=f"results_dir is '{tmp_path}', which holds results"):
         evaluate(argv)
     assert (tmp_path / "results.json").read_text() == "{}"
     assert evaluate([*argv, "--overwrite"]) == 0

@@ -221,15 +221,19 @@ def test_a_checkpoint_is_no_model(name, said, runs, tmp_path, capsys):
     assert re.search("error: " + said.format(checkpoint, checkpoint), capsys.readouterr().err)
 
 
-def test_answers_depend_on_the_seed_and_a_prompt_fills_the_column_of_a_template(runs, capsys):
-    def answer(*flags):
+def test_answers_depend_on_the_seed_and_a_prompt_fills_the_column_of_a_template(runs, tmp_path, capsys):
+    def answer(*flags, run=runs / "whole"):
         options = [*flags, "--reference", "none", "--max_new_tokens", "8", "--temperature", "5"]
-        assert main(["sample", str(runs / "whole"), *options]) == 0
+        assert main(["sample", str(run), *options]) == 0
         return capsys.readouterr().out
 
+    of_seed_7 = tmp_path / "run"
+    shutil.copytree(runs / "whole/final", of_seed_7 / "final")
+    options = yaml.safe_load((runs / "whole/run.yaml").read_text())
+    (of_seed_7 / "run.yaml").write_text(yaml.safe_dump({**options, "seed": 7}))
     plain = answer("--prompt", "w10 w11")
     assert plain == answer("--prompt", "w10", "--prompt_template", "{question} w11")
-    assert plain != answer("--prompt", "w10 w11", "--seed", "1")
+    assert plain != answer("--prompt", "w10 w11", "--seed", "7") == answer("--prompt", "w10 w11", run=of_seed_7)
 
 
 def test_samples_that_cannot_be_drawn_are_refused(runs, tmp_path, capsys):
@@ -243,7 +247,7 @@ def test_samples_that_cannot_be_drawn_are_refused(runs, tmp_path, capsys):
         ([str(runs / "whole"), "--prompt", " "], "the prompt in row 0 is empty"),
         (
             [str(tmp_path / "tools"), "--prompt", "w10", "--reference", str(runs / "policy")],
-            "has tools or environments",
+            "is not sampled with tools or environments",
         ),
     ):
         assert main(["sample", *argv]) == 2

@@ -3,14 +3,16 @@
 import json
 
 import pytest
+import torch
 import yaml
-from transformers import AutoTokenizer, GenerationConfig
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from alpaca_ppo.cli.commands import main
 from alpaca_ppo.cli.evaluate import evaluate
 from alpaca_ppo.cli.train import run_training
 from tests.integration.launching import write_run
-from tests.tiny_runs import metric_lines
+from tests.tiny_runs import metric_lines, prompts, tiny_trainer
 
 OBJECTS = '''
 class Game:
@@ -78,6 +80,17 @@ RUNS = {
 }  # fmt: skip
 
 
+def check_evaluation(folder, *flags):
+    """Compares what `evaluate` finds for `folder`/run with that run's last evaluation."""
+    assert evaluate(["--config", "run/run.yaml", "--model", "run", "--results_dir", "results", *flags]) == 0
+    evaluated = json.loads((folder / "results/results.json").read_text())["metrics"]
+    found, expected = (
+        {key: value for key, value in metrics.items() if key.startswith("eval/")}
+        for metrics in (evaluated, metric_lines("run")[-1])
+    )
+    assert found == expected
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_runs_own_evaluation_is_repeated_to_the_digit(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -94,11 +107,7 @@ def test_a_runs_own_evaluation_is_repeated_to_the_digit(name, tmp_path, monkeypa
         GenerationConfig.from_pretrained("policy", repetition_penalty=penalty).save_pretrained("policy")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(options))
     run_training(["--config", "config.yaml"])
-    last = metric_lines("run")[-1]
-    assert evaluate(["--config", "run/run.yaml", "--model", "run", "--results_dir", "results"]) == 0
-    evaluated = json.loads((tmp_path / "results/results.json").read_text())["metrics"]
-    expected = {key: value for key, value in last.items() if key.startswith("eval/")}
-    assert {key: value for key, value in evaluated.items() if key.startswith("eval/")} == expected
+    check_evaluation(tmp_path)
     if "eval_temperature" not in options:
         answers = [json.loads(line) for line in (tmp_path / "results/answers.jsonl").read_text().splitlines()]
         capsys.readouterr()
@@ -106,3 +115,17 @@ def test_a_runs_own_evaluation_is_repeated_to_the_digit(name, tmp_path, monkeypa
         assert main(["sample", "run", *flags]) == 0
         shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("policy: ")]
         assert shown == [f"policy: {answer['response'].strip() or '(empty)'}" for answer in answers]
+
+
+@pytest.mark.parametrize("flag", ["--model_name_or_path", "--reference"])
+def test_the_evaluation_of_a_model_in_memory_is_repeated_with_the_model_that_it_was(flag, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained("policy", dtype=torch.bfloat16)
+    peft_config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    rows = prompts(5)
+    rows.to_json("rows.jsonl")
+    arguments = {"peft_config": peft_config, "eval_dataset": rows}
+    tiny_trainer("run", model=model, trainer_arguments=arguments, total_episodes=10, learning_rate=0.05).train()
+    assert metric_lines("run")[-1]["eval/kl_sum_seq"] != 0.0
+    check_evaluation(tmp_path, "--eval_dataset_name", "rows.jsonl", flag, "policy")

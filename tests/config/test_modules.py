@@ -49,8 +49,8 @@ def test_a_package_is_found_in_the_current_folder(project):
     ("name", "message"),
     [
         ("missing.py", "the file .*missing.py does not exist"),
-        ("package.outer", "there is no module 'package.outer' in .* use the file's path instead"),
-        ("no_such_package.inner", "there is no module 'no_such_package' in"),
+        ("package.outer", ".* have no module 'package.outer'; name its file"),
+        ("no_such_package.inner", ".* have no module 'no_such_package'"),
     ],
 )
 def test_a_missing_file_or_module_is_named(project, name, message):
@@ -85,7 +85,7 @@ def test_a_function_or_class_is_found_in_the_current_folder_before_installed_mod
         ("package.inner", "must be 'module:function' or 'path/to/file.py:function'"),
         (":mine", "must be 'module:function'"),
         ("this:", "must be 'module:function'"),
-        ("package.outer:mine", ": there is no module 'package.outer' in .* use the file's path instead"),
+        ("package.outer:mine", ": .* have no module 'package.outer'; name its file"),
         ("missing.py:mine", ": the file .*missing.py does not exist"),
         ("this:yours", ": this has no function 'yours'; it has mine, Game$"),
         ("this.py:limit", ": this.py has no function 'limit'; it has mine, Game$"),

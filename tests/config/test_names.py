@@ -46,16 +46,16 @@ def test_of_a_run_the_final_policy_is_taken_and_a_classifier_is_no_policy(output
     ("name", "message"),
     [
         ("outputs/ppoo", "m is 'outputs/ppoo', but there is no such folder (relative paths count from {}); did you "
-         "mean outputs/ppo? (for a model of that name on the hub, start from another folder)"),
+         "mean outputs/ppo? (for one on the hub, start from another folder)"),
         ("outputss", "m is 'outputss', but there is no such folder (relative paths count from {}); did you mean "
-         "outputs? (for a model of that name on the hub, start from another folder)"),
+         "outputs? (for one on the hub, start from another folder)"),
         ("outputs/reward", "m is 'outputs/reward', but there is no such folder (relative paths count from {}) "
-         "(for a model of that name on the hub, start from another folder)"),
-        ("./outputt", "m is './outputt', which is neither a folder nor a hub id (name or owner/name): there is no such "
+         "(for one on the hub, start from another folder)"),
+        ("./outputt", "m is './outputt', neither a folder nor a hub id (name or owner/name): there is no such "
          "folder (relative paths count from {}); did you mean outputs?"),
-        ("/none/run", "m is '/none/run', which is neither a folder nor a hub id (name or owner/name): there is no such "
+        ("/none/run", "m is '/none/run', neither a folder nor a hub id (name or owner/name): there is no such "
          "folder"),
-        ("./train.py", "m is './train.py', which is neither a folder nor a hub id (name or owner/name): it is a file, "
+        ("./train.py", "m is './train.py', neither a folder nor a hub id (name or owner/name): it is a file, "
          "not a folder"),
     ],
 )  # fmt: skip

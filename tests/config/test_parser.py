@@ -163,6 +163,16 @@ def test_words_and_lists_in_brackets_add_up_and_other_text_with_a_bracket_stays(
     assert "reward_weights is [0.5, 'x']; " in refusal([PPOConfig], ["--reward_weights", "[0.5, x]"])
 
 
+def test_a_list_of_several_lines_is_one_in_a_flag_and_an_empty_word_is_text():
+    flags = ["--stop_strings", "- a\n- '\n\n  b'\n", "- c", "\n- ", "--reward_weights", "- 1\n- 1e-1"]
+    (args,) = parse_args([PPOConfig], flags)
+    # YAML reads an empty line within quotes as a line break.
+    assert (args.stop_strings, args.reward_weights) == (["a", "\nb", "- c", "\n- "], [1, 0.1])
+    assert "stop_strings is ['x', '']; it should be a string of length 1" in refusal(
+        [PPOConfig], ["--stop_strings", "x", ""]
+    )
+
+
 def test_a_flag_may_have_several_words_other_spellings_or_none():
     (args,) = parse_args(
         [PPOConfig], ["--truncate_tokens", "13", "stop", "yes", "--reward-weights=2", "3", "--no-whiten-advantages"]
@@ -390,7 +400,7 @@ def test_a_path_that_is_no_folder_is_named_before_the_hub_is_asked(tmp_path, fie
         arguments, args = ScriptArguments(**given), PPOConfig(**{field: name})
     else:
         arguments, args = ScriptArguments(**{**given, field: name}), PPOConfig()
-    with pytest.raises(ValueError, match=f"^{field} is '{name}', which is neither a folder nor a hub id"):
+    with pytest.raises(ValueError, match=f"^{field} is '{name}', neither a folder nor a hub id"):
         arguments.check_before_loading(args)
     given = {"model_name_or_path": str(tmp_path), "dataset_name": "d", "reward_model_name_or_path": ["gpt2"]}
     ScriptArguments(**given).check_before_loading(PPOConfig(reference="Qwen/Qwen3-0.6B"))

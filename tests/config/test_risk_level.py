@@ -24,5 +24,5 @@ def test_a_risk_level_is_the_mean_or_a_tail(text, expected):
              "Neutral", "0.5*neutral+0.5*0.1"]
 )  # fmt: skip
 def test_another_text_is_no_risk_level(text):
-    with pytest.raises(ValueError, match="risk_level is .*neutral, a number above 0"):
+    with pytest.raises(ValueError, match="risk_level is .*write neutral, 0.1"):
         RiskLevel.parse(text)

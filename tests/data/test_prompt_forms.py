@@ -69,7 +69,7 @@ def test_text_of_a_column_stays_as_it_is_written():
 
 
 def test_a_users_message_is_refused_without_a_chat_template_and_with_unknown_columns():
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="the tokenizer has no chat_template"):
         prepare([{"question": "Hi"}], byte_tokenizer(), user_template="{question}")
     with pytest.raises(ValueError, match=r"user_template '\{query\}' uses \['query'\], but .* \['question'\]"):
         prepare([{"question": "Hi"}], user_template="{query}")

@@ -45,7 +45,7 @@ def test_a_long_conversation_keeps_what_the_template_writes_before_an_answer():
 
 @pytest.mark.parametrize("column", ["image", "images", "pixel_values", "video", "videos"])
 def test_a_column_of_images_is_refused_by_name(column):
-    with pytest.raises(ValueError, match=rf"has the column '{column}', but the policy reads text only; remove it"):
+    with pytest.raises(ValueError, match=rf"has a column '{column}', but the policy reads only text"):
         prepare([{"prompt": "one", column: "a.png"}])
 
 

@@ -75,6 +75,7 @@ def test_a_row_has_tools_and_template_arguments_of_its_own(as_text):
     for column, value, problem in (
         ("chat_template_kwargs", "fast", "row 0: column 'chat_template_kwargs' is 'fast'; make it a mapping"),
         ("chat_template_kwargs", '{"tokenize": true}', "row 0: chat_template_kwargs has 'tokenize'"),
+        ("chat_template_kwargs", '{"thin": true}', "row 0: chat_template_kwargs has 'thin', which the .* never reads"),
         (
             "tools",
             "calculator, search",
@@ -106,7 +107,7 @@ def test_tools_of_a_row_that_the_chat_template_would_not_write_are_refused():
     # What the template refuses has an error of its own.
     tokenizer = chat_tokenizer(WORDS)
     tokenizer.chat_template = SHOWS_TOOLS + "{{ raise_exception('no') }}"
-    with pytest.raises(ValueError, match="the chat template refuses the messages in row 0"):
+    with pytest.raises(ValueError, match="the chat template refuses row 0"):
         prepare(rows[1:], tokenizer)
 
 
@@ -143,6 +144,32 @@ def test_a_call_has_its_own_arguments_and_not_those_of_other_rows(tmp_path):
     assert [item["input_ids"] for item in of_json] == [[TWO, ONE, NAMED], [THREE]]
 
 
+def test_a_null_in_a_tool_or_an_argument_of_the_template_is_kept_where_json_holds_it(tmp_path):
+    tokenizer = chat_tokenizer(WORDS)
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{% if 'default' in t.parameters %}one {% endif %}two {% endfor %}"
+        "{% if think is defined and think is none %}three {% endif %}"
+    )
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "one"}],
+            "tools": [{"name": "f", "parameters": parameters}],
+            "chat_template_kwargs": keywords,
+        }
+        for parameters, keywords in (({"default": None, "enum": [1, "a"]}, {"think": None}), ({}, {"think": [1, "a"]}))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_json = prepare_prompts(load_prompt_dataset(str(tmp_path / "rows.jsonl")), tokenizer, query_len=9)
+    assert [item["input_ids"] for item in of_json] == [[ONE, TWO, THREE], [TWO]]
+    assert [item["row"]["tools"] for item in of_json] == [row["tools"] for row in rows]
+    # Arrow gives a row the keys of others.
+    for row in rows:
+        row["tools"][0]["parameters"].pop("enum", None)
+    rows[1]["chat_template_kwargs"]["think"] = "no"
+    of_arrow = prepare_prompts(Dataset.from_list(rows[1:] + rows[:1]), tokenizer, query_len=9)
+    assert [item["input_ids"] for item in of_arrow] == [[TWO], [TWO]]
+
+
 @pytest.mark.parametrize("form", ["pandas", "numpy", "torch", "arrow"])
 def test_an_output_format_and_a_choice_of_columns_change_no_prompt(form):
     messages = [{"role": "user", "content": "one"}]
@@ -152,6 +179,9 @@ def test_an_output_format_and_a_choice_of_columns_change_no_prompt(form):
         assert list(prepare_prompts(formatted, chat_tokenizer(WORDS), query_len=9)) == expected
     changed = rows.with_transform(lambda batch: {**batch, "answer": [7] * len(batch["answer"])})
     assert prepare_prompts(changed, chat_tokenizer(WORDS), query_len=9)[1]["row"]["answer"] == 7
+    stored = Dataset.from_list([{"q": messages, "a": 1, "image": "x"}, {"q": messages, "a": 2, "image": "y"}])
+    made = stored.with_transform(lambda batch: {"prompt": batch["q"], "answer": batch["a"]})
+    assert list(prepare_prompts(made, chat_tokenizer(WORDS), query_len=9)) == expected
 
 
 def test_row_numbers_continue_across_chunks():
@@ -204,7 +234,7 @@ def test_a_key_that_only_other_messages_have_is_removed():
 
 
 def test_messages_without_a_chat_template_are_refused():
-    with pytest.raises(ValueError, match="messages but the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="messages, but the tokenizer has no chat_template"):
         prepare([{"prompt": [{"role": "user", "content": "one"}]}])
 
 
@@ -217,25 +247,25 @@ def test_an_empty_prompt_is_refused_with_its_row(prompt):
 def test_a_prompt_without_tokens_is_refused_with_its_row():
     tokenizer = tiny_tokenizer(WORDS)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
-    with pytest.raises(ValueError, match="prompt in row 1 has no tokens under this tokenizer: '~'"):
+    with pytest.raises(ValueError, match="prompt in row 1, '~', has no tokens"):
         prepare([{"prompt": "one"}, {"prompt": "~"}], tokenizer)
 
 
 @pytest.mark.parametrize("prompt", [None, [], 5])
 def test_a_missing_prompt_is_refused_with_its_row(prompt):
-    with pytest.raises(ValueError, match=r"prompt in row 0 is (None|\[\]|5); it must be text, or a list of messages"):
+    with pytest.raises(ValueError, match=r"prompt in row 0 is (None|\[\]|5); pass text, or messages"):
         prepare([{"prompt": prompt}])
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"content": "one"}, {"role": "user", "content": 3}, "one"])
 def test_a_message_needs_role_and_content(message):
-    with pytest.raises(ValueError, match="row 0 is .*'role' and 'content'"):
+    with pytest.raises(ValueError, match="row 0 is .*role and content"):
         prepare([{"prompt": [message]}], chat_tokenizer(WORDS))
 
 
 def test_messages_that_end_with_an_assistant_message_are_refused():
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    with pytest.raises(ValueError, match="row 0 end with an assistant message"):
+    with pytest.raises(ValueError, match="row 0 end with the assistant's"):
         prepare([{"prompt": messages}], chat_tokenizer(WORDS))
 
 
@@ -310,8 +340,8 @@ def test_prompts_are_all_text_or_all_messages():
     message = [{"role": "user", "content": "one"}]
     features = Features({"prompt": Json()})
     for rows, message_of in (
-        ([{"prompt": "one"}, {"prompt": message}], r"row 1 is \[\{.*, but that in row 0 is text; make all"),
-        ([{"prompt": message}, {"prompt": "one"}], "row 1 is 'one', but that in row 0 is messages; make all"),
+        ([{"prompt": "one"}, {"prompt": message}], r"row 1 is \[\{.*, unlike row 0; make all"),
+        ([{"prompt": message}, {"prompt": "one"}], "row 1 is 'one', unlike row 0; make all"),
         # The first row of the second thousand.
         ([{"prompt": "one"}] * 1000 + [{"prompt": message}], r"row 1000 is \[\{"),
     ):
@@ -324,5 +354,5 @@ def test_a_row_that_the_chat_template_refuses_is_named():
     refuse = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     tokenizer.chat_template = refuse + tokenizer.chat_template
     rows = [{"prompt": [{"role": role, "content": "one"}]} for role in ("user", "user", "system")]
-    with pytest.raises(ValueError, match="the chat template refuses the messages in row 2, .*roles must alternate"):
+    with pytest.raises(ValueError, match="the chat template refuses row 2, .*roles must alternate"):
         prepare(rows, tokenizer)

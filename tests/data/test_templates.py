@@ -38,7 +38,7 @@ def test_format_string_takes_any_columns_and_keeps_doubled_braces():
     ("text", "message"),
     [
         ("vicuna", "prompt_template 'vicuna' needs a field.*; a named template is one of alpaca"),
-        ("Q: {query}", "uses \\['query'\\], but the dataset's columns are \\['question', 'answer'\\]"),
+        ("Q: {query}", "uses \\['query'\\], but the columns are \\['question', 'answer'\\]"),
         ("Q: {question", "not a valid format string .*double each literal brace"),
         ("Q: {}", "plain column name"),
         ("Q: {0}", "plain column name"),

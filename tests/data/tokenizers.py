@@ -13,11 +13,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<bos> assistant{% endif %}"
 )
 
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, so that ids decode to the exact text; eos is 0 and there is no pad token, as in GPT-2."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(["<eos>", *alphabet])}
+    vocabulary = {symbol: i for i, symbol in enumerate(["<eos>", *BYTES])}
     tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,10 +31,21 @@ SPACED = ("<unk>", "<s>", "</s>", "\u2581", *"aeipqrstU:?\n")
 
 def spaced_tokenizer(before: str) -> PreTrainedTokenizerFast:
     """One token per character; writes a space before a text, as SentencePiece does: by a normalizer ("prepend"), or
-    by Metaspace, before a whole text ("first") or also after special tokens ("always").
+    by Metaspace, before a whole text ("first") or also after special tokens ("always"); so before each word ("words"),
+    or after white space at either end is removed ("strip"). With "bytes", a space stands before a text of bytes.
     """
     tokenizer = Tokenizer(BPE({entry: i for i, entry in enumerate(SPACED)}, merges=[], unk_token="<unk>"))
-    if before == "prepend":
+    if before == "bytes":
+        tokenizer.model = BPE(
+            {entry: i for i, entry in enumerate(("<unk>", "\u0120a", *BYTES))}, merges=[("\u0120", "a")]
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif before == "words":
+        metaspace = pre_tokenizers.Metaspace(prepend_scheme="always")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace])
+    elif before == "strip":
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Strip(), pre_tokenizers.Metaspace()
+    elif before == "prepend":
         replaced = normalizers.Replace(" ", SPACED[3])
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACED[3]), replaced])
     else:

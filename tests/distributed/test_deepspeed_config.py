@@ -74,6 +74,13 @@ def test_what_is_auto_or_absent_is_filled_from_the_run():
     [
         ({"optimizer": {"type": "AdamW"}}, "has 'optimizer'; remove it"),
         ({"scheduler": {"type": "WarmupLR"}}, "has 'scheduler'; remove it"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "has 'activation_checkpointing'; remove it"),
+        ({"curriculum_learning": {"enabled": True}}, "has 'curriculum_learning'; remove it"),
+        ({"gradient_allreduce_op": "sum"}, "has 'gradient_allreduce_op'; remove it"),
+        ({"gradient_cliping": 1.0}, "has 'gradient_cliping'; remove it"),
+        ({"zero_force_ds_cpu_optimizer": True}, "has zero_force_ds_cpu_optimizer True, .* False"),
+        ({"zero_allow_untested_optimizer": False}, "has zero_allow_untested_optimizer False, .* True"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param, which needs stage 3"),
         ({"gradient_clipping": 1.0}, "has gradient_clipping 1.0, .* 0.5"),
         ({"gradient_accumulation_steps": 1}, "has gradient_accumulation_steps 1, .* 3"),
         ({"train_micro_batch_size_per_gpu": 8}, "has train_micro_batch_size_per_gpu 8, .* 2"),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from alpaca_ppo.distributed import fsdp_engine
 from alpaca_ppo.distributed.accelerator import hardware, make_accelerator, make_engine
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.fsdp_config import check_fsdp
+from alpaca_ppo.distributed.fsdp_config import check_fsdp, check_launch
 from alpaca_ppo.distributed.fsdp_engine import FSDPEngine
 from alpaca_ppo.distributed.optimizer import make_optimizer
 from alpaca_ppo.models import build_actor_critic
@@ -42,20 +42,108 @@ def made(model, **settings):
     ("environment", "field", "value"),
     [
         ({"FSDP_VERSION": "1"}, "fsdp_version", "'1'"),
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params", "True"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params", "'true'"),
+        ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "fsdp_sharding_strategy", "'HYBRID_SHARD'"),
+        ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "fsdp_sharding_strategy", "'NO_SHARD'"),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP"}, "fsdp_reshard_after_forward", "'SHARD_GRAD_OP'"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing", "'true'"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed", "True"),
-        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "dp_replicate_size", "2"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size", "2"),
-        ({"PARALLELISM_CONFIG_CP_SIZE": "4"}, "cp_size", "4"),
-        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "sp_size", "2"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend", "'INDUCTOR'"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm", "'true'"),
+        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "dp_replicate_size", "'2'"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size", "'2'"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "4"}, "cp_size", "'4'"),
+        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "sp_size", "'2'"),
+        ({"PARALLELISM_CONFIG_OF_TOMORROW_SIZE": "2"}, "of_tomorrow_size", "'2'"),
     ],
 )
 def test_what_a_launch_configuration_asks_for_beside_it_is_refused(environment, field, value, launched):
     launched()
     check_fsdp(tiny_config("unused"))
     launched(**environment)
-    with pytest.raises(ValueError, match=f"{field} is {value}, which fsdp excludes; "):
+    with pytest.raises(ValueError, match=f"{field} is {value}, which .*; "):
         make_accelerator(tiny_config("unused"))
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT"),
+        ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"),
+        ("FSDP_TRANSFORMER_CLS_TO_WRAP", "NoSuchLayer"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true"),
+        ("FSDP_SYNC_MODULE_STATES", "false"),
+        ("FSDP_USE_ORIG_PARAMS", "False"),
+        ("FSDP_MIN_NUM_PARAMS", "2000"),
+        ("FSDP_BACKWARD_PREFETCH", "BACKWARD_PRE"),
+        ("FSDP_FORWARD_PREFETCH", "true"),
+        ("FSDP_IGNORED_MODULES", "head"),
+        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true"),
+        ("FSDP_OF_TOMORROW", "true"),
+        ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"),
+        ("ACCELERATE_FP8_BACKEND", "te"),
+        ("MEGATRON_LM_TP_DEGREE", "2"),
+    ],
+)
+def test_what_a_launch_configuration_asks_for_in_vain_is_listed(listed, launched, capfd):
+    name, value = listed
+    # What the launcher sets when nobody asks, and what a run does.
+    launched(
+        FSDP_SHARDING_STRATEGY="FULL_SHARD",
+        FSDP_RESHARD_AFTER_FORWARD="true",
+        FSDP_MIN_NUM_PARAMS="100000000",
+        FSDP_USE_ORIG_PARAMS="true",
+        FSDP_SYNC_MODULE_STATES="true",
+        FSDP_FORWARD_PREFETCH="false",
+        FSDP_OFFLOAD_PARAMS="false",
+        FSDP_ACTIVATION_CHECKPOINTING="false",
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_CPU_RAM_EFFICIENT_LOADING="false",
+        ACCELERATE_DYNAMO_BACKEND="NO",
+        ACCELERATE_MIXED_PRECISION="no",
+        ACCELERATE_USE_CPU="False",
+        PARALLELISM_CONFIG_DP_SHARD_SIZE="2",
+        PARALLELISM_CONFIG_TP_SIZE="1",
+        WORLD_SIZE="2",
+    )
+    check_launch(tiny_config("unused"))
+    assert capfd.readouterr().err == ""
+    launched(**{name: value})
+    check_launch(tiny_config("unused"))
+    line = "settings of the launch configuration without effect on this run: "
+    assert capfd.readouterr().err == f"{line}{name}={value}\n"
+
+
+def test_keys_of_its_file_that_the_launcher_keeps_back_are_listed(launched, tmp_path, monkeypatch, capfd):
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(
+        "use_cpu: true\n"
+        "deepspeed_config: {deepspeed_multinode_launcher: standard, zero3_init_flag: false}\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: B, mixed_precision_policy: bf16}\n"
+    )
+    launched()
+    command = "alpaca_ppo.distributed.fsdp_config.launcher_command"
+    for words in (("launch", "--config_file", str(file), "x.py"), ("train", f"--accelerate-config={file}")):
+        monkeypatch.setattr(command, lambda words=words: words)
+        check_launch(tiny_config("unused", use_cpu=False))
+        assert capfd.readouterr().err.endswith("on this run: use_cpu, mixed_precision_policy\n")
+        check_launch(tiny_config("unused"))
+        assert capfd.readouterr().err.endswith("on this run: mixed_precision_policy\n")
+    monkeypatch.setattr(command, lambda: ("train", "--accelerate_config", "fsdp"))
+    check_launch(tiny_config("unused"))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_deepspeed_file_by_flag_leaves_that_of_the_launch_configuration_without_effect(monkeypatch, capfd):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "zero2.json")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
+    check_launch(tiny_config("unused"))
+    assert capfd.readouterr().err == ""
+    check_launch(tiny_config("unused", deepspeed="zero3.json"))
+    assert capfd.readouterr().err.endswith("run: ACCELERATE_DEEPSPEED_CONFIG_FILE=zero2.json\n")
 
 
 @pytest.mark.parametrize(

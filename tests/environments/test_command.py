@@ -79,8 +79,8 @@ def test_a_run_without_a_dataset_is_repeated_and_its_policy_evaluated(folder, ca
     ("flags", "message"),
     [
         (["--environments", "game.py:Gone"], "environment 'game.py:Gone': game.py has no function 'Gone'"),
-        (["--environments", "a=game.py:Game", "game.py:Game"], "give each of several a name of its own"),
-        (["--environments", "a=game.py:Game", "b=game.py:Game"], r"environment_factory names \['a', 'b'\], but"),
+        (["--environments", "a=game.py:Game", "game.py:Game"], "give each its own name"),
+        (["--environments", "a=game.py:Game", "b=game.py:Game"], r"environment_factory has \['a', 'b'\], so"),
         (["--tools", "game.py:weather"], "the policy has tools .weather., but the prompts are plain text"),
         (["--tool_call_parser", "game.py:none"], "tool_call_parser 'game.py:none': game.py has no function 'none'"),
         (["--max_steps", "null", "--total_episodes", "12"], "train_dataset is None, but max_steps is null"),

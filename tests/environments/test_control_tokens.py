@@ -13,7 +13,7 @@ from alpaca_ppo.environments.kinds import make_kinds
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.rewards.scorer import scorer_arguments
 from alpaca_ppo.tracking.rollout_tables import rollout_rows
-from tests.data.tokenizers import CHATML, byte_tokenizer, spaced_tokenizer
+from tests.data.tokenizers import CHATML, SPACED, byte_tokenizer, spaced_tokenizer
 from tests.environments.chat import WITH_TOOLS, chat_bytes, conversation
 from tests.environments.test_conversation import SCHEMAS
 from tests.environments.test_episodes import Played, call
@@ -163,6 +163,58 @@ def test_what_continues_a_text_gets_no_space_before_it(before):
     chat = conversation(tokenizer, messages=False)
     reply = chat.reply_ids([{"role": "user", "content": "\nU:"}], stopped_by_token=True)
     assert tokenizer.convert_ids_to_tokens(reply) == ["\n", "U", ":"]
+
+
+class Spacing(PythonBackend):
+    """Writes a space before a text, in Python."""
+
+    @property
+    def vocab_size(self):
+        return len(SPACED)
+
+    def get_vocab(self):
+        return {entry: i for i, entry in enumerate(SPACED)}
+
+    def _tokenize(self, text):
+        return list(f" {text}".replace(" ", "\u2581"))
+
+    def _convert_token_to_id(self, token):
+        return SPACED.index(token) if token in SPACED else 0
+
+    def _convert_id_to_token(self, index):
+        return SPACED[index]
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("prepend", [*"_pa\nU:__is"]),
+        ("first", [*"_pa\nU:__is"]),
+        ("always", [*"_pa\nU:__is"]),
+        # Each word has its mark, also after a line break.
+        ("words", [*"_pa_U:_is"]),
+        ("strip", [*"_pa\nU:__is"]),
+        ("bytes", [*"_pa", "\u010a", *"U:__is"]),
+        ("python", [*"_pa\nU:__is"]),
+    ],
+)
+def test_what_continues_a_text_has_the_tokens_that_it_has_within_the_whole(before, expected):
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = Spacing(**special) if before == "python" else spaced_tokenizer(before)
+    encode, whole = continuing(tokenizer), tokenizer("q? pa\nU:  is", add_special_tokens=False)["input_ids"]
+    ids = encode(" pa\nU:  is")
+    written = [entry.replace("\u2581", "_").replace("\u0120", "_") for entry in tokenizer.convert_ids_to_tokens(ids)]
+    assert written == expected
+    assert whole[-len(ids) :] == ids
+    # Without a space, a letter begins no word; what is unknown stays.
+    assert tokenizer.convert_ids_to_tokens(encode("a?")) == ["a", "?"]
+    assert encode("\u2603a")[-1:] == encode("a") != encode("\u2603a")
+    # A special token before the text begins a new one for some.
+    after = tokenizer("q</s>a", add_special_tokens=False)["input_ids"]
+    assert (
+        encode("a", after[: after.index(tokenizer.eos_token_id) + 1])
+        == after[after.index(tokenizer.eos_token_id) + 1 :]
+    )
 
 
 def test_a_template_that_takes_the_stand_ins_apart_is_refused():

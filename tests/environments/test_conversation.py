@@ -25,7 +25,7 @@ def test_prompt_turn_and_reply_are_the_conversation_as_the_template_writes_it():
     expected = tokenizer.apply_chat_template(whole, tools=SCHEMAS, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == expected
     assert chat.turn_text(turn) == written.removesuffix("<|im_end|>")
-    assert chat.prompt_end == "<|im_start|>assistant\n"
+    assert chat.prompt_end(QUESTION, SCHEMAS) == chat.reply_end([result], [CALL], SCHEMAS) == "<|im_start|>assistant\n"
 
 
 def test_prompt_and_reply_follow_the_template_arguments_of_the_row():

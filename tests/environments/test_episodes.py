@@ -352,7 +352,7 @@ def test_a_column_chooses_the_environment():
     assert [schema["function"]["name"] for schema in played.episode.schemas] == ["increment"]
     played.end("x<|im_end|>")
     assert [name for name, _ in played.environments.reward_functions()] == ["Talks", "Counter"]
-    with pytest.raises(ValueError, match=r"the row has environment 'tallk', but environment_factory has \['talk', 'c"):
+    with pytest.raises(ValueError, match=r"environment is 'tallk'; write one of environment_factory's \['talk', 'c"):
         Played(kinds, {**ROW, "environment": "tallk"})
 
 

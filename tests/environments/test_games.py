@@ -243,7 +243,7 @@ def test_of_a_reply_longer_than_a_response_little_is_tokenized(tmp_path):
 
 
 def test_an_opponent_that_answers_once_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="eval_opponent is 'reference', which compares answers of one turn"):
+    with pytest.raises(ValueError, match="eval_opponent is 'reference', but conversations have several turns"):
         play(tmp_path, eval_opponent="reference", trainer_arguments={"eval_dataset": prompts(2)})
 
 
@@ -274,9 +274,9 @@ def test_every_evaluation_has_the_same_tasks(tmp_path):
     ("arguments", "message"),
     [
         ({"args": None}, "PPOTrainer takes a PPOConfig"),
-        ({"train_dataset": None, "environment_factory": None}, "train_dataset is None; pass the prompts, or an env"),
-        ({"reward_funcs": None, "environment_factory": Silent}, "there is no reward: reward_funcs is empty, and no"),
-        ({"environment_factory": {"a": Partner}}, "row 0: the row has environment None, but environment_factory has"),
+        ({"train_dataset": None, "environment_factory": None}, "train_dataset is None; pass prompts, or an env"),
+        ({"reward_funcs": None, "environment_factory": Silent}, "there is no reward: pass reward_funcs"),
+        ({"environment_factory": {"a": Partner}}, "row 0: a row's column environment is None; write"),
     ],
 )
 def test_what_a_trainer_lacks_is_named(tmp_path, arguments, message):

@@ -1,4 +1,4 @@
-from functools import cached_property, partialmethod
+from functools import cached_property, lru_cache, partialmethod, wraps
 
 import pytest
 
@@ -127,6 +127,67 @@ def test_properties_that_need_a_reset_are_left_alone():
     assert [tool.name for tool in make_kinds(None, Board)[None].tools] == ["increment"]
 
 
+def with_store(function):
+    @wraps(function)
+    def decorated(*arguments, **keywords):
+        return function(*arguments, store={"a": "x"}, **keywords)
+
+    return decorated
+
+
+class Shop(Counter):
+    @with_store
+    def look(self, item: str, store: dict) -> str:
+        """Looks.
+
+        Args:
+            item: to look for
+        """
+        return store[item]
+
+    @with_store
+    def find(self, item: str, store) -> str:
+        """Finds.
+
+        Args:
+            item: to find
+        """
+        return store[item]
+
+    @staticmethod
+    @lru_cache
+    def price(item: str) -> int:
+        """The price.
+
+        Args:
+            item: to buy
+        """
+        return len(item)
+
+
+def test_what_a_decorator_supplies_to_a_tool_is_not_shown_to_the_policy():
+    shop = Shop()
+    schemas = {tool.name: tool.schema["function"]["parameters"] for tool in make_kinds(None, Shop)[None].tools}
+    for name, said in (("look", "to look for"), ("find", "to find"), ("price", "to buy")):
+        item = {"item": {"type": "string", "description": said}}
+        assert schemas[name] == {"type": "object", "properties": item, "required": ["item"]}
+    assert (shop.look(item="a"), shop.find(item="a"), shop.price(item="a")) == ("x", "x", 1)
+    # The class itself still says what it takes.
+    assert set(Shop.look.__annotations__) == {"item", "store", "return"}
+
+    class Hidden(Counter):
+        @with_store
+        def look(self, item: str, store: dict, times: int = 1) -> str:
+            """Looks.
+
+            Args:
+                item: to look for
+            """
+
+    with pytest.raises(ValueError, match="look of environment 'Hidden' .* no description for the argument 'times'"):
+        make_kinds(None, Hidden)
+
+
 def test_hints_that_cannot_be_read_and_names_without_a_member():
     def look(at: "Missing") -> str:  # noqa: F821
         """Looks.
@@ -161,7 +222,7 @@ def test_reset_gets_the_columns_that_it_names_and_a_seed_that_it_names():
     class Strict(Counter):
         def reset(self, target): ...
 
-    with pytest.raises(ValueError, match=r"reset of environment 'Strict' requires \['target'\], but the row has the"):
+    with pytest.raises(ValueError, match=r"reset of 'Strict' requires \['target'\], but the"):
         make_kinds(None, Strict)[None].reset_arguments(row, 7)
 
 
@@ -178,12 +239,12 @@ class NoReset:
 @pytest.mark.parametrize(
     ("tools", "factory", "message"),
     [
-        (None, NoReset, "the environment 'NoReset' .* has no method reset"),
+        (None, NoReset, "environment 'NoReset' .* has no method reset"),
         (None, Undocumented, "method helper of environment 'Undocumented' cannot be shown to the policy as a tool"),
         ([lambda x: x], None, "the tool <lambda> cannot be shown"),
         ([add, add], Counter, "environment 'Counter' has several tools named 'add'"),
         (None, {}, "environment_factory is an empty dictionary"),
-        (None, {"a": "Counter"}, "environment_factory 'a' raised TypeError: 'str' .* give a class or function"),
+        (None, {"a": "Counter"}, "environment_factory 'a' raised TypeError: 'str' .* let it need no arguments"),
         (None, {"shop": lambda: 1 / 0}, "environment_factory 'shop' raised ZeroDivisionError"),
     ],
 )

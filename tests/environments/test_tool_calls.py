@@ -13,7 +13,7 @@ from alpaca_ppo.environments.tool_calls import (
     without_thoughts,
 )
 from tests.environments.chat import WITH_TOOLS, chat_bytes, conversation
-from tests.environments.test_episodes import Played, call, result
+from tests.environments.test_episodes import ROW, Played, call, result
 from tests.environments.test_kinds import add
 
 
@@ -131,29 +131,82 @@ def test_a_call_that_is_only_thought_of_is_none(opened):
     assert seen == [" 5"]
 
 
+SYSTEM = "messages[0].role == 'system' and '/no_think' in messages[0].content"
+SAYS_NO = {"prompt": [{"role": "system", "content": "/no_think"}, *ROW["prompt"]]}
+
+
+@pytest.mark.parametrize(
+    ("condition", "otherwise", "row", "opened"),
+    [
+        (f"not ({SYSTEM})", "", ROW, (True, True)),
+        # A reply is written without the row's messages.
+        (f"not ({SYSTEM})", "", SAYS_NO, (False, True)),
+        (SYSTEM, "", SAYS_NO, (True, False)),
+        ("tools", "", ROW, (True, True)),
+        ("not tools", "<think></think>", ROW, (False, False)),
+        ("last == 'tool'", "", ROW, (False, True)),
+    ],
+)
+def test_messages_and_tools_decide_whether_the_prompt_begins_a_thought(condition, otherwise, row, opened):
+    start = f"{{% if {condition} %}}<think>\n{{% else %}}{otherwise}{{% endif %}}"
+    template = WITH_TOOLS.replace(
+        "{{ m.content }}",
+        f"{{% set last = (loop.previtem or m).role %}}{{% if m.role == 'assistant' %}}{start}{{% endif %}}"
+        "{{ m.content }}",
+    ).replace("assistant\n{% endif", f"assistant\n{{% set last = messages[-1].role %}}{start}{{% endif")
+    played = Played(make_kinds([add], None), row, conversation=conversation(chat_bytes(template)))
+    one_and_one, two_and_two = call("add", a=1, b=1), call("add", a=2, b=2)
+    for begun in opened:
+        # Thought of, if the prompt has begun a thought.
+        turn = one_and_one.removesuffix("<|im_end|>") + "</think>" + two_and_two if begun else one_and_one
+        assert result(played.say(turn)) == ("4" if begun else "2")
+
+
 CALLED = '<tool_call>{"name": "f"}</tool_call>'
 THOUGHTS = (
     "<think> </think>", "[THINK] [/THINK]", "<thinking> </thinking>", "<reasoning> </reasoning>",
     "<thought> </thought>", "<seed:think> </seed:think>", "<|START_THINKING|> <|END_THINKING|>", "◁think▷ ◁/think▷",
+    '<think\ttype="deep"> </think>', "<|channel|>analysis<|message|> <|end|>", "<|channel>thought\n <channel|>",
+    "<|inner_prefix|> <|inner_suffix|>",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("form", THOUGHTS)
 def test_every_form_of_a_thought_only_mentions_calls(form):
-    begin, end = form.split()
+    begin, end = form.split(" ")
     thought = f"I write {begin} and {CALLED}"
-    assert without_thoughts(f"\n{begin}{thought}") == ""
+    assert without_thoughts(f"\n{begin}{thought}") == "\n"
     assert without_thoughts(f"{begin}{thought}{end}{CALLED}") == CALLED
     assert without_thoughts(f"a {begin}{CALLED}{end} b") == "a  b"
+    assert without_thoughts(f"{CALLED}Hm.\n{begin}\n{thought}") == f"{CALLED}Hm.\n"
+    assert without_thoughts(f"<|im_start|>assistant\n{begin}{thought}") == "<|im_start|>assistant\n"
+    assert without_thoughts(f"{begin}a{end}{CALLED}{begin}b{end}{CALLED}") == CALLED * 2
     # The prompt begins it.
     assert without_thoughts(f"{thought}{end}{CALLED}", f"<|im_start|>assistant\n{begin}\n") == CALLED
-    # The answer only mentions the tag.
-    assert CALLED in without_thoughts(f"{begin}x{end}After {begin}: {CALLED}", f"{begin}x{end}")
-    assert CALLED in without_thoughts(f"A {begin} tag: {CALLED}{begin}x{end}")
+    assert without_thoughts(CALLED, f"{begin}{end}") == CALLED
 
 
-def test_a_word_in_brackets_begins_no_thought():
-    assert CALLED in without_thoughts(f"[Reason] {CALLED}")
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "<think>a <think>b C</think> C</think>",
+        "<think>I write </think> and C</think>",
+        "C</think>",
+        "C</think>C</think>",
+    ],
+)
+def test_a_thought_reaches_to_its_last_end(thought):
+    assert without_thoughts(thought.replace("C", CALLED) + CALLED) == CALLED
+
+
+def test_an_argument_does_not_end_a_thought():
+    quoting = CALLED.replace('"f"', '"f", "arguments": {"a": "b</think>"}')
+    assert without_thoughts(f"<think>a</think>{quoting}") == without_thoughts(quoting) == quoting
+
+
+@pytest.mark.parametrize("text", ["[Reason]", "<reason for it>", "<|channel|>commentary<|message|>"])
+def test_other_marks_begin_no_thought(text):
+    assert without_thoughts(f"{text} {CALLED}<|end|>") == f"{text} {CALLED}<|end|>"
 
 
 def test_the_tokenizers_own_form_of_calls():

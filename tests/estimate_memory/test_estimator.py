@@ -524,7 +524,7 @@ def test_several_processes_get_the_peak_of_each_zero_stage(folder):
         (["--model_name_or_path=x", "--num_processes=0"], "num_processes is 0; "),
         (["--model_name_or_path=x", "--zero_stage=4"], "zero_stage is 4; "),
         (["--model_name_or_path=x", "--device_gib=0.5"], "device_gib is 0.5; "),
-        (["--model_name_or_path=/no/such/folder"], "model_name_or_path is '/no/such/folder', which is neither"),
+        (["--model_name_or_path=/no/such/folder"], "model_name_or_path is '/no/such/folder', neither"),
     ],
 )
 def test_an_estimate_that_cannot_be_made_is_refused(flags, says):
@@ -537,7 +537,7 @@ def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
         estimated("--model_name_or_path", folder, *FLAGS, "--reward_adapter", folder)
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", base_model_name_or_path=folder)
     config.save_pretrained(str(tmp_path / "adapter"))
-    with pytest.raises(ValueError, match="model .*adapter' has an adapter, and peft_config asks for another"):
+    with pytest.raises(ValueError, match="model .*adapter' is an adapter; leave peft_config"):
         estimated("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
     with pytest.raises(ValueError, match="the policy's weights are 4-bit and all of them would"):
         four = ("--load_in_4bit", "--critic_layout=shared", "--reference=none", "--kl_coef=0")

@@ -30,7 +30,7 @@ def test_a_source_is_meant_by_its_bare_name_and_a_metric_of_that_name_comes_firs
     with pytest.raises(ValueError, match="eval_success_by is 'golden'; choose one of scores, rewards, scores/gold$"):
         make_settings(SimpleNamespace(**ARGS | {"eval_success_by": "golden"}), sources=["gold"], metrics=[])
     # The reward with its penalties judges no pair.
-    with pytest.raises(ValueError, match="eval_judge is 'rewards'; use one of scores, scores/gold, module:function"):
+    with pytest.raises(ValueError, match="eval_judge is 'rewards'; use scores, scores/gold, module:function"):
         make_settings(SimpleNamespace(**ARGS | {"eval_judge": "rewards"}), sources=["gold"], metrics=[])
 
 

@@ -129,5 +129,5 @@ def test_the_command_line_reads_the_environment(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=problem):
             JudgedReward("http://h", "m", **options)
-    with pytest.raises(ValueError, match="JudgedReward.url. holds 'h', which is no address"):
+    with pytest.raises(ValueError, match="JudgedReward.url. holds 'h', no address"):
         JudgedReward("h", "m")

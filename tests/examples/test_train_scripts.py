@@ -91,6 +91,15 @@ def test_a_completion_begins_as_it_is_written_and_not_with_a_space(before):
         assert written == [*"_q?\na:", *expected, "</s>"]
 
 
+def test_words_keep_their_marks_in_a_completion_if_white_space_splits_first():
+    tokenizer = spaced_tokenizer("words")
+    rows = [{"prompt": "q?", "completion": completion} for completion in (" a ie a", "a ie")]
+    for example, expected in zip(demonstrations(Dataset.from_list(rows), tokenizer, sft_arguments()),
+                                 ("_q?_a_ie_a", "_q?a_ie"), strict=True):  # fmt: skip
+        written = [entry.replace("\u2581", "_") for entry in tokenizer.convert_ids_to_tokens(example["input_ids"])]
+        assert written == [*expected, "</s>"]
+
+
 def test_of_several_turns_those_of_the_policy_are_learned():
     tokenizer = tiny_tokenizer()
     turns = [
@@ -146,6 +155,7 @@ def said_by(role, text):
 QUESTION, ANSWER = [said_by("user", "2+2?")], [said_by("assistant", "4")]
 ASKED = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 OPENED = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+OPENED_IN_ANSWERS = OPENED.replace("{{ m.content }}", "{{ '<think>\n' if m.role == 'assistant' }}{{ m.content }}")
 
 
 def test_a_completion_may_be_messages():
@@ -192,6 +202,48 @@ def test_an_answer_closes_the_thought_that_its_prompt_opens_or_it_is_said(capsys
     assert "in 1 of 1 rows" in capsys.readouterr().out
 
 
+THOUGHT_DROPPED = OPENED.replace("{{ m.content }}", "{{ (m.content or '').split('</think>')[-1] }}")
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.name }}]{% endfor %}<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [OPENED, THOUGHT_DROPPED, OPENED_IN_ANSWERS])
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("4", "\n</think>\n\n4"),
+        ("<think>\nhm\n</think>\n\n4", "hm\n</think>\n\n4"),
+        ("hm</think>4", "hm</think>4"),
+        ([{**ANSWER[0], "reasoning_content": "hm"}], "hm\n</think>\n\n4"),
+        ([{**ANSWER[0], "tool_calls": [{"name": "add"}]}], "\n</think>\n\n4[add]"),
+    ],
+)
+def test_an_answer_goes_on_with_the_thought_that_its_prompt_opens(template, completion, expected):
+    template = template.replace("<|im_end|>\n{% endfor %}", CALLS + "\n{% endfor %}")
+    (row,) = learned([{"prompt": QUESTION, "completion": completion}], template)
+    assert row == (f"{ASKED}<think>\n{expected}<|im_end|>", f"{expected}<|im_end|>")
+
+
+def test_an_earlier_answer_that_ends_in_another_way_is_counted(capsys):
+    earlier = "{{ '<|im_end|>' if m.role == 'assistant' and loop.last else '<eos>' }}"
+    template = CHATML.replace("<|im_end|>\n{% endfor %}", f"{earlier}\n{{% endfor %}}")
+    rows = [{"messages": [*QUESTION, *ANSWER, *QUESTION, *ANSWER]}, {"messages": [*QUESTION, *ANSWER]}]
+    assert [text for _, text in learned(rows, template)] == ["4<|im_end|>", "4<|im_end|>"]
+    said = "in 1 of 2 rows .* ends an earlier answer without '<|im_end|>'; only the last answer is learned"
+    assert re.search(said.replace("|", r"\|"), capsys.readouterr().out)
+
+
+def test_an_answer_that_the_chat_template_refuses_is_named_by_its_row():
+    template = CHATML.replace("{{ m.content }}", "{{ m.content.split('|')[0] }}")
+    silent = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    # The first is longer than max_length.
+    rows = [
+        {"prompt": [said_by("user", "?" * 5000)], "completion": ANSWER},
+        {"prompt": QUESTION, "completion": [silent]},
+    ]
+    with pytest.raises(ValueError, match="the chat template refuses the messages in row 1"):
+        learned(rows, template)
+
+
 def test_rows_that_are_too_long_are_counted_on_the_screen_and_in_the_results(model_folder, tmp_path, capsys):
     lengths = (1, 2, 9, 9, 9)
     rows = [{"prompt": "w10", "completion": " ".join(["w11"] * n)} for n in lengths] + [
@@ -214,9 +266,11 @@ def test_rows_that_are_too_long_are_counted_on_the_screen_and_in_the_results(mod
 def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(model_folder, tmp_path):
     out, data = tmp_path / "out", write(tmp_path / "sft.jsonl", [{"prompt": "w10", "completion": "w11"}] * 4)
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
-    sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", "--num_train_epochs", "1"])
+    steps = ["--max_steps", "1", "--save_strategy", "steps", "--save_steps", "1"]
+    sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", *steps])
     assert read_policy_adapter(str(out)).r == 2 and not (out / "model.safetensors").exists()
-    assert GenerationConfig.from_pretrained(out).eos_token_id == [tiny_tokenizer().eos_token_id]
+    for folder in (out, out / "checkpoint-1"):
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [tiny_tokenizer().eos_token_id]
 
 
 def test_a_fine_tuned_model_ends_its_answers_where_it_has_learned_to(model_folder, tmp_path):
@@ -227,6 +281,34 @@ def test_a_fine_tuned_model_ends_its_answers_where_it_has_learned_to(model_folde
     names = ["--model_name_or_path", str(base), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
     sft.train_sft([*names, *QUICK, "--max_steps", "1"])
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [tiny_tokenizer().eos_token_id, 40]
+
+
+SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("column", "messages"),
+    [
+        ("conversations", SHARED),
+        ("messages", SHARED),
+        ("messages", [said_by("assistant", "a"), said_by("user", "q"), said_by("assistant", "a")]),
+        ("messages", [said_by("user", "q")]),
+        ("completion", [said_by("user", "q")]),
+        ("messages", [said_by("user", "q"), said_by("assistant", "a"), said_by("user", "q")]),
+    ],
+)
+def test_a_conversation_without_prompt_or_answer_is_named_by_its_own_column(column, messages):
+    good = [said_by("user", "q"), said_by("assistant", "a")]
+    rows = Dataset.from_list([{column: good}, {column: messages}], on_mixed_types="use_json")
+    with pytest.raises(ValueError, match=rf"row 1: {column} is \[{{'(role|from)': .*role, content"):
+        sft.with_prompts(rows, "prompt")
+
+
+def test_conversations_of_that_name_are_read_as_messages_are():
+    good = [said_by("user", "q"), said_by("assistant", "a")]
+    for chosen in ("completion", "conversations"):
+        (row,) = sft.with_prompts(Dataset.from_list([{"conversations": good}]), "prompt", chosen)
+        assert (row["prompt"], row[chosen]) == (good[:1], good[1:])
 
 
 def test_pairs_may_take_either_form_in_each_row():

@@ -252,11 +252,11 @@ def test_a_support_without_width_and_a_distribution_without_parts_are_refused():
 
 def test_shapes_that_do_not_belong_together_are_refused():
     predictions, returns, mask = random_batch()
-    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but logits has \(5, 3, 6\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\), logits \(5, 3, 6\)"):
         categorical(predictions[:, :3], returns, mask)
-    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but quantiles has \(5, 4\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\), quantiles \(5, 4\)"):
         fixed_quantiles(returns, returns, mask)
-    with pytest.raises(ValueError, match=r"taus has shape \(5,\) but quantiles has \(5, 4, 6\)"):
+    with pytest.raises(ValueError, match=r"taus has shape \(5,\), quantiles \(5, 4, 6\)"):
         F.quantile_huber_loss(predictions, returns, torch.ones(5), mask)
-    with pytest.raises(ValueError, match=r"atoms has shape \(5,\) but probs has \(5, 4, 6\)"):
+    with pytest.raises(ValueError, match=r"atoms has shape \(5,\), probs \(5, 4, 6\)"):
         F.cvar_from_categorical(predictions, torch.ones(5), alpha=0.5)

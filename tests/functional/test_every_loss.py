@@ -124,7 +124,7 @@ def test_half_precision_is_computed_in_float32_and_inputs_stay_as_they_were(case
 @every_loss
 def test_shapes_that_differ_are_refused(case):
     (predictions, *others), mask = case.batch()
-    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\) but values has \(5, 2\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(5, 4\), but values \(5, 2\)"):
         case.loss_of(predictions, *(x[:, :2] for x in others), mask)
 
 

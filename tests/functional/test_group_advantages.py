@@ -251,7 +251,7 @@ def test_rows_are_informative_where_their_groups_scores_differ():
 
 @pytest.mark.parametrize(("scores", "ids"), [(torch.ones(2), torch.ones(3)), (torch.ones(2, 2), torch.ones(2, 2))])
 def test_informative_rows_need_one_score_and_id_a_row(scores, ids):
-    with pytest.raises(ValueError, match=r"scores has shape .* and group_ids .*"):
+    with pytest.raises(ValueError, match=r"scores has shape .*, group_ids .*"):
         informative_rows(scores, ids)
 
 
@@ -300,11 +300,11 @@ def test_returns_compute_half_precision_in_float32_and_keep_float64():
 
 def test_returns_refuse_shapes_that_differ_and_a_rate_outside_zero_to_one():
     rewards, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values has \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\), but values \(2, 3\)"):
         reinforce_plus_plus(rewards, mask[:, :2], gamma=0.9)
     with pytest.raises(ValueError, match=r"gamma is 1.5; it must be in \[0, 1\]"):
         reinforce_plus_plus(rewards, mask, gamma=1.5)
     with pytest.raises(ValueError, match=r"baseline_scores has shape \(3,\), response_mask \(2, 3\)"):
         remax(rewards, torch.ones(3), mask)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\) but values has \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 2\), but values \(2, 3\)"):
         remax(rewards, torch.ones(2), mask[:, :2])

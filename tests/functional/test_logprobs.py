@@ -241,7 +241,7 @@ def test_forward_and_backward_hold_two_chunks_of_logits_and_never_all(with_entro
     [
         ({"temperature": 0.0}, r"temperature is 0.0; it must be positive"),
         ({"chunk_size": 0}, "chunk_size is 0; it must be at least 1 token"),
-        ({"labels": torch.zeros(6, dtype=torch.int64)}, r"labels has shape \(6,\) but hidden has \(7, 5\)"),
+        ({"labels": torch.zeros(6, dtype=torch.int64)}, r"labels has shape \(6,\), hidden \(7, 5\)"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(changes, message):
@@ -252,7 +252,7 @@ def test_arguments_that_make_no_sense_are_refused(changes, message):
 
 
 def test_token_logprobs_refuses_logits_that_are_not_the_labels():
-    with pytest.raises(ValueError, match=r"labels has shape \(2,\) but logits has \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"labels has shape \(2,\), logits \(3, 4\)"):
         token_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))
 
 

@@ -27,7 +27,7 @@ def test_zero_outside_widens_half_precision_and_integers_to_float32_and_keeps_fl
 
 
 def test_zero_outside_refuses_a_mask_that_would_broadcast():
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 1\) but values has \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 1\), but values \(2, 3\)"):
         zero_outside(torch.ones(2, 3), MASK[:, :1])
 
 

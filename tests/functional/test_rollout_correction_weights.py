@@ -75,7 +75,7 @@ def test_half_precision_is_computed_in_float32_and_float64_stays(level):
         ({"level": "row"}, "level is 'row'; it must be one of token, sequence"),
         ({"threshold": 0.0}, "threshold is 0.0; it must be positive"),
         ({"threshold": nan}, "threshold is nan; it must be positive"),
-        ({"old": OLD[:, :2]}, r"mask has shape \(3, 3\) but values has \(3, 2\)"),
+        ({"old": OLD[:, :2]}, r"mask has shape \(3, 3\), but values \(3, 2\)"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

@@ -175,5 +175,5 @@ def test_stop_strings_are_refused_by_a_backend_that_does_not_take_them() -> None
 
 
 def test_a_run_in_slots_refuses_a_policy_that_they_cannot_sample_before_it_starts(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="generation_backend is slots, but .*; set it to auto"):
+    with pytest.raises(ValueError, match="generation_backend slots cannot sample .*; set it to auto"):
         tiny_trainer(tmp_path, model=tiny_causal_lm("mamba"), generation_backend="slots")

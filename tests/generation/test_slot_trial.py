@@ -27,7 +27,7 @@ def test_other_families_are_not_and_auto_generates_them() -> None:
     model = tiny_causal_lm("bloom")
     found, expected = run(model, rows_at_once=2), run(model, backend="generate", rows_at_once=2)
     assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))
-    with pytest.raises(ValueError, match="generation_backend is slots, but BloomForCausalLM cannot be sampled in slo"):
+    with pytest.raises(ValueError, match="generation_backend slots cannot run BloomForCausalLM"):
         run(model, backend="slots")
 
 
@@ -71,7 +71,7 @@ def of_class(kind: type[PreTrainedModel]) -> PreTrainedModel:
     ],
 )
 def test_a_model_that_cannot_is_found_by_a_trial(kind: type[PreTrainedModel], problem: str) -> None:
-    with pytest.raises(ValueError, match=f"cannot be sampled in slots: .*{problem}"):
+    with pytest.raises(ValueError, match=f"slots cannot run .*{problem}"):
         run(of_class(kind), backend="slots")
 
 

@@ -68,7 +68,7 @@ def test_an_unknown_string_is_an_error() -> None:
 
 @pytest.mark.parametrize("token", [64, -1])
 def test_an_id_outside_the_vocabulary_is_an_error(token: int) -> None:
-    with pytest.raises(ValueError, match=f"id {token}, which is not in the tokenizer's vocabulary of 64 tokens"):
+    with pytest.raises(ValueError, match=f"truncate_tokens holds {token}, no id in the vocabulary of 64"):
         resolve_truncate_tokens(tiny_tokenizer(), [token])
 
 

@@ -234,12 +234,12 @@ def test_a_step_leaves_out_rows_that_wait_for_an_answer() -> None:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        ("text", "answered row 0 with 'text'; an answer is None or a sequence of token ids"),
-        (torch.tensor([3]), r"answered row 0 with tensor\(\[3\]\); an answer"),
-        ([5, 64], "answered row 0 with 64 among its tokens; it must be a token id from 0 to 63"),
-        ([-1], "answered row 0 with -1 among its tokens"),
-        ([5.0], "answered row 0 with 5.0 among its tokens"),
-        (PENDING, "answered row 0 with <Pending.PENDING: 'pending'>; an answer"),
+        ("text", "answered row 0 with 'text'; return None or a sequence of token ids"),
+        (torch.tensor([3]), r"answered row 0 with tensor\(\[3\]\); return"),
+        ([5, 64], "gave row 0 the token 64; use ids from 0 to 63"),
+        ([-1], "gave row 0 the token -1"),
+        ([5.0], "gave row 0 the token 5.0"),
+        (PENDING, "answered row 0 with <Pending.PENDING: 'pending'>; return"),
     ],
 )
 def test_an_answer_that_is_no_tokens_is_refused(reply: Any, message: str) -> None:
@@ -252,7 +252,7 @@ def test_an_answer_for_a_row_that_waits_for_none_is_refused() -> None:
         def ready(self, timeout: float) -> Any:
             return [(0, [5]), (0, [5])]
 
-    with pytest.raises(ValueError, match=r"ready\(\) returned an answer for row 0, which waits for none; return"):
+    with pytest.raises(ValueError, match=r"ready\(\) answered row 0, which waits for none; return"):
         sample(Twice(1, None))
 
 
@@ -265,7 +265,7 @@ def test_turns_are_passed_to_backends_that_take_them_and_refused_by_others() -> 
 
     for backend in ("auto", "slots"):
         found.append(sampled(backend))
-        with pytest.raises(ValueError, match="Bloom.* cannot be sampled in slots: .*several turns need slots"):
+        with pytest.raises(ValueError, match="cannot run Bloom.*: .*several turns need slots"):
             sampled(backend, "bloom")
     assert torch.equal(found[0].responses, found[1].responses)
     assert (found[0].responses.ne(PAD) & ~found[0].response_mask).any()

@@ -1,5 +1,6 @@
 """The vLLM backend against a server of the same protocol: which requests it makes, and what it believes."""
 
+import math
 import random
 import threading
 from pathlib import Path
@@ -215,7 +216,7 @@ def test_an_answer_for_a_row_that_waits_for_none_is_an_error(tmp_path: Path) -> 
 
     with Setting(tmp_path, FakeVLLM()) as setting:
         setting.sync()
-        with pytest.raises(ValueError, match="answer for row 1, which waits for none"):
+        with pytest.raises(ValueError, match="answered row 1, which waits for none"):
             setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1, turns=Turns(Wrong(random.Random(0))))
 
 
@@ -292,6 +293,10 @@ def entries(*logprobs: float, first: int = 40) -> dict[str, Any]:
     return {"token_ids": list(range(40, 40 + len(logprobs))), "logprobs": {"content": content}}
 
 
+def repeated(token: int) -> dict[str, Any]:
+    return {"token_ids": [token] * 20, "logprobs": {"content": [{"token_id": token, "logprob": -1.0}] * 20}}
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -305,6 +310,11 @@ def entries(*logprobs: float, first: int = 40) -> dict[str, Any]:
         (changed(**entries()), "0 tokens instead of 1 to 20"),
         (changed(token_ids=["x"] * 20), "ValueError"),
         (changed(logprobs=None), "TypeError"),
+        (changed(**repeated(64)), "tokens outside of the vocabulary of 64"),
+        (changed(**repeated(-1)), "tokens outside of the vocabulary of 64"),
+        (changed(**repeated(2**70)), "tokens outside of the vocabulary of 64"),
+        (changed(token_ids=[math.inf] * 20), "OverflowError"),
+        (lambda answer: {**answer, "model": "base"}, "of base instead of policy"),
         (lambda answer: {"choices": []}, "gave a wrong answer"),
         (lambda answer: [], "gave a wrong answer"),
     ],
@@ -319,6 +329,79 @@ def test_an_answer_that_cannot_be_right_ends_the_run(tmp_path: Path, change: Any
             setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1, stop_token_ids=stops)
 
 
+def test_tensors_that_do_not_reach_the_files_end_the_run(tmp_path: Path) -> None:
+    first = dict[str, Tensor]()
+
+    def stale(policy: Policy, name: str) -> Any:
+        for key, tensor in weights_of(policy):
+            yield key, first.setdefault(key, tensor.clone()) if key.endswith(name) else tensor
+
+    for name in ("layers.0.self_attn.q_proj.weight", "lm_head.weight"):
+        with Setting(tmp_path, FakeVLLM(), vllm_dtype="bfloat16") as setting:
+            policy = setting.policy
+            setting.backend.sync(policy, lambda base=False, name=name, policy=policy: stale(policy, name))
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    # The fewest bits that bfloat16 has.
+                    parameter.mul_(1.01)
+            with pytest.raises(ValueError, match=rf"not the policy's: model\.{name}|not the policy's: {name}"):
+                setting.backend.sync(policy, lambda base=False, name=name, policy=policy: stale(policy, name))
+        first.clear()
+
+
+class Forgets(FakeVLLM):
+    """A server that does not do what it is asked for on the route `forgotten`, but says so."""
+
+    forgotten = ""
+
+    def respond(self, path: str, body: Any) -> Any:
+        if path != self.forgotten:
+            return super().respond(path, body)
+        return {"success": True}
+
+
+@pytest.mark.parametrize(
+    ("route", "problem"),
+    [
+        ("/collective_rpc", "holds other weights than the published ones .lm_head.weight, model.embed_tokens.weight"),
+        ("/reset_prefix_cache", "answers from the prefix cache of older weights"),
+    ],
+)
+def test_what_a_server_forgets_ends_the_run(tmp_path: Path, route: str, problem: str) -> None:
+    fake = Forgets()
+    with Setting(tmp_path, fake) as setting:
+        setting.sync()
+        fake.forgotten = route
+        with torch.no_grad():
+            for parameter in setting.policy.model.parameters():
+                parameter.mul_(1 + 1e-6)
+        with pytest.raises(ValueError, match=problem):
+            setting.sync()
+
+
+def test_a_stale_or_unused_adapter_ends_the_run(tmp_path: Path) -> None:
+    def adapted() -> Policy:
+        peft = get_peft_model(tiny_causal_lm("llama", **SMALLEST), LoraConfig(r=2, target_modules=["q_proj"]))
+        adapters = from_peft_model(peft)
+        return Policy(adapters.model, adapters)
+
+    fake = Forgets()
+    with Setting(tmp_path, fake, policy=adapted()) as setting:
+        setting.sync()
+        fake.forgotten = "/v1/load_lora_adapter"
+        setting.sync()
+        with pytest.raises(ValueError, match=r"no '\S+-1'|HTTP status 404"):
+            setting.sampled()
+    policy = adapted()
+    old = {name: tensor.clone() for name, tensor in weights_of(policy)}
+    with Setting(tmp_path, FakeVLLM(), policy=policy) as setting:
+        setting.sync()
+        with torch.no_grad():
+            setting.policy.adapters.parameters_of("default")[1].add_(1e-6)  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match=r"not the policy's: base_model\.\S+lora_B"):
+            setting.backend.sync(policy, lambda base=False: weights_of(policy, base=True) if base else old.items())
+
+
 def test_logits_that_are_not_finite_are_said_to_be(tmp_path: Path) -> None:
     fake = FakeVLLM(answer=lambda loaded, tokens, params: [(40, -9999.0)] * params["max_tokens"])
     with Setting(tmp_path, fake) as setting:
@@ -327,19 +410,22 @@ def test_logits_that_are_not_finite_are_said_to_be(tmp_path: Path) -> None:
             setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
 
 
-def test_a_request_whose_connection_drops_is_made_again_for_the_same_tokens(
+def test_a_request_that_is_dropped_or_aborted_is_made_again_for_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "RETRY_DELAYS", (0.0, 0.0, 0.0))
     fake, other = FakeVLLM(), FakeVLLM()
     dropped = dict[int, int]()
+    # What an engine sends that gets SIGTERM.
+    aborted = b'{"model": "policy", "choices": [{"finish_reason": "abort", "token_ids": [], "weight_versions": null}]}'
+    header = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+    instead = {1: b"", 2: header % 100 + b"{", 3: header % len(aborted) + aborted}
 
     def drop(path: str, body: Any) -> Any:
         if path.endswith("generate"):
             seed = body["sampling_params"]["seed"]
             dropped[seed] = dropped.get(seed, 0) + 1
-            if dropped[seed] <= 3:
-                return b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{" if dropped[seed] == 2 else b""
+            return instead.get(dropped[seed])
         return None
 
     fake.before = drop
@@ -354,13 +440,17 @@ def test_a_request_whose_connection_drops_is_made_again_for_the_same_tokens(
 
 
 def test_a_request_that_takes_too_long_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "RETRY_DELAYS", ())
-    fake, released = FakeVLLM(), threading.Event()
-    with Setting(tmp_path, fake, ddp_timeout=1) as setting:
+    monkeypatch.setattr(sampling, "RETRY_DELAYS", (0.0, 0.0, 0.0))
+    hung, well, released = FakeVLLM(), FakeVLLM(), threading.Event()
+    hung.before = lambda path, body: released.wait(60) and None if path.endswith("generate") else None
+    with Setting(tmp_path, hung, ddp_timeout=1) as setting, Setting(tmp_path, hung, well, ddp_timeout=1) as both:
         setting.sync()
-        fake.before = lambda path, body: released.wait(60) and None
-        with pytest.raises(ValueError, match=r"the vLLM server at \S+ did not answer within 1 s"):
-            setting.sampled(PROMPTS[:1], PROMPT_IDS[:1])
+        with pytest.raises(ValueError, match=r"the vLLM server at http://\S+ did not answer within 1 s"):
+            setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
+        assert [path for path, _ in hung.asked].count("/inference/v1/generate") <= 1
+        # Another server is asked.
+        both.sync()
+        both.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
         released.set()
 
 
@@ -493,7 +583,7 @@ def test_the_options_name_a_server_or_a_way_to_start_one(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="load_in_4bit is True"):
         four_bits: dict[str, Any] = {"load_in_4bit": True, "critic_layout": "shared", "vllm_python": "python"}
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **four_bits))
-    with pytest.raises(ValueError, match="vllm_urls holds 'localhost:8000', which is no address"):
+    with pytest.raises(ValueError, match="vllm_urls holds 'localhost:8000', no address"):
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_urls=["localhost:8000"]))
     with pytest.raises(ValueError, match="needs the options of a run"):
         make_backend("vllm")

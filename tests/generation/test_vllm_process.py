@@ -1,5 +1,6 @@
 """The process of a vLLM server, in whose place `fake_vllm` runs: its start, its deaths, and what they leave behind."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 from alpaca_ppo.async_calls import await_all
+from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.generation import Turns, make_backend
 from alpaca_ppo.generation.vllm import sampling, weights
-from tests.fake_vllm import FakeVLLM, fake_python
+from tests.fake_vllm import fake_python
 from tests.generation.test_turns import Script
 from tests.generation.test_vllm import Setting
-from tests.tiny_runs import tiny_config
+from tests.tiny_runs import tiny_config, tiny_trainer
 
 PROGRAM = """
 import sys
@@ -95,6 +97,7 @@ def test_a_server_is_started_on_the_weights_and_listens_on_a_socket_alone(starte
     assert Path(given["--uds"]).parent.stat().st_mode & 0o777 == 0o700
     assert not process.net_connections("inet")
     variables = process.environ()
+    assert variables["GLOO_SOCKET_IFNAME"] == "lo" and variables["VLLM_HOST_IP"] == "127.0.0.1"
     assert variables["VLLM_SERVER_DEV_MODE"] == "1" and variables["VLLM_NO_USAGE_STATS"] == "1"
     assert not {"PYTHONPATH", "RANK", "MASTER_PORT"} & {*variables}
     # Temporary files go with the folder, and seeds are used in a CPU's whole prompts alone.
@@ -123,8 +126,9 @@ def test_a_server_that_is_killed_in_a_rollout_is_started_again_for_the_same_toke
     # One that has ended between two rollouts is started on the new weights.
     servers(tmp_path)[0].kill()
     until(lambda: not servers(tmp_path))
-    started.sync()
-    assert "/2" in " ".join(servers(tmp_path)[0].cmdline())
+    with pytest.warns(UserWarning, match="SIGKILL: .*, and is started again"):
+        started.sync()
+    assert torch.equal(started.sampled(turns=Turns(Script())).responses, expected.responses)
 
 
 def test_a_server_that_ends_twice_ends_the_run(started: Setting, tmp_path: Path) -> None:
@@ -195,27 +199,32 @@ def test_an_interpreter_without_the_right_vllm_is_refused_before_models_load(
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("then", "number"), [("sys.stdin.read()", signal.SIGKILL), ("pass", None)])
+@pytest.mark.parametrize(
+    ("first", "then", "number"),
+    [("", "sys.stdin.read()", signal.SIGKILL), ("", "pass", None), ("time.sleep(1000)", "pass", signal.SIGKILL)],
+    ids=["killed", "ends", "killed while the server starts"],
+)
 def test_nothing_is_left_of_a_server_however_the_run_ends(
-    tmp_path: Path, then: str, number: signal.Signals | None
+    tmp_path: Path, first: str, then: str, number: signal.Signals | None
 ) -> None:
-    before, script = folders(), tmp_path / "run.py"
+    before, script, link = folders(), tmp_path / "run.py", tmp_path / "vllm_0.model"
     script.write_text(PROGRAM.format(then=then))
     root = str(Path(__file__).parents[2])
     run = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path), fake_python(tmp_path), str(weights.MEMORY)],
+        [sys.executable, str(script), str(tmp_path), fake_python(tmp_path, first=first), str(weights.MEMORY)],
         env={**os.environ, "STARTED_BY": str(tmp_path), "PYTHONPATH": root},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert run.stdout is not None and run.stdin is not None
     with run.stdout, run.stdin:
-        assert b"ready\n" in run.stdout
+        assert any(line.startswith(b"vLLM starts" if first else b"ready") for line in run.stdout)
         if number is not None:
-            assert len(servers(tmp_path)) == 1
+            until(lambda: len(servers(tmp_path)) == 1)
+            assert link.is_symlink() == bool(first)
             run.send_signal(number)
         run.wait(timeout=60)
-    until(lambda: not servers(tmp_path) and folders() <= before)
+    until(lambda: not servers(tmp_path) and not link.is_symlink() and folders() <= before)
 
 
 def test_a_server_ends_although_its_watchdog_was_killed(started: Setting, tmp_path: Path) -> None:
@@ -226,17 +235,131 @@ def test_a_server_ends_although_its_watchdog_was_killed(started: Setting, tmp_pa
     # The fixture waits until nothing is left.
 
 
-def test_the_server_s_gpu_memory_is_freed_between_rollouts(tmp_path: Path) -> None:
-    fake = FakeVLLM()
-    with Setting(tmp_path, fake) as setting:
+AT_LOAD = """
+def before(path, body):
+    if path == "/collective_rpc":
+        {then}
+fake.before = before
+"""
+SIGNALS_THE_RUN = """
+import os, signal
+watchdog = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()
+os.kill(int(watchdog[1]), signal.SIGTERM)
+time.sleep(1000)
+"""
+GENERATE = "/inference/v1/generate"
+STOPS_ITSELF = SIGNALS_THE_RUN.replace("time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)")
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "signal SIGKILL"),
+        ("fake.lives = False; time.sleep(1000)", "it did not answer"),
+        ("time.sleep(1000)", "it did not answer"),
+    ],
+    ids=["killed", "engine killed", "hangs"],
+)
+def test_a_server_that_dies_or_hangs_while_it_loads_weights_is_started_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, said: str
+) -> None:
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server._HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server._LOAD_SECONDS", 5.0)
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=AT_LOAD.format(then=then)), query_len=40)
+    setting.sync()
+    old = setting.sampled()
+    with torch.no_grad():
+        setting.policy.head.weight += 1
+    with pytest.warns(UserWarning, match=f"has ended .{said}.*, and is started again"):
         setting.sync()
-        (server,) = setting.backend.servers
-        count = len(fake.asked)
-        await_all([server.sleep()])
-        setting.backend.wake()
-        setting.backend.wake()
-        await_all([server.sleep()])
-        setting.sync()
-    paths = [path for path, _ in fake.asked[count:]]
-    load = ["/collective_rpc", "/update_weight_version", "/reset_prefix_cache"]
-    assert paths == ["/sleep?level=1", "/wake_up", "/sleep?level=1", "/wake_up", *load]
+    new = setting.sampled()
+    assert not torch.equal(new.responses, old.responses)
+    whole = Setting(tmp_path / "whole", policy=setting.policy, vllm_python=fake_python(tmp_path), query_len=40)
+    whole.sync()
+    assert torch.equal(whole.sampled().responses, new.responses)
+
+
+@pytest.mark.parametrize(("ends", "timeout"), [("", 2), ("fake.lives = False", 1800)], ids=["hangs", "ends"])
+def test_a_server_that_hangs_in_a_rollout_is_started_again_after_one_timeout_and_one_that_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, timeout: int
+) -> None:
+    # As vLLM does that was asked to end, which waits for its clients.
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
+    hangs = f"""
+import pathlib
+mark = pathlib.Path(words[words.index("--uds") + 1] + ".hung")
+def before(path, body):
+    if path.endswith("generate") and not mark.exists():
+        mark.touch()
+        {ends}
+        time.sleep(1000)
+fake.before = before
+"""
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=hangs), ddp_timeout=timeout, query_len=40)
+    setting.sync()
+    with pytest.warns(UserWarning, match="has ended .it did not answer.*, and is started again"):
+        found = setting.sampled()
+    assert torch.equal(setting.sampled().responses, found.responses)
+
+
+@pytest.mark.parametrize(
+    ("first", "checkpoint"),
+    [
+        (SIGNALS_THE_RUN, 0),
+        (AT_LOAD.format(then=SIGNALS_THE_RUN.replace("\n", "\n        ")), 1),
+        (AT_LOAD.format(then=STOPS_ITSELF.replace("\n", "\n        ")), 1),
+        (AT_LOAD.format(then=STOPS_ITSELF.replace("\n", "\n        ")).replace("/collective_rpc", GENERATE), 0),
+    ],
+    ids=["starts", "hangs", "stopped", "stopped before the first step"],
+)
+def test_a_signal_ends_a_run_whose_server_starts_hangs_or_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, checkpoint: int
+) -> None:
+    monkeypatch.setenv("STARTED_BY", str(tmp_path))
+    before = folders()
+    trainer = tiny_trainer(
+        tmp_path, generation_backend="vllm", vllm_python=fake_python(tmp_path, first=first), mismatch_action="ignore"
+    )
+    with pytest.raises(Interrupted) as ended:
+        trainer.train()
+    assert ended.value.code == 143 and (tmp_path / f"checkpoint-{checkpoint}").is_dir()
+    assert not (tmp_path / "vllm_0.model").is_symlink()
+    del trainer, ended
+    gc.collect()
+    until(lambda: not servers(tmp_path) and folders() <= before)
+
+
+def test_a_stopped_server_goes_on_to_end_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARTED_BY", str(tmp_path))
+    notes = f'import signal; signal.signal(15, lambda *_: (open("{tmp_path}/ended", "w"), sys.exit(0)))'
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=notes), query_len=40)
+    setting.sync()
+    (process,) = servers(tmp_path)
+    process.suspend()
+    del setting
+    until(lambda: not servers(tmp_path))
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_server_that_sleeps_is_woken_once_before_it_samples_or_loads(started: Setting) -> None:
+    # As on a GPU; the stand-in refuses everything else while it sleeps, and to wake up twice.
+    (server,) = started.backend.servers
+    expected = started.sampled()
+    await_all([server.sleep()])
+    started.backend.wake()
+    started.backend.wake()
+    assert torch.equal(started.sampled().responses, expected.responses)
+    await_all([server.sleep()])
+    started.sync()
+    assert torch.equal(started.sampled().responses, expected.responses)
+
+
+def test_a_server_that_cannot_wake_up_is_started_again(started: Setting, tmp_path: Path) -> None:
+    (server,) = started.backend.servers
+    expected, (old,) = started.sampled(), servers(tmp_path)
+    server.asleep = True
+    with pytest.warns(UserWarning, match="ended .it did not answer.*, and is started again"):
+        started.backend.wake()
+    assert not server.asleep and [process.pid for process in servers(tmp_path)] != [old.pid]
+    assert torch.equal(started.sampled().responses, expected.responses)

@@ -4,6 +4,7 @@ All of them start on a machine without a GPU: the files are those of a machine w
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from tests.integration.launching import ROOT, start, write_run
+from tests.integration.launching import ENVIRONMENT, HANG, ROOT, command, start, write_run
 from tests.tiny_runs import metric_lines
 
 LAUNCH = {path.stem: path for path in (ROOT / "examples/accelerate_configs").glob("*.yaml")}
@@ -128,3 +129,46 @@ def test_a_deepspeed_configuration_holds_only_what_deepspeed_knows(config):
     for name in ("optimizer", "param"):
         part = getattr(parsed.zero_config, f"offload_{name}")
         assert (part is not None and part.device == "cpu") == (name in offload)
+
+
+@pytest.mark.proof
+def test_a_launch_configuration_is_honoured_refused_or_listed(run, alone):
+    """By processes that the launcher itself starts, whose command names the file."""
+    settings = yaml.safe_load(LAUNCH["fsdp"].read_text())
+    settings["fsdp_config"] |= {"fsdp_reshard_after_forward": False, "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    settings["fsdp_config"]["fsdp_mixed_precision_policy"] = "bf16"
+    file = run / "asking.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0"]
+    words += ["examples/train_ppo.py", "--config", str(run / "run.yaml"), "--output_dir", str(run / "asking")]
+    outcome = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    line = "without effect on this run: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT, fsdp_mixed_precision_policy\n"
+    assert outcome.stderr.count(line) == 1, outcome.stderr
+    assert_same(metric_lines(run / "asking"), alone, tolerance=1e-4)
+    words[5:5] = ["--mixed_precision", "bf16"]
+    outcome = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG)
+    assert outcome.returncode != 0 and "mixed_precision is 'bf16'; use bf16: true" in outcome.stderr, outcome.stderr
+
+
+LAST_WORDS = """
+import sys
+from tests.tiny_runs import tiny_trainer
+trainer = tiny_trainer(sys.argv[1], total_episodes=10)
+trainer.train()
+# Threads take turns only where one waits, so that those of gloo are as late as on a busy machine.
+sys.setswitchinterval(100)
+trainer.updater.engine.weights()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.proof
+def test_a_script_that_gathers_weights_at_its_end_ends_with_its_own_exit_status(tmp_path):
+    (tmp_path / "script.py").write_text(LAST_WORDS)
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    for status in (0, 0, 0, 0, 0, 0, 0, 5):
+        whole = command(tmp_path / "script.py", tmp_path / "run", str(status), config="fsdp")
+        ended = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
+        assert "SIGABRT" not in ended.stderr and "exitcode  : -6" not in ended.stderr, ended.stderr
+        assert (ended.returncode == 0) == (status == 0), ended.stderr

@@ -111,11 +111,11 @@ def test_an_adapter_of_the_critic_keeps_a_rank_and_layers_of_its_own(saved, tmp_
         (("adapter", True, "scalar"), ("shared", False, "scalar"), "is not the final/value of a run .* no adapters"),
         (("adapter", True, "scalar"), ("separate", False, "scalar"), "is an adapter, .* set critic_layout: adapter"),
         (("separate", False, "scalar"), ("shared", False, "scalar"), "reads the states of another policy"),
-        (("shared", False, "scalar"), ("shared", False, "quantile"), "the value model's head is .*'kind': 'scalar'"),
-        (("shared", False, "quantile"), ("shared", False, "scalar"), "the value model's head is .*'kind': 'quantile'"),
+        (("shared", False, "scalar"), ("shared", False, "quantile"), "value_model has the head .*'kind': 'scalar'"),
+        (("shared", False, "quantile"), ("shared", False, "scalar"), "value_model has the head .*'kind': 'quantile'"),
         (("shared", True, "scalar"), ("shared", True, "scalar"), r"policy than this one \(.*lora_A.* differs\)"),
-        (("adapter", True, "scalar"), ("adapter", True, "quantile"), "the value model's head is .*'kind': 'scalar'"),
-        (("adapter", True, "quantile"), ("adapter", True, "scalar"), "the value model's head is .*'kind': 'quantile'"),
+        (("adapter", True, "scalar"), ("adapter", True, "quantile"), "value_model has the head .*'kind': 'scalar'"),
+        (("adapter", True, "quantile"), ("adapter", True, "scalar"), "value_model has the head .*'kind': 'quantile'"),
     ],
 )
 def test_a_critic_that_does_not_fit_is_refused(source, to, message, saved):

@@ -75,7 +75,7 @@ def test_a_model_that_changes_its_logits_in_an_unsupported_way_is_refused():
         return output
 
     model.forward = shifted
-    with pytest.raises(ValueError, match="cannot be reproduced from its head; override outputs_from_states"):
+    with pytest.raises(ValueError, match="logits are not its head's; override outputs_from_states"):
         Policy(model)
     assert model.config.final_logit_softcapping == plain
 

@@ -244,7 +244,7 @@ def test_the_proxy_of_the_environment_is_asked(monkeypatch):
     ("arguments", "problem"),
     [
         (([],), "got no url"),
-        (("ftp://h/x",), r"RemoteReward\(url\) holds 'ftp://h/x', which is no address"),
+        (("ftp://h/x",), r"RemoteReward\(url\) holds 'ftp://h/x', no address"),
         (("http://u:hunter2@h:99999/",), "holds 'h:99999/'"),
         (("http://h/a b",), "holds 'http://h/a b'"),
         (("http://h", 0), "timeout=0. must be above 0"),

@@ -4,8 +4,9 @@ import functools
 import pytest
 
 from alpaca_ppo.rewards import RewardError, build_reward
+from alpaca_ppo.rewards.batch import RewardBatch
 from alpaca_ppo.rewards.build import check_columns
-from alpaca_ppo.rewards.reward_function import LoggedMetrics, merged
+from alpaca_ppo.rewards.reward_function import FunctionReward, LoggedMetrics, merged
 
 PROMPTS = ["Count.", "Sing.", "Où ?"]
 COMPLETIONS = ["one two", "la", "là 🎵"]
@@ -57,6 +58,22 @@ def test_a_decorator_may_supply_an_argument_that_is_no_column():
     check_columns(named, "train set", ["prompt", "level"])
     # 7 + 0 + 10, 2 + 1 + 10, 4 + 2 + 10
     assert score(named).rewards.tolist() == [17.0, 13.0, 16.0]
+
+
+def test_a_wrapper_without_a_signature_of_its_own_gets_what_the_function_names():
+    @functools.lru_cache
+    def cached(completions, level, bonus=1):
+        """Lists are no keys of a cache, so only its arguments matter here."""
+
+    class Cached:
+        @functools.lru_cache  # noqa: B019
+        def __call__(self, completions, level): ...
+
+    batch = RewardBatch(PROMPTS, COMPLETIONS, IDS, {"level": [0, 1, 2], "answer": ["x", "y", "z"]})
+    for function in (cached, functools.partial(cached, bonus=2), Cached()):
+        assert FunctionReward(function).keywords(batch).keys() == {"completions", "level"}
+        with pytest.raises(ValueError, match=r"requires the arguments \['level'\]"):
+            check_columns(function, "train set", ["prompt"])
 
 
 def test_text_completions_of_message_prompts_become_assistant_messages():

@@ -57,7 +57,7 @@ def test_the_chat_template_gets_the_tools_and_arguments_in_the_columns_of_a_row(
     messages = [{"role": "user", "content": "one"}]
     rows = [
         {"prompt": messages, "tools": '[{"name": "two"}]', "chat_template_kwargs": {"more": "three"}},
-        {"prompt": messages, "tools": None, "chat_template_kwargs": {"more": None}},
+        {"prompt": messages, "tools": None, "chat_template_kwargs": None},
     ]
     scorer = build_reward(model, reward_processing_classes=tokenizer)
     scores = scorer([messages] * 2, ["two"] * 2, [[1]] * 2, rows).rewards

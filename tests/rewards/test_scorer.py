@@ -146,8 +146,8 @@ def test_a_column_with_the_name_of_an_argument_is_refused(name):
     [
         ([gives(1.0)], {"reward_weights": [1.0, 2.0]}, "reward_weights has 2 entries for 1 reward_funcs"),
         ([gives(1.0)], {"reward_processing_classes": [None, None]}, "has 2 entries for 1 reward_funcs"),
-        ([3.0], {}, "metric_funcs has 3.0, a float"),
-        ([torch.nn.Linear(2, 1)], {}, "metric_funcs has Linear.*a transformers sequence classifier"),
+        ([3.0], {}, "metric_funcs has 3.0"),
+        ([torch.nn.Linear(2, 1)], {}, "metric_funcs has Linear.*use a function, a classifier"),
         (["no_such_module:judge"], {}, "no module 'no_such_module'"),
     ],
 )

@@ -1,10 +1,11 @@
 """Kills real runs at every kind of moment and starts them again, until what they leave is compared with a run that was
 left alone: `make torture`, or `python -m tests.tools.torture --help`.
 
-Two parts. `sweep` kills one process before its 1st, 2nd, 3rd ... access to the disk, so that none is left out; a
+Three parts. `sweep` kills one process before its 1st, 2nd, 3rd ... access to the disk, so that none is left out; a
 process that has imported everything is forked for each attempt. `random` kills one rank, all ranks or the launcher
 alone, with SIGKILL, of real starts on one process and under `accelerate launch`, in a phase and after a delay that a
-seed decides. The next start follows at once, while ranks without their launcher may still be there.
+seed decides. The next start follows at once, while ranks without their launcher may still be there. `torture_vllm`
+is of runs with a vLLM server.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from tests.integration.launching import ENVIRONMENT, command
 from tests.integration.run_killed import PHASES, SAVED, run
 from tests.tiny_runs import metric_lines
+from tests.tools import torture_vllm
 
 SCRIPT = Path(__file__).parents[1] / "integration/run_killed.py"
 LAUNCHER = -1
@@ -191,6 +193,8 @@ def main(folder: Path, *, kills: int, seed: int, stride: int) -> None:
     print(
         f"{len(rows)} random kills and {plain + replaced} swept ones in {time.monotonic() - begun:.0f} s: all the same"
     )
+    if kills > 2 and not torture_vllm.main(folder / "vllm"):
+        sys.exit(1)
 
 
 def _text(path: Path) -> str:

@@ -5,6 +5,7 @@ import subprocess
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 import yaml
 from accelerate import Accelerator
 from peft import LoraConfig
@@ -142,6 +143,7 @@ def test_a_python_program_s_run_names_its_objects_and_no_file_of_it_holds_a_cred
         "processing_class": type(tiny_tokenizer()).__name__,
         "peft_config": "LoraConfig",
         "callbacks[0]": "TrainerCallback",
+        "reference": "LlamaForCausalLM",
     }
     # What has a name is an option.
     assert content["reward_funcs"] == ["tests.tiny_runs:count_even"]
@@ -188,6 +190,27 @@ def test_an_evaluation_needs_what_it_measures_and_no_other_object(tmp_path):
     ):
         parse_args([EvaluateArguments], flags)
     assert parse_args([EvaluateArguments], [*flags, "--reward_funcs", "a:b", "--eval_dataset_name", "d"])
+
+
+@pytest.mark.parametrize("lost", ["auto", "copy_offloaded"])
+def test_the_model_in_memory_to_which_a_run_measures_its_kl_is_missed_by_an_evaluation(tmp_path, lost):
+    given = {**GIVEN, "model": tiny_causal_lm("llama", dtype=torch.bfloat16)}
+    record = RunRecord.of_objects(PPOTrainer, {**given, "args": PPOConfig(reference=lost)})
+    assert record.in_memory == {"model": "LlamaForCausalLM", "reference": "LlamaForCausalLM"}
+    assert record.config(PPOConfig())["dtype"] == "bfloat16"
+    path = written(tmp_path / "run.yaml", {"provenance": {"in_memory": dict(record.in_memory)}})
+    flags = ["--config", str(path), "--model", "m"]
+    with pytest.raises(ValueError, match=r"bring back: reference = LlamaForCausalLM\. Give --model_name_or_path, or"):
+        parse_args([EvaluateArguments, PPOConfig], flags)
+    for remedy in (["--model_name_or_path", "b"], ["--reference", "b"], ["--reference", "none", "--kl_coef", "0"]):
+        assert parse_args([EvaluateArguments, PPOConfig], [*flags, *remedy])
+    for other in (
+        {"args": PPOConfig(reference="none", kl_coef=0.0)},
+        {"args": PPOConfig(reference="b")},
+        {"ref_model": "b"},
+        {"model": "b"},
+    ):
+        assert "reference" not in RunRecord.of_objects(PPOTrainer, {**given, **other}).in_memory
 
 
 def test_a_function_that_can_be_imported_is_named(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_a_bound_of_the_kl_needs_the_metric(tmp_path):
             return {"mine": 1.0}
 
     tiny_trainer(tmp_path / "free", trainer_class=Silent).train()
-    with pytest.raises(ValueError, match="record_step_stats.. returned no objective/kl_sum_seq"):
+    with pytest.raises(ValueError, match="record_step_stats.. gave no objective/kl_sum_seq"):
         tiny_trainer(tmp_path, trainer_class=Silent, max_kl_to_ref=1.0).train()
 
 
@@ -95,7 +95,7 @@ def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
     head = partial(C51Head, v_min=-1.0, v_max=1.0)
     built = build_actor_critic(tiny_causal_lm("llama"), critic_layout="shared", head=head)
     settings = {"model": built, "critic_layout": "shared", "critic": "c51"}
-    with pytest.raises(ValueError, match="head is .*-1.0.*, but the critic asked for is .*-10.0"):
+    with pytest.raises(ValueError, match="has the head .*-1.0.*, critic .*-10.0"):
         tiny_trainer(tmp_path, **settings)
     tiny_trainer(tmp_path, value_support=[-1.0, 1.0], risk_level=0.5, **settings)
     assert built.critic.head.risk_level == "0.5"

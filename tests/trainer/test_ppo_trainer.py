@@ -203,7 +203,7 @@ def test_an_actor_critic_of_the_users_own_is_trained_as_it_is(tmp_path):
     ("settings", "message"),
     [
         ({"critic_layout": "separate"}, "critic_layout 'shared', but critic_layout is 'separate'"),
-        ({"critic_layout": "shared", "critic": "c51"}, "head is .'kind': 'scalar'.*, but .* is .'kind': 'c51'"),
+        ({"critic_layout": "shared", "critic": "c51"}, "head .'kind': 'scalar'.*, critic .'kind': 'c51'"),
         ({"adv_estimator": "remax"}, "critic_layout 'shared', but .* adv_estimator 'remax'"),
     ],
 )

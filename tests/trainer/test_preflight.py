@@ -40,13 +40,13 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     refused(tmp_path, "report_to names 'smoke'", arguments=named, report_to=["smoke"])
     refused(tmp_path / "file", "output_dir is '.*file', .*Not a directory", arguments=named)
     refused(tmp_path / "file" / "run", "output_dir is '.*run', .*Not a directory", arguments=named)
-    message = "hub_model_id is 'a/b/c', which the hub does not accept .*; write it as 'name' or 'organization/name'"
+    message = "hub_model_id is 'a/b/c', which the hub refuses .*; write 'owner/name'"
     refused(tmp_path, message, arguments=named, hub_model_id="a/b/c")
     # Root may write anywhere, but nobody can create a file there.
     refused("/proc/run", "output_dir is '/proc/run', where no file can be created", arguments=named)
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
     refused(tmp_path, "truncate_tokens holds 'halt now'", arguments=named, truncate_tokens=["halt now"])
-    refused(tmp_path, "truncate_tokens holds id 64", arguments=named, truncate_tokens=[64])
+    refused(tmp_path, "truncate_tokens holds 64", arguments=named, truncate_tokens=[64])
     refused(tmp_path, "dataset is empty", arguments={**named, "train_dataset": prompts().select([])})
     refused(tmp_path, "has no column 'text'", arguments=named, prompt_column="text")
 
@@ -70,7 +70,7 @@ def test_a_reward_adapter_is_checked_before_a_model_is_loaded(tmp_path):
 
 def test_a_name_that_holds_no_model_or_tokenizer_is_named_with_the_remedy(tmp_path):
     missing = {"model": str(tmp_path / "none")}
-    refused(tmp_path, "model is '.*none', which is neither a folder nor a hub id", arguments=missing)
+    refused(tmp_path, "model is '.*none', neither a folder nor a hub id", arguments=missing)
     tiny_causal_lm("llama").save_pretrained(tmp_path / "policy", safe_serialization=True)
     (tmp_path / "policy/model.safetensors").unlink()
     refused(tmp_path, "no model can be loaded from '.*policy'", arguments={"model": str(tmp_path / "policy")})
@@ -120,7 +120,7 @@ def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_
         check_start(args, resume)
     with pytest.raises(ValueError, match="holds checkpoint-2 of an earlier run"):
         check_start(args, None)
-    with pytest.raises(ValueError, match="checkpoint-3 does not exist or is not a folder"):
+    with pytest.raises(ValueError, match="checkpoint-3 is no folder"):
         check_start(args, str(tmp_path / "run/checkpoint-3"))
     (tmp_path / "run/checkpoint-2/state.pt").unlink()
     with pytest.raises(ValueError, match="state.pt"):

@@ -46,7 +46,7 @@ def test_options_name_one_source_after_the_others_and_run_yaml_has_no_credential
     written = RunRecord(vars(script)).config(args)["reward_url"]
     removed = "<credential removed>"
     assert written == [f"http://{removed}@host:1/x?api_key={removed}", "http://other/"]
-    with pytest.raises(ValueError, match="reward_url holds 'host', which is no address"):
+    with pytest.raises(ValueError, match="reward_url holds 'host', no address"):
         arguments(reward_url=["host"])
     with pytest.raises(ValueError, match="no reward; .* --reward_url and --reward_adapter"):
         arguments().check_before_loading(args)

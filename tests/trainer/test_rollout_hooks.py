@@ -148,7 +148,7 @@ def right_padded(masks):
         (put("stopped", lambda t: t.long()), "stopped as torch.int64; it must be torch.bool"),
         (put("response_mask", emptied), "response_mask without a chosen token in row 2"),
         (put("query_attn_masks", right_padded), "query_attn_masks in row 1.*left-padded"),
-        (put("rollout_logprobs", infinite), "rollout_logprobs .*not finite"),
+        (put("rollout_logprobs", infinite), "non-finite rollout_logprobs"),
     ],
 )
 def test_what_generate_must_return(change, message, sampled):

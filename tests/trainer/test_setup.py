@@ -41,7 +41,7 @@ def test_the_critic_has_one_starting_point(tmp_path):
 
 def test_the_reference_reads_the_policys_tokens(tmp_path):
     other = tiny_causal_lm("llama", vocab_size=80)
-    refused(tmp_path, r"the reference's vocabulary \(80\)", arguments={"ref_model": other})
+    refused(tmp_path, r"the reference's vocabulary is 80", arguments={"ref_model": other})
 
 
 def test_a_critic_has_one_label_and_a_linear_score():
@@ -59,7 +59,7 @@ def test_a_policy_that_nothing_stops_is_refused(tmp_path):
     model, tokenizer = tiny_causal_lm("llama"), tiny_tokenizer()
     model.generation_config.eos_token_id = None
     tokenizer.eos_token = None
-    refused(tmp_path, "no response would ever stop", model=model, arguments={"processing_class": tokenizer})
+    refused(tmp_path, "set processing_class.eos_token", model=model, arguments={"processing_class": tokenizer})
 
 
 def chat_prompts(tokenizer):
@@ -201,9 +201,11 @@ def test_a_precision_that_there_is_not_is_refused_before_models_are_loaded(preci
         refused(tmp_path, f"mixed_precision is '{precision}'; ", bf16=bf16)
 
 
-@pytest.mark.parametrize("launched", ["no", "bf16"])
-def test_the_runs_own_bf16_decides_under_a_launcher_of_either_precision(launched, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+def test_bf16_of_the_launcher_alone_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    refused(tmp_path, "bf16 is False but the accelerator's mixed_precision is 'bf16'; use bf16: true")
+    # What the launcher says without a precision in its configuration.
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert tiny_trainer(tmp_path).accelerator.mixed_precision == "no"
 
 
@@ -281,3 +283,16 @@ def test_a_subclass_that_scores_in_another_way_may_give_functions_what_the_datas
 def test_tokenizers_of_metric_functions_are_counted(tmp_path):
     with pytest.raises(ValueError, match="metric_processing_classes has 2 entr"):
         build_scorer(count_even, [None, None], tiny_config(tmp_path), torch.device("cpu"), measures=True)
+
+
+def test_a_function_that_transforms_rows_may_make_the_columns_of_prompts_and_rewards(tmp_path):
+    def rate(completions, answer, **columns):
+        return [float(number) for number in answer]
+
+    rows = Dataset.from_list([{"q": "w10", "a": 3}, {"q": "w11", "a": 3}])
+    made = rows.with_transform(lambda batch: {"prompt": batch["q"], "answer": batch["a"]})
+    given = {"train_dataset": made, "eval_dataset": made, "reward_funcs": rate, "metric_funcs": rate}
+    trainer = tiny_trainer(tmp_path, trainer_arguments=given)
+    assert trainer.evaluate()["eval/scores"] == 3.0
+    dropped = prompts(4).with_transform(lambda batch: {"q": batch["prompt"]})
+    refused(tmp_path, r"no column 'prompt'; its columns are \['q'\]", arguments={"train_dataset": dropped})

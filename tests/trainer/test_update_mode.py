@@ -1,5 +1,6 @@
 """An update computes what the sampler computed: it draws no noise, whatever a model does in train mode."""
 
+import random
 from collections import Counter
 
 import pytest
@@ -85,16 +86,96 @@ def test_weights_that_eval_mode_gives_no_gradient_are_trained(tmp_path, checkpoi
     assert [name for name in before if "mlp" in name and torch.equal(before[name], after[name])] == []
 
 
-def test_a_layer_that_is_random_where_it_checkpoints_activations_is_refused_by_name(tmp_path):
+def with_layers(forward):
+    """A model whose layers compute `forward(layer, states, out)` of a llama's layer, and have a buffer `bias` of 0."""
     model = tiny_causal_lm("llama")
 
     class NoisyLayer(type(model.model.layers[0])):
-        def forward(self, *args, **kwargs):
-            states = super().forward(*args, **kwargs)
-            return states + 0.1 * torch.randn_like(states) if self.training else states
+        def forward(self, states, *args, **kwargs):
+            return forward(self, states, super().forward(states, *args, **kwargs))
 
     for layer in model.model.layers:
         layer.__class__ = NoisyLayer
+        layer.register_buffer("bias", torch.zeros(()))
+    return model
+
+
+def noise(layer, states, out):
+    return out + 0.1 * torch.randn_like(out) if layer.training else out
+
+
+# A trial on a few tokens almost never sees a chance of one in a million: it must see that a number is drawn.
+def rare_skip(layer, states, out):
+    return states if layer.training and torch.rand(()) < 1e-6 else out
+
+
+def rare_skip_by_python(layer, states, out):
+    return states if layer.training and random.random() < 1e-6 else out
+
+
+def balance(layer, states, out):
+    layer.bias += 0.001 * layer.training
+    return out
+
+
+@pytest.mark.parametrize("forward", [noise, rare_skip, rare_skip_by_python, balance])
+def test_a_layer_that_is_random_or_changes_where_it_checkpoints_activations_is_refused_by_name(tmp_path, forward):
+    model = with_layers(forward)
     tiny_trainer(tmp_path / "plain", model=model)
-    with pytest.raises(ValueError, match="NoisyLayer of LlamaForCausalLM .*gradient_checkpointing: false"):
+    assert [layer.bias.item() for layer in model.model.layers] == [0.0, 0.0]
+    reason = r"its buffer model\.layers\.0\.bias changes" if forward is balance else "it draws random numbers"
+    with pytest.raises(ValueError, match=f"NoisyLayer of LlamaForCausalLM .*{reason}.*gradient_checkpointing: false"):
         tiny_trainer(tmp_path / "checkpointed", model=model, gradient_checkpointing=True)
+
+
+def rare_skip_with_gradients(layer, states, out):
+    return states if torch.is_grad_enabled() and torch.rand(()) < 1e-6 else out
+
+
+def scaled_with_gradients(layer, states, out):
+    return 1.1 * out if torch.is_grad_enabled() else out
+
+
+@pytest.mark.parametrize(
+    "forward, reason",
+    [(rare_skip_with_gradients, "it draws random numbers"), (scaled_with_gradients, "its states differ by")],
+)
+def test_what_a_model_computes_only_with_gradients_is_refused(tmp_path, forward, reason):
+    with pytest.raises(ValueError, match=f"the code of LlamaForCausalLM .*{reason}"):
+        tiny_trainer(tmp_path, model=with_layers(forward))
+
+
+def rare_skip_always(layer, states, out):
+    return states if torch.rand(()) < 1e-6 else out
+
+
+def test_rare_noise_in_eval_mode_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="LlamaForCausalLM draws random numbers also in eval mode"):
+        tiny_trainer(tmp_path, model=with_layers(rare_skip_always))
+
+
+class Standardized(nn.Module):
+    """A layer's experts, and running statistics of their states."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+        self.norm = nn.BatchNorm1d(32, affine=False)
+
+    def forward(self, states):
+        return self.norm(self.mlp(states).transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_neither_the_trial_of_an_update_nor_the_update_changes_running_statistics(tmp_path, checkpointing):
+    model = tiny_causal_lm("llama")
+    for layer in model.model.layers:
+        layer.mlp = Standardized(layer.mlp)
+    random_state = torch.get_rng_state()
+    trainer = tiny_trainer(tmp_path, model=model, gradient_checkpointing=checkpointing)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    stats = trainer.step(trainer.prompt_batches(0))
+    for layer in model.model.layers:
+        assert layer.mlp.norm.running_mean.tolist() == [0.0] * 32
+        assert layer.mlp.norm.running_var.tolist() == [1.0] * 32
+    assert abs(stats["objective/kl_sum_seq"]) < 1e-4

@@ -9,16 +9,17 @@ import platform
 import shutil
 from pathlib import Path
 from typing import Unpack
-from urllib.parse import urlsplit
 
 import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters.adapter_set import POLICY
-from alpaca_ppo.config.names import check_url
+from alpaca_ppo.config.names import check_url, is_this_machine
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import gather_list, raise_on_all_ranks
+from alpaca_ppo.distributed.preemption import SamplingStopped
+from alpaca_ppo.distributed.weight_sums import whole_sums
 from alpaca_ppo.generation.backends import Backend, GenerateOptions, PolicyWeights
 from alpaca_ppo.generation.responses import Generation, SamplingParams
 from alpaca_ppo.generation.vllm import weights as files
@@ -28,8 +29,6 @@ from alpaca_ppo.generation.vllm.sampling import Sampling
 from alpaca_ppo.generation.vllm.server import Publication, Server, together
 from alpaca_ppo.models.policy import Policy
 from alpaca_ppo.types import PromptBatch
-
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class VLLMBackend(Backend):
@@ -61,7 +60,9 @@ class VLLMBackend(Backend):
         # `_prepare` sets what follows.
         self._dtype, self._lora_rank = torch.float32, 0
         # Of the weights' files, and whether this process writes them.
-        self._folder, self._writes = Path(), True
+        self._folder, self._writes, self._writer = Path(), True, 0
+        # Of the last base that was written, or of the whole model.
+        self._digests: dict[str, str] = {}
         # Removes the folder when this process ends.
         self._guard: ServerProcess | None = None
 
@@ -69,27 +70,45 @@ class VLLMBackend(Backend):
         """Gives the servers the policy's weights as a new version.
 
         Raises:
-            ValueError: if there is no room for them, or a server does not load them.
+            ValueError: if there is no room for them, or what is written or what a server has loaded is not the policy.
             RuntimeError: if that happened on another process.
+            SamplingStopped: if `poll` raises it on any process.
         """
+        state = PartialState()
         number, adapted = self._publications, policy.adapters is not None
         if number == 0:
             self._prepare(policy)
         self._publications += 1
         folder = self._folder / str(number)
         version = f"{self._folder.name}-{number}"
-        new = Publication(version, self._folder / "base", folder) if adapted else Publication(version, folder)
+        model = self._folder / "base" if adapted else folder
         # The base of an adapter does not change.
         base_changed = number == 0 or not adapted
         base = files.copied(weights(base=True), self._dtype, keep=self._writes) if base_changed else {}
         adapter = files.copied(weights(), None, keep=self._writes) if adapted else {}
-        with raise_on_all_ranks(PartialState()):
+        with raise_on_all_ranks(state):
             if base:
-                files.write_model(new.model, policy, base, self._dtype)
+                files.write_model(model, policy, base, self._dtype)
             if adapter:
                 files.write_adapter(folder, policy, adapter)
-        with raise_on_all_ranks(PartialState()):
-            self._load(new)
+        # Not by way of `weights`, so that what that leaves out is seen.
+        base_sums = whole_sums(files.live_tensors(policy, adapter=False), self._dtype) if base_changed else {}
+        adapter_sums = whole_sums(files.live_tensors(policy, adapter=True), None) if adapted else {}
+        with raise_on_all_ranks(state):
+            if base:
+                self._digests = files.check_written(model, base_sums)
+            if adapter:
+                files.check_written(folder, adapter_sums)
+        if base_changed:
+            self._digests = gather_list(self._digests, state)[self._writer]
+        stopped = False
+        with raise_on_all_ranks(state):
+            try:
+                self._load(Publication(version, model, folder if adapted else None, self._digests))
+            except SamplingStopped:
+                stopped = True
+        if any(gather_list(stopped, state)):
+            raise SamplingStopped
         if self._writes and number > 0:
             shutil.rmtree(self._folder / str(number - 1))
         self.half_precision = any(server.half_precision for server in self.servers)
@@ -117,10 +136,11 @@ class VLLMBackend(Backend):
         """Makes one folder for the processes of a machine; returns the rank of this process among them."""
         state = PartialState()
         # Servers on other machines read the files from output_dir, which one process writes: all count as one machine.
-        remote = any(urlsplit(url).hostname not in _THIS_MACHINE for url in self._urls)
+        remote = not all(map(is_this_machine, self._urls))
         machines = gather_list("" if remote else platform.node(), state)
         peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
-        self._writes = state.process_index == peers[0]
+        self._writer = peers[0]
+        self._writes = state.process_index == self._writer
         with raise_on_all_ranks(state):
             if self._writes:
                 output_dir = Path(self.args.output_dir).absolute()
@@ -128,29 +148,26 @@ class VLLMBackend(Backend):
                 self._folder = files.make_folder(output_dir if remote else None, files.bytes_of(policy, self._dtype))
                 # A watchdog without a server.
                 self._guard = ServerProcess(command=[], variables={}, log=Path(os.devnull), folders=[self._folder])
-        self._folder = gather_list(self._folder, state)[peers[0]]
+        self._folder = gather_list(self._folder, state)[self._writer]
         return peers.index(state.process_index)
 
     def _load(self, new: Publication) -> None:
         """Loads weights into the server of this process, or, on the first process of a machine, into `vllm_urls`."""
-        if self._local is not None and self._local.has_ended():
-            self._local.start(new, poll=lambda: None)
+        if self._local is not None:
+            self._local.publish(new, self.poll)
             return
-        self.wake()
-        if self._writes or self._local is not None:
-            together(server.load(new) for server in self.servers)
+        if self._writes:
+            together([server.load(new) for server in self.servers], self.poll)
         for server in self.servers:
             server.loaded = new
 
     def wake(self) -> None:
-        if any(server.asleep for server in self.servers):
-            torch.cuda.empty_cache()
-            together(server.wake() for server in self.servers)
+        if self._local is not None:
+            self._local.wake_up(self.poll)
 
     def sleep(self) -> None:
-        """Only for a server that shares this process's GPU."""
-        if self._local is not None and self._local.device.type == "cuda":
-            together([self._local.sleep()])
+        if self._local is not None:
+            self._local.rest(self.poll)
 
     def generate(
         self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]

@@ -1,7 +1,7 @@
 """A vLLM server that this process starts, and starts again if it has ended."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.generation.vllm.process import ServerProcess, server_command, server_variables
+from alpaca_ppo.generation.vllm.process import END_SECONDS, ServerProcess, server_command, server_variables
 from alpaca_ppo.generation.vllm.server import Publication, Server, together
 
 
@@ -33,26 +33,57 @@ class LocalServer(Server):
             self._process.stop()
         torch.cuda.empty_cache()
         self._path.unlink(missing_ok=True)
-        command = server_command(self._args, new.model, self._path, self._dtype, self._lora_rank, self.device)
+        # With another path vLLM would compile the same model anew.
+        link = self._log.with_suffix(".model")
+        link.unlink(missing_ok=True)
+        link.symlink_to(new.model)
+        command = server_command(self._args, link, self._path, self._dtype, self._lora_rank, self.device)
         PartialState().print(f"vLLM starts; its log is {self._log}", flush=True)
-        self._process = ServerProcess(command, server_variables(self.device, self._folder), self._log, [])
-        self._process.wait(self.answers, poll)
+        self._process = ServerProcess(command, server_variables(self.device, self._folder), self._log, [link])
+        try:
+            self._process.wait(lambda: self.answers(poll), poll)
+        finally:
+            link.unlink(missing_ok=True)
         # It has read the model, but no adapter.
         self.asleep, self.loaded = False, replace(new, adapter=None)
-        together([self.check(None, lora=self._lora_rank > 0)])
-        together([self.load(new)])
+        together([self.check(None, lora=self._lora_rank > 0)], poll)
+        together([self.load(new)], poll)
 
-    def restart(self, poll: Callable[[], Any]) -> None:
-        """Starts a server that has ended again, on the weights that it had loaded."""
-        assert self.loaded is not None
-        warnings.warn(f"the vLLM server has ended ({self.reason()}), and is started again", stacklevel=2)
-        self.start(self.loaded, poll)
+    def publish(self, new: Publication, poll: Callable[[], Any]) -> None:
+        """Lets the server load `new`; starts it if it does not run, and again if it ends meanwhile."""
+        if self._process is None:
+            self.start(new, poll)
+        else:
+            self.wake_up(poll)
+            self._attempt(self.load(new), new, poll)
 
-    def has_ended(self) -> bool:
-        """Whether it does not run; one that does not answer is given time to end."""
-        return self._process is None or (not self.answers() and self._process.ends())
+    def wake_up(self, poll: Callable[[], Any]) -> None:
+        """Restores what `rest` has freed; starts the server again if that fails, such as for lack of memory."""
+        if self.asleep and self.loaded is not None:
+            torch.cuda.empty_cache()
+            self._attempt(self.wake(), self.loaded, poll)
 
-    def reason(self) -> str:
-        """Why it has ended, in words."""
+    def rest(self, poll: Callable[[], Any]) -> None:
+        """Frees memory of the GPU that it shares with this process."""
+        if self.device.type == "cuda" and self.loaded is not None:
+            self._attempt(self.sleep(), self.loaded, poll)
+
+    def _attempt(self, call: Coroutine[Any, Any, None], weights: Publication, poll: Callable[[], Any]) -> None:
+        """Awaits `call`; if the server has ended, or gives no usable answer, starts it again on `weights`."""
+        try:
+            together([call], poll)
+        except ValueError as error:
+            # A cause is the lack of an answer; otherwise the answer is wrong.
+            if error.__cause__ is None and self.answers(poll):
+                raise
+            self.restart(weights, poll)
+
+    def restart(self, weights: Publication, poll: Callable[[], Any]) -> None:
+        """Ends the server if it still runs, and starts it again on `weights`."""
+        warnings.warn(f"the vLLM server has ended ({self.reason(poll)}), and is started again", stacklevel=2)
+        self.start(weights, poll)
+
+    def reason(self, poll: Callable[[], Any]) -> str:
+        """Why it has ended, in words; ends it if it still runs."""
         assert self._process is not None
-        return self._process.reason()
+        return self._process.reason(poll, within=0.0 if self.answers(poll) else END_SECONDS)

@@ -23,8 +23,13 @@ from alpaca_ppo.generation.vllm.server import MODEL, check_version
 # Long enough to read a large model from a slow disk.
 START_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
+# For a server whose engine has ended to end too, which not every one does.
+END_SECONDS = 5.0
 # Not for `vllm_args`.
-_RESERVED_FLAGS = "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization".split()
+_RESERVED_FLAGS = (
+    "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization config disable-log-stats tp "
+    "tensor-parallel-size pp pipeline-parallel-size dp data-parallel-size"
+).split()
 # With these, a server would take itself for a rank of the run, or use the run's libraries.
 _LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|PMI|OMPI|MV2|CROSS)_.*"
@@ -45,7 +50,10 @@ def check_options(args: PPOConfig) -> None:
     if python is None:
         raise ValueError("vllm_python and vllm_urls are null, but generation_backend vllm needs one; see docs/vllm.md")
     for word in args.vllm_args or []:
-        if word.startswith("--") and word[2:].partition("=")[0] in _RESERVED_FLAGS:
+        # vLLM takes underscores too, and the beginning of a flag for the whole.
+        flag = word.lstrip("-").partition("=")[0].replace("_", "-")
+        is_reserved = len(flag) > 1 and any(reserved.startswith(flag) for reserved in _RESERVED_FLAGS)
+        if word.startswith("-") and is_reserved:
             raise ValueError(f"vllm_args has {word!r}, which the run sets itself; leave it out")
     remedy = "alpaca-ppo vllm-env DIR makes one"
     code = "from importlib.metadata import distributions as d\n"
@@ -84,6 +92,8 @@ def server_variables(device: torch.device, folder: Path) -> dict[str, str]:
     """Further environment variables of a server on `device`, with temporary files in `folder`."""
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     variables |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
+    # What its processes say to each other stays inside of the machine.
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
     if device.type != "cuda":
         # Otherwise the first request waits for a compiler, and the cache takes most of the memory.
         cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -125,7 +135,7 @@ class ServerProcess:
             )
         self.stop = weakref.finalize(self, _stop, self._process, os.getpid(), folders)
 
-    def ends(self, within: float = 20.0) -> bool:
+    def ends(self, within: float) -> bool:
         """Whether the server has ended; waits for that up to `within` seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(within)
@@ -137,21 +147,26 @@ class ServerProcess:
         while not ready():
             poll()
             if self.ends(_POLL_SECONDS):
-                raise ValueError(f"the vLLM server could not be started: {self.reason()}")
+                raise ValueError(f"the vLLM server could not be started: {self.reason(poll, END_SECONDS)}")
             if time.monotonic() > until:
                 raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
 
-    def reason(self) -> str:
-        """Why the server has ended, for which this waits: its exit status, and the last error in its log that is no
-        consequence of another.
+    def reason(self, poll: Callable[[], Any], within: float) -> str:
+        """Why the server has ended: its exit status, and the last error in its log that is no consequence of another.
+        Waits up to `within` seconds for that, and calls `poll` meanwhile; then ends the server.
         """
-        status = self._process.wait()
-        ending = f"signal {signal.Signals(256 - status).name}" if status > 128 else f"exit status {status}"
+        until = time.monotonic() + within
+        while not self.ends(_POLL_SECONDS) and time.monotonic() < until:
+            poll()
+        if (status := self._process.returncode) is None:
+            self.stop()
+        endings = {status: f"exit status {status}", None: "it did not answer, or its engine has ended"}
+        endings |= {256 - number: f"signal {number.name}" for number in signal.Signals}
         text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         errors = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
-        causes = [error for error in errors if not _CONSEQUENCE.search(error)] or errors
-        message = causes[-1] if causes else " ".join(text.split()[-30:])
-        return f"{ending}: {message[:500] or 'without a word'}; its log is {self._log}"
+        causes = [error for error in errors if not _CONSEQUENCE.search(error)]
+        message = causes[-1] if causes else "" if errors or status is None else " ".join(text.split()[-30:])
+        return f"{endings[status]}: {message[:500] or 'without a word'}; its log is {self._log}"
 
 
 def _stop(process: subprocess.Popen[bytes], owner: int, folders: list[Path]) -> None:

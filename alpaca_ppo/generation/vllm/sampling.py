@@ -4,6 +4,7 @@ A request has all tokens so far, whose beginning the server has in its cache. A 
 position at which its request begins, never on other rows, their order or the server.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -72,6 +73,7 @@ class Sampling:
     ) -> None:
         self._servers, self._timeout, self._model = servers, timeout, model
         self._params, self._turns, self._hooks = params, options["turns"], options["hooks"]
+        self._vocab_size = model.config.get_text_config().vocab_size
         self._rule = StopRule(params, torch.device("cpu"))
         self._request = request_params(params, self._rule)
         self._keys = params.random_keys(prompts["prompt_ids"]).cpu()
@@ -82,7 +84,7 @@ class Sampling:
         # Rows whose responses are not complete, and those of them that wait for a reply instead of for a server.
         self._unfinished = set(range(rows))
         self._pending: set[int] = set()
-        self._restarted = False
+        self._restarted_at = 0.0
         self._out = unfilled(params, rows)
 
     def run(self) -> Generation:
@@ -116,7 +118,12 @@ class Sampling:
             most = min(most, _PIECE)
         seed = int(uniforms(self._keys[row.index : row.index + 1], position) * 2**52)
         request = self._request | {"max_tokens": most, "seed": seed}
-        arguments = {"tokens": row.prompt + row.tokens, "params": request, "delay": delay}
+        arguments = {
+            "tokens": row.prompt + row.tokens,
+            "params": request,
+            "vocab_size": self._vocab_size,
+            "delay": delay,
+        }
         self._calls.start(row.index, Call(self._server_of(row).sample, arguments, self._timeout))
 
     def _server_of(self, row: _Row) -> Server:
@@ -125,17 +132,20 @@ class Sampling:
         return self._servers[(prompt + row.failures) % len(self._servers)]
 
     def _receive(self, call: RowCall) -> None:
-        """Appends what a server answers. Without an answer, restarts a server of this process that has ended and asks
-        again; raises a ValueError after the last of `RETRY_DELAYS`.
+        """Appends what a server answers. Without an answer, restarts a server of this process that has ended or hangs,
+        and asks again; raises a ValueError after the last of `RETRY_DELAYS`, or if the other servers hang too.
         """
         row, error = self._rows[call.row], call.error
         if isinstance(error, RequestFailed | CallTimeout):
-            self._restart_ended()
-            if row.failures == len(RETRY_DELAYS):
-                # The message of `RequestFailed` begins with the server's address.
-                problem = str(error) or f"{self._server_of(row).name} did not answer within {self._timeout:g} s"
+            server, hangs = self._server_of(row), isinstance(error, CallTimeout)
+            restarts = isinstance(server, LocalServer) and self._restart_ended(server, call.began, hangs=hangs)
+            # Another server may answer, but to wait for each of them takes long.
+            most = len(self._servers) - 1 if hangs else len(RETRY_DELAYS)
+            if not restarts and row.failures >= most:
+                # The message of `RequestFailed` begins with the server.
+                problem = str(error) or f"{server.name} did not answer within {self._timeout:g} s"
                 raise ValueError(f"the vLLM server at {problem}; docs/vllm.md lists the causes") from error
-            row.failures += 1
+            row.failures = min(row.failures + 1, len(RETRY_DELAYS))
             self._send(row, RETRY_DELAYS[row.failures - 1])
         elif error is not None:
             raise error
@@ -143,14 +153,18 @@ class Sampling:
             row.failures = 0
             self._append_sampled(row, *call.value)
 
-    def _restart_ended(self) -> None:
-        """Starts the server of this process again if it has ended; raises ValueError if that is the second time."""
-        for server in self._servers:
-            if isinstance(server, LocalServer) and server.has_ended():
-                if self._restarted:
-                    raise ValueError(f"the vLLM server has ended twice: {server.reason()}")
-                self._restarted = True
-                server.restart(self._hooks.before_token)
+    def _restart_ended(self, server: LocalServer, began: float, *, hangs: bool) -> bool:
+        """Whether the server was started again after `began`; starts it again if it has ended or `hangs`. Raises
+        ValueError if that is the second time.
+        """
+        poll = self._hooks.before_token
+        if began > self._restarted_at and (hangs or not server.answers(poll)):
+            if self._restarted_at:
+                raise ValueError(f"the vLLM server has ended twice: {server.reason(poll)}")
+            assert server.loaded is not None
+            server.restart(server.loaded, poll)
+            self._restarted_at = time.monotonic()
+        return began <= self._restarted_at
 
     def _append_sampled(self, row: _Row, tokens: list[int], logprobs: list[float]) -> None:
         """Appends the sampled tokens up to the one that ends the turn; if none does, asks for more."""
@@ -189,7 +203,7 @@ class Sampling:
     def _append_reply(self, row: _Row, reply: Reply) -> None:
         """Appends the reply to a turn and begins the next; finishes the row if there is no reply or no room left."""
         width = self._params.max_new_tokens
-        appended = check_reply(reply, row.index, self._model.config.get_text_config().vocab_size)
+        appended = check_reply(reply, row.index, self._vocab_size)
         if appended is not None:
             kept = appended[: width - len(row.tokens)]
             row.append(kept, [0.0] * len(kept), chosen=False)

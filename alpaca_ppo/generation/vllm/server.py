@@ -3,8 +3,9 @@
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ VERSIONS = "0.32"
 # The name under which servers that this package starts serve the model.
 MODEL = "policy"
 _ASK_SECONDS, _LOAD_SECONDS = 60.0, 1800.0
+# After which a server that still works is asked whether its engine lives.
+_HEALTH_SECONDS = 2.0
 # Attempts to empty the prefix cache, a tenth of a second apart: abandoned requests may still hold blocks of it.
 _RESETS = 50
+# The most tokens of the prompt that shows whether it was emptied; a block of the cache has up to 256.
+_PROBE = 513
 # What vLLM sends for a log-prob that is not finite.
 _NOT_FINITE = -9999.0
 
@@ -31,11 +36,13 @@ class Publication:
     Attributes:
         model: the folder of a whole model: the policy, or, with an `adapter`, its base.
         adapter: the folder of the policy's adapter, if any.
+        digests: SHA-256 of the weights of `model`, by vLLM's names.
     """
 
     version: str
     model: Path
     adapter: Path | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 def request_params(params: SamplingParams, rule: StopRule) -> dict[str, Any]:
@@ -47,9 +54,9 @@ def request_params(params: SamplingParams, rule: StopRule) -> dict[str, Any]:
     return {"stop_token_ids": rule.stop_ids, "ignore_eos": True, "logprobs": 0, "detokenize": False, **choice}
 
 
-def together(calls: Iterable[Awaitable[Any]]) -> None:
-    """Awaits all requests at once; raises ValueError for the first that failed."""
-    for value in await_all(list(calls)):
+def together(calls: Iterable[Awaitable[Any]], poll: Callable[[], Any] = lambda: None) -> None:
+    """Awaits all requests at once, and calls `poll` meanwhile; raises ValueError for the first that failed."""
+    for value in await_all(list(calls), poll):
         if isinstance(value, RequestFailed):
             raise ValueError(f"the vLLM server at {value}") from value
         if isinstance(value, BaseException):
@@ -66,7 +73,11 @@ class Server:
         self.half_precision, self.longest_row = False, 0
         self._model = MODEL
         self.loaded: Publication | None = None
-        self.asleep = False
+        self.asleep, self._health_asked_at = False, 0.0
+        # SHA-256 of the weights that it holds, by name; the names of those that it holds as they were published: others
+        # are packed for the processor, or parts.
+        self._held: dict[str, str] = {}
+        self._comparable: set[str] = set()
 
     async def ask(self, path: str, body: Any = None, **options: Any) -> Any:
         """What the server answers; see `ask_json`."""
@@ -74,9 +85,25 @@ class Server:
         options = {"seconds": _ASK_SECONDS, "max_bytes": 2**24, **options}
         return await ask_json(self._url + path, content, key_variable="VLLM_API_KEY", socket=self._socket, **options)
 
-    def answers(self) -> bool:
-        """Whether it answers at all."""
-        return not isinstance(await_all([self.ask("/version")])[0], RequestFailed)
+    async def _ask_patiently(self, path: str, body: Any, **options: Any) -> Any:
+        """As `ask`, for what may take long. One of the requests fails once the engine has ended, or the server is about
+        to, which leave them without answer.
+        """
+        request = asyncio.create_task(self.ask(path, body, **{"seconds": _LOAD_SECONDS, **options}))
+        try:
+            while not (await asyncio.wait([request], timeout=_HEALTH_SECONDS))[0]:
+                if time.monotonic() - self._health_asked_at >= _HEALTH_SECONDS:
+                    self._health_asked_at = time.monotonic()
+                    await self.ask("/health", parse=str)
+            return request.result()
+        finally:
+            request.cancel()
+            # Breaks a reference cycle: its exception's traceback holds this frame.
+            del request
+
+    def answers(self, poll: Callable[[], Any] = lambda: None) -> bool:
+        """Whether it answers at all, and its engine lives; calls `poll` meanwhile."""
+        return not isinstance(await_all([self.ask("/health", parse=str)], poll)[0], RequestFailed)
 
     async def check(self, folder: Path | None, *, lora: bool) -> None:
         """Checks how the server was started, and sets `half_precision` and `longest_row`. It must load adapters if
@@ -117,31 +144,65 @@ class Server:
             ) from error
 
     async def load(self, new: Publication) -> None:
-        """Loads weights, and empties the cache of what older ones computed. Raises ValueError if requests of others
-        keep it filled.
+        """Loads weights, empties the cache of what older ones computed, and checks both.
+
+        Raises:
+            ValueError: if the server then holds other weights or old results, or requests of others keep its cache
+                filled.
+            RequestFailed: without a usable answer.
         """
         old = self.loaded
         if old is None or old.model != new.model:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(new.model)}}
-            await self.ask("/collective_rpc", arguments, seconds=_LOAD_SECONDS)
+            await self._ask_patiently("/collective_rpc", arguments)
         if new.adapter is not None:
             adapter = {"lora_name": new.version, "lora_path": str(new.adapter)}
-            await self.ask("/v1/load_lora_adapter", adapter, seconds=_LOAD_SECONDS, parse=str)
+            await self._ask_patiently("/v1/load_lora_adapter", adapter, parse=str)
         await self.ask("/update_weight_version", {"new_version": new.version})
         for _ in range(_RESETS):
-            if (await self.ask("/reset_prefix_cache", {}))["success"]:
+            if (await self._ask_patiently("/reset_prefix_cache", {}))["success"]:
                 break
             await asyncio.sleep(0.1)
         else:
             raise ValueError(f"the vLLM server at {self.name} still works for somebody; let no other run use it")
+        await self._check_loaded(new)
         self.loaded = new
         if old is not None and old.adapter is not None:
             await self.ask("/v1/unload_lora_adapter", {"lora_name": old.version}, parse=str)
 
+    async def _check_loaded(self, new: Publication) -> None:
+        """Raises ValueError if the server holds other weights than `new`, or results of older ones."""
+        problem = ""
+        # The base of an adapter stays.
+        if new.adapter is None or self.loaded is None or self.loaded.adapter is None:
+            answer = await self._ask_patiently("/weight_checker", {"action": "checksum"})
+            held = {
+                name.rpartition(":")[2].replace(".base_layer", ""): sha for name, sha in answer["checksums"].items()
+            }
+            equal = {name for name, digest in held.items() if new.digests.get(name) == digest}
+            stale = sorted(self._comparable - equal)
+            unchanged = held == self._held and self.loaded is not None and self.loaded.digests != new.digests
+            if stale or (unchanged and not equal):
+                problem = f"holds other weights than the published ones ({', '.join(stale[:3]) or 'none has changed'})"
+            self._held, self._comparable = held, self._comparable or equal
+        # The same prompt every time: after the reset, the first blocks of it must be computed anew.
+        prompt = {"token_ids": [0] * min(self.longest_row - 1, _PROBE), "sampling_params": {"max_tokens": 1}}
+        before = await self._cached_tokens()
+        await self._ask_patiently("/inference/v1/generate", {"model": self._model, **prompt})
+        if await self._cached_tokens() > before:
+            problem = "answers from the prefix cache of older weights"
+        if problem:
+            raise ValueError(f"the vLLM server at {self.name} {problem}; it would not sample from the trained policy")
+
+    async def _cached_tokens(self) -> float:
+        """How many tokens of prompts it has found in its prefix cache so far."""
+        lines = (await self.ask("/metrics", parse=str)).splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
     async def wake(self) -> None:
         """Restores the memory that `sleep` has freed. Memory that is mapped already must not be mapped again."""
         if self.asleep:
-            await self.ask("/wake_up", {}, seconds=_LOAD_SECONDS)
+            await self._ask_patiently("/wake_up", {})
             self.asleep = False
 
     async def sleep(self) -> None:
@@ -150,14 +211,15 @@ class Server:
         Level 1, because weights that level 2 has dropped came back wrong
         (https://github.com/vllm-project/vllm/issues/29341).
         """
-        await self.ask("/sleep?level=1", {}, seconds=_LOAD_SECONDS)
+        await self._ask_patiently("/sleep?level=1", {})
         self.asleep = True
 
     async def sample(
-        self, tokens: list[int], params: dict[str, Any], *, delay: float = 0.0
+        self, tokens: list[int], params: dict[str, Any], *, vocab_size: int, delay: float = 0.0
     ) -> tuple[list[int], list[float]]:
-        """The tokens that the loaded weights sample after `tokens`, of prompt and response, and their log-probs in
-        nats. `params` are `request_params`, `max_tokens` and `seed`; the request is made after `delay` seconds.
+        """The tokens, below `vocab_size`, that the loaded weights sample after `tokens`, of prompt and response, and
+        their log-probs in nats. `params` are `request_params`, `max_tokens` and `seed`; the request is made after
+        `delay` seconds.
 
         Raises:
             RequestFailed: without a usable answer.
@@ -168,15 +230,19 @@ class Server:
         model = self._model if self.loaded.adapter is None else self.loaded.version
         body = {"model": model, "token_ids": tokens, "sampling_params": params}
         max_bytes = 2**20 + 2048 * params["max_tokens"]
-        answer = await self.ask("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
+        answer = await self._ask_patiently("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
         try:
-            return _parsed(answer, params, self.loaded.version)
-        # Whatever is missing, or of another type.
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            if answer["model"] != model:
+                raise ValueError(f"it is of {answer['model']} instead of {model}")
+            if any(choice.get("finish_reason") == "abort" for choice in answer["choices"]):
+                raise RequestFailed(self.name, "aborted a request, as an engine does that ends; check its log")
+            return _parsed(answer, params, self.loaded.version, vocab_size)
+        # Whatever is missing, or of another type or size.
+        except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"the vLLM server at {self.name} gave a wrong answer: {error_text(error)}") from error
 
 
-def _parsed(answer: Any, params: dict[str, Any], version: str) -> tuple[list[int], list[float]]:
+def _parsed(answer: Any, params: dict[str, Any], version: str, vocab_size: int) -> tuple[list[int], list[float]]:
     """The tokens and log-probs of an answer to a request with `params`. Raises ValueError if it does not fit the
     request or is not of the weights `version`, and other errors if a field is missing or of another type.
     """
@@ -190,6 +256,7 @@ def _parsed(answer: Any, params: dict[str, Any], version: str) -> tuple[list[int
         f"{len(tokens)} tokens instead of 1 to {most}": not 1 <= len(tokens) <= most,
         f"{len(tokens)} tokens without a stop token": len(tokens) < most and not set(tokens[-1:]) & set(stops),
         "tokens after a stop token": set(tokens[:-1]) & set(stops),
+        f"tokens outside of the vocabulary of {vocab_size}": not all(0 <= token < vocab_size for token in tokens),
         "log-probs of other tokens": [token for token, _ in entries] != tokens,
         "a log-prob above 0": any(logprob > 1e-3 for _, logprob in entries),
     }

@@ -3,12 +3,12 @@ process's folders. It uses the standard library alone.
 
     python watchdog.py PARENT FOLDERS COMMAND
 
-`FOLDERS` and `COMMAND` are JSON lists; an empty command starts no server. The program leads the session of the server.
+`FOLDERS`, which may be links, and `COMMAND` are JSON lists; an empty command starts no server. The program leads the
+session of the server.
 """
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _POLL_SECONDS = 0.2
-# That a server may take to end after SIGTERM.
-_END_SECONDS = 10.0
+# That a server may take to end after SIGTERM; while it starts, its engine ignores that.
+_END_SECONDS = 5.0
 
 
 def watch(parent: int, folders: list[str], command: list[str]) -> int:
@@ -27,6 +27,8 @@ def watch(parent: int, folders: list[str], command: list[str]) -> int:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A link leads to something else once a later run has made it.
+    targets = {folder: os.path.realpath(folder) for folder in folders}
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL) if command else None
     try:
         while os.getppid() == parent and (server is None or server.poll() is None):
@@ -34,8 +36,10 @@ def watch(parent: int, folders: list[str], command: list[str]) -> int:
     finally:
         end_session(os.getpid())
         if os.getppid() != parent:
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
+            for folder, target in targets.items():
+                if os.path.realpath(folder) == target:
+                    # It removes a link or a folder.
+                    subprocess.run(["rm", "-rf", folder])
     return 0 if server is None else server.wait()
 
 
@@ -45,6 +49,8 @@ def end_session(leader: int) -> None:
         for process in _others(leader):
             with suppress(OSError):
                 os.kill(process, number)
+                # It may be stopped, and would not obey.
+                os.kill(process, signal.SIGCONT)
         until = time.monotonic() + _END_SECONDS
         while _others(leader) and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)

@@ -4,20 +4,24 @@ Files serve servers on any device, with any number of processes, and started aga
 Each version has its own folder, which is complete or absent.
 """
 
+import hashlib
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.adapters.files import WEIGHTS
 from alpaca_ppo.atomic_io import write_folder_atomically
+from alpaca_ppo.distributed.weight_sums import bit_sum
 from alpaca_ppo.library_output import transformers_bars
 from alpaca_ppo.models.policy import Policy
 
@@ -69,7 +73,7 @@ def bytes_of(policy: Policy, dtype: torch.dtype) -> int:
 
 def write_model(folder: Path, policy: Policy, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Writes `tensors`, those of the policy's model without adapters, as a folder for `from_pretrained`."""
-    plain = {name.replace(".base_layer", ""): tensor for name, tensor in tensors.items()}
+    plain = {_base_name(name): tensor for name, tensor in tensors.items()}
     config = type(policy.model.config).from_dict(policy.model.config.to_dict())
     # On a CPU vLLM packs a head that is tied to the embedding only once, not with new weights. For the excluded
     # architectures it supports no untied head.
@@ -86,10 +90,53 @@ def write_model(folder: Path, policy: Policy, tensors: dict[str, Tensor], dtype:
 def write_adapter(folder: Path, policy: Policy, tensors: dict[str, Tensor]) -> None:
     """Writes `tensors`, those of the policy's adapter in the layers of its model, as a folder of PEFT."""
     assert policy.adapters is not None
-    named = {f"base_model.model.{name.replace(f'.{POLICY}.', '.')}": tensor for name, tensor in tensors.items()}
+    named = {_adapter_name(name): tensor for name, tensor in tensors.items()}
     with write_folder_atomically(folder) as new:
         policy.adapters.config_of(POLICY).save_pretrained(str(new))
         save_file(named, str(new / WEIGHTS))
+
+
+def live_tensors(policy: Policy, *, adapter: bool) -> dict[str, Tensor]:
+    """The policy's own tensors, which may be shards, by the names under which its model or its adapter is written."""
+    state = policy.model.state_dict(keep_vars=True)
+    if not adapter:
+        return {_base_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    assert policy.adapters is not None
+    parameters = set(map(id, policy.adapters.parameters_of(POLICY)))
+    return {_adapter_name(name): tensor for name, tensor in state.items() if id(tensor) in parameters}
+
+
+def check_written(folder: Path, sums: Mapping[str, int]) -> dict[str, str]:
+    """Compares the tensors in `folder` with the `sums` of the policy's own; returns the SHA-256 of each under the name
+    that vLLM gives it.
+
+    Raises:
+        ValueError: if one differs or is missing.
+    """
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    written = {name: int(bit_sum(tensor)) for name, tensor in tensors.items()}
+    # transformers writes experts under other names. A tied tensor may be written once.
+    may_miss = set(sums.values()) if written.keys() - sums.keys() else set(written.values())
+    stale = [name for name, total in sums.items() if written.get(name, total if total in may_miss else None) != total]
+    if stale:
+        raise ValueError(
+            f"the weights written for vLLM are not the policy's: {', '.join(stale[:3])} ({len(stale)} of {len(sums)}); "
+            "write nothing into the folder, and let engine and sync give whole, current tensors"
+        )
+    digests: dict[str, Any] = defaultdict(hashlib.sha256)
+    # It joins q, k and v, and gate and up, in these orders.
+    for name in sorted(tensors, key=lambda name: name.replace(".q_proj.", ".a_proj.")):
+        joined = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name))
+        digests[joined].update(tensors[name].flatten().view(torch.uint8).numpy())
+    return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def _base_name(name: str) -> str:
+    return name.replace(".base_layer", "")
+
+
+def _adapter_name(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{POLICY}.', '.')}"
 
 
 def copied(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 Decoding in each way of `examples.gpu_speed` at several numbers of rows; the update's FLOPs a second, as a share of the
 device's peak in bfloat16 (those that its tokens need, so recomputed activations and padding lower it); and the memory
-of the 7B shapes. `examples.gpu_smoke` says beforehand, in at most five minutes, what works there.
+of the 7B shapes. `examples.gpu_smoke` says beforehand, in five minutes, what works there.
 """
 
 import argparse
