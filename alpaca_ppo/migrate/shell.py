@@ -57,8 +57,8 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
                 elif not re.fullmatch(_HARMLESS, " ".join(words), _FLAGS):
                     starts.append(_overrides(words, variables))
             except LookupError as error:
-                line = f"{file}, line {text.count(chr(10), 0, command[0].start()) + 1}"
-                raise ValueError(f"{line}: `{error}` is more than migrate reads; {_REMEDY}") from None
+                line = text.count("\n", 0, command[0].start()) + 1
+                raise ValueError(f"{file}, line {line}: `{error}` is more than migrate reads; {_REMEDY}") from None
             command = []
     if len(starts) != 1:
         raise ValueError(f"{file} starts verl.trainer.main_ppo {len(starts)} times; give a script that starts it once")
