@@ -33,8 +33,7 @@ _COMMANDS = rf"(?:echo|cd|mkdir|ulimit|pip3?|nvidia-smi|ray st\w+)(?: (?:{_VOID}
 _HARMLESS = rf"set(?: [-+][euxvo]+| pipefail)+|export {_NAME}|{_COMMANDS}"
 _REMEDY = "put `printf '%q '` before the command that starts verl, run it, and give what it prints as a .sh file"
 # The words up to the overrides, each with a zero after it.
-_PYTHON = r"(?:ray\0job\0submit\0.*--\0)?[^\0]*python[\d.]*\0(?:-[um]\0)*"
-_START = rf"{_PYTHON}[\w./-]*\bmain_(?:ppo|ppo_sync|dapo)(?:\.py)?\0"
+_START = r"(?:ray\0job\0submit\0.*--\0)?[^\0]*python[\d.]*\0(?:-[um]\0)*[\w./-]*\bmain_(?:ppo|ppo_sync|dapo)(?:\.py)?\0"
 
 
 def overrides_of_shell(text: str, file: str) -> list[str]:

@@ -53,9 +53,10 @@ class _Script:
     def __init__(self, text: str) -> None:
         self._lines, nodes = text.split("\n"), list[Any](ast.walk(ast.parse(text)))
         self._nodes = [node for node in nodes if not isinstance(node, ast.keyword)]
-        self._read = {node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)}
         imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trl")]
         self._imported = {alias: alias.asname or alias.name for node in imports for alias in node.names}
+        # They give no name of the script a value.
+        self._read = {n for n in nodes if n in self._imported or isinstance(getattr(n, "ctx", None), ast.Load)}
         self._values: dict[str, Any] = {}
         for node in nodes:
             match node:
@@ -94,8 +95,7 @@ class _Script:
                 if call is not calls[0] or is_open or (function in _KINDS and call.args[1:]):
                     self._refuse(call)
                 arguments |= dict(zip(positional, call.args, strict=False)) | keywords
-                if function in ("LoraConfig", "get_peft_model"):
-                    arguments["peft_config"] = ast.Constant(True)
+                arguments |= {"peft_config": ast.Constant(True)} if function in ("LoraConfig", "get_peft_model") else {}
         return arguments
 
     def configuration(self, trained: Any) -> str:
@@ -113,8 +113,7 @@ class _Script:
         read += [value for n in nodes if self._called(n) == "print" for value in n.args]
         # Besides its assignment. The class may have been replaced, and another module's `*` may be anything.
         refused = [n for n in self._mentions(variable) if n not in [trained, *read]][1:]
-        known = self._read | {*self._imported}
-        refused += [n for name in (_name(made.func), "*") for n in self._mentions(name) if n not in known]
+        refused += [n for name in (_name(made.func), "*") for n in self._mentions(name) if n not in self._read]
         # An attribute, whatever it belongs to: the configuration and the trainer may have other names.
         refused += [n for n in nodes if _name(n) in names["setters"] or getattr(n, "attr", "") == "args"]
         attributes = [n for n in nodes if isinstance(n, ast.Attribute) and n not in self._read]
