@@ -88,7 +88,7 @@ def test_the_script_refuses_what_it_can_before_it_loads_anything(config, tmp_pat
     for flags, message in (
         ([], "holds a finished run .* choose another output_dir"),
         (["--resume_from_checkpoint", "true"], "has no checkpoint; name one"),
-        (["--resume_from_checkpoint", "checkpoint-7"], "checkpoint-7 does not exist"),
+        (["--resume_from_checkpoint", "checkpoint-7"], "checkpoint-7 is no folder"),
         (["--output_dir", str(config)], "output_dir is '.*run.yaml', .*Not a directory"),
         (["--output_dir", str(tmp_path / "new"), "--report_to", "smoke"], "report_to names 'smoke'"),
         (["--output_dir", str(tmp_path / "new"), "--model_name_or_path", "./no/such"], "model_name_or_path is './no"),

@@ -240,7 +240,7 @@ def test_an_answer_that_the_chat_template_refuses_is_named_by_its_row():
         {"prompt": [said_by("user", "?" * 5000)], "completion": ANSWER},
         {"prompt": QUESTION, "completion": [silent]},
     ]
-    with pytest.raises(ValueError, match="the chat template refuses the messages in row 1"):
+    with pytest.raises(ValueError, match="the chat template refuses row 1"):
         learned(rows, template)
 
 

@@ -51,7 +51,7 @@ class LouderPolicy(Policy):
 
 def test_a_policy_with_outputs_of_its_own_trains_a_model_that_is_refused_otherwise(tmp_path):
     model = LouderLlama(tiny_causal_lm("llama").config)
-    with pytest.raises(ValueError, match="LouderLlama cannot be reproduced from its head"):
+    with pytest.raises(ValueError, match="LouderLlama's logits are not its head's"):
         Policy(model)
     settings = {"adv_estimator": "rloo", "num_return_sequences": 2, "total_episodes": 20, "old_policy": "recompute"}
     tiny_trainer(tmp_path, model=ActorCritic(LouderPolicy(model), None), **settings).train()
