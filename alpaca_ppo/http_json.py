@@ -17,7 +17,7 @@ import httpx2 as httpx
 
 from alpaca_ppo.config.credentials import REMOVED, without_credentials
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.config.names import is_this_machine, shown_url
+from alpaca_ppo.config.names import is_loopback, shown_url
 
 # For a host that does not answer at all, so that another server can be asked soon.
 _CONNECT_SECONDS = 10.0
@@ -81,7 +81,7 @@ async def ask_json(
                 timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
                 verify=_ssl(),
                 # A proxy is for other machines, and would get the key.
-                trust_env=not is_this_machine(url),
+                trust_env=not is_loopback(url),
                 transport=httpx.AsyncHTTPTransport(verify=_ssl(), uds=socket) if socket else None,
             ) as client,
             client.stream("GET" if body is None else "POST", url, content=body, headers=headers) as response,

@@ -3,8 +3,10 @@
 Most hub ids are first looked up when the model is loaded, but those without an owner at once (`_ask_hub`).
 """
 
+import ipaddress
 import os
 import re
+import socket
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -148,6 +150,17 @@ def check_url(name: str, url: str) -> None:
 def is_this_machine(url: str) -> bool:
     """Whether the host of `url` is known to be this machine."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether the host of `url` is this machine under any name."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host in ("localhost", socket.gethostname().lower())
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
 
 
 def shown_url(url: str) -> str:

@@ -86,9 +86,12 @@ def read_deepspeed_file(file: str) -> dict[str, Any]:
             f"deepspeed is {file!r}, which contains {shown(content)}, which is not a JSON object; write settings like "
             "those in examples/deepspeed_configs"
         )
-    for name in ("zero_optimization", *_PRECISIONS):
-        if not isinstance(content.get(name, {}), Mapping):
-            raise ValueError(f"deepspeed {file!r} has {name} {shown(content[name])}; make it an object, such as {{}}")
+    sections = {name: content.get(name, {}) for name in ("zero_optimization", "data_types", *_PRECISIONS)}
+    zero = sections["zero_optimization"] if isinstance(sections["zero_optimization"], Mapping) else {}
+    sections |= {name: zero.get(name) or {} for name in ("offload_param", "offload_optimizer")}
+    for name, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise ValueError(f"deepspeed {file!r} has {name} {shown(section)}; make it an object, such as {{}}")
     return content
 
 

@@ -4,6 +4,7 @@ import os
 import re
 
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, parse_flag_from_env
 
@@ -71,11 +72,18 @@ def check_launch(args: PPOConfig) -> None:
             raise ValueError(f"{name.lower()} is {value!r}, which this trainer does not support; {entry[1]}")
         if entry is None and value.lower() != str(done.get(name.removeprefix("ACCELERATE_").lower())).lower():
             unread.append(f"{name}={value}")
-    file = re.search(r"--(?:config.file|accelerate.config)[=\0]([^\0]+)", "\0".join(launcher_command() or ()))
-    content = read_yaml(file[1]) if file is not None and os.path.isfile(file[1]) else {}
+    command = "\0".join(launcher_command() or ())
+    found = re.search(r"--(?:config.file|accelerate.config)[=\0]([^\0]+)", command)
+    # Without one, `accelerate launch` reads its own.
+    file = found[1] if found else default_config_file if "accelerate" in command else ""
+    content = read_yaml(file) if os.path.isfile(file) else {}
     keys = ["use_cpu"] if content.get("use_cpu") and not args.use_cpu else []
-    keys += [key for section in content.values() if isinstance(section, dict) for key in section]
-    keys = [key for key in keys if not any(name.endswith(key.upper()) for name in given)]
+    for name, section in content.items():
+        # Keys of these two are handed on by their own names, others with a beginning.
+        own = name in ("fsdp_config", "parallelism_config")
+        for key in section if isinstance(section, dict) else ():
+            if not any(variable == key.upper() if own else variable.endswith(f"_{key.upper()}") for variable in given):
+                keys.append(key)
     unread += [key for key in keys if not re.fullmatch(_OF_LAUNCHER, key)]
     if unread:
         say(f"settings of the launch configuration without effect on this run: {', '.join(unread)}")

@@ -134,6 +134,8 @@ class SamplerCheck:
         self._may_use_sampler_logprobs = args.old_policy == "auto" and not needs_recomputing
         self._uses_sampler_logprobs: bool | None = None
         self._conditions = [backend.name, args.dtype, engine.accelerator.mixed_precision, type(engine).__name__]
+        # Nats per token, in the responses before the first rollout.
+        self._at_first = math.inf
         self._warned = False
 
     @property
@@ -188,6 +190,7 @@ class SamplerCheck:
                 f"are the {whose}'s (old_policy: auto)"
             )
         where = f"in {len(logprobs)} short responses before the first rollout"
+        self._at_first = stats["mismatch/logprob_abs_mean"]
         self._judge(stats, where, ValueError, may_stop=stats["clipped"] > BOUNDS["mismatch/logprob_abs_mean"].stop)
 
     def check_rollouts(self, rollouts: Rollouts) -> None:
@@ -225,6 +228,11 @@ class SamplerCheck:
         """Raises `error` if the run has to end; otherwise warns of exceeded bounds, once."""
         args = self._args
         exceeded = exceeded_bounds(stats, half_precision=self.half_precision, temperature=args.temperature)
+        # A copy of the weights in float32 that differs by more than rounding did at first is another version of them.
+        limit = min(max(30 * self._at_first, 1e-4), BOUNDS["mismatch/logprob_abs_mean"].warn)
+        has_copy = self._collector.backend.has_own_weights and not self.half_precision
+        if is_stale := has_copy and stats.get("mismatch/logprob_abs_mean", 0.0) > limit:
+            exceeded = {"mismatch/logprob_abs_mean": limit} | exceeded
         if not exceeded or args.mismatch_action == "ignore":
             return
         measured = [f"{metric} is {stats[metric]:.3g} (bound {bound:g})" for metric, bound in exceeded.items()]
@@ -232,8 +240,8 @@ class SamplerCheck:
             f"sampler and trainer disagree on the log-probs of the same tokens {where}: {', '.join(measured)}; "
             "docs/troubleshooting.md#sampler-and-trainer-disagree lists the causes"
         )
-        stops = may_stop and args.mismatch_action == "stop" and args.old_policy != "correct"
-        if stops and any(bound == BOUNDS[metric].stop for metric, bound in exceeded.items()):
+        ruins = may_stop and any(bound == BOUNDS[metric].stop for metric, bound in exceeded.items())
+        if (ruins or is_stale) and args.mismatch_action == "stop" and args.old_policy != "correct":
             raise error(f"{text}. Remove the cause, set mismatch_action: warn or, in a new run, old_policy: correct")
         if not self._warned and self._collector.accelerator.is_main_process:
             self._warned = True

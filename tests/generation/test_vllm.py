@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from alpaca_ppo.adapters.adapter_set import from_peft_model
+from alpaca_ppo.distributed.weight_sums import whole_sums
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, StopStrings, Turns, generate, make_backend
-from alpaca_ppo.generation.vllm import sampling
+from alpaca_ppo.generation.vllm import sampling, weights
 from alpaca_ppo.models import Policy
 from tests.fake_vllm import FakeVLLM, ServedInThread, sample
 from tests.generation.test_generate import PROMPT_IDS, PROMPTS, padded
@@ -293,7 +294,7 @@ def entries(*logprobs: float, first: int = 40) -> dict[str, Any]:
     return {"token_ids": list(range(40, 40 + len(logprobs))), "logprobs": {"content": content}}
 
 
-def repeated(token: int) -> dict[str, Any]:
+def repeated(token: Any) -> dict[str, Any]:
     return {"token_ids": [token] * 20, "logprobs": {"content": [{"token_id": token, "logprob": -1.0}] * 20}}
 
 
@@ -308,12 +309,14 @@ def repeated(token: int) -> dict[str, Any]:
         (changed(**entries(*[-1.0] * 20, first=41)), "log-probs of other tokens"),
         (changed(**entries(*[-1.0] * 20)), "tokens after a stop token"),
         (changed(**entries()), "0 tokens instead of 1 to 20"),
-        (changed(token_ids=["x"] * 20), "ValueError"),
+        (changed(token_ids=["x"] * 20), "no number"),
         (changed(logprobs=None), "TypeError"),
         (changed(**repeated(64)), "tokens outside of the vocabulary of 64"),
         (changed(**repeated(-1)), "tokens outside of the vocabulary of 64"),
         (changed(**repeated(2**70)), "tokens outside of the vocabulary of 64"),
-        (changed(token_ids=[math.inf] * 20), "OverflowError"),
+        (changed(**repeated(math.inf)), "no number"),
+        (changed(**repeated(True)), "no number"),
+        (changed(**repeated("40")), "no number"),
         (lambda answer: {**answer, "model": "base"}, "of base instead of policy"),
         (lambda answer: {"choices": []}, "gave a wrong answer"),
         (lambda answer: [], "gave a wrong answer"),
@@ -349,6 +352,21 @@ def test_tensors_that_do_not_reach_the_files_end_the_run(tmp_path: Path) -> None
         first.clear()
 
 
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "gpt_neox"])
+def test_a_stale_tensor_that_is_written_under_another_name_is_seen_too(tmp_path: Path, arch: str) -> None:
+    policy = Policy(tiny_causal_lm(arch))
+    own = whole_sums(weights.live_tensors(policy, adapter=False), torch.float32)
+    tensors = weights.copied(weights_of(policy), torch.float32, keep=True)
+    weights.write_model(tmp_path / "right", policy, tensors, torch.float32)
+    weights.check_written(tmp_path / "right", own)
+    for name in tensors:
+        if "experts" in name or "gate" in name or name == "lm_head.weight":
+            stale = {**tensors, name: tensors[name].roll(1) * 1.001}
+            weights.write_model(tmp_path / name, policy, stale, torch.float32)
+            with pytest.raises(ValueError, match="not the policy's"):
+                weights.check_written(tmp_path / name, own)
+
+
 class Forgets(FakeVLLM):
     """A server that does not do what it is asked for on the route `forgotten`, but says so."""
 
@@ -358,6 +376,13 @@ class Forgets(FakeVLLM):
         if path != self.forgotten:
             return super().respond(path, body)
         return {"success": True}
+
+
+def test_a_server_that_never_loads_weights_ends_the_run(tmp_path: Path) -> None:
+    fake = Forgets()
+    fake.held, fake.forgotten = {"dp0:pp0:pcp0:tp0:model.norm.weight": "other"}, "/collective_rpc"
+    with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match="holds other weights.*none has changed"):
+        setting.sync()
 
 
 @pytest.mark.parametrize(

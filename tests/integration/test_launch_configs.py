@@ -147,6 +147,7 @@ def test_a_launch_configuration_is_honoured_refused_or_listed(run, alone):
     assert outcome.stderr.count(line) == 1, outcome.stderr
     assert_same(metric_lines(run / "asking"), alone, tolerance=1e-4)
     words[5:5] = ["--mixed_precision", "bf16"]
+    words[-1] = str(run / "refused")
     outcome = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG)
     assert outcome.returncode != 0 and "mixed_precision is 'bf16'; use bf16: true" in outcome.stderr, outcome.stderr
 
@@ -167,8 +168,8 @@ sys.exit(int(sys.argv[2]))
 def test_a_script_that_gathers_weights_at_its_end_ends_with_its_own_exit_status(tmp_path):
     (tmp_path / "script.py").write_text(LAST_WORDS)
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    for status in (0, 0, 0, 0, 0, 0, 0, 5):
-        whole = command(tmp_path / "script.py", tmp_path / "run", str(status), config="fsdp")
+    for number, status in enumerate((0, 0, 0, 0, 0, 0, 0, 5)):
+        whole = command(tmp_path / "script.py", tmp_path / str(number), str(status), config="fsdp")
         ended = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
         assert "SIGABRT" not in ended.stderr and "exitcode  : -6" not in ended.stderr, ended.stderr
         assert (ended.returncode == 0) == (status == 0), ended.stderr

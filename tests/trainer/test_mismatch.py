@@ -77,6 +77,26 @@ def test_a_run_in_float32_allows_for_the_rounding_of_a_sampler_in_half_precision
         trainer.sampler_check.check({ABS: 0.095})
 
 
+def test_a_copy_in_float32_is_judged_by_what_it_differed_at_first(tmp_path):
+    class Own(Backend):
+        has_own_weights = True
+
+        def generate(self, model, prompts, params, **how):
+            return generate(model, prompts, params, backend="generate", **how)
+
+    with temporary_choices():
+        register_generation_backend("own")(Own)
+        trainer = tiny_trainer(tmp_path, generation_backend="own")
+    trainer.sampler_check.check({ABS: 9e-4})
+    with pytest.raises(SamplerMismatch, match="bound 0.001"):
+        trainer.sampler_check.check({ABS: 1.1e-3})
+    # Here they agree to about 1e-7 nats, so that a thousand times as much is no rounding.
+    trainer.check_sampler()
+    trainer.sampler_check.check({ABS: 9e-5})
+    with pytest.raises(SamplerMismatch, match="bound 0.0001"):
+        trainer.sampler_check.check({ABS: 1.1e-4})
+
+
 def test_prompts_of_the_check_range_from_the_shortest_to_the_longest():
     assert spread_by_length([5, 1, 9, 7, 3, 2, 8], count=4) == [1, 4, 3, 2]
     assert spread_by_length([5, 1], count=4) == [1, 0]

@@ -45,7 +45,7 @@ class LocalServer(Server):
         finally:
             link.unlink(missing_ok=True)
         # It has read the model, but no adapter.
-        self.asleep, self.loaded = False, replace(new, adapter=None)
+        self.asleep, self.loaded, self._held = False, replace(new, adapter=None), {}
         together([self.check(None, lora=self._lora_rank > 0)], poll)
         together([self.load(new)], poll)
 

@@ -28,7 +28,9 @@ END_SECONDS = 5.0
 # Not for `vllm_args`.
 _RESERVED_FLAGS = (
     "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization config disable-log-stats tp "
-    "tensor-parallel-size pp pipeline-parallel-size dp data-parallel-size"
+    "tensor-parallel-size pp pipeline-parallel-size dp data-parallel-size dpl data-parallel-size-local asc "
+    "api-server-count headless load-format generation-config enable-lora max-lora-rank enable-sleep-mode "
+    "no-enable-sleep-mode"
 ).split()
 # With these, a server would take itself for a rank of the run, or use the run's libraries.
 _LAUNCHER_VARIABLES = re.compile(

@@ -1,6 +1,7 @@
 """Requests to a vLLM server, to load weights and to sample tokens, and checks of its answers."""
 
 import asyncio
+import hashlib
 import json
 import math
 import time
@@ -25,6 +26,8 @@ _HEALTH_SECONDS = 2.0
 _RESETS = 50
 # The most tokens of the prompt that shows whether it was emptied; a block of the cache has up to 256.
 _PROBE = 513
+# The SHA-256 of a weight that vLLM has packed on a CPU, of which nothing is left.
+_PACKED = hashlib.sha256().hexdigest()
 # What vLLM sends for a log-prob that is not finite.
 _NOT_FINITE = -9999.0
 
@@ -59,6 +62,8 @@ def together(calls: Iterable[Awaitable[Any]], poll: Callable[[], Any] = lambda: 
     for value in await_all(list(calls), poll):
         if isinstance(value, RequestFailed):
             raise ValueError(f"the vLLM server at {value}") from value
+        if isinstance(value, LookupError | TypeError | AttributeError):
+            raise ValueError(f"a vLLM server gave a wrong answer: {error_text(value)}") from value
         if isinstance(value, BaseException):
             raise value
 
@@ -129,6 +134,7 @@ class Server:
             raise ValueError(f"the vLLM server at {self.name} was started without {missing[0]}; docs/vllm.md has all")
         if folder is not None:
             self._model = (await self.ask("/v1/models"))["data"][0]["id"]
+            self._held = await self._checksums()
             await self._check_folder(folder)
 
     async def _check_folder(self, folder: Path) -> None:
@@ -160,7 +166,7 @@ class Server:
             await self._ask_patiently("/v1/load_lora_adapter", adapter, parse=str)
         await self.ask("/update_weight_version", {"new_version": new.version})
         for _ in range(_RESETS):
-            if (await self._ask_patiently("/reset_prefix_cache", {}))["success"]:
+            if (await self._ask_patiently("/reset_prefix_cache", {}))["success"] is True:
                 break
             await asyncio.sleep(0.1)
         else:
@@ -175,15 +181,17 @@ class Server:
         problem = ""
         # The base of an adapter stays.
         if new.adapter is None or self.loaded is None or self.loaded.adapter is None:
-            answer = await self._ask_patiently("/weight_checker", {"action": "checksum"})
-            held = {
-                name.rpartition(":")[2].replace(".base_layer", ""): sha for name, sha in answer["checksums"].items()
-            }
+            held = await self._checksums()
             equal = {name for name, digest in held.items() if new.digests.get(name) == digest}
-            stale = sorted(self._comparable - equal)
-            unchanged = held == self._held and self.loaded is not None and self.loaded.digests != new.digests
-            if stale or (unchanged and not equal):
-                problem = f"holds other weights than the published ones ({', '.join(stale[:3]) or 'none has changed'})"
+            kept = {name for name, digest in held.items() if digest == self._held.get(name) != _PACKED}
+            old = {} if self.loaded is None else self.loaded.digests
+            # Under other layouts than the files', a tensor must at least have changed with these.
+            stale = self._comparable - equal | {
+                name for name in kept & old.keys() if old[name] != new.digests.get(name)
+            }
+            if stale or (held == self._held and not equal):
+                names = ", ".join(sorted(stale)[:3]) or "none has changed"
+                problem = f"holds other weights than the published ones ({names})"
             self._held, self._comparable = held, self._comparable or equal
         # The same prompt every time: after the reset, the first blocks of it must be computed anew.
         prompt = {"token_ids": [0] * min(self.longest_row - 1, _PROBE), "sampling_params": {"max_tokens": 1}}
@@ -194,10 +202,21 @@ class Server:
         if problem:
             raise ValueError(f"the vLLM server at {self.name} {problem}; it would not sample from the trained policy")
 
+    async def _checksums(self) -> dict[str, str]:
+        """SHA-256 of the weights that it holds, by name; of parts on several GPUs, only of those that are all alike."""
+        answer = await self._ask_patiently("/weight_checker", {"action": "checksum"})
+        found = dict[str, set[str]]()
+        for name, digest in answer["checksums"].items():
+            found.setdefault(name.rpartition(":")[2].replace(".base_layer", ""), set()).add(digest)
+        return {name: digests.pop() for name, digests in found.items() if len(digests) == 1}
+
     async def _cached_tokens(self) -> float:
         """How many tokens of prompts it has found in its prefix cache so far."""
         lines = (await self.ask("/metrics", parse=str)).splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+        found = [line.split()[-1] for line in lines if line.startswith("vllm:prefix_cache_hits_total")]
+        if not found:
+            raise ValueError(f"the vLLM server at {self.name} was started with --disable-log-stats; leave that out")
+        return sum(map(float, found))
 
     async def wake(self) -> None:
         """Restores the memory that `sleep` has freed. Memory that is mapped already must not be mapped again."""
@@ -248,8 +267,10 @@ def _parsed(answer: Any, params: dict[str, Any], version: str, vocab_size: int) 
     """
     most, stops = params["max_tokens"], params["stop_token_ids"]
     (choice,) = answer["choices"]
-    tokens = [int(token) for token in choice["token_ids"]]
-    entries = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
+    tokens = choice["token_ids"]
+    entries = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+    if not all(type(token) is int for token in tokens) or not all(type(value) in (int, float) for _, value in entries):
+        raise TypeError("a token or a log-prob is no number")
     versions = sorted({str(span["version"]) for span in choice["weight_versions"]})
     problems = {
         f"it is of weights {', '.join(versions)} instead of {version}": versions != [version],
