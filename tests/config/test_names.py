@@ -1,13 +1,14 @@
 """Names of folders and models that do not exist are refused with what is there, and the hub is asked once at most."""
 
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from alpaca_ppo.cli.commands import main
-from alpaca_ppo.config.names import check_folder, check_model_name, model_folder, where
+from alpaca_ppo.config.names import check_folder, check_model_name, is_loopback, model_folder, where
 from tests.http_servers import RawServer, response
 
 
@@ -89,6 +90,18 @@ def test_a_name_without_an_owner_is_asked_for_once(answer, said, tmp_path):
     assert done.stdout.startswith(said.format(tmp_path)) and len(done.stdout.splitlines()) == 1
     asked = [request.path for request in server.requests if "gpt2" in request.path]
     assert asked == ["/gpt2/resolve/main/config.json"]
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *[(host, True) for host in ("localhost", "localhost.", "127.0.0.1", "127.0.1.1", "[::1]", "0.0.0.0")],
+        *[(host, True) for host in ("[::ffff:127.0.0.1]", socket.gethostname())],
+        *[(host, False) for host in ("10.0.0.1", "example.org", "localhost.example.org", "[2001:db8::1]")],
+    ],
+)
+def test_this_machine_is_known_by_all_its_names(host, expected):
+    assert is_loopback(f"http://{host}:8000/score") is expected
 
 
 def test_a_model_in_the_cache_needs_no_hub(tmp_path, monkeypatch):

@@ -121,6 +121,8 @@ def test_float16_in_the_file_is_refused_before_anything_is_loaded(bf16, file, tm
     ("text", "message"),
     [
         ("[3]", r"contains \[3\], which is not a JSON object"),
+        ('{"data_types": "fp32"}', "has data_types 'fp32'; make it an object"),
+        ('{"zero_optimization": {"offload_param": "cpu"}}', "has offload_param 'cpu'; make it an object"),
         ('{"bf16": []}', r"has bf16 \[\]; "),
         ('{"zero_optimization": 3}', "has zero_optimization 3; "),
         ("[" * 9000, "not a readable JSON file"),

@@ -134,6 +134,13 @@ def test_keys_of_its_file_that_the_launcher_keeps_back_are_listed(launched, tmp_
     monkeypatch.setattr(command, lambda: ("train", "--accelerate_config", "fsdp"))
     check_launch(tiny_config("unused"))
     assert capfd.readouterr().err == ""
+    # A key in the wrong section, and the file that `accelerate launch` reads if none is named.
+    file.write_text("mixed_precision: 'no'\nfsdp_config: {fsdp_version: 2, mixed_precision: bf16}\n")
+    launched(ACCELERATE_MIXED_PRECISION="no")
+    monkeypatch.setattr("alpaca_ppo.distributed.fsdp_config.default_config_file", str(file))
+    monkeypatch.setattr(command, lambda: ("python", "-m", "accelerate.commands.launch", "x.py"))
+    check_launch(tiny_config("unused"))
+    assert capfd.readouterr().err.endswith("on this run: mixed_precision\n")
 
 
 def test_a_deepspeed_file_by_flag_leaves_that_of_the_launch_configuration_without_effect(monkeypatch, capfd):
