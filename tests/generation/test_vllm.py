@@ -402,6 +402,9 @@ def test_what_a_server_forgets_ends_the_run(tmp_path: Path, route: str, problem:
                 parameter.mul_(1 + 1e-6)
         with pytest.raises(ValueError, match=problem):
             setting.sync()
+        # It is judged by what it holds, not by what it held when that was refused.
+        fake.forgotten = ""
+        setting.sync()
 
 
 def test_a_stale_or_unused_adapter_ends_the_run(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ class Server:
 
     async def _check_loaded(self, new: Publication) -> None:
         """Raises ValueError if the server holds other weights than `new`, or results of older ones."""
-        problem = ""
+        problem, held, equal = "", self._held, self._comparable
         # The base of an adapter stays.
         if new.adapter is None or self.loaded is None or self.loaded.adapter is None:
             held = await self._checksums()
@@ -192,7 +192,6 @@ class Server:
             if stale or (held == self._held and not equal):
                 names = ", ".join(sorted(stale)[:3]) or "none has changed"
                 problem = f"holds other weights than the published ones ({names})"
-            self._held, self._comparable = held, self._comparable or equal
         # The same prompt every time: after the reset, the first blocks of it must be computed anew.
         prompt = {"token_ids": [0] * min(self.longest_row - 1, _PROBE), "sampling_params": {"max_tokens": 1}}
         before = await self._cached_tokens()
@@ -201,6 +200,8 @@ class Server:
             problem = "answers from the prefix cache of older weights"
         if problem:
             raise ValueError(f"the vLLM server at {self.name} {problem}; it would not sample from the trained policy")
+        # Only now, so that they are those of `loaded`.
+        self._held, self._comparable = held, self._comparable or equal
 
     async def _checksums(self) -> dict[str, str]:
         """SHA-256 of the weights that it holds, by name; of parts on several GPUs, only of those that are all alike."""
