@@ -158,7 +158,7 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
 def _in_script(entry: ForeignName, valid: Collection[str]) -> str:
     """The arguments of `PPOTrainer` that stand for options which are not in `valid`, in parentheses."""
     missing = set(entry.ours) - set(valid)
-    names = [name for name, options in OPTIONS_OF_ARGUMENT.items() if missing & set(options) and name != "reference"]
+    names = [name for name, options in OPTIONS_OF_ARGUMENT.items() if missing & set(options)]
     return f" (in a script: {', '.join(f'PPOTrainer({name}=...)' for name in names)})" if names else ""
 
 

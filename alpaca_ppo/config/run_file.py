@@ -17,7 +17,6 @@ OPTIONS_OF_ARGUMENT = {
     "model": ("model_name_or_path",),
     "value_model": ("value_model_name_or_path",),
     "ref_model": ("reference",),
-    "reference": ("model_name_or_path", "reference"),
     "peft_config": ("use_peft", "lora_r", "lora_alpha", "lora_target_modules"),
     "reward_funcs": ("reward_funcs", "reward_model_name_or_path", "reward_url", "reward_adapter"),
     "metric_funcs": ("metric_funcs",),
@@ -27,9 +26,9 @@ OPTIONS_OF_ARGUMENT = {
     "environment_factory": ("environments",),
     "tool_call_parser": ("tool_call_parser",),
 }
-"""For each argument of `PPOTrainer`, the options that stand for it; errors propose the first. `reference` is the
-`model` where the KL is measured to it.
-"""
+"""For each argument of `PPOTrainer`, the options that stand for it; errors propose the first."""
+# For each object that a run had in memory, likewise. `reference` is the `model` where the KL is measured to it.
+_OPTIONS_OF_OBJECT = OPTIONS_OF_ARGUMENT | {"reference": ("model_name_or_path", "reference")}
 
 
 def check_run_files(
@@ -50,7 +49,7 @@ def check_run_files(
         for name, what in ((content.get(PROVENANCE) or {}).get(IN_MEMORY) or {}).items():
             # One of several reward functions is reward_funcs[1].
             argument = name.partition("[")[0]
-            options = OPTIONS_OF_ARGUMENT.get(argument, ())
+            options = _OPTIONS_OF_OBJECT.get(argument, ())
             if replaced.isdisjoint(options) and (needed is None or argument in needed):
                 lost.append(f"{name} = {what}")
                 if options:

@@ -27,8 +27,9 @@ def bit_sum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def whole_sums(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, int]:
     """`bit_sum` of each whole tensor, on every rank; all must call it."""
-    state, sums = PartialState(), []
-    for tensor in tensors.values():
+    state, sums = PartialState(), dict[int, Tensor]()
+    # A tied tensor, which has several names, is read once.
+    for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
         part = tensor
         if isinstance(tensor, DTensor):
             part = tensor.to_local()
@@ -39,8 +40,9 @@ def whole_sums(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> dict[st
         elif not state.is_main_process:
             # Whole on every rank.
             part = tensor.new_empty(0)
-        sums.append(bit_sum(part, dtype).to(state.device))
-    total = torch.stack(sums)
+        sums[id(tensor)] = bit_sum(part, dtype).to(state.device)
+    total = torch.stack([*sums.values()])
     if state.num_processes > 1:
         torch.distributed.all_reduce(total)
-    return dict(zip(tensors, total.tolist(), strict=True))
+    of_tensor = dict(zip(sums, total.tolist(), strict=True))
+    return {name: of_tensor[id(tensor)] for name, tensor in tensors.items()}
