@@ -195,7 +195,7 @@ class CheckpointManager:
             component.load_state_dict(saved.components[name])
         self.best.load_state_dict(saved.best, folder.parent)
         self.best_is_loaded = False
-        # Every rank has read what it resumes from.
+        # Until every rank has read it, no folder may move.
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process and (moved := directory.abandon_later_checkpoints(folder)):
             print(f"{folder} is not the newest checkpoint; later ones are now {', '.join(path.name for path in moved)}")

@@ -55,7 +55,8 @@ def export(argv: Sequence[str]) -> int:
     start = check_folder("the checkpoint", given.checkpoint)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to is {given.to!r}, which exists already; choose a new folder")
-    run = start.parent if start.name.startswith("checkpoint-") else start
+    names_run = not start.name.startswith("checkpoint-")
+    run = start if names_run else start.parent
     options = ["--config", given.config or str(run / "run.yaml"), *flags]
     script, lora, args = parse_args([ModelArguments, LoraArguments, PPOConfig], options)
     say_loading()
@@ -67,7 +68,7 @@ def export(argv: Sequence[str]) -> int:
     from alpaca_ppo.models.loading import load_processing_class
     from alpaca_ppo.tracking.results import WeightsStep
 
-    checkpoint = newest_checkpoint(run) if start == run else start
+    checkpoint = newest_checkpoint(run) if names_run else start
     if checkpoint is None:
         raise ValueError(f"{run} holds no checkpoint-<step> folder; name a run that saved one (save_steps above 0)")
     rewards = [*(script.reward_model_name_or_path or []), *(script.reward_funcs or [])]
@@ -77,8 +78,9 @@ def export(argv: Sequence[str]) -> int:
         script.model_name_or_path, script.value_model_name_or_path, rewards, lora.peft_config("CAUSAL_LM"), config
     )
     restore_models(checkpoint, actor_critic)
-    # 0 if the user has renamed the folder.
-    step = int(re.sub(r"\D", "", checkpoint.name) or 0)
+    # The user may have renamed the folder.
+    number = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
+    step = int(number[1]) if number else 0
     tokenizer = load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code)
     about = TrainedRun(WeightsStep(step, step), {}, without_credentials(asdict(args)))
     save_final(target, actor_critic, tokenizer, about, merged=given.merge)

@@ -83,7 +83,7 @@ def parse_options(
             _update(values, _file_values(files[words[0]], options, f"the --config file {words[0]}"))
         elif flag == "preset":
             _update(values, _file_values(read_preset(words[0]), options, f"the preset {words[0]}"))
-    # Other commands need only the models of a run.
+    # A command without script arguments, such as `export`, needs only the models of a run.
     script_type = next((cls for cls in dataclass_types if issubclass(cls, ScriptArguments)), ModelArguments)
     check_run_files(files, given=given, needed=script_type.needed_objects)
     _update(values, given)

@@ -37,7 +37,7 @@ class DeepSpeedEngine(Engine):
             # DeepSpeed flattens each group into one tensor.
             raise ValueError(
                 f"group {self._parts.index('both')} of the optimizer has parameters of policy and critic, which "
-                "DeepSpeed cannot clip or freeze apart; make one group of each"
+                "DeepSpeed cannot clip or freeze separately; make a group for each"
             )
         self._configure(args)
         # DeepSpeed replaces the parameters of each group by flat partitions.
@@ -51,7 +51,6 @@ class DeepSpeedEngine(Engine):
             _register_head_use(self.actor_critic, policy)
             _register_head_use(policy, policy)
         self._zero = engine.optimizer
-        # Policy and critic are clipped by their own norms.
         limits: dict[Part, float] = {"policy": self.max_grad_norm, "critic": self.critic_max_grad_norm}
         self._clipping = _Clipping(self._zero, self._parts, limits, stage=self.stage)
         # DeepSpeed cannot leave a group out of a step, and with a gradient and a learning rate of 0 AdamW would still
@@ -191,7 +190,7 @@ class DeepSpeedEngine(Engine):
         return {"state": state, "param_groups": groups}
 
     def _state_of(self, parameter: nn.Parameter, flat: Tensor) -> dict[str, Any]:
-        """The whole state of `parameter`; `flat` is a partition of its group."""
+        """The unsharded optimizer state of `parameter`; `flat` is a partition of its group."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         state = {}
@@ -199,7 +198,7 @@ class DeepSpeedEngine(Engine):
             if torch.is_tensor(value) and value.shape == flat.shape:
                 state[key] = self._on_writer(safe_get_full_optimizer_state(parameter, key))
             else:
-                # The step. In a plain optimizer, one tensor for all parameters would be counted up by each.
+                # The step count, copied: a plain optimizer would increment a shared tensor once for each parameter.
                 state[key] = copy.deepcopy(value)
         return state
 

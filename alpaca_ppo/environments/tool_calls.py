@@ -68,7 +68,7 @@ def find_json_calls(text: str) -> list[ToolCall]:
 
 
 def _checked(entry: Any) -> ToolCall:
-    """The call in `entry`, a mapping with `name` and `arguments`, which may be JSON text."""
+    """The call in `entry`, a mapping with `name` and `arguments` (a mapping, or one as JSON text)."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         return ToolCall("", {}, "the tool call has no name; it must be an object with 'name' and 'arguments'")
     name, arguments = encodable(entry["name"]), entry.get("arguments", {})

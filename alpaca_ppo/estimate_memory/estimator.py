@@ -157,24 +157,26 @@ class _Run:
     def changes(self) -> list[Mapping[str, Any]]:
         """Changes of options that may save memory."""
         args = self.args
-        on_one_base: dict[str, Any] = {} if is_adapter(self.models.policy) else {"use_peft": True}
+        # One change, because only together do policy, critic and reference share one frozen bfloat16 base.
+        shared_base: dict[str, Any] = {} if is_adapter(self.models.policy) else {"use_peft": True}
         if args.uses_critic and args.critic_layout == "separate":
-            on_one_base |= {"critic_layout": "adapter", "init_value_with_reward": False}
-            on_one_base["value_model_name_or_path"] = None
-        on_one_base |= {"dtype": "bfloat16", "bf16": True}
+            shared_base |= {"critic_layout": "adapter", "init_value_with_reward": False}
+            shared_base["value_model_name_or_path"] = None
+        shared_base |= {"dtype": "bfloat16", "bf16": True}
         if args.reference in ("copy", "copy_offloaded"):
-            on_one_base["reference"] = "auto"
+            shared_base["reference"] = "auto"
         if args.max_tokens_per_micro_batch is None:
             one_row = {"step_per_device_batch_size": 1}
         else:
             one_row = {"max_tokens_per_micro_batch": args.longest_row}
         names = ("rollout_per_device_batch_size", "logprob_chunk_size")
         quarters = [{name: max(1, getattr(args, name) // 4)} for name in names]
-        four_bits = not (args.use_cpu or self.sharding.fsdp or self.sharding.stage == 3)
-        changes = [on_one_base, {"gradient_checkpointing": True}, one_row, *quarters, {"load_in_4bit": four_bits}]
-        given = {**vars(self.script), **vars(self.lora), **vars(args)}
-        new = [{name: value for name, value in change.items() if given[name] != value} for change in changes]
-        return [change for change in new if change]
+        changes: list[dict[str, Any]] = [shared_base, {"gradient_checkpointing": True}, one_row, *quarters]
+        if not (args.use_cpu or self.sharding.fsdp or self.sharding.stage == 3):
+            changes.append({"load_in_4bit": True})
+        current = {**vars(self.script), **vars(self.lora), **vars(args)}
+        differing = [{name: value for name, value in change.items() if current[name] != value} for change in changes]
+        return [change for change in differing if change]
 
 
 def _name(sharding: Sharding) -> str:

@@ -22,12 +22,13 @@ def results_text(results: Mapping[str, Any]) -> str:
         lines.append(f"a success is an answer with {results['success']}")
     stats = {name.removeprefix("eval/"): value for name, value in sorted(results["metrics"].items())}
     errors = {name: stats.get(f"{name}_se", math.nan) for name in stats if not name.endswith("_se")}
-    groups: dict[str | tuple[str, str, str], list[str]] = {}
+    sharing: dict[tuple[str, ...], list[str]] = {}
     for name, se in errors.items():
         eval_set = next((set_name for set_name in sets if set_name and name.startswith(f"{set_name}/")), "")
-        numbers = (eval_set, f"{stats[name]:.5g}", f"{se:.5g}")
-        groups.setdefault(name if math.isnan(stats[name] + se) else numbers, []).append(name)
-    first_names = {" = ".join(names): names[0] for names in groups.values()}
+        # Without a number or an error, nothing shows that two metrics are the same.
+        is_known = not math.isnan(stats[name] + se)
+        sharing.setdefault((eval_set, f"{stats[name]:.5g}", f"{se:.5g}") if is_known else (name,), []).append(name)
+    first_names = {" = ".join(names): names[0] for names in sharing.values()}
     width = max(map(len, first_names))
     for title, name in first_names.items():
         error = "" if math.isnan(errors[name]) else f"  ±{errors[name]:.2g}"

@@ -89,24 +89,21 @@ def _text_after_answer(processing_class: Any, messages: list[Any], keywords: Map
 
 
 def _end_of_turn(processing_class: PreTrainedTokenizerBase, text: str) -> int | None:
-    """The special or added token that ends the turn, or None; `text` is what follows the answer. (Some fine-tunes add
-    `<|im_end|>` as an ordinary token.)
-    """
+    """The token that ends the turn by the rules of `resolve_turn_end`, or None; `text` is what follows the answer."""
+    # Added tokens too: some fine-tunes add `<|im_end|>` as an ordinary token.
     names = dict(zip(processing_class.all_special_ids, processing_class.all_special_tokens, strict=True))
     names |= {i: token.content for i, token in processing_class.added_tokens_decoder.items()}
     ids: list[int] = processing_class(text, add_special_tokens=False)["input_ids"]
-    candidates: list[int] = []
-    since_words: list[int] = []
-    for i in ids:
+    special: list[int] = []
+    before_words = 0  # how many of `special` precede the last words
+    for token in ids:
         # Gemma's tokenizer has runs of blanks as added tokens. The unknown token does not occur in the text.
-        if names.get(i, "").strip() and names[i] in text:
-            candidates.append(i)
-            since_words.append(i)
-        elif str(processing_class.decode([i])).strip():
-            since_words.clear()
-    # Words at the end may start the next answer, as in Llama 3's first template, so without an eos all count.
-    if processing_class.eos_token_id in since_words:
-        candidates = since_words
+        if names.get(token, "").strip() and names[token] in text:
+            special.append(token)
+        elif str(processing_class.decode([token])).strip():
+            before_words = len(special)
+    # Without an eos after them, the last words may start the next answer, as in Llama 3's first template.
+    candidates = special[before_words:] if processing_class.eos_token_id in special[before_words:] else special
     preferred = [i for i in candidates if i != processing_class.pad_token_id or i == processing_class.eos_token_id]
     return next(iter(preferred or candidates), None)
 

@@ -233,7 +233,8 @@ class RolloutCollector:
                 engine.prepare_frozen_model(source.model)
 
     def collate(self, prompts: PromptDataset, indices: Sequence[int], *, sampling_round: int = 0) -> list[PromptBatch]:
-        """This rank's share of `prompts[indices]`, as one batch, which has no rows if there is nothing to share.
+        """This rank's share of `prompts[indices]`, as a list of one batch, which has no rows if there is nothing to
+        share. `sampling_round` is 0, or the round of `dynamic_sampling` that drew the prompts.
 
         If forward passes need every rank (`engine.synced_forwards`), a rank with fewer prompts than others gets dummies
         at the end.

@@ -90,7 +90,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the reward model to its `output_dir`."""
     types = [RewardModelArguments, LoraArguments, TrainingArguments]
     arguments, lora, training = parse_args(types, argv, prog="alpaca-ppo reward")
-    # `collate` needs them.
+    # `collate` reads columns that the model does not take.
     training.remove_unused_columns = False
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)
     data, counts = trainer_data(model_name, arguments, training, PAIR, tokenize, with_prompts)

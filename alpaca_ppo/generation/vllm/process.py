@@ -94,7 +94,7 @@ def server_variables(device: torch.device, folder: Path) -> dict[str, str]:
     """Further environment variables of a server on `device`, with temporary files in `folder`."""
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     variables |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
-    # What its processes say to each other stays inside of the machine.
+    # Its processes talk over loopback only.
     variables |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
     if device.type != "cuda":
         # Otherwise the first request waits for a compiler, and the cache takes most of the memory.

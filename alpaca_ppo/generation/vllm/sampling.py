@@ -158,13 +158,16 @@ class Sampling:
         ValueError if that is the second time.
         """
         poll = self._hooks.before_token
-        if began > self._restarted_at and (hangs or not server.answers(poll)):
-            if self._restarted_at:
-                raise ValueError(f"the vLLM server has ended twice: {server.reason(poll)}")
-            assert server.loaded is not None
-            server.restart(server.loaded, poll)
-            self._restarted_at = time.monotonic()
-        return began <= self._restarted_at
+        if began <= self._restarted_at:
+            return True
+        if not hangs and server.answers(poll):
+            return False
+        if self._restarted_at:
+            raise ValueError(f"the vLLM server has ended twice: {server.reason(poll)}")
+        assert server.loaded is not None
+        server.restart(server.loaded, poll)
+        self._restarted_at = time.monotonic()
+        return True
 
     def _append_sampled(self, row: _Row, tokens: list[int], logprobs: list[float]) -> None:
         """Appends the sampled tokens up to the one that ends the turn; if none does, asks for more."""

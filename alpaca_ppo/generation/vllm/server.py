@@ -112,7 +112,8 @@ class Server:
 
     async def check(self, folder: Path | None, *, lora: bool) -> None:
         """Checks how the server was started, and sets `half_precision` and `longest_row`. It must load adapters if
-        `lora`, and see the `folder` of the weights if given.
+        `lora`. `folder` is where weights are written for a server that this run did not start: it must see the folder,
+        and its model's name and checksums are read.
 
         Raises:
             ValueError: for an untested version or a missing flag, or if it does not see `folder`.
@@ -237,9 +238,9 @@ class Server:
     async def sample(
         self, tokens: list[int], params: dict[str, Any], *, vocab_size: int, delay: float = 0.0
     ) -> tuple[list[int], list[float]]:
-        """The tokens, below `vocab_size`, that the loaded weights sample after `tokens`, of prompt and response, and
-        their log-probs in nats. `params` are `request_params`, `max_tokens` and `seed`; the request is made after
-        `delay` seconds.
+        """The next tokens that the loaded weights sample, and their log-probs in nats. `tokens` are the prompt and the
+        response so far, `params` are `request_params` with `max_tokens` and `seed`. The request is made after `delay`
+        seconds, and an answer with an id of `vocab_size` or above is refused.
 
         Raises:
             RequestFailed: without a usable answer.
@@ -255,9 +256,9 @@ class Server:
             if answer["model"] != model:
                 raise ValueError(f"it is of {answer['model']} instead of {model}")
             if any(choice.get("finish_reason") == "abort" for choice in answer["choices"]):
-                raise RequestFailed(self.name, "aborted a request, as an engine does that ends; check its log")
+                raise RequestFailed(self.name, "aborted a request, as it does when its engine ends; check its log")
             return _parsed(answer, params, self.loaded.version, vocab_size)
-        # Whatever is missing, or of another type or size.
+        # A field may be missing, or have another type or size.
         except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"the vLLM server at {self.name} gave a wrong answer: {error_text(error)}") from error
 
