@@ -83,6 +83,10 @@ class FakeVLLM:
         """Whether it sees the folders that it is given."""
         self.lives = True
         """Whether the engine does, without which the rest answers nothing but this."""
+        self.resets = True
+        """Whether it says if it has emptied that cache."""
+        self.counts = True
+        """Whether it counts, for `/metrics`, what its prefix cache has found."""
         self.asleep = False
         self.working = 0
         """Requests for tokens that are being answered."""
@@ -117,7 +121,7 @@ class FakeVLLM:
             case "/v1/models":
                 return {"data": [{"id": "policy"}]}
             case "/metrics":
-                return f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}.0'
+                return f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}.0' if self.counts else ""
             case "/weight_checker":
                 return {"checksums": self.held}
             case "/collective_rpc":
@@ -137,7 +141,7 @@ class FakeVLLM:
                 self.weights = body["new_version"]
             case "/reset_prefix_cache":
                 self.cached.clear()
-                return {"success": self.working == 0}
+                return {"success": self.working == 0} if self.resets else {}
             case "/inference/v1/generate":
                 prompt = tuple(body["token_ids"])
                 self.hits += len(prompt) * (prompt in self.cached)

@@ -511,6 +511,8 @@ def test_a_signal_gives_up_what_is_being_sampled(tmp_path: Path) -> None:
         ({"working": 1}, "still works for somebody"),
         ({"without": ["/update_weight_version"]}, "HTTP status 404"),
         ({"sees": False}, r"127\.0\.0\.1.* does not see /dev/shm/.*same path"),
+        ({"counts": False}, "was started with --disable-log-stats; leave that out"),
+        ({"resets": False}, "gave a wrong answer: .*success"),
     ],
 )
 def test_a_server_that_cannot_serve_a_run_is_refused_by_name(
@@ -519,7 +521,7 @@ def test_a_server_that_cannot_serve_a_run_is_refused_by_name(
     fake = FakeVLLM(**broken.get("config", {}))
     fake.version, fake.working = broken.get("version", "0.32.0"), broken.get("working", 0)
     fake.routes = [route for route in fake.routes if route not in broken.get("without", ())]
-    fake.sees = broken.get("sees", True)
+    fake.sees, fake.counts, fake.resets = (broken.get(name, True) for name in ("sees", "counts", "resets"))
     with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match=problem):
         setting.sync()
 

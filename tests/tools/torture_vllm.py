@@ -145,7 +145,7 @@ def main(folder: Path, only: str = "") -> bool:
     if not PYTHON.exists():
         print(f"vLLM: left out, because there is no {PYTHON} (VLLM_PYTHON)")
         return True
-    chosen = tuple(filter(None, only.split(",")))
+    chosen = tuple(only.split(","))
     table = Table()
     kills = [f"{phase}:trainer:SIGSTOP" for phase in LATER]
     kills += [f"{phase}:{p}:{s}" for s in ("SIGKILL", "SIGTERM") for p in SERVER for phase in LATER]
