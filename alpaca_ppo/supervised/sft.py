@@ -22,6 +22,7 @@ from alpaca_ppo.config.supervised_arguments import SFTArguments
 from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.prompts import rendered, well_formed_messages
+from alpaca_ppo.data.templates import PROBE
 from alpaca_ppo.generation.stopping import resolve_stop_tokens, resolve_turn_end
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
@@ -38,7 +39,9 @@ def with_prompts(dataset: Dataset, prompt_column: str, completion_column: str = 
     names, usual = dataset.column_names, ("messages", "conversations")
     column = next((name for name in (completion_column, *usual) if name in names), None)
     for number, messages in enumerate(map(without_nulls, dataset[column]) if column else ()):
-        first, end = (messages[i]["role"] if well_formed_messages(messages) else "assistant" for i in (0, -1))
+        # What is no list has no messages to begin with, as turns have none; another list is meant for messages.
+        other = "" if isinstance(messages, list) and not _are_turns(messages) else "assistant"
+        first, end = (messages[i]["role"] if well_formed_messages(messages) else other for i in (0, -1))
         if "assistant" not in (first, end) or (first == "assistant" and column in usual and prompt_column not in names):
             raise ValueError(
                 f"row {number}: {column} is {messages!s:.99}; it must be messages (role, content) from prompt to answer"
@@ -73,12 +76,16 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
             for i in [*starts, len(answers)]:
                 given = {**options, "add_generation_prompt": i < len(answers)}
                 texts.append(rendered([*row["prompt"], *answers[:i]], tokenizer, given, number))
+            # The conversation from each earlier answer to the content of the next message, which is not learned.
+            cut = [[*row["prompt"], *answers[: i + 1], {**answers[i + 1], "content": PROBE}] for i in starts[:-1]]
+            written = [rendered(messages, tokenizer, options, number).rpartition(PROBE)[0] for messages in cut]
+            own = [encode(text.removeprefix(prompt)) for text, prompt in zip(written, texts, strict=False)]
             # What follows each prompt: an answer, and messages up to the next one.
             continuations = [_continuation(*two, answers[i]) for two, i in zip(pairwise(texts), starts, strict=True)]
             encoded = accumulate(continuations, lambda before, text: encode(text, before), initial=item["input_ids"])
             written = list(encoded)[1:]
             # An answer without its end cannot be told from what follows it.
-            if not all(map(str.startswith, texts[1:], texts)) or any(end not in part for part in written[:-1]):
+            if not all(map(str.startswith, texts[1:], texts)) or any(end not in part for part in own):
                 rewritten += 1
                 parts = [(False, tokenizer(texts[-2], add_special_tokens=False)["input_ids"])]
                 written = [encode(continuations[-1], parts[-1][1])]
@@ -120,19 +127,22 @@ def _continuation(prompt: str, text: str, answer: dict[str, Any]) -> str:
     return rest.removeprefix(opened[0]).removeprefix(opened[1])
 
 
+def _are_turns(completion: Any) -> bool:
+    """Whether it is the turns of a rollout."""
+    return isinstance(completion, list) and all(isinstance(t, dict) and {"role", "text"} <= {*t} for t in completion)
+
+
 def _parts(completion: Any) -> list[tuple[bool, str]]:
     """The texts of a completion, each with whether it is learned (True) or ignored."""
     if isinstance(completion, str):
         return [(True, completion)]
-    turns = completion if isinstance(completion, list) else []
-    are_valid = all(isinstance(turn, dict) and {"role", "text"} <= set(turn) for turn in turns)
-    if not turns or not are_valid or turns[-1]["role"] != "policy":
+    if not completion or not _are_turns(completion) or completion[-1]["role"] != "policy":
         raise ValueError(
             f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or a list of "
             'turns such as {"role": "policy", "text": "..."}, of which the last is the policy\'s, or, after a prompt '
             "of messages, a list of messages that begins and ends with the assistant's"
         )
-    return [(turn["role"] == "policy", turn["text"]) for turn in turns]
+    return [(turn["role"] == "policy", turn["text"]) for turn in completion]
 
 
 class _Trainer(Trainer):

@@ -232,6 +232,17 @@ def test_an_earlier_answer_that_ends_in_another_way_is_counted(capsys):
     assert re.search(said.replace("|", r"\|"), capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("at_the_end", ["", "{{ '<|im_end|>' if loop.last }}"])
+def test_a_user_message_is_not_learned_if_it_ends_as_an_answer_should(at_the_end):
+    """Earlier answers have no end, so that the first end after them is the next user message's."""
+    end = "{{ '<|im_end|>' if m.role == 'user' }}" + at_the_end
+    template = CHATML.replace("<|im_end|>\n{% endfor %}", f"{end}\n{{% endfor %}}")
+    for more in ([said_by("user", "Sure?")], [said_by("tool", "hm"), said_by("user", "Sure?")]):
+        rows = [{"messages": [*QUESTION, *ANSWER, *more, said_by("assistant", "Yes.")]}]
+        ((_, text),) = learned(rows, template)
+        assert text == ("Yes.<|im_end|>" if at_the_end else "Yes.\n<|im_end|>")
+
+
 def test_an_answer_that_the_chat_template_refuses_is_named_by_its_row():
     template = CHATML.replace("{{ m.content }}", "{{ m.content.split('|')[0] }}")
     silent = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
@@ -294,6 +305,7 @@ SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         ("messages", [said_by("assistant", "a"), said_by("user", "q"), said_by("assistant", "a")]),
         ("messages", [said_by("user", "q")]),
         ("completion", [said_by("user", "q")]),
+        ("completion", SHARED),
         ("messages", [said_by("user", "q"), said_by("assistant", "a"), said_by("user", "q")]),
     ],
 )
