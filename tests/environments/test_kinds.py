@@ -1,4 +1,4 @@
-from functools import cached_property, lru_cache, partialmethod, wraps
+from functools import cached_property, lru_cache, partialmethod, update_wrapper, wraps
 
 import pytest
 
@@ -186,6 +186,96 @@ def test_what_a_decorator_supplies_to_a_tool_is_not_shown_to_the_policy():
 
     with pytest.raises(ValueError, match="look of environment 'Hidden' .* no description for the argument 'times'"):
         make_kinds(None, Hidden)
+
+
+def logged(function):
+    @wraps(function)
+    def decorated(self, *arguments, **keywords):
+        print(f"{function.__name__} gets {arguments} {keywords}")
+        return function(self, *arguments, **keywords)
+
+    return decorated
+
+
+class Retried:
+    def __init__(self, function):
+        self.function = function
+        update_wrapper(self, function)
+
+    def __call__(self, *arguments, **keywords):
+        return self.function(*arguments, **keywords)
+
+
+def changing(change):
+    """A decorator that supplies `store` by the statement in the middle of its source."""
+
+    def in_place(function):
+        @wraps(function)
+        def decorated(*arguments, **keywords):
+            keywords["store"] = {"a": "x"}
+            return function(*arguments, **keywords)
+
+        return decorated
+
+    def by_a_method(function):
+        @wraps(function)
+        def decorated(*arguments, **keywords):
+            keywords.setdefault("store", {"a": "x"})
+            return function(*arguments, **keywords)
+
+        return decorated
+
+    def first(function):
+        @wraps(function)
+        def decorated(*arguments, **keywords):
+            return function({"a": "x"}, *arguments, **keywords)
+
+        return decorated
+
+    def with_others(function):
+        @wraps(function)
+        def decorated(*arguments, **keywords):
+            return function(*arguments, **dict(store={"a": "x"}), **keywords)
+
+        return decorated
+
+    return {"in place": in_place, "method": by_a_method, "first": first, "others": with_others}[change]
+
+
+def look(store, item: str) -> str:
+    """Looks.
+
+    Args:
+        item: to look for
+    """
+    return store[item]
+
+
+@pytest.mark.parametrize("change", ["in place", "method", "first", "others"])
+def test_what_a_decorator_supplies_in_another_way_is_not_shown_either(change):
+    tool = changing(change)(look)
+    assert tool(item="a") == "x"
+    ((shown,),) = (kind.tools for kind in make_kinds([tool], None).values())
+    assert [*shown.schema["function"]["parameters"]["properties"]] == ["item"]
+    # What passes on what it gets may stand before one that supplies.
+    assert make_kinds([wraps(tool)(lambda *a, **k: tool(*a, **k))], None)[None].tools
+
+
+def test_an_argument_that_no_decorator_supplies_is_not_hidden():
+    class Passing(Counter):
+        @logged
+        def look(self, item: str, store: dict) -> str:
+            """Looks.
+
+            Args:
+                item: to look for
+            """
+
+    with pytest.raises(ValueError, match="look of environment 'Passing' .* no description for the argument 'store'"):
+        make_kinds(None, Passing)
+    for decorator in (Retried, lambda function: Retried(Retried(function))):
+        with pytest.raises(ValueError, match="the tool look cannot be shown .*: .*Argument store is missing a type"):
+            make_kinds([decorator(look)], None)
 
 
 def test_hints_that_cannot_be_read_and_names_without_a_member():
