@@ -53,8 +53,10 @@ class _Script:
     def __init__(self, text: str) -> None:
         self._lines, nodes = text.split("\n"), list[Any](ast.walk(ast.parse(text)))
         self._nodes = [node for node in nodes if not isinstance(node, ast.keyword)]
-        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("trl")]
-        self._imported = {alias: alias.asname or alias.name for node in imports for alias in node.names}
+        # A relative import, with a level, is of the script's own modules.
+        imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) and not getattr(n, "level", 0)]
+        names = [(alias, f"{getattr(node, 'module', alias.name)}.") for node in imports for alias in node.names]
+        self._imported = {n: n.asname or n.name.split(".")[0] for n, module in names if module.startswith("trl.")}
         # They give no name of the script a value.
         self._read = {n for n in nodes if n in self._imported or isinstance(getattr(n, "ctx", None), ast.Load)}
         self._values: dict[str, Any] = {}
@@ -106,14 +108,14 @@ class _Script:
         """
         variable, nodes, names = getattr(trained, "id", ""), self._nodes, defaults("names")
         made: Any = self._values.get(variable, trained)
-        is_of_trl = self._called(made) in [alias.name for alias in self._imported] or ast.unparse(made)[:4] == "trl."
-        if self._called(made) not in _KINDS or not is_of_trl:
+        if self._called(made) not in _KINDS or _root(made) not in self._imported.values():
             raise ValueError("no trainer of TRL gets a GRPOConfig or PPOConfig that is made here; write a YAML file")
         read = [n.value for n in nodes if isinstance(n, ast.FormattedValue) or _name(n) in names["readable"]]
         read += [value for n in nodes if self._called(n) == "print" for value in n.args]
-        # Besides its assignment. The class may have been replaced, and another module's `*` may be anything.
+        # Besides its assignment. The classes may have been replaced, and another module's `*` may be anything.
         refused = [n for n in self._mentions(variable) if n not in [trained, *read]][1:]
-        refused += [n for name in (_name(made.func), "*") for n in self._mentions(name) if n not in self._read]
+        classes = {_root(n) for n in nodes if self._called(n).replace("Trainer", "Config") in _KINDS}
+        refused += [n for name in (*classes, "*") for n in self._mentions(name) if n not in self._read]
         # An attribute, whatever it belongs to: the configuration and the trainer may have other names.
         refused += [n for n in nodes if _name(n) in names["setters"] or getattr(n, "attr", "") == "args"]
         attributes = [n for n in nodes if isinstance(n, ast.Attribute) and n not in self._read]
@@ -126,6 +128,11 @@ class _Script:
 def _name(node: Any) -> str:
     """The last part of a name; empty if `node` is none."""
     return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def _root(call: ast.expr) -> str:
+    """The first part of the name of what is called, such as the module."""
+    return ast.unparse(getattr(call, "func", call)).split(".")[0]
 
 
 def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, str], processes: int) -> Translation:

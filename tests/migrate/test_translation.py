@@ -188,6 +188,8 @@ def of_script(folder: Path, script: str) -> Translation:
     [
         ("from trl import GRPOConfig as C, GRPOTrainer as T\nT(args=C(beta=0.2), reward_funcs=f)", 0.2),
         ("import trl\nargs = trl.GRPOConfig(beta=0.2)\ntrl.GRPOTrainer('m', f, args)", 0.2),
+        ("import os, trl as t\nt.GRPOTrainer('m', f, t.GRPOConfig(beta=0.2))", 0.2),
+        ("from trl import GRPOTrainer\nfrom trl.trainer import c\nGRPOTrainer(args=c.GRPOConfig(beta=0.2))", 0.2),
         ("from trl import GRPOConfig\nb: float = 0.2\nargs: GRPOConfig = GRPOConfig('o', beta=b)", 0.2),
         # Reading it, and settings of something else.
         (f"{MADE}print(args)\nlog.info(f'{{args}} {{args.seed}}')\nif args.do_eval: set_seed(args.seed)\n", 0.1),
@@ -205,6 +207,9 @@ def test_the_settings_of_the_one_configuration_are_read(script, expected, tmp_pa
         (f"{MADE}other = GRPOConfig(beta=0.2)", "(args|other) ="),
         (f"{MADE}GRPOTrainer(args=args)\nGRPOTrainer(args=args, reward_funcs=f)", "GRPOTrainer.args=args, reward"),
         ("from trl import GRPOConfig\nclass GRPOConfig(GRPOConfig): pass\nargs = GRPOConfig()", "class GRPOConfig"),
+        ("import trl\nimport mine as trl\nargs = trl.GRPOConfig()", "import mine"),
+        ("from trl import GRPOConfig\nfrom mine import GRPOTrainer\nargs = GRPOConfig()", "from mine"),
+        (f"{MADE}class GRPOTrainer(GRPOTrainer): pass\nGRPOTrainer(args=args)", "class GRPOTrainer"),
         ("try: from trl import GRPOConfig as C\nexcept E: from b import C\nargs = C(beta=0.1)", "except E: from b"),
         # Arguments that are not known.
         ("from trl import GRPOConfig\nargs = GRPOConfig(**vars(a))", "args ="),
@@ -247,6 +252,12 @@ def test_whatever_may_change_a_setting_of_a_script_is_refused_by_its_line(script
     [
         "print(1)",
         "from mine import GRPOConfig\nargs = GRPOConfig(beta=0.1)",
+        "from trlx import GRPOConfig\nargs = GRPOConfig(beta=0.1)",
+        "from .trl import GRPOConfig\nargs = GRPOConfig(beta=0.1)",
+        "import mine as trl\nargs = trl.GRPOConfig(beta=0.1)",
+        "import mine.trl as trl\nargs = trl.GRPOConfig(beta=0.1)",
+        "from mine import trl\nargs = trl.GRPOConfig(beta=0.1)",
+        f"import mine\n{MADE.replace('= GRPO', '= mine.GRPO')}",
         "from trl import GRPOConfig\nclass C(GRPOConfig):\n  beta: float = 0.2\nargs = C()",
         "from trl import GRPOConfig\ndef a(): return GRPOConfig(beta=0.1)\nGRPOTrainer(args=a())",
         "from trl import GRPOConfig\nC = GRPOConfig\nargs = C(beta=0.1)",
