@@ -5,6 +5,7 @@ number of prompts.
 import csv
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -183,16 +184,22 @@ def _csv_rows(path: Path) -> list[dict[str, str | None]]:
     """Returns the rows of one file as text; an empty cell is None."""
     # By default, the module refuses cells of more than 131,072 characters.
     csv.field_size_limit(2**31 - 1)
-    found = []
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-        columns = next(rows, [])
-        if repeated := [name for name in columns if columns.count(name) > 1]:
-            raise ValueError(f"{path} has several columns {repeated[0]!r}; rename them")
-        for cells in filter(None, rows):
-            if len(cells) != len(columns):
-                raise ValueError(f"line {rows.line_num} has {len(cells)} cells, but there are {len(columns)} columns")
-            found.append({name: cell or None for name, cell in zip(columns, cells, strict=True)})
+    found, delimiter = [], "\t" if path.suffix == ".tsv" else ","
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, delimiter=delimiter, strict=True)
+            columns = next(rows, [])
+            if repeated := [name for name in columns if columns.count(name) > 1]:
+                raise ValueError(f"{path} has several columns {repeated[0]!r}; rename them")
+            for cells in filter(None, rows):
+                if (n := len(cells)) != len(columns):
+                    raise ValueError(f"line {rows.line_num} has {n} cells, but there are {len(columns)} columns")
+                found.append({name: cell or None for name, cell in zip(columns, cells, strict=True)})
+    except csv.Error as error:
+        # The reader knows only where it has stopped. This matches the cells before.
+        before = rf'(?:(?:"(?:[^"]|"")*+"|(?!")[^{delimiter}\n]*+)[{delimiter}\n])*+'
+        line = next(re.finditer(before, path.read_text("utf-8-sig")))[0].count("\n") + 1
+        raise ValueError(f"the quoted cell that begins in {path} line {line} has no end ({error}); close it") from error
     return found
 
 

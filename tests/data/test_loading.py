@@ -195,7 +195,10 @@ def test_a_column_of_a_table_is_text_unless_each_cell_is_a_number_as_it_is_writt
         ("prompt,answer\na,b,c\n", ".csv", "line 2 has 3 cells, but there are 2 columns"),
         ("prompt,answer\na\n", ".csv", "line 2 has 1 cells, but there are 2 columns"),
         ("", ".csv", "rows.csv holds no rows"),
-        ('prompt\n"a\nb', ".csv", "Error: unexpected end of data"),
+        ('prompt\n"a\nb', ".csv", r"the quoted cell that begins in .*rows.csv line 2 has no end \(unexpected end of"),
+        # After two cells of two lines, one of them in the same row.
+        ('p,a\n"x\r\n""y""",""\n"b\nc","d\n1,2', ".csv", "rows.csv line 5 has no end"),
+        ('p\ta\n5" x, y\t"c\nd\t"e"\n', ".tsv", "rows.tsv line 2 has no end .*expected after"),
         ("prompt,n,n\na,1,2\n", ".csv", "rows.csv has several columns 'n'; rename them"),
         (b"", ".parquet", "ArrowInvalid: Parquet file size is 0 bytes"),
     ],
