@@ -56,9 +56,16 @@ def evaluation_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return acting | {"adv_estimator": "reinforce_plus_plus", "kl_coef": 0.0, "report_to": ["none"]}
 
 
+class _Acting(PPOConfig):
+    """Keeps and checks only the options that act in an evaluation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**evaluation_options(options))
+
+
 def evaluate(argv: Sequence[str]) -> int:
     """Evaluates, prints the metrics, and writes results.json and answers.jsonl."""
-    script_args, _, args = parse_args([EvaluateArguments, LoraArguments, PPOConfig], argv, prog="alpaca-ppo evaluate")
+    script_args, _, args = parse_args([EvaluateArguments, LoraArguments, _Acting], argv, prog="alpaca-ppo evaluate")
     model = model_folder("model", script_args.model or script_args.model_name_or_path)
     folder = Path(script_args.results_dir)
     if (folder / "final").exists() or any(folder.glob("checkpoint-*")):

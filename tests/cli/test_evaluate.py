@@ -125,6 +125,13 @@ def test_the_kl_is_to_the_reference_that_is_named(base, tmp_path):
     assert json.loads((tmp_path / "results/results.json").read_text())["metrics"]["eval/kl_sum_seq"] > 1e-3
 
 
+@pytest.mark.parametrize("training", [{}, {"kl_coef": 0.1, "kl_controller": "horizon", "kl_loss_coef": 0.1}])
+def test_no_reference_is_needed_whatever_the_run_did_with_one(training, base, tmp_path):
+    argv = options(base, tmp_path / "results", reward_funcs=[REWARD], **training)
+    assert evaluate([*argv, "--model", str(base / "model"), "--reference", "none"]) == 0
+    assert "eval/scores" in json.loads((tmp_path / "results/results.json").read_text())["metrics"]
+
+
 def test_the_answers_of_one_evaluation_are_the_opponent_of_another_and_each_set_is_measured(base, tmp_path):
     sets = [f"a={base / 'prompts.jsonl'}", f"b={base / 'prompts.jsonl'}@train[:2]"]
     more = {"reward_funcs": [REWARD], "metric_funcs": ["tests.cli.test_evaluate:mean_length"]}
