@@ -123,7 +123,7 @@ class Translation:
     def count(self, name: str) -> int:
         """The value of the foreign `name`, checked to be a whole number of at least 1."""
         value = self.values[name]
-        if not isinstance(value, int) or value < 1:
+        if type(value) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; batch sizes follow from it: give a whole number of at least 1")
         return value
 

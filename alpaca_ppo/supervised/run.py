@@ -45,7 +45,7 @@ def split_conversations(
             return {prompt_column: None, **row}
         if not all(whole):
             raise ValueError(f"row {number}: one of {columns} begins with the prompt, one does not; write it in all")
-        length = prompt_length(*(row[column] for column in columns))
+        length = prompt_length(*(without_nulls(row[column]) for column in columns))
         return {**row, prompt_column: row[columns[0]][:length], **{name: row[name][length:] for name in columns}}
 
     if {*columns} <= {*dataset.column_names} and any(is_whole(row[name]) for row in dataset for name in columns):

@@ -507,6 +507,15 @@ def test_pairs_of_whole_conversations_begin_with_their_prompt(column):
     assert reward_model.with_prompts(split, "prompt") is split
 
 
+def test_pairs_share_their_prompt_though_one_column_alone_has_tool_calls():
+    question, calls = said_by("user", "w10"), [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    asked = [question, {"role": "assistant", "content": "", "tool_calls": calls}, said_by("tool", "w11")]
+    # In one column, the user's message has `tool_calls`, which is null.
+    rows = [{"chosen": [*asked, said_by("assistant", "w20")], "rejected": [question, said_by("assistant", "w30")]}]
+    (pair,) = reward_model.with_prompts(Dataset.from_list(rows), "prompt")
+    assert [message["content"] for message in pair["prompt"]] == ["w10"]
+
+
 def test_unusable_pairs_are_named():
     tokenizer = tiny_tokenizer()
     dataset = Dataset.from_list(pairs(tokenizer, 1))

@@ -761,6 +761,8 @@ def test_the_values_of_another_configuration_of_verl_are_not_taken_for_given(tmp
 
     assert of_name("ppo_megatron_trainer.yaml") == {}
     assert "not in the script" in of_name("my_grpo")["hydra.config_name"]
+    for bases, said in ((["ppo_trainer", "_self_"], {}), (["mine", "_self_"], {"defaults"})):
+        assert {*listed(of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", "defaults": bases}))} == {*said}
 
 
 def test_the_command_prints_what_is_asked_for(capsys):
@@ -782,6 +784,7 @@ def test_the_command_prints_what_is_asked_for(capsys):
         ("x.yaml", "a: [", [], "x.yaml is no TRL script"),
         ("x.sh", "echo 1", [], "x.sh starts verl.trainer.main_ppo 0 times"),
         ("x.yaml", "per_device_train_batch_size: 0\nnum_generations: 8", [], "per_device_train_batch_size is 0"),
+        ("x.yaml", "num_generations: yes", [], "num_generations is True; batch sizes follow from it"),
         ("x.yaml", "num_generations: 3", [], "num_generations \\(3\\)"),
         ("x.yaml", "actor_rollout_ref.rollout.n: -1", [], "actor_rollout_ref.rollout.n is -1"),
         ("x.yaml", "actor_rollout_ref.rollout.n: 1", ["--flag"], "'--flag' is no override of hydra"),
