@@ -205,11 +205,9 @@ def _supplies(decorated: Any) -> bool:
     """Whether a decorator may add to the arguments that it passes on, as far as the source of `decorated` shows."""
     # A `functools.partial` has no code, and what was typed in has no source.
     with suppress(AttributeError, OSError):
-        code = getattr(decorated, "__code__", None) or type(decorated).__call__.__code__
-        source = " ".join(inspect.getsource(code).split())
+        source = " ".join(inspect.getsource(decorated.__code__).split())
         # Its parameters, and the arguments of its calls: "*args,**keywords" if it passes on what it gets.
-        given = re.findall(r"\(([^()]*\*\*[^()]*)\)", source)
-        passed = [re.sub(r"^self,|:[^,]*|\s|,\s*$", "", part) for part in given]
+        passed = [re.sub(r":[^,]*|,? *$| ", "", part) for part in re.findall(r"\(([^()]*\*\*[^()]*)\)", source)]
         is_changed = re.search(r"\*(\w+)\b.*\b\1(\[[^]]*\] = | \|?= |\.(update|setdefault)\()", source)
         return len(passed) < 2 or len({*passed}) > 1 or is_changed is not None
     return True

@@ -6,6 +6,7 @@ makes one configuration and trains with it; what may change a setting in another
 
 import ast
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -108,13 +109,13 @@ class _Script:
         """
         variable, nodes, names = getattr(trained, "id", ""), self._nodes, defaults("names")
         made: Any = self._values.get(variable, trained)
-        if self._called(made) not in _KINDS or _root(made) not in self._imported.values():
+        if self._called(made) not in _KINDS or re.split(r"\W", ast.unparse(made))[0] not in self._imported.values():
             raise ValueError("no trainer of TRL gets a GRPOConfig or PPOConfig that is made here; write a YAML file")
         read = [n.value for n in nodes if isinstance(n, ast.FormattedValue) or _name(n) in names["readable"]]
         read += [value for n in nodes if self._called(n) == "print" for value in n.args]
         # Besides its assignment. The classes may have been replaced, and another module's `*` may be anything.
         refused = [n for n in self._mentions(variable) if n not in [trained, *read]][1:]
-        classes = {_root(n) for n in nodes if self._called(n).replace("Trainer", "Config") in _KINDS}
+        classes = {re.split(r"\W", ast.unparse(n))[0] for n in nodes if self._called(n) in names["classes"]}
         refused += [n for name in (*classes, "*") for n in self._mentions(name) if n not in self._read]
         # An attribute, whatever it belongs to: the configuration and the trainer may have other names.
         refused += [n for n in nodes if _name(n) in names["setters"] or getattr(n, "attr", "") == "args"]
@@ -128,11 +129,6 @@ class _Script:
 def _name(node: Any) -> str:
     """The last part of a name; empty if `node` is none."""
     return getattr(node, "attr", getattr(node, "id", ""))
-
-
-def _root(call: ast.expr) -> str:
-    """The first part of the name of what is called, such as the module."""
-    return ast.unparse(getattr(call, "func", call)).split(".")[0]
 
 
 def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, str], processes: int) -> Translation:

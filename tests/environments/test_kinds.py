@@ -1,4 +1,5 @@
-from functools import cached_property, lru_cache, partialmethod, update_wrapper, wraps
+from asyncio import wait_for
+from functools import cached_property, lru_cache, partialmethod, wraps
 
 import pytest
 
@@ -197,13 +198,12 @@ def logged(function):
     return decorated
 
 
-class Retried:
-    def __init__(self, function):
-        self.function = function
-        update_wrapper(self, function)
+def retried(function):
+    @wraps(function)
+    async def decorated(*arguments: object, **keywords: object) -> object:
+        return await wait_for(function(*arguments, **keywords), 3)
 
-    def __call__(self, *arguments, **keywords):
-        return self.function(*arguments, **keywords)
+    return decorated
 
 
 def changing(change):
@@ -273,7 +273,7 @@ def test_an_argument_that_no_decorator_supplies_is_not_hidden():
 
     with pytest.raises(ValueError, match="look of environment 'Passing' .* no description for the argument 'store'"):
         make_kinds(None, Passing)
-    for decorator in (Retried, lambda function: Retried(Retried(function))):
+    for decorator in (retried, lambda function: retried(retried(function))):
         with pytest.raises(ValueError, match="the tool look cannot be shown .*: .*Argument store is missing a type"):
             make_kinds([decorator(look)], None)
 
