@@ -127,11 +127,13 @@ def find_template_calls(tokenizer: Any, text: str, prefix: str, schemas: Sequenc
 
 def call_problem(call: ToolCall, function: Callable[..., Any], schema: Mapping[str, Any]) -> str:
     """What is wrong with the call's arguments; empty if nothing is."""
+    properties, signature = schema["function"]["parameters"].get("properties", {}), inspect.signature(function)
+    # Without those that a decorator supplies.
+    offered = [p for p in signature.parameters.values() if p.name in properties or p.default is not p.empty]
     try:
-        inspect.signature(function).bind(**call.arguments)
+        signature.replace(parameters=offered).bind(**call.arguments)
     except TypeError as error:
         return f"wrong arguments for {call.name}: {error}"
-    properties = schema["function"]["parameters"].get("properties", {})
     for name, value in call.arguments.items():
         declared = properties.get(name, {})
         json_type = declared.get("type")

@@ -4,6 +4,7 @@ from functools import cached_property, lru_cache, partialmethod, wraps
 import pytest
 
 from alpaca_ppo.environments.kinds import EnvironmentKind, make_kinds
+from alpaca_ppo.environments.tool_calls import ToolCall, call_problem
 
 
 def add(a: int, b: int) -> int:
@@ -172,6 +173,12 @@ def test_what_a_decorator_supplies_to_a_tool_is_not_shown_to_the_policy():
     for name, said in (("look", "to look for"), ("find", "to find"), ("price", "to buy")):
         item = {"item": {"type": "string", "description": said}}
         assert schemas[name] == {"type": "object", "properties": item, "required": ["item"]}
+    for tool in make_kinds(None, Shop)[None].tools:
+        if tool.name != "increment":
+            method = getattr(shop, tool.name)
+            assert call_problem(ToolCall(tool.name, {"item": "a"}), method, tool.schema) == ""
+            problem = call_problem(ToolCall(tool.name, {"item": "a", "store": {}}), method, tool.schema)
+            assert problem == f"wrong arguments for {tool.name}: got an unexpected keyword argument 'store'"
     assert (shop.look(item="a"), shop.find(item="a"), shop.price(item="a")) == ("x", "x", 1)
     # The class itself still says what it takes.
     assert set(Shop.look.__annotations__) == {"item", "store", "return"}
