@@ -188,7 +188,7 @@ def _csv_rows(path: Path) -> list[dict[str, str | None]]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, delimiter=delimiter, strict=True)
-            columns = next(rows, [])
+            columns = next(filter(None, rows), [])
             if repeated := [name for name in columns if columns.count(name) > 1]:
                 raise ValueError(f"{path} has several columns {repeated[0]!r}; rename them")
             for cells in filter(None, rows):

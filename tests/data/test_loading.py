@@ -165,6 +165,10 @@ def test_words_in_a_csv_file_stay_words(tmp_path):
     assert rows == [{"prompt": "NA", "answer": "None", "n": 1}, {"prompt": "null", "answer": None, "n": None}]
 
 
+def test_empty_lines_of_a_table_are_no_rows_and_no_names(tmp_path):
+    assert load_rows(tmp_path, "\r\n\nprompt,answer\n\na,b\n\n", ".csv") == [{"prompt": "a", "answer": "b"}]
+
+
 @pytest.mark.parametrize(
     ("cells", "values"),
     [
