@@ -12,12 +12,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies
 
 import httpx2 as httpx
 
 from alpaca_ppo.config.credentials import REMOVED, without_credentials
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.config.names import is_loopback, shown_url
+from alpaca_ppo.config.names import leads_to_this_machine, shown_url
 
 # For a host that does not answer at all, so that another server can be asked soon.
 _CONNECT_SECONDS = 10.0
@@ -81,7 +82,7 @@ async def ask_json(
                 timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
                 verify=_ssl(),
                 # A proxy is for other machines, and would get the key.
-                trust_env=not is_loopback(url),
+                trust_env=bool(socket is None and getproxies()) and not leads_to_this_machine(parts.hostname or ""),
                 transport=httpx.AsyncHTTPTransport(verify=_ssl(), uds=socket) if socket else None,
             ) as client,
             client.stream("GET" if body is None else "POST", url, content=body, headers=headers) as response,

@@ -3,12 +3,13 @@
 Most hub ids are first looked up when the model is loaded, but those without an owner at once (`_ask_hub`).
 """
 
-import ipaddress
 import os
 import re
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,8 @@ from alpaca_ppo.library_output import say
 
 _CLASSIFIER = re.compile(r'"architectures":\s*\[\s*"(\w+ForSequenceClassification)"')
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+# Names of the loopback interface that not every machine can look up.
+_LOOPBACK = re.compile(r"(.+\.)?localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)")
 
 
 def check_model_name(field: str, name: str | None) -> None:
@@ -152,15 +155,18 @@ def is_this_machine(url: str) -> bool:
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
-def is_loopback(url: str) -> bool:
-    """Whether the host of `url` is this machine under any name."""
-    host = (urlsplit(url).hostname or "").rstrip(".")
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host in ("localhost", socket.gethostname().lower())
-    address = getattr(address, "ipv4_mapped", None) or address
-    return address.is_loopback or address.is_unspecified
+@cache
+def leads_to_this_machine(host: str) -> bool:
+    """Whether `host` is a name or an address of this machine: one to which a socket can be bound."""
+    if _LOOPBACK.fullmatch(host.rstrip(".").lower()):
+        return True
+    # UnicodeError for what no name can be.
+    with suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as trial:
+                trial.bind(address)
+                return True
+    return False
 
 
 def shown_url(url: str) -> str:

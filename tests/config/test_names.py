@@ -5,10 +5,11 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from alpaca_ppo.cli.commands import main
-from alpaca_ppo.config.names import check_folder, check_model_name, is_loopback, model_folder, where
+from alpaca_ppo.config.names import check_folder, check_model_name, leads_to_this_machine, model_folder, where
 from tests.http_servers import RawServer, response
 
 
@@ -92,16 +93,24 @@ def test_a_name_without_an_owner_is_asked_for_once(answer, said, tmp_path):
     assert asked == ["/gpt2/resolve/main/config.json"]
 
 
+def own_addresses():
+    for addresses in psutil.net_if_addrs().values():
+        yield from (each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6))
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
-        *[(host, True) for host in ("localhost", "localhost.", "127.0.0.1", "127.0.1.1", "[::1]", "0.0.0.0")],
-        *[(host, True) for host in ("[::ffff:127.0.0.1]", socket.gethostname())],
-        *[(host, False) for host in ("10.0.0.1", "example.org", "localhost.example.org", "[2001:db8::1]")],
+        *[(host, True) for host in ("localhost", "LOCALHOST", "localhost.", "app.localhost", "localhost.localdomain")],
+        *[(host, True) for host in ("ip6-localhost", "localhost6", "127.0.0.1", "127.0.1.1", "127.1", "2130706433")],
+        *[(host, True) for host in ("0x7f.1", "::1", "0.0.0.0", "::", "::ffff:127.0.0.1", socket.gethostname())],
+        *[(address, True) for address in own_addresses()],
+        *[(host, False) for host in ("10.255.0.1", "example.invalid", "localhost.example.invalid", "2001:db8::1")],
+        *[(host, False) for host in ("localhosts", "notlocalhost", "a" * 70, "")],
     ],
 )
-def test_this_machine_is_known_by_all_its_names(host, expected):
-    assert is_loopback(f"http://{host}:8000/score") is expected
+def test_this_machine_is_known_by_all_its_names_and_addresses(host, expected):
+    assert leads_to_this_machine(host) is expected
 
 
 def test_a_model_in_the_cache_needs_no_hub(tmp_path, monkeypatch):

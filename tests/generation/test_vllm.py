@@ -617,8 +617,29 @@ def test_the_options_name_a_server_or_a_way_to_start_one(tmp_path: Path) -> None
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_urls=["localhost:8000"]))
     with pytest.raises(ValueError, match="needs the options of a run"):
         make_backend("vllm")
-    with pytest.raises(ValueError, match="vllm_args has '--port=3'"):
-        options: dict[str, Any] = {"vllm_python": "python", "vllm_args": ["--port=3"]}
+
+
+@pytest.mark.parametrize(
+    "word",
+    """--port=3 --no-enable-scale-out --no-skip-tokenizer-init --no-enable-lora --max-cpu-loras=1 --max_cpu_loras
+    --no_enforce_eager --no-enf --enable-chunked-prefill --enable-chunked --api-key --ssl-keyfile --ssl_certfile=x --ssl
+    --root-path --data-parallel-rank --data-parallel-backend=ray --data_parallel_address --data-parallel.x --nnodes
+    --node-rank=1 --master-addr --tensor --device-memory-utilization=1 --grpc --grpc-port -n -n2 -n=2 -r -tp -t -tp=2
+    -tp2 -pp -dp -dpn -dcp -pcp -asc -h --served_model_name --gpu_memory_utilization=0.5 --config""".split(),
+)
+def test_words_of_a_server_s_command_that_the_run_sets_itself_are_refused(tmp_path: Path, word: str) -> None:
+    options: dict[str, Any] = {"vllm_python": "/none", "vllm_args": ["--max-num-seqs", "8", word]}
+    with pytest.raises(ValueError, match=f"vllm_args has {word!r}, which the run sets itself; leave it out"):
+        make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **options))
+
+
+def test_other_words_of_a_server_s_command_are_taken(tmp_path: Path) -> None:
+    words = """--max-num-seqs 8 --max_model_len=99 --enforce-eager --no-enable-chunked-prefill --quantization fp8 -q fp8
+    -q=fp8 -O3 -O 2 -cc={} -cc.mode=3 -ac {} --seed -1 --model-impl=transformers --config-format hf --max-loras=2
+    --attention-backend X --enable-prefix-caching --no-enable-prefix-caching --lora-dtype=auto -sc {}""".split()
+    # The first thing that is wrong is the interpreter.
+    with pytest.raises(ValueError, match="vllm_python is '/none', which cannot be run"):
+        options: dict[str, Any] = {"vllm_python": "/none", "vllm_args": words}
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **options))
 
 

@@ -240,6 +240,16 @@ def test_the_proxy_of_the_environment_is_asked(monkeypatch):
     assert proxy.requests[0].path == "http://rewards.invalid/score"
 
 
+def test_no_proxy_hears_of_an_address_of_this_machine(monkeypatch):
+    with RawServer(right) as proxy, RawServer(right) as server:
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
+        port = server.address.rpartition(":")[2]
+        for host in ("127.1", "2130706433", "0x7f.1"):
+            assert scored(RemoteReward(f"http://{host}:{port}/score")) == [0.0, 1.0, 2.0]
+    assert not proxy.requests
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -25,13 +25,14 @@ START_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
 # For a server whose engine has ended to end too, which not every one does.
 END_SECONDS = 5.0
-# Not for `vllm_args`.
-_RESERVED_FLAGS = (
-    "model uds host port served-model-name dtype logprobs-mode gpu-memory-utilization config disable-log-stats tp "
-    "tensor-parallel-size pp pipeline-parallel-size dp data-parallel-size dpl data-parallel-size-local asc "
-    "api-server-count headless load-format generation-config enable-lora max-lora-rank enable-sleep-mode "
-    "no-enable-sleep-mode"
+# Not for `vllm_args`, as the flags of `server_command` are not; with a dash at its end, all that begin so.
+_RESERVED = (
+    "help host port grpc- tokens-only api-key ssl- root-path config headless load-format disable-log-stats device- dp- "
+    "override-generation-config tensor-parallel- pipeline-parallel- data-parallel- decode-context- prefill-context- "
+    "api-server- nnodes node-rank master- distributed-executor- no-enforce-eager enable-chunked-prefill"
 ).split()
+# Nor are short forms, such as -tp, but for those of settings: -O, -q and some that end in c.
+_SHORT = re.compile(r"-(?!O|(q|ac|cc|dc|sc)\b)[a-zA-Z]")
 # With these, a server would take itself for a rank of the run, or use the run's libraries.
 _LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|ACCELERATE|PMI|OMPI|MV2|CROSS)_.*"
@@ -51,11 +52,15 @@ def check_options(args: PPOConfig) -> None:
     python = args.vllm_python
     if python is None:
         raise ValueError("vllm_python and vllm_urls are null, but generation_backend vllm needs one; see docs/vllm.md")
-    for word in args.vllm_args or []:
-        # vLLM takes underscores too, and the beginning of a flag for the whole.
-        flag = word.lstrip("-").partition("=")[0].replace("_", "-")
-        is_reserved = len(flag) > 1 and any(reserved.startswith(flag) for reserved in _RESERVED_FLAGS)
-        if word.startswith("-") and is_reserved:
+    given = args.vllm_args or []
+    command = server_command(args, Path(), Path(), torch.float32, lora_rank=1, device=torch.device("cuda"))
+    own = {word[2:] for word in command[: len(command) - len(given)] if word.startswith("--")} - {"max-model-len"}
+    reserved = [*_RESERVED, *own, *(f"no-{name}" for name in own)]
+    for word in given:
+        # vLLM takes underscores too, keys after a dot, and the beginning of a flag for the whole.
+        name = re.split(r"[=.]", word.removeprefix("--"))[0].replace("_", "-")
+        is_reserved = any(flag.startswith(name) or flag[-1] == "-" and name.startswith(flag) for flag in reserved)
+        if _SHORT.match(word) or (word.startswith("--") and name and is_reserved):
             raise ValueError(f"vllm_args has {word!r}, which the run sets itself; leave it out")
     remedy = "alpaca-ppo vllm-env DIR makes one"
     code = "from importlib.metadata import distributions as d\n"
