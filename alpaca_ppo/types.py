@@ -72,6 +72,8 @@ class Rollouts(Queries, total=False):
     value_means: NotRequired[Tensor]
     """(B, R) float32, means of a distributional critic's return distributions, which `values` are too without a risk
     level; absent for other critics."""
+    state_keys: NotRequired[Tensor]
+    """(B, 2) int64, with a cached critic: the rank that keeps the states which it reads, and their number there."""
     scores: Required[Tensor]
     """(B,) float32, weighted sum of the reward sources, before penalties."""
     scores_by_source: Required[Tensor]

@@ -19,10 +19,13 @@ from alpaca_ppo.registry import (
 
 _CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
 _FIXED_SUPPORT = when_trait(CRITIC_HEADS, "fixed_support")
+_CACHED = (_CRITIC, when("critic_layout", "cached"))
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
 CRITIC_RATE_RATIO = 3
 """The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
+CACHED_CRITIC_RATE = 3e-4
+"""The default learning rate of a critic that is a small transformer of its own."""
 
 HAS_WARMUP = unless("lr_scheduler_type", "constant")
 WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
@@ -127,8 +130,15 @@ class LearningOptions(RunOptions):
     critic: str = argument("scalar", registry=CRITIC_HEADS, group="Critic", needs=_CRITIC)
     """Critic head: scalar predicts the mean return; c51 and hl_gauss predict the probabilities of fixed returns;
     quantile and iqn predict quantiles of the return."""
-    critic_layout: Literal["separate", "shared", "adapter"] = argument("separate", needs=_CRITIC)
-    """separate = its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA on its base."""
+    critic_layout: Literal["separate", "shared", "adapter", "cached"] = argument("separate", needs=_CRITIC)
+    """separate = its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA on its base;
+    cached = a small transformer on states of the policy, which are computed once for each rollout."""
+    critic_layers: list[int] | None = argument(None, min_length=1, needs=_CACHED)
+    """Layers of the policy, from 1, whose states a cached critic reads; null = those at 1/2 and 3/4 of the depth."""
+    critic_width: int = argument(256, ge=64, multiple_of=64, needs=_CACHED)
+    """Hidden size of a cached critic."""
+    critic_depth: int = argument(3, ge=1, needs=_CACHED)
+    """Blocks of a cached critic."""
     vf_coef: float = argument(0.1, ge=0, needs=_CRITIC)
     """Weight of the value loss."""
     cliprange_value: float | None = argument(None, gt=0, needs=(_CRITIC, when("critic", "scalar")))
@@ -136,7 +146,8 @@ class LearningOptions(RunOptions):
     value_support: list[float] = argument([-10.0, 10.0], min_length=2, max_length=2, needs=_FIXED_SUPPORT)
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
-    """Learning rate of the critic; null = learning_rate, or three times that if the critic has its own steps."""
+    """Learning rate of the critic; null = learning_rate, three times that if the critic has its own steps, or 3e-4 if
+    it is cached."""
     critic_lr_warmup_steps: WarmupSteps | None = argument(None, needs=(_CRITIC, HAS_WARMUP))
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
@@ -144,7 +155,7 @@ class LearningOptions(RunOptions):
     critic_epochs: int | None = argument(4, ge=1, needs=_OWN_STEPS)
     """Passes of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
     does not end them. null = ppo_epochs if critic_step_batch_size is set, else none: the critic is trained in the
-    policy's steps, as a shared one always is."""
+    policy's steps, as a shared one always is, and a cached one never."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Responses in an optimizer step of the critic, which then always has its own steps; null = step_batch_size."""
     critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)

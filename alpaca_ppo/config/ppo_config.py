@@ -14,7 +14,13 @@ from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_combinations
 from alpaca_ppo.config.fields import argument
-from alpaca_ppo.config.learning_options import CRITIC_RATE_RATIO, HAS_WARMUP, LearningOptions, WarmupSteps
+from alpaca_ppo.config.learning_options import (
+    CACHED_CRITIC_RATE,
+    CRITIC_RATE_RATIO,
+    HAS_WARMUP,
+    LearningOptions,
+    WarmupSteps,
+)
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
 
@@ -108,7 +114,8 @@ class PPOConfig(LearningOptions):
     def separate_critic_steps(self) -> bool:
         """Whether policy and critic are trained in separate optimizer steps, which a shared backbone does not allow."""
         asked = self.critic_epochs is not None or self.critic_step_batch_size is not None
-        return asked and self.uses_critic and self.critic_layout != "shared"
+        possible = self.uses_critic and self.critic_layout != "shared"
+        return possible and (asked or self.critic_layout == "cached")
 
     @property
     def num_critic_epochs(self) -> int:
@@ -118,6 +125,8 @@ class PPOConfig(LearningOptions):
     def critic_rate(self) -> float:
         if self.critic_learning_rate is not None:
             return self.critic_learning_rate
+        if self.critic_layout == "cached":
+            return CACHED_CRITIC_RATE
         return self.learning_rate * (CRITIC_RATE_RATIO if self.separate_critic_steps else 1)
 
     @property

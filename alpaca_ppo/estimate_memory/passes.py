@@ -88,7 +88,7 @@ class _Passes:
         batch: Any = self._full_rows(count, math.ceil(tokens / count)) | {"prompt_ids": torch.zeros(0)}
         packed = actor_critic.pack(*row_tensors(batch).values())
         update = UpdateStep(part="both", rows=torch.arange(count), step=0, key=())
-        self._micro_batch = MicroBatch(update=update, rows=batch, packed=packed, lengths=[], tokens=0, last=True)
+        self._micro_batch = MicroBatch(update, batch, packed, lengths=[], tokens=0, last=True, policy_states=None)
 
     def _full_rows(self, rows: int, length: int) -> dict[str, Tensor]:
         """Rows of `length` tokens, with prompt and response in proportion to `query_len` and `response_len`."""

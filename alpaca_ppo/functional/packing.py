@@ -51,6 +51,7 @@ class PackedRows(NamedTuple):
         actions: (N,) int64, the column of the token in `responses`.
         position_ids: (1, T) int64 with `spans`, positions that start at 0 in each row.
         spans: what the tokens of the one sequence see; None for separate rows.
+        counts: (B,), how many of the N tokens each row has.
     """
 
     input_ids: Tensor
@@ -59,6 +60,7 @@ class PackedRows(NamedTuple):
     actions: Tensor
     position_ids: Tensor | None = None
     spans: tuple[Span, ...] | None = None
+    counts: tuple[int, ...] = ()
 
 
 def pack_rows(
@@ -106,7 +108,8 @@ def pack_rows(
     input_ids = tokens.gather(1, source.clamp_max(tokens.size(1) - 1)).where(inside, 0)
     rows, actions = response_mask.nonzero(as_tuple=True)
     states = prompt_lengths[rows] - 1 + actions
-    return PackedRows(input_ids.to(device), rows.to(device), states.to(device), actions.to(device))
+    counts = tuple(response_mask.sum(dim=1).tolist())
+    return PackedRows(input_ids.to(device), rows.to(device), states.to(device), actions.to(device), counts=counts)
 
 
 def _one_sequence(
@@ -133,7 +136,8 @@ def _one_sequence(
     # One copy to the device instead of five.
     parts = [ids, positions, rows, states, actions]
     ids, positions, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
-    return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), spans=tuple(layout.spans))
+    counts = tuple(response_mask.sum(dim=1).tolist())
+    return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(layout.spans), counts)
 
 
 def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], share_prompts: bool) -> list[list[int]]:

@@ -13,7 +13,8 @@ from alpaca_ppo.adapters.adapter_set import VALUE
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.critic_heads import CriticHead
 from alpaca_ppo.models.packed_attention import row_layout
-from alpaca_ppo.models.policy import Policy, response_states, scatter_tokens, use_torch_activations
+from alpaca_ppo.models.policy import Policy, before_tokens, response_states, scatter_tokens, use_torch_activations
+from alpaca_ppo.models.state_reader import StateReader, captured_outputs, decoder_layers
 
 
 class ActorCriticOutputs(NamedTuple):
@@ -27,6 +28,7 @@ class ActorCriticOutputs(NamedTuple):
         values: (B, R), value of the state before the token, in reward units; used by GAE.
         value_means: (B, R), the mean return that a distributional critic predicts; not `values` at a risk level.
         predictions: the input of the critic's loss: (B, R) values, (B, R, atoms) logits or (B, R, K) quantiles.
+        policy_states: (N, layers, H), what a critic with a `reader` has read before the N response tokens, row by row.
     """
 
     logprobs: Tensor | None
@@ -34,28 +36,40 @@ class ActorCriticOutputs(NamedTuple):
     values: Tensor | None
     value_means: Tensor | None
     predictions: Tensor | None
+    policy_states: Tensor | None = None
 
 
 class Critic(nn.Module):
     """A critic head and the source of the hidden states that it reads: its own `backbone` (layout `separate`), the
-    policy's base model with the adapter `value` (`adapter`, `has_adapter`), or the policy's hidden states (`shared`).
+    policy's base model with the adapter `value` (`adapter`, `has_adapter`), the policy's hidden states (`shared`), or
+    a `reader` of some of these, without a gradient into the policy (`cached`).
 
     Attributes:
         padding_reason: why rows are padded for the critic's own backbone; None lays them end to end.
     """
 
-    def __init__(self, head: CriticHead, backbone: nn.Module | None, *, has_adapter: bool = False) -> None:
+    def __init__(
+        self,
+        head: CriticHead,
+        backbone: nn.Module | None,
+        *,
+        has_adapter: bool = False,
+        reader: StateReader | None = None,
+    ) -> None:
         super().__init__()
         if backbone is not None:
             use_torch_activations(backbone)
         self.head = head
         self.backbone = backbone
         self.has_adapter = has_adapter
+        self.reader = reader
         self.padding_reason: str | None = "Critic reads padded rows"
 
     @property
     def layout(self) -> str:
         """As the option `critic_layout`."""
+        if self.reader is not None:
+            return "cached"
         if self.backbone is not None:
             return "separate"
         return "adapter" if self.has_adapter else "shared"
@@ -64,6 +78,11 @@ class Critic(nn.Module):
     def shares_states(self) -> bool:
         """Whether the head reads and trains the hidden states of the language-model head: one pass serves both."""
         return self.layout == "shared"
+
+    @property
+    def reads_policy(self) -> bool:
+        """Whether it needs a pass of the policy for the values of new responses."""
+        return self.layout in ("shared", "cached")
 
 
 class ActorCritic(nn.Module):
@@ -82,7 +101,7 @@ class ActorCritic(nn.Module):
     @property
     def layouts(self) -> tuple[RowLayout, RowLayout]:
         """How policy and critic read rows."""
-        if self.critic is None or self.critic.backbone is None:
+        if self.critic is None or self.critic.backbone is None or self.critic.reader is not None:
             return self.policy.layout, self.policy.layout
         padding_free = self.critic.padding_reason is None
         return self.policy.layout, row_layout(self.critic.backbone, padding_free=padding_free)
@@ -110,6 +129,7 @@ class ActorCritic(nn.Module):
         with_critic: bool = True,
         with_entropies: bool = True,
         value_taus: Tensor | None = None,
+        policy_states: Tensor | None = None,
         packed: tuple[PackedRows, PackedRows] | None = None,
     ) -> ActorCriticOutputs:
         """Log-probabilities, entropies and values of `responses`. Arguments that are not listed: see `Policy.forward`.
@@ -118,27 +138,35 @@ class ActorCritic(nn.Module):
             with_policy: False runs only the critic; no gradient reaches the policy then.
             with_critic: False runs only the policy.
             value_taus: (K,) quantile levels of `predictions`, for an iqn critic in training.
+            policy_states: those of the outputs of an earlier pass, which a critic with a `reader` then reads.
             packed: `pack` of these rows, if the caller has it.
         """
         rows, critic_rows = packed or self.pack(queries, query_attn_masks, responses, response_mask)
         logprobs = entropies = None
         critic = self.critic if with_critic else None
-        if with_policy or (critic is not None and critic.shares_states):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy):
+        reader = None if critic is None else critic.reader
+        read = [] if reader is None or policy_states is not None else decoder_layers(self.policy.model, reader.layers)
+        if with_policy or read or (critic is not None and critic.shares_states):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy), captured_outputs(read) as outputs:
                 states = self.policy.states(rows)
+            if read:
+                policy_states = torch.stack([before_tokens(output, rows) for output in outputs], dim=1).detach()
         if with_policy:
             logprobs, entropies = self.policy.outputs_from_states(
                 states, rows, responses, temperature=temperature, chunk_size=chunk_size, with_entropies=with_entropies
             )
         if critic is None:
             return ActorCriticOutputs(logprobs, entropies, None, None, None)
-        if not critic.shares_states:
+        if reader is not None:
+            assert policy_states is not None
+            states = reader(policy_states, rows)
+        elif not critic.shares_states:
             states = self._critic_states(critic, critic_rows)
         flat = critic.head(states, value_taus)
         values = scatter_tokens(flat.values, critic_rows, responses)
         predictions = scatter_tokens(flat.predictions, critic_rows, responses)
         means = scatter_tokens(flat.means, critic_rows, responses) if critic.head.distributional else None
-        return ActorCriticOutputs(logprobs, entropies, values, means, predictions)
+        return ActorCriticOutputs(logprobs, entropies, values, means, predictions, policy_states)
 
     def critic_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the critic only: its head, and its backbone or adapter."""

@@ -23,6 +23,7 @@ from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.models.saved_critic import has_adapter, load_value_model, name_of, start_on_policy
+from alpaca_ppo.models.state_reader import StateReader
 from alpaca_ppo.models.trial import fit_rows
 from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
 
@@ -33,16 +34,19 @@ def build_actor_critic(
     critic_layout: str | None,
     value_model: PreTrainedModel | Critic | None = None,
     head: Callable[[int], CriticHead] = ScalarHead,
+    reader: Callable[[PreTrainedModel], StateReader] = StateReader,
 ) -> ActorCritic:
     """The policy with a critic in the layout `critic_layout`.
 
     Args:
         policy: the model to train, or a frozen one with adapters; not copied.
         critic_layout: `separate` (the backbone of `value_model`, or a copy of the policy's without adapters), `adapter`
-            (an adapter on the policy's base model), `shared` (the policy's hidden states), or None for no critic.
+            (an adapter on the policy's base model), `shared` (the policy's hidden states), `cached` (a `reader` of
+            them), or None for no critic.
         value_model: a `Critic`, or a causal language model of any size or a sequence classifier with one label, whose
             backbone the critic takes, and the `score` if the head can start from it; not copied.
         head: makes the critic's head of the hidden size: a head's class, or a `functools.partial` of one.
+        reader: makes the reader of a `cached` critic for the policy: `StateReader`, or a `functools.partial` of it.
 
     Raises:
         ValueError: if `value_model` is given in a layout other than `separate`, or is a `Critic` with another head; for
@@ -56,12 +60,20 @@ def build_actor_critic(
     if critic_layout is None:
         return ActorCritic(wrapped, None)
     if isinstance(value_model, Critic):
+        if value_model.layout != "separate":
+            raise ValueError(
+                f"value_model is a critic of the layout {value_model.layout!r}, but critic_layout is 'separate'; set "
+                f"critic_layout: {value_model.layout}"
+            )
         head(value_model.head.hidden_size).check_like(value_model.head)
         return ActorCritic(wrapped, value_model)
     dtype = wrapped.model.dtype
     if critic_layout == "separate":
         source = copy_without_adapters(wrapped) if value_model is None else value_model
         return ActorCritic(wrapped, _separate_critic(source, head, dtype))
+    if critic_layout == "cached":
+        read = reader(wrapped.model).to(torch.promote_types(dtype, torch.float32))
+        return ActorCritic(wrapped, Critic(build_head(head, read.width, dtype), None, reader=read))
     if critic_layout == "adapter":
         adapters = wrapped.adapters
         if adapters is None:
@@ -127,7 +139,9 @@ def make_actor_critic(
     with torch.random.fork_rng():
         # Random weights of the critic's head and adapter must be the same on every rank.
         torch.manual_seed(args.seed)
-        built = build_actor_critic(policy, critic_layout=layout, value_model=backbone_start, head=make_head)
+        built = build_actor_critic(
+            policy, critic_layout=layout, value_model=backbone_start, head=make_head, reader=_make_reader(args)
+        )
         if critic_start is not None and backbone_start is None:
             start_on_policy(built, critic_start, args)
     return _prepared(built, args)
@@ -151,6 +165,12 @@ def _check_actor_critic(
         with torch.random.fork_rng():
             wanted = make_head(model.critic.head.hidden_size)
         wanted.check_like(model.critic.head)
+        if model.critic.reader is not None:
+            _make_reader(args)(model.policy.model).check_like(model.critic.reader)
+
+
+def _make_reader(args: PPOConfig) -> Callable[[PreTrainedModel], StateReader]:
+    return partial(StateReader, layers=args.critic_layers, width=args.critic_width, depth=args.critic_depth)
 
 
 def _critic_start(value_model: ModelSource | None, reward_funcs: Any, args: PPOConfig) -> ModelSource | None:

@@ -194,6 +194,11 @@ def response_states(backbone: nn.Module, packed: PackedRows) -> Tensor:
     """The hidden states (N, H) of `backbone` that predict the N response tokens of `packed`."""
     keywords = {} if packed.spans is None else sequence_keywords(backbone, packed)
     hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
+    return before_tokens(hidden, packed)
+
+
+def before_tokens(hidden: Tensor, packed: PackedRows) -> Tensor:
+    """Those of a layer's outputs (N, H) that predict the N response tokens of `packed`."""
     return hidden[packed.rows, packed.states] if packed.spans is None else hidden[0, packed.states]
 
 

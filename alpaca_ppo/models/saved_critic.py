@@ -1,8 +1,8 @@
 """A critic as a folder (`final/value`), and what a new critic can start from (`value_model`): such a folder, a sequence
 classifier with one label, or a causal language model of any size.
 
-The folder holds the critic's backbone as transformers saves it, or its adapter as PEFT does (of a `shared` critic the
-policy's), and the head. `checkpoint.export` makes the writing atomic.
+The folder holds the critic's backbone as transformers saves it, or its adapter as PEFT does (of a `shared` or `cached`
+critic the policy's), the head, and the reader of a cached one. `checkpoint.export` makes the writing atomic.
 """
 
 import copy
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, describe, load_peft_model, warn_of_other_base
@@ -25,10 +25,12 @@ from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, build_head
 from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm, load_complete, load_sequence_classifier
 from alpaca_ppo.models.policy import Policy, check_architecture, disable_dropout
+from alpaca_ppo.models.state_reader import StateReader
 from alpaca_ppo.registry import CRITIC_HEADS
 from alpaca_ppo.saved_models import has_remote_code, loading
 
 HEAD_SETTINGS, HEAD_WEIGHTS = "critic_head.json", "critic_head.safetensors"
+READER_SETTINGS, READER_WEIGHTS = "critic_reader.json", "critic_reader.safetensors"
 _REMEDY = "copy the folder again from the run that saved it (final/value)"
 
 
@@ -64,16 +66,22 @@ def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
             # Its code is saved too, under the class that `load_critic` loads.
             backbone.register_for_auto_class("AutoModel")
         backbone.save_pretrained(folder)
-    weights = {name: tensor.cpu().contiguous() for name, tensor in critic.head.state_dict().items()}
-    save_file(weights, folder / HEAD_WEIGHTS)
-    (folder / HEAD_SETTINGS).write_text(json.dumps(critic.head.spec(), indent=2) + "\n", encoding="utf-8")
+    _write_part(critic.head, critic.head.spec(), folder, HEAD_SETTINGS, HEAD_WEIGHTS)
+    if critic.reader is not None:
+        _write_part(critic.reader, critic.reader.settings(), folder, READER_SETTINGS, READER_WEIGHTS)
+
+
+def _write_part(part: nn.Module, settings: Mapping[str, Any], folder: Path, settings_file: str, file: str) -> None:
+    save_file({name: tensor.cpu().contiguous() for name, tensor in part.state_dict().items()}, folder / file)
+    (folder / settings_file).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None) -> Critic:
     """The critic that a run saved in `folder` (`final/value`), in float32, dropout off. Its risk level is not stored:
     set `critic.head.risk_level`. `arguments` are further ones of the backbone's `from_pretrained`.
 
-    `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions.
+    `critic.head(critic.backbone(input_ids).last_hidden_state.flatten(0, 1))` gives values, means and predictions. A
+    `cached` critic reads responses beside their policy: `ActorCritic(Policy(model), critic)` gives their values.
 
     Raises:
         ValueError: when `folder` does not hold a critic or is damaged, when its kind is not registered, and when it
@@ -87,7 +95,7 @@ def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapp
     else:
         backbone = load(AutoModel, folder)
     disable_dropout(backbone)
-    return Critic(head, backbone)
+    return Critic(head, backbone, reader=_load_reader(folder, backbone))
 
 
 def _load_head(folder: str) -> CriticHead:
@@ -108,6 +116,17 @@ def _load_head(folder: str) -> CriticHead:
     with loading(f"{weights} cannot be loaded as the weights of the critic's head", folder, _REMEDY):
         head.load_state_dict(load_file(weights))
     return head
+
+
+def _load_reader(folder: str, backbone: PreTrainedModel) -> StateReader | None:
+    """The reader in a critic's folder, if there is one, for the layers of `backbone`; raises as `load_critic`."""
+    path = Path(folder) / READER_SETTINGS
+    if not path.is_file():
+        return None
+    with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
+        reader = StateReader(backbone, **json.loads(path.read_text(encoding="utf-8")))
+        reader.load_state_dict(load_file(Path(folder) / READER_WEIGHTS))
+    return reader
 
 
 def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PPOConfig) -> Any:
@@ -146,8 +165,8 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
 
 
 def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfig) -> None:
-    """Loads the critic in the folder `value_model`, its head and any adapter, into that of `built`, which has no
-    backbone. A `shared` critic needs the policy that it was saved with.
+    """Loads the critic in the folder `value_model`, its head, reader and any adapter, into that of `built`, which has
+    no backbone. A `shared` or `cached` critic needs the policy that it was saved with.
 
     Raises:
         ValueError: when `value_model` is not a critic of the same layout, has another head, or adapts or reads another
@@ -155,8 +174,10 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
     """
     assert built.critic is not None and built.critic.backbone is None
     adapters = built.policy.adapters
-    has_adapters = adapters is not None
-    if not isinstance(value_model, str) or not is_critic_folder(value_model) or is_adapter(value_model) != has_adapters:
+    fits = isinstance(value_model, str) and is_critic_folder(value_model)
+    fits = fits and is_adapter(str(value_model)) == (adapters is not None)
+    reader = _load_reader(str(value_model), built.policy.model) if fits else None
+    if not fits or not isinstance(value_model, str) or (reader is None) != (built.critic.reader is None):
         raise ValueError(
             f"value_model {name_of(value_model)!r} is not the final/value of a run with critic_layout "
             f"{args.critic_layout!r} and {'adapters' if adapters else 'no adapters'}; use one, or leave value_model out"
@@ -164,6 +185,9 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
     head = _load_head(value_model)
     built.critic.head.check_like(head)
     built.critic.head.load_state_dict(head.state_dict())
+    if reader is not None and built.critic.reader is not None:
+        built.critic.reader.check_like(reader)
+        built.critic.reader.load_state_dict(reader.state_dict())
     if adapters is not None and built.critic.has_adapter:
         adapters.load(VALUE, "value_model", value_model, read_value_adapter(value_model), trainable=True)
     elif different := _differences_from_policy(value_model, built.policy, args):
@@ -174,7 +198,7 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
 
 
 def _differences_from_policy(value_model: str, policy: Policy, args: PPOConfig) -> list[str]:
-    """Names of what differs between `policy` and the one whose states a saved `shared` critic reads."""
+    """Names of what differs between `policy` and the one whose states a saved critic reads."""
     if policy.adapters is None:
         saved: Any = load_value_model(value_model, policy.model, args).backbone
         return _different_tensors(saved.state_dict(), policy.model.base_model.state_dict())

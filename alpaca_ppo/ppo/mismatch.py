@@ -113,7 +113,7 @@ class SamplerCheck:
     rollout. A checkpoint keeps the decision, unless backend, dtype or engine change. They are never used
 
     - in half precision;
-    - with a critic that shares the policy's hidden states: its pass computes all of the policy but the head;
+    - with a critic that reads the policy's hidden states: its pass computes all of the policy but the head;
     - with environments: the rounding then depends on when they reply;
     - with a backend that has its own copy of the weights.
 
@@ -129,8 +129,8 @@ class SamplerCheck:
         engine, backend, args = collector.engine, collector.backend, collector.args
         self._collector, self._args, self._report = collector, args, report
         critic = engine.actor_critic.critic
-        shares_states = critic is not None and critic.shares_states
-        needs_recomputing = backend.has_own_weights or multi_turn or shares_states or self.half_precision
+        reads_policy = critic is not None and critic.reads_policy
+        needs_recomputing = backend.has_own_weights or multi_turn or reads_policy or self.half_precision
         self._may_use_sampler_logprobs = args.old_policy == "auto" and not needs_recomputing
         self._uses_sampler_logprobs: bool | None = None
         self._conditions = [backend.name, args.dtype, engine.accelerator.mixed_precision, type(engine).__name__]

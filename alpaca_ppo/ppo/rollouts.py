@@ -26,6 +26,7 @@ from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.ppo.batch_packing import chunks_by_length, chunks_by_tokens, row_lengths
 from alpaca_ppo.ppo.device_rows import DeviceBatch, DeviceRows, row_tensors
 from alpaca_ppo.ppo.failed_rewards import rewards_shaped_alike
+from alpaca_ppo.ppo.state_cache import StateCache
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -160,15 +161,18 @@ def forward_responses(
     chunk_size: int,
     with_entropies: bool = False,
     poll: Callable[[], Any] = lambda: None,
+    cache: StateCache | None = None,
     **parts: bool,
 ) -> dict[str, Tensor]:
     """`logprobs`, `entropies` and, from an `ActorCritic`, `values` and `value_means`: (B, R), on the CPU, detached.
+    Also `state_keys` (B, 2) of a critic that reads states of the policy, which the `cache` keeps.
 
     Args:
         temperature: divides the logits.
         chunk_size: tokens whose logits are in memory at once.
         with_entropies: as in `RolloutOptions`.
         poll: called before each forward pass; may raise.
+        cache: keeps what a critic with a reader has read.
         parts: `with_policy` and `with_critic` of an `ActorCritic`.
     """
     out: dict[str, Tensor] = {}
@@ -182,10 +186,14 @@ def forward_responses(
             packed=packed,
             **parts,
         )
-        for name, value in outputs._asdict().items():
+        found: dict[str, Any] = outputs._asdict()
+        states = found.pop("policy_states", None)
+        if states is not None and cache is not None:
+            found["state_keys"] = cache.add(states, tensors[-1])
+        for name, value in found.items():
             if value is None or name == "predictions":
                 continue
-            result = out.setdefault(name, torch.zeros(rows.shape, dtype=value.dtype))
+            result = out.setdefault(name, value.new_zeros(rows.shape[0], *value.shape[1:], device="cpu"))
             # Without a dummy.
             result[numbers] = value[: len(numbers)].cpu()
     return out
@@ -204,6 +212,7 @@ class RolloutCollector:
         backend: samples the responses.
         preemption: ends the sampling after a signal.
         pad_token_id: pads prompts.
+        cache: keeps the states of the policy that a critic reads.
     """
 
     engine: Engine
@@ -214,6 +223,7 @@ class RolloutCollector:
     backend: Backend
     preemption: PreemptionHandler
     pad_token_id: int
+    cache: StateCache
 
     @property
     def accelerator(self) -> Accelerator:
@@ -345,7 +355,12 @@ class RolloutCollector:
         out: dict[str, Tensor] = {}
         if options.with_policy or options.with_critic:
             with engine.autocast():
-                out = run(engine.actor_critic, with_policy=options.with_policy, with_critic=options.with_critic)
+                out = run(
+                    engine.actor_critic,
+                    cache=self.cache,
+                    with_policy=options.with_policy,
+                    with_critic=options.with_critic,
+                )
         if options.with_policy:
             out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
         else:

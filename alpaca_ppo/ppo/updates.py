@@ -32,6 +32,7 @@ from alpaca_ppo.ppo.device_rows import DeviceRows, row_tensors, upload
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import BatchStats, StatsAccumulator, StepStats, logs_entropies
 from alpaca_ppo.ppo.row_masks import gradient_rows
+from alpaca_ppo.ppo.state_cache import StateCache
 from alpaca_ppo.ppo.update_plan import UpdateStep, step_counts
 from alpaca_ppo.types import Rollouts
 
@@ -49,6 +50,7 @@ class MicroBatch(NamedTuple):
         lengths: tokens of each row.
         tokens: under the response mask.
         last: whether it is the optimizer step's last one on this rank.
+        policy_states: what a cached critic reads; None for other critics and for the policy.
     """
 
     update: UpdateStep
@@ -57,6 +59,7 @@ class MicroBatch(NamedTuple):
     lengths: list[int]
     tokens: int
     last: bool
+    policy_states: Tensor | None
 
 
 class Applied(NamedTuple):
@@ -80,12 +83,15 @@ class Updater:
         accelerator, args: of the run.
         learning_rates: of the last optimizer step of the policy, and of the critic.
         num_updates: optimizer steps taken by this object.
+        cache: of the states that a cached critic reads.
     """
 
     def __init__(self, engine: Engine, schedules: Schedules, args: PPOConfig) -> None:
         self.engine, self.accelerator, self.schedules, self.args = engine, engine.accelerator, schedules, args
         self.learning_rates: LearningRates = engine.learning_rates
         self.num_updates = 0
+        critic = engine.actor_critic.critic
+        self.cache = StateCache(self.accelerator, None if critic is None else critic.reader)
         self._warned = False
 
     def micro_batches(self, rollouts: Rollouts, update: UpdateStep) -> Iterator[MicroBatch]:
@@ -101,11 +107,17 @@ class Updater:
             if taus is not None:
                 shared["value_taus"] = taus
         shared = {key: upload(value, device) for key, value in shared.items()}
-        all_lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])
-        lengths = [all_lengths[row] for row in rows.tolist()]
-        plan = plan_micro_batches(
-            lengths, self.args, padding_free=actor_critic.padding_free, num_ranks=self.accelerator.num_processes
-        )[self.accelerator.process_index]
+        critic = actor_critic.critic
+        keys = rollouts["state_keys"] if update.part == "critic" and critic and critic.reader is not None else None
+        if keys is None:
+            lengths = row_lengths(rollouts["query_attn_masks"][rows], rollouts["response_mask"][rows])
+            plans = plan_micro_batches(
+                lengths, self.args, padding_free=actor_critic.padding_free, num_ranks=self.accelerator.num_processes
+            )
+        else:
+            lengths = rollouts["response_mask"][rows].sum(dim=1).tolist()
+            plans = self.cache.plan(keys[rows], lengths, self.args)
+        plan = plans[self.accelerator.process_index]
         self.engine.begin()
         tensors: Any = rollouts
         batches = DeviceRows(tensors, [rows[positions].tolist() for positions in plan], device)
@@ -118,6 +130,7 @@ class Updater:
                 lengths=[lengths[position] for position in positions],
                 tokens=int(batch.host["response_mask"].sum()),
                 last=number + 1 == len(plan),
+                policy_states=None if keys is None else self.cache.states(keys[rows[positions]], device),
             )
 
     def backward(self, batch: MicroBatch, policy_loss: LossHook, value_loss: LossHook) -> BatchStats:
@@ -170,6 +183,7 @@ class Updater:
                 temperature=self.args.temperature,
                 chunk_size=self.args.logprob_chunk_size,
                 packed=batch.packed,
+                policy_states=batch.policy_states,
                 with_policy=with_policy,
                 with_critic=with_critic,
                 with_entropies=self.args.entropy_coef > 0 or logs_entropies(batch.update.step),

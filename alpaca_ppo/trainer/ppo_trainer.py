@@ -210,6 +210,7 @@ class PPOTrainer(BaseTrainer):
             compares_group=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_group"),
             may_fail=sampling_round > 0,
         )
+        self.updater.cache.begin(step)
         rollouts = self.collect_rollouts(prompt_batches, sampling_params, options, self.step_record)
         self.sampler_check.check_rollouts(rollouts)
         return rollouts

@@ -192,6 +192,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         make_backend(args.generation_backend, args),
         PreemptionHandler(accelerator),
         pad_token_id=sampling_params.pad_token_id,
+        cache=updater.cache,
     )
     fallback = agree_on_backend(collector.backend, updater.engine, multi_turn=multi_turn)
     collector.prepare_frozen_models()

@@ -170,6 +170,7 @@ def fresh_state():
         proved(False, {"reference": "copy"}),
         proved(False, {"reference": "copy", "step_per_device_batch_size": ROWS}),
         proved(False, {"critic_layout": "shared"}),
+        proved(False, {"critic_layout": "cached", "critic_width": 64}),
         proved(False, {"adv_estimator": "rloo", "num_return_sequences": 4, "generation_backend": "generate"}),
         proved(True, {"reference": "adapter_off"}),
         proved(True, {"critic_layout": "adapter"}),

@@ -38,7 +38,7 @@ def of_critic(config: Mapping[str, Any], policys: str, critics: str) -> Any:
 def separate_critic_steps(config: Mapping[str, Any]) -> bool:
     """Whether the critic takes optimizer steps of its own, which a shared one never does."""
     asked = config["critic_epochs"] is not None or config["critic_step_batch_size"] is not None
-    return asked and config["critic_layout"] != "shared"
+    return config["critic_layout"] == "cached" or (asked and config["critic_layout"] != "shared")
 
 
 class AdamW:
@@ -74,7 +74,7 @@ class AdamW:
 
         rate = factor * option("learning_rate", "critic_learning_rate")
         if is_critic and self.config["critic_learning_rate"] is None and separate_critic_steps(self.config):
-            rate *= 3
+            rate = factor * 3e-4 if self.config["critic_layout"] == "cached" else 3 * rate
         beta1, beta2, decay = (self.config[name] for name in ("adam_beta1", "adam_beta2", "weight_decay"))
         epsilon = self.config["adam_epsilon"]
         limit = option("max_grad_norm", "critic_max_grad_norm")

@@ -100,6 +100,7 @@ PAIRS: dict[str, Any] = {"rollout_batch_size": 3, "num_return_sequences": 2}
 TRIPLES: dict[str, Any] = {"rollout_batch_size": 2, "num_return_sequences": 3}
 WITH_KL_LOSS: dict[str, Any] = {"kl_loss_coef": 0.3}
 ADAPTER: dict[str, Any] = {"critic_layout": "adapter", "lora": True}
+CACHED: dict[str, Any] = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "family": "qwen2"}
 GSPO: dict[str, Any] = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"}
 CORRECTED: dict[str, Any] = {"old_policy": "correct", "mismatch": 0.4}
 
@@ -183,6 +184,22 @@ CASES: dict[str, Case] = {
         max_grad_norm=0.2,
         weight_decay=0.2,
     ),
+    "scalar, cached": case(
+        **CACHED, critic_learning_rate=0.02, critic_epochs=3, critic_step_batch_size=5, holes=True, lam=0.5
+    ),
+    "c51, cached": case(critic="c51", num_atoms=7, value_support=[-4.0, 4.0], **CACHED, critic_pretraining_steps=1),
+    "hl_gauss, cached": case(critic="hl_gauss", num_atoms=7, **CACHED, lora=True, critic_layers=[2]),
+    "quantile, cached": case(
+        critic="quantile",
+        num_atoms=4,
+        critic_layout="cached",
+        critic_depth=2,
+        critic_width=128,
+        family="qwen2",
+        ppo_epochs=3,
+        holes=True,
+    ),
+    "iqn, cached": case(critic="iqn", num_atoms=4, **CACHED, critic_learning_rate=0.01, gradient_checkpointing=True),
     "gae, not whitened": case(whiten_advantages=False, kl_estimator="k3", holes=True),
     "gae, whitened rewards": case(
         whiten_rewards=True, gamma=0.8, lam=0.7, kl_estimator="k2", sources=("even", "tokens")

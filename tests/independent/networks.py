@@ -45,10 +45,11 @@ class Networks:
 
     Args:
         policy: a causal language model; its own weights are never used.
-        backbone: of a critic in the layout `separate`; its own weights are never used.
+        backbone: of a critic in the layout `separate` or `cached`; its own weights are never used.
         reference: all weights of the reference policy by the names of `policy`. With adapters, the base's.
-        layout: `separate`, `shared`, `adapter`, or None without a critic.
+        layout: `separate`, `shared`, `adapter`, `cached`, or None without a critic.
         lora_scale: lora_alpha / r, or None without adapters.
+        layers: the policy's layers that a `cached` critic reads, from 1.
     """
 
     policy: nn.Module
@@ -56,6 +57,7 @@ class Networks:
     reference: Weights
     layout: str | None
     lora_scale: float | None
+    layers: tuple[int, ...] = ()
 
     def weights_of(self, owner: str, weights: Weights) -> Weights:
         """All weights of the policy's model as `owner` sees them: `policy`, or `critic` with an adapter of its own."""
@@ -84,8 +86,25 @@ class Networks:
             assert self.backbone is not None
             out = functional_call(self.backbone, part(weights, "critic"), kwargs=_inputs(row))
             return _before_chosen(out.last_hidden_state, row)
+        if self.layout == "cached":
+            return self._cached_states(weights, row)
         owner = {"shared": "policy", "adapter": "critic"}[str(self.layout)]
         return self._language_model(self.weights_of(owner, weights), row, 1.0).states
+
+    def _cached_states(self, weights: Weights, row: Row) -> Tensor:
+        """What a small transformer makes of the policy's states before the chosen tokens, which it does not train."""
+        assert self.backbone is not None
+        policy = {name: weight.detach() for name, weight in self.weights_of("policy", weights).items()}
+        out = functional_call(self.policy, policy, kwargs=_inputs(row) | {"output_hidden_states": True})
+        layers = []
+        for layer in self.layers:
+            states = _before_chosen(out.hidden_states[layer], row)
+            centered = states - states.mean(dim=-1, keepdim=True)
+            layers.append(centered / (centered.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt())
+        critic = part(weights, "critic")
+        read = torch.cat(layers, dim=-1) @ critic["input.weight"].T + critic["input.bias"]
+        kwargs = {"inputs_embeds": read.unsqueeze(0), "use_cache": False}
+        return functional_call(self.backbone, part(critic, "blocks"), kwargs=kwargs).last_hidden_state[0]
 
     def _language_model(self, weights: Weights, row: Row, temperature: float) -> PolicyRow:
         out = functional_call(self.policy, weights, kwargs=_inputs(row) | {"output_hidden_states": True})

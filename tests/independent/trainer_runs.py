@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import seeded_generator
@@ -58,10 +58,23 @@ def _language_model(family: str) -> PreTrainedModel:
     if family == "mixtral":
         # The default kernel for mixtures has no float64.
         model.set_experts_implementation("eager")
+    _norm_whole(model, _gemma_norm_in_own_dtype if family == "gemma3" else _norm_in_own_dtype)
+    return model
+
+
+def _norm_whole(model: nn.Module, forward: Callable[..., Tensor]) -> None:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            forward = _gemma_norm_in_own_dtype if family == "gemma3" else _norm_in_own_dtype
             module.__class__ = type("RMSNorm", (type(module),), {"forward": forward})
+
+
+def _small_transformer(width: int, depth: int) -> LlamaModel:
+    """What a `cached` critic reads states with; its embedding has no weights."""
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth}
+    ids = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None}
+    model = LlamaModel(LlamaConfig(**sizes, **ids, num_attention_heads=width // 64))
+    model.embed_tokens = nn.Identity()
+    _norm_whole(model, _norm_in_own_dtype)
     return model
 
 
@@ -150,13 +163,20 @@ def _trainer(folder: Path, case: Case) -> tuple[Any, Networks]:
     trainer = tiny_trainer(
         folder, model=policy, trainer_class=trainer_class, trainer_arguments=arguments, **case.settings()
     )
-    layout = trainer.args.critic_layout if trainer.args.uses_critic else None
+    args = trainer.args
+    layout = args.critic_layout if args.uses_critic else None
+    backbones = {"separate": plain.base_model}
+    if layout == "cached":
+        _norm_whole(trainer.actor_critic.critic.reader, _norm_in_own_dtype)
+        backbones["cached"] = _small_transformer(args.critic_width, args.critic_depth)
     networks = Networks(
         policy=plain,
-        backbone=plain.base_model if layout == "separate" else None,
+        backbone=backbones.get(layout),
         reference={name: p.detach().clone() for name, p in plain.named_parameters()},
         layout=layout,
         lora_scale=LORA["lora_alpha"] / LORA["r"] if case.lora else None,
+        # By default those at 1/2 and 3/4 of three layers.
+        layers=tuple(args.critic_layers or (1, 2)),
     )
     _perturb(trainer)
     return trainer, networks
@@ -181,7 +201,7 @@ def _our_name(name: str) -> str:
     if adapter := re.fullmatch(r"policy\.model\.(.+)\.(lora_[AB])\.(\w+)\.weight", name):
         layer, factor, owner = adapter.groups()
         return f"{'critic' if owner == 'value' else 'policy'}.{layer}.{factor}"
-    return re.sub(r"^critic\.(backbone|side|head)\.", lambda m: "head." if m[1] == "head" else "critic.", name).replace(
+    return re.sub(r"^critic\.(backbone|reader|head)\.", lambda m: "head." if m[1] == "head" else "critic.", name).replace(
         "policy.model.", "policy.", 1
     )
 

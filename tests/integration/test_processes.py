@@ -38,6 +38,11 @@ ADAPTER = ("lora=true", "critic_layout=adapter")
 SKIPPING = ("total_episodes=30", "poison=[[0,1],[1,0],[2,2]]", "max_skipped_updates=3")
 CLIPPED = ("total_episodes=10", "ppo_epochs=2", "max_grad_norm=0.1", "critic_max_grad_norm=0.3")
 SPARING = ("rollout_batch_size=4",)
+TALKING = (
+    *("talker=true", "response_len=12", "max_turn_tokens=3", "turn_gamma=0.9", "total_episodes=15"),
+    *("num_return_sequences=2", "rollout_batch_size=7", "eval_prompts=3"),
+)
+CACHED = ("critic_layout=cached", "critic_width=64", "critic_depth=1", "critic_epochs=2")
 RUNS = {
     # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's
     # log-probs.
@@ -50,6 +55,9 @@ RUNS = {
     "iqn_gspo": (*IQN, *GSPO, *SEPARATE),
     # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
     "rloo": (*RLOO, "dynamic_sampling=3", "overlong_buffer_len=3"),
+    # States stay with the rank that computed them; of prompts that are drawn again too, and of conversations.
+    "cached": (*CACHED, "dynamic_sampling=3", "num_return_sequences=2", *SPARING, "total_episodes=13", "critic=iqn"),
+    "cached_talking": (*CACHED, *TALKING, "lora=true", "critic_pretraining_steps=1", "critic_step_batch_size=5"),
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
     # Without a reference, agreement in the step before the policy moves would count at once.
@@ -85,10 +93,7 @@ RUNS = {
         *("reference=none", "kl_coef=0", "critic_pretraining_steps=1"),
     ),
     # Conversations of one to three turns, of which a rank has other numbers than the other, and in the last step none.
-    "talking": (
-        *("talker=true", "response_len=12", "max_turn_tokens=3", "turn_gamma=0.9", "total_episodes=15"),
-        *("num_return_sequences=2", "rollout_batch_size=7", "eval_prompts=3"),
-    ),
+    "talking": TALKING,
     "compared": ("eval_prompts=3", "eval_named=true", "eval_opponent=reference", "eval_judge=scores/count_even"),
     "compared_adapter": ("eval_prompts=3", *ADAPTER, "eval_opponent=reference"),
 }
@@ -104,7 +109,7 @@ TWO = {**HEAVY, "told": TOLD}
 
 
 # What `make test` runs; the others are for `make proof`.
-KEPT = ["rank_without_prompts", "dropping", "talking", "told"]
+KEPT = ["rank_without_prompts", "cached", "dropping", "talking", "told"]
 
 
 def case(name: str, *more: Any) -> Any:

@@ -74,6 +74,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "greater_is_better": False,
         "load_best_model_at_end": True,
     },
+    # One rank has no prompt in the last step, and so only dummies of the critic's states.
+    "cached": {
+        **{"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "critic_epochs": 2, "weight_decay": 0.1},
+        **{"rollout_batch_size": 4, "total_episodes": 13, "critic": "quantile", "critic_pretraining_steps": 1},
+    },
     "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
     "offloaded": {"reference": "copy_offloaded"},
     # Up to five micro-batches, where DeepSpeed's configuration has one. The critic steps alone, then the policy, then
@@ -119,9 +124,10 @@ HEAVY = {f"heavy{layout}": {**RUNS[f"clipped{layout}"], "vf_coef": 100.0} for la
 CLIPPED_RUNS = ["clipped", "clipped_adapters", "clipped_offloaded"]
 STAGES = {
     "single": list(RUNS),
-    "zero1": ["adapters", "clipped", "one_row_each"],
+    "zero1": ["adapters", "cached", "clipped", "one_row_each"],
     "zero2": [
         "ragged",
+        "cached",
         "best",
         "one_row_each",
         "skipped",
@@ -135,7 +141,7 @@ STAGES = {
     # DDP in bfloat16, which computes what FSDP2 does.
     "ddp": ["half", "half_adapters", "half_base"],
     "fsdp": [name for name, run in RUNS.items() if "offloaded" not in f"{name} {run.get('reference')}"] + [*HEAVY],
-    "fsdp-3": ["adapters", "uneven", "ragged", "reward_model", "one_row_each", "tied", "clipped", "clipped_adapters"],
+    "fsdp-3": ["adapters", "cached", "uneven", "ragged", "reward_model", "one_row_each", "tied", "clipped", "clipped_adapters"],
 }
 # What `make test` runs; the others are for `make proof`.
 KEPT = {"single": ["uneven"], "fsdp": ["uneven"]}

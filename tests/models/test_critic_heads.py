@@ -322,7 +322,7 @@ def test_without_a_layout_there_is_no_critic_and_no_values():
     actor_critic = build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, head=IQNHead)
     assert actor_critic.critic is None
     outputs = run(actor_critic)
-    assert outputs.logprobs is not None and outputs[2:] == (None, None, None)
+    assert outputs.logprobs is not None and outputs[2:] == (None, None, None, None)
 
 
 def actor_critic_of(layout, kind):
@@ -351,7 +351,7 @@ def test_without_the_policy_the_critic_learns_alone_from_the_same_numbers(layout
 def test_without_the_critic_the_policy_gives_the_same_numbers_and_no_values(layout):
     actor_critic = actor_critic_of(layout, "c51")
     outputs, whole = run(actor_critic, with_critic=False), run(actor_critic)
-    assert outputs[2:] == (None, None, None)
+    assert outputs[2:] == (None, None, None, None)
     assert torch.equal(outputs.logprobs, whole.logprobs) and torch.equal(outputs.entropies, whole.entropies)
 
 

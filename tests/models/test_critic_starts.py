@@ -67,13 +67,17 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("critic", KINDS)
 @pytest.mark.parametrize(
     ("layout", "adapters"),
-    [("separate", False), ("shared", False), ("separate", True), ("shared", True), ("adapter", True)],
+    [
+        *[("separate", False), ("shared", False), ("cached", False)],
+        *[("separate", True), ("shared", True), ("cached", True), ("adapter", True)],
+    ],
 )
 def test_a_critic_starts_with_the_values_that_it_was_saved_with(layout, adapters, critic, saved):
     folder, save = saved
     final, before = save(layout, adapters, critic)
-    # A shared critic needs the policy that it was trained with, the others only its base.
-    model = str(final / "policy") if layout == "shared" else None
+    # Critics that read the policy need the one that they were trained with, the others only its base.
+    reads_policy = layout in ("shared", "cached")
+    model = str(final / "policy") if reads_policy else None
     again, args = make(
         folder, layout, adapters=adapters, model=model, value_model=str(final / "value"), critic=critic, seed=7
     )
@@ -83,7 +87,7 @@ def test_a_critic_starts_with_the_values_that_it_was_saved_with(layout, adapters
     assert (values(untrained) - before).abs().max() > 0.01
     assert all(parameter.requires_grad for parameter in again.critic_parameters())
     fresh = {name: parameter.requires_grad for name, parameter in untrained.named_parameters()}
-    if layout != "shared" or not adapters:
+    if not reads_policy or not adapters:
         assert {name: p.requires_grad for name, p in again.named_parameters()} == fresh
 
 
@@ -114,6 +118,10 @@ def test_an_adapter_of_the_critic_keeps_a_rank_and_layers_of_its_own(saved, tmp_
         (("shared", False, "scalar"), ("shared", False, "quantile"), "value_model has the head .*'kind': 'scalar'"),
         (("shared", False, "quantile"), ("shared", False, "scalar"), "value_model has the head .*'kind': 'quantile'"),
         (("shared", True, "scalar"), ("shared", True, "scalar"), r"policy than this one \(.*lora_A.* differs\)"),
+        (("shared", False, "scalar"), ("cached", False, "scalar"), "is not the final/value of a run"),
+        (("cached", False, "scalar"), ("shared", False, "scalar"), "is not the final/value of a run"),
+        (("cached", False, "scalar"), ("separate", False, "scalar"), "of the layout 'cached', but .* 'separate'"),
+        (("cached", False, "scalar"), ("cached", False, "scalar"), "reads the states of another policy"),
         (("adapter", True, "scalar"), ("adapter", True, "quantile"), "value_model has the head .*'kind': 'scalar'"),
         (("adapter", True, "quantile"), ("adapter", True, "scalar"), "value_model has the head .*'kind': 'quantile'"),
     ],

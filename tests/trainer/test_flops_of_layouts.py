@@ -44,6 +44,21 @@ def test_every_layout_executes_what_its_real_tokens_need(settings, passes, few, 
     assert_executed(count, needed(few, **passes))
 
 
+@pytest.mark.parametrize("epochs", [1, 8])
+def test_a_cached_critic_executes_nothing_but_its_small_transformer(epochs, few, tmp_path, monkeypatch):
+    count, width, layers = CountSteps(monkeypatch), 64, 2
+    sizes = {"critic_layout": "cached", "critic_width": width, "critic_depth": 1, "critic_layers": [1, layers]}
+    make_trainer(few, str(tmp_path), steps=1, callbacks=[count], **sizes, critic_epochs=epochs).train()
+    need, tokens = needed(few, critic="none"), sum(few.lengths)
+    inputs, block = 2 * layers * 96 * width, 2 * (4 * width**2 + 3 * width * 4 * width)
+    more = {stage: flops - getattr(need, stage) for stage, flops in count.by_stage.items()}
+    assert more["rollout"] <= 0.02 * need.rollout and more["score"] <= 0.02 * need.score
+    # Its rows are padded to the longest of their pass, and attention is not in the formula. States have no gradient.
+    most = 1.1 * len(few.lengths) * max(few.lengths)
+    for stage, of_token in {"logprobs": inputs + block, "update": epochs * (2 * inputs + 3 * block)}.items():
+        assert tokens * of_token <= more[stage] <= most * of_token
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["fc2", "k_proj", "dense"]])
 def test_the_formula_is_what_a_plain_pass_with_adapters_executes(targets):
     workload = workloads.realistic(4, 8, **SMALL)

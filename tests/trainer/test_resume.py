@@ -38,7 +38,11 @@ def stopped_run(folder, *, after: int, **settings) -> None:
 
 @pytest.mark.parametrize(
     ("after", "controller"),
-    [(2, {"kl_controller": "scaled"}), (3, {"kl_controller": "proportional", "target_kl": 0.1})],
+    [
+        (2, {"kl_controller": "scaled"}),
+        (3, {"kl_controller": "proportional", "target_kl": 0.1}),
+        (3, {"critic_layout": "cached", "critic_width": 64, "critic_epochs": 2}),
+    ],
 )
 def test_a_resumed_run_writes_the_same_metrics_and_weights_to_the_last_bit(after, controller, tmp_path):
     whole = tiny_trainer(tmp_path / "whole", **RUN, **controller)

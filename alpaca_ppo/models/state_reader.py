@@ -1,0 +1,112 @@
+"""What a critic of the layout `cached` learns with: a small causal transformer that reads hidden states of the policy.
+
+The states are computed once for each rollout and are not differentiated, so that a pass of this critic costs a small
+part of one of the policy.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm
+from transformers import LlamaConfig, LlamaModel, PreTrainedModel
+
+from alpaca_ppo.functional.packing import PackedRows
+
+_HEAD_WIDTH = 64
+
+
+class StateReader(nn.Module):
+    """A causal transformer over the policy's states before each response token, one row of tokens after the other.
+
+    Args:
+        policy: the language model whose states it reads; not kept.
+        layers: numbers of the layers whose outputs it reads, from 1; by default those at 1/2 and 3/4 of the depth.
+        width: its own hidden size, a multiple of 64.
+        depth: its blocks.
+
+    Raises:
+        ValueError: if the policy does not have these layers.
+    """
+
+    def __init__(
+        self, policy: PreTrainedModel, *, layers: Sequence[int] | None = None, width: int = 256, depth: int = 3
+    ) -> None:
+        super().__init__()
+        count = policy.config.get_text_config().num_hidden_layers
+        self.layers = sorted({*layers} if layers else {max(1, count // 2), max(1, 3 * count // 4)})
+        self.width, self.depth = width, depth
+        # For its errors.
+        decoder_layers(policy, self.layers)
+        self.input = nn.Linear(len(self.layers) * policy.config.get_text_config().hidden_size, width)
+        config = LlamaConfig(
+            vocab_size=1,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=depth,
+            num_attention_heads=width // _HEAD_WIDTH,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        self.blocks = LlamaModel(config)
+        # It reads no tokens.
+        self.blocks.embed_tokens = nn.Identity()
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """(layers, H) of the states that it reads."""
+        return len(self.layers), self.input.in_features // len(self.layers)
+
+    def settings(self) -> dict[str, Any]:
+        """What rebuilds it for a policy, stored as JSON beside its weights."""
+        return {"layers": self.layers, "width": self.width, "depth": self.depth}
+
+    def check_like(self, saved: "StateReader") -> None:
+        """Raises a `ValueError` if this reader cannot take the weights of `saved`."""
+        if saved.settings() != self.settings():
+            raise ValueError(
+                f"the critic has critic_layers, critic_width and critic_depth {[*saved.settings().values()]}, the "
+                f"options are {[*self.settings().values()]}; set the same"
+            )
+
+    def forward(self, states: Tensor, rows: PackedRows) -> Tensor:
+        """Its states (N, width) for those of the policy, (N, layers, H), before the N response tokens of `rows`."""
+        dtype = self.input.weight.dtype
+        inputs = self.input(layer_norm(states.to(dtype), states.shape[-1:]).flatten(1))
+        # Rows start at column 0: what is padded lies to the right of what a causal model sees.
+        columns = torch.cat([torch.arange(count) for count in rows.counts]).to(inputs.device)
+        width = max(1, *rows.counts)
+        padded = inputs.new_zeros(len(rows.counts), width, inputs.size(1)).index_put((rows.rows, columns), inputs)
+        read: Tensor = self.blocks(inputs_embeds=padded, use_cache=False).last_hidden_state
+        return read[rows.rows, columns]
+
+
+def decoder_layers(model: Any, numbers: Sequence[int]) -> list[nn.Module]:
+    """The layers of a language model with these `numbers`, from 1. Raises a ValueError if it does not have them."""
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not stacks or not set(numbers) <= set(range(1, count + 1)):
+        raise ValueError(
+            f"critic_layers is {list(numbers)}, but {type(model).__name__} has "
+            f"{f'the layers 1 to {count}' if stacks else 'no list of its layers'}; name others, or choose another "
+            "critic_layout"
+        )
+    return [stacks[0][number - 1] for number in numbers]
+
+
+@contextmanager
+def captured_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Yields the list of the outputs (B, L, H) of `modules` in the passes of the block, in their order."""
+    found: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        found.append(output if torch.is_tensor(output) else output[0])
+
+    hooks = [module.register_forward_hook(keep) for module in modules]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,68 @@
+"""A critic on cached states: what the policy says of a response is computed once, whatever the critic's passes."""
+
+import pytest
+import torch
+
+from alpaca_ppo.models.factory import build_actor_critic
+from alpaca_ppo.models.state_reader import StateReader
+from alpaca_ppo.ppo.state_cache import StateCache
+from tests.tiny_models import tiny_causal_lm
+from tests.tiny_runs import metric_lines, tiny_trainer
+
+CACHED = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1}
+
+
+def run(folder, **settings):
+    trainer = tiny_trainer(folder, **{**CACHED, "critic_epochs": 3, **settings})
+    passes = []
+    trainer.actor_critic.policy.model.base_model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    trainer.train()
+    return {name: parameter.detach().clone() for name, parameter in trainer.actor_critic.named_parameters()}, passes
+
+
+def test_the_run_is_one_that_computes_the_states_in_every_pass(tmp_path, monkeypatch):
+    cached, passes = run(tmp_path / "cached")
+    monkeypatch.setattr(StateCache, "states", lambda *_: None)
+    anew, more_passes = run(tmp_path / "anew")
+    assert sum(more_passes) == sum(passes) and len(more_passes) > len(passes)
+    moved = [name for name in cached if name.startswith("critic.")]
+    assert moved and {name.partition(".")[0] for name in cached} == {"critic", "policy"}
+    for name, weights in cached.items():
+        torch.testing.assert_close(weights, anew[name], rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(metric_lines(tmp_path / "cached"), metric_lines(tmp_path / "anew"), strict=True):
+        assert ours["ppo/val/error"] == pytest.approx(theirs["ppo/val/error"], rel=1e-5)
+
+
+def test_more_passes_of_the_critic_are_no_passes_of_the_policy(tmp_path):
+    counts = [len(run(tmp_path / str(epochs), critic_epochs=epochs)[1]) for epochs in (1, 6)]
+    assert counts[0] == counts[1]
+
+
+def test_by_default_it_reads_the_layers_at_half_and_three_quarters_of_the_depth():
+    layers = [StateReader(tiny_causal_lm("qwen2", num_hidden_layers=count)).layers for count in (1, 2, 4, 30)]
+    assert layers == [[1], [1], [2, 3], [15, 22]]
+
+
+@pytest.mark.parametrize("layers", [[0], [1, 9]])
+def test_layers_that_the_policy_does_not_have_are_named(layers, tmp_path):
+    with pytest.raises(ValueError, match=r"critic_layers is \[.*\], but LlamaForCausalLM has the layers 1 to \d"):
+        tiny_trainer(tmp_path, **CACHED, critic_layers=layers)
+
+
+def test_an_actor_critic_with_other_sizes_than_the_options_is_refused(tmp_path):
+    policy = tiny_causal_lm("llama")
+    model = build_actor_critic(policy, critic_layout="cached", reader=lambda model: StateReader(model, width=128))
+    with pytest.raises(ValueError, match=r"critic_width and critic_depth \[.*128, 3\], the options are \[.*64, 1\]"):
+        tiny_trainer(tmp_path, model=model, **CACHED)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3", "mixtral", "qwen2"])
+def test_what_it_reads_are_the_outputs_of_the_layers(family):
+    model = tiny_causal_lm(family)
+    actor_critic = build_actor_critic(model, critic_layout="cached", reader=lambda m: StateReader(m, layers=[1]))
+    queries, responses = torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[9, 10], [11, 0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    with torch.no_grad():
+        outputs = actor_critic(queries, torch.ones_like(queries), responses, mask, temperature=1.0, chunk_size=8)
+        hidden = model(torch.cat([queries, responses], 1), output_hidden_states=True).hidden_states[1]
+    torch.testing.assert_close(outputs.policy_states[:, 0], hidden[[0, 0, 1], [2, 3, 2]], rtol=1e-5, atol=1e-5)
