@@ -121,7 +121,7 @@ class FakeVLLM:
             case "/v1/models":
                 return {"data": [{"id": "policy"}]}
             case "/metrics":
-                return f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}.0' if self.counts else ""
+                return f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}' if self.counts else ""
             case "/weight_checker":
                 return {"checksums": self.held}
             case "/collective_rpc":
@@ -239,7 +239,8 @@ def fake_python(folder: Path, *, version: str = "0.32.0", first: str = "") -> st
 
 def main(words: list[str]) -> None:
     """Serves on the socket that a command line of vLLM names."""
-    fake = FakeVLLM(max_model_len=int(words[words.index("--max-model-len") + 1]))
+    longest, dtype = (words[words.index(name) + 1] for name in ("--max-model-len", "--dtype"))
+    fake = FakeVLLM(max_model_len=int(longest), dtype=f"torch.{dtype}")
     model = Path(words[words.index("--model") + 1])
     fake.loaded, fake.held = digest(model), held(model)
     first = words.pop(0)

@@ -77,12 +77,13 @@ def check_launch(args: PPOConfig) -> None:
     # Without one, `accelerate launch` reads its own.
     file = found[1] if found else default_config_file if "accelerate" in command else ""
     content = read_yaml(file) if os.path.isfile(file) else {}
-    keys = ["use_cpu"] if content.get("use_cpu") and not args.use_cpu else []
+    keys: list[str] = []
     for name, section in content.items():
-        # Keys of these two are handed on by their own names, others with a beginning.
+        # Keys of these two are handed on by their own names or FSDP_ and these, others with some beginning.
         own = name in ("fsdp_config", "parallelism_config")
         for key in section if isinstance(section, dict) else ():
-            if not any(variable == key.upper() if own else variable.endswith(f"_{key.upper()}") for variable in given):
+            names = f"(FSDP_)?{key.upper()}" if own else f".*_{key.upper()}"
+            if not any(re.fullmatch(names, variable) for variable in given):
                 keys.append(key)
     unread += [key for key in keys if not re.fullmatch(_OF_LAUNCHER, key)]
     if unread:

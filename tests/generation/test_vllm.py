@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from alpaca_ppo.adapters.adapter_set import from_peft_model
+from alpaca_ppo.distributed.preemption import SamplingStopped
 from alpaca_ppo.distributed.weight_sums import whole_sums
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, StopStrings, Turns, generate, make_backend
@@ -340,7 +341,7 @@ def test_tensors_that_do_not_reach_the_files_end_the_run(tmp_path: Path) -> None
             yield key, first.setdefault(key, tensor.clone()) if key.endswith(name) else tensor
 
     for name in ("layers.0.self_attn.q_proj.weight", "lm_head.weight"):
-        with Setting(tmp_path, FakeVLLM(), vllm_dtype="bfloat16") as setting:
+        with Setting(tmp_path, FakeVLLM(dtype="torch.bfloat16"), vllm_dtype="bfloat16") as setting:
             policy = setting.policy
             setting.backend.sync(policy, lambda base=False, name=name, policy=policy: stale(policy, name))
             with torch.no_grad():
@@ -501,6 +502,28 @@ def test_a_signal_gives_up_what_is_being_sampled(tmp_path: Path) -> None:
         released.set()
 
 
+@pytest.mark.parametrize("route", ["/version", "/server_info", "/collective_rpc"])
+def test_a_signal_ends_the_wait_for_a_server_that_is_checked(tmp_path: Path, route: str) -> None:
+    fake, released = FakeVLLM(), threading.Event()
+    arrived = threading.Event()
+
+    def hold(path: str, body: Any) -> None:
+        if path.startswith(route):
+            arrived.set()
+            released.wait(60)
+
+    def poll() -> None:
+        if arrived.is_set():
+            raise SamplingStopped
+
+    fake.before = hold
+    with Setting(tmp_path, fake) as setting:
+        setting.backend.poll = poll
+        with pytest.raises(SamplingStopped):
+            setting.sync()
+        released.set()
+
+
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
@@ -512,7 +535,13 @@ def test_a_signal_gives_up_what_is_being_sampled(tmp_path: Path) -> None:
         ({"without": ["/update_weight_version"]}, "HTTP status 404"),
         ({"sees": False}, r"127\.0\.0\.1.* does not see /dev/shm/.*same path"),
         ({"counts": False}, "was started with --disable-log-stats; leave that out"),
-        ({"resets": False}, "gave a wrong answer: .*success"),
+        ({"resets": False}, r"127\.0\.0\.1.* gave a wrong answer: .*success"),
+        ({"hits": math.nan}, r"127\.0\.0\.1.* gave a wrong answer: .*hits_total is nan"),
+        ({"config": {"max_model_len": "abc"}}, r"127\.0\.0\.1.* gave a wrong answer: .*max_model_len is 'abc'"),
+        (
+            {"config": {"dtype": "torch.bfloat16"}},
+            r"127\.0\.0\.1.* in torch\.bfloat16, .* in torch\.float32; set vllm_dtype",
+        ),
     ],
 )
 def test_a_server_that_cannot_serve_a_run_is_refused_by_name(
@@ -521,6 +550,7 @@ def test_a_server_that_cannot_serve_a_run_is_refused_by_name(
     fake = FakeVLLM(**broken.get("config", {}))
     fake.version, fake.working = broken.get("version", "0.32.0"), broken.get("working", 0)
     fake.routes = [route for route in fake.routes if route not in broken.get("without", ())]
+    fake.hits = broken.get("hits", 0)
     fake.sees, fake.counts, fake.resets = (broken.get(name, True) for name in ("sees", "counts", "resets"))
     with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match=problem):
         setting.sync()
@@ -542,7 +572,8 @@ def test_a_server_on_another_machine_reads_in_output_dir_and_is_refused_before_a
 
 
 def test_half_precision_and_the_longest_row_are_the_server_s(tmp_path: Path) -> None:
-    with Setting(tmp_path, FakeVLLM(dtype="torch.bfloat16", max_model_len=26)) as setting:
+    fake = FakeVLLM(dtype="torch.bfloat16", max_model_len=26)
+    with Setting(tmp_path, fake, vllm_dtype="bfloat16") as setting:
         assert not setting.backend.half_precision
         setting.sync()
         assert setting.backend.half_precision
@@ -552,7 +583,7 @@ def test_half_precision_and_the_longest_row_are_the_server_s(tmp_path: Path) -> 
 
 
 def test_weights_are_written_in_the_server_s_dtype(tmp_path: Path) -> None:
-    fake = FakeVLLM()
+    fake = FakeVLLM(dtype="torch.bfloat16")
     with Setting(tmp_path, fake, vllm_dtype="bfloat16") as setting:
         setting.sync()
         folder = fake.published[0]["kwargs"]["weights_path"]

@@ -201,9 +201,8 @@ def _our_name(name: str) -> str:
     if adapter := re.fullmatch(r"policy\.model\.(.+)\.(lora_[AB])\.(\w+)\.weight", name):
         layer, factor, owner = adapter.groups()
         return f"{'critic' if owner == 'value' else 'policy'}.{layer}.{factor}"
-    return re.sub(r"^critic\.(backbone|reader|head)\.", lambda m: "head." if m[1] == "head" else "critic.", name).replace(
-        "policy.model.", "policy.", 1
-    )
+    name = re.sub(r"^critic\.(backbone|reader|head)\.", lambda m: "head." if m[1] == "head" else "critic.", name)
+    return name.replace("policy.model.", "policy.", 1)
 
 
 def _randomness(trainer: Any) -> Randomness:

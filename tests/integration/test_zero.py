@@ -141,7 +141,10 @@ STAGES = {
     # DDP in bfloat16, which computes what FSDP2 does.
     "ddp": ["half", "half_adapters", "half_base"],
     "fsdp": [name for name, run in RUNS.items() if "offloaded" not in f"{name} {run.get('reference')}"] + [*HEAVY],
-    "fsdp-3": ["adapters", "cached", "uneven", "ragged", "reward_model", "one_row_each", "tied", "clipped", "clipped_adapters"],
+    "fsdp-3": [
+        *("adapters", "cached", "uneven", "ragged", "reward_model", "one_row_each", "tied", "clipped"),
+        "clipped_adapters",
+    ],
 }
 # What `make test` runs; the others are for `make proof`.
 KEPT = {"single": ["uneven"], "fsdp": ["uneven"]}

@@ -15,7 +15,8 @@ CACHED = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1}
 def run(folder, **settings):
     trainer = tiny_trainer(folder, **{**CACHED, "critic_epochs": 3, **settings})
     passes = []
-    trainer.actor_critic.policy.model.base_model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    backbone = trainer.actor_critic.policy.model.base_model
+    backbone.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     trainer.train()
     return {name: parameter.detach().clone() for name, parameter in trainer.actor_critic.named_parameters()}, passes
 

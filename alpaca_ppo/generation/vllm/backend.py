@@ -7,6 +7,8 @@ files of the weights: the first of them writes these, and all go on once every s
 import os
 import platform
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -101,14 +103,7 @@ class VLLMBackend(Backend):
                 files.check_written(folder, adapter_sums)
         if base_changed:
             self._digests = gather_list(self._digests, state)[self._writer]
-        stopped = False
-        with raise_on_all_ranks(state):
-            try:
-                self._load(Publication(version, model, folder if adapted else None, self._digests))
-            except SamplingStopped:
-                stopped = True
-        if any(gather_list(stopped, state)):
-            raise SamplingStopped
+        _on_all_ranks(partial(self._load, Publication(version, model, folder if adapted else None, self._digests)))
         if self._writes and number > 0:
             shutil.rmtree(self._folder / str(number - 1))
         self.half_precision = any(server.half_precision for server in self.servers)
@@ -126,8 +121,9 @@ class VLLMBackend(Backend):
             # Each process sends its first prompt to another server.
             first = local_rank % len(self._urls)
             self.servers = [Server(url) for url in self._urls[first:] + self._urls[:first]]
-            with raise_on_all_ranks(PartialState()):
-                together(server.check(self._folder, lora=self._lora_rank > 0) for server in self.servers)
+            lora = self._lora_rank > 0
+            checks = [server.check(self._folder, self._dtype, lora=lora) for server in self.servers]
+            _on_all_ranks(partial(together, checks, self.poll))
         else:
             self._local = LocalServer(self.args, self._folder, self._dtype, self._lora_rank, policy.model.device)
             self.servers = [self._local]
@@ -180,3 +176,15 @@ class VLLMBackend(Backend):
                 "longer --max-model-len (vllm_args)"
             )
         return Sampling(self.servers, self.args.ddp_timeout, model, prompts, params, options).run()
+
+
+def _on_all_ranks(work: Callable[[], None]) -> None:
+    """Does `work`; its error, or the signal that stops it, ends the sampling on every rank. All must call this."""
+    state, stopped = PartialState(), False
+    with raise_on_all_ranks(state):
+        try:
+            work()
+        except SamplingStopped:
+            stopped = True
+    if any(gather_list(stopped, state)):
+        raise SamplingStopped

@@ -46,7 +46,7 @@ class LocalServer(Server):
             link.unlink(missing_ok=True)
         # It has read the model, but no adapter.
         self.asleep, self.loaded, self._held = False, replace(new, adapter=None), {}
-        together([self.check(None, lora=self._lora_rank > 0)], poll)
+        together([self.check(None, self._dtype, lora=self._lora_rank > 0)], poll)
         together([self.load(new)], poll)
 
     def publish(self, new: Publication, poll: Callable[[], Any]) -> None:

@@ -4,11 +4,15 @@ import asyncio
 import hashlib
 import json
 import math
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from alpaca_ppo.async_calls import await_all, error_text
 from alpaca_ppo.config.names import shown_url
@@ -62,10 +66,23 @@ def together(calls: Iterable[Awaitable[Any]], poll: Callable[[], Any] = lambda: 
     for value in await_all(list(calls), poll):
         if isinstance(value, RequestFailed):
             raise ValueError(f"the vLLM server at {value}") from value
-        if isinstance(value, LookupError | TypeError | AttributeError):
-            raise ValueError(f"a vLLM server gave a wrong answer: {error_text(value)}") from value
         if isinstance(value, BaseException):
             raise value
+
+
+def _named(method: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[Any, Any, None]]:
+    """Makes a method of `Server` raise ValueError, with its name, for an answer in which a field is missing or has
+    another type.
+    """
+
+    @wraps(method)
+    async def named(server: "Server", *args: Any, **keywords: Any) -> None:
+        try:
+            await method(server, *args, **keywords)
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"the vLLM server at {server.name} gave a wrong answer: {error_text(error)}") from error
+
+    return named
 
 
 class Server:
@@ -110,10 +127,11 @@ class Server:
         """Whether it answers at all, and its engine lives; calls `poll` meanwhile."""
         return not isinstance(await_all([self.ask("/health", parse=str)], poll)[0], RequestFailed)
 
-    async def check(self, folder: Path | None, *, lora: bool) -> None:
-        """Checks how the server was started, and sets `half_precision` and `longest_row`. It must load adapters if
-        `lora`. `folder` is where weights are written for a server that this run did not start: it must see the folder,
-        and its model's name and checksums are read.
+    @_named
+    async def check(self, folder: Path | None, dtype: torch.dtype, *, lora: bool) -> None:
+        """Checks how the server was started, and sets `half_precision` and `longest_row`. It must hold its weights in
+        `dtype`, in which they are written, and load adapters if `lora`. `folder` is where weights are written for a
+        server that this run did not start: it must see the folder, and its model's name and checksums are read.
 
         Raises:
             ValueError: for an untested version or a missing flag, or if it does not see `folder`.
@@ -127,8 +145,15 @@ class Server:
         missing = [flag for path, flag in needed.items() if path not in paths]
         if not missing:
             config = (await self.ask("/server_info?config_format=json"))["vllm_config"]["model_config"]
-            self.half_precision = config["dtype"] != "torch.float32"
-            self.longest_row = int(config["max_model_len"])
+            # Rounded to another dtype, a tensor that has changed a little is the same as before.
+            if config["dtype"] != str(dtype):
+                raise ValueError(
+                    f"the vLLM server at {self.name} computes in {config['dtype']}, but its weights would be written "
+                    f"in {dtype}; set vllm_dtype to the former, or start it with --dtype and the latter"
+                )
+            self.half_precision, self.longest_row = config["dtype"] != "torch.float32", config["max_model_len"]
+            if type(self.longest_row) is not int:
+                raise TypeError(f"max_model_len is {self.longest_row!r}")
             if config["logprobs_mode"] != "processed_logprobs":
                 missing = ["--logprobs-mode processed_logprobs"]
         if missing:
@@ -150,6 +175,7 @@ class Server:
                 f"host or container that folder under the same path: {error}"
             ) from error
 
+    @_named
     async def load(self, new: Publication) -> None:
         """Loads weights, empties the cache of what older ones computed, and checks both.
 
@@ -218,6 +244,8 @@ class Server:
         found = [line.split()[-1] for line in lines if line.startswith("vllm:prefix_cache_hits_total")]
         if not found:
             raise ValueError(f"the vLLM server at {self.name} was started with --disable-log-stats; leave that out")
+        if not all(re.fullmatch(r"[\d.e+]+", number) for number in found):
+            raise TypeError(f"vllm:prefix_cache_hits_total is {' and '.join(found)}")
         return sum(map(float, found))
 
     async def wake(self) -> None:
