@@ -110,7 +110,8 @@ class Updater:
         critic = actor_critic.critic
         keys = rollouts["state_keys"] if update.part == "critic" and critic and critic.reader is not None else None
         if keys is None:
-            lengths = row_lengths(rollouts["query_attn_masks"][rows], rollouts["response_mask"][rows])
+            all_lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])
+            lengths = [all_lengths[row] for row in rows.tolist()]
             plans = plan_micro_batches(
                 lengths, self.args, padding_free=actor_critic.padding_free, num_ranks=self.accelerator.num_processes
             )
