@@ -82,8 +82,8 @@ def check_launch(args: PPOConfig) -> None:
         # Keys of these two are handed on by their own names or FSDP_ and these, others with some beginning.
         own = name in ("fsdp_config", "parallelism_config")
         for key in section if isinstance(section, dict) else ():
-            names = f"(FSDP_)?{key.upper()}" if own else f".*_{key.upper()}"
-            if not any(re.fullmatch(names, variable) for variable in given):
+            names = (key.upper(), f"FSDP_{key.upper()}")
+            if not any(variable in names if own else variable.endswith(f"_{key.upper()}") for variable in given):
                 keys.append(key)
     unread += [key for key in keys if not re.fullmatch(_OF_LAUNCHER, key)]
     if unread:

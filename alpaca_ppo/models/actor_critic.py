@@ -146,7 +146,7 @@ class ActorCritic(nn.Module):
         critic = self.critic if with_critic else None
         reader = None if critic is None else critic.reader
         read = [] if reader is None or policy_states is not None else decoder_layers(self.policy.model, reader.layers)
-        if with_policy or read or (critic is not None and critic.shares_states):
+        if with_policy or (critic is not None and critic.reads_policy and policy_states is None):
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy), captured_outputs(read) as outputs:
                 states = self.policy.states(rows)
             if read:

@@ -163,10 +163,9 @@ def _check_actor_critic(
         )
     if model.critic is not None:
         with torch.random.fork_rng():
-            wanted = make_head(model.critic.head.hidden_size)
-        wanted.check_like(model.critic.head)
-        if model.critic.reader is not None:
-            _make_reader(args)(model.policy.model).check_like(model.critic.reader)
+            make_head(model.critic.head.hidden_size).check_like(model.critic.head)
+            if model.critic.reader is not None:
+                _make_reader(args)(model.policy.model).check_like(model.critic.reader)
 
 
 def _make_reader(args: PPOConfig) -> Callable[[PreTrainedModel], StateReader]:

@@ -42,8 +42,9 @@ class StateCache:
 
     def states(self, keys: Tensor, device: torch.device) -> Tensor:
         """The states (N, layers, H) of the rows with these `keys`, all of this rank, on `device`."""
-        rows = [self._rows[number] for number in keys[:, 1].tolist()]
-        return upload(torch.cat(rows) if rows else torch.empty(0, *self._shape), device)
+        # Row by row: a copy of them all would not be in pinned memory.
+        rows = [upload(self._rows[number], device) for number in keys[:, 1].tolist()]
+        return torch.cat(rows) if rows else torch.empty(0, *self._shape, device=device)
 
     def plan(self, keys: Tensor, lengths: Sequence[int], args: PPOConfig) -> Plan:
         """The micro-batches of each rank, of its rows among those with these `keys`, by the tokens in `lengths`."""
