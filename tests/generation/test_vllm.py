@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -353,19 +353,61 @@ def test_tensors_that_do_not_reach_the_files_end_the_run(tmp_path: Path) -> None
         first.clear()
 
 
-@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "gpt_neox"])
-def test_a_stale_tensor_that_is_written_under_another_name_is_seen_too(tmp_path: Path, arch: str) -> None:
+def swapped(tensors: dict[str, Tensor], name: str) -> dict[str, dict[str, Tensor]]:
+    """The same elements as in `tensors`, of which some of `name` have another place, by where they are."""
+    tensor, half = tensors[name], len(tensors[name]) // 2
+    other = next((key for key in tensors if key != name and tensors[key].shape == tensor.shape), name)
+    return {
+        "two elements": {name: tensor.flatten().index_select(0, exchange(tensor.numel())).view(tensor.shape)},
+        "two halves, as of two ranks": {name: torch.cat((tensor[half:], tensor[:half]))},
+        "rows and columns": {name: tensor.transpose(-1, -2).reshape(tensor.shape)},
+        "two tensors": {name: tensors[other], other: tensor} if other != name else {name: tensor.flip(0)},
+    }
+
+
+def exchange(count: int) -> Tensor:
+    index = torch.arange(count)
+    index[3], index[-1] = count - 1, 3
+    return index
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stale_or_misplaced_tensor_is_seen_under_whatever_name_it_is_written(
+    tmp_path: Path, arch: str, dtype: torch.dtype
+) -> None:
+    policy = Policy(tiny_causal_lm(arch))
+    own = whole_sums(weights.live_tensors(policy, adapter=False), dtype)
+    tensors = weights.copied(weights_of(policy), dtype, keep=True)
+    weights.write_model(tmp_path / "right", policy, tensors, dtype)
+    weights.check_written(tmp_path / "right", own, tensors)
+    names = [name for name in tensors if ".0." in name and tensors[name].dim() > 1] + ["lm_head.weight"]
+    for name in set(names) & tensors.keys():
+        changes = {"one bit": {name: tensors[name] * (1 + 2 * torch.finfo(dtype).eps)}, **swapped(tensors, name)}
+        for number, change in enumerate(changes.values()):
+            wrong, folder = {**tensors, **change}, tmp_path / f"{name}{number}"
+            weights.write_model(folder, policy, wrong, dtype)
+            with pytest.raises(ValueError, match="not the policy's"):
+                weights.check_written(folder, own, wrong)
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "llama"])
+def test_files_that_others_have_changed_end_the_run(tmp_path: Path, arch: str) -> None:
     policy = Policy(tiny_causal_lm(arch))
     own = whole_sums(weights.live_tensors(policy, adapter=False), torch.float32)
     tensors = weights.copied(weights_of(policy), torch.float32, keep=True)
-    weights.write_model(tmp_path / "right", policy, tensors, torch.float32)
-    weights.check_written(tmp_path / "right", own)
-    for name in tensors:
-        if "experts" in name or "gate" in name or name == "lm_head.weight":
-            stale = {**tensors, name: tensors[name].roll(1) * 1.001}
-            weights.write_model(tmp_path / name, policy, stale, torch.float32)
-            with pytest.raises(ValueError, match="not the policy's"):
-                weights.check_written(tmp_path / name, own)
+    weights.write_model(tmp_path, policy, tensors, torch.float32)
+    (file,) = tmp_path.glob("*.safetensors")
+    written = load_file(file)
+    (name, *_) = (name for name in written if "experts.0" in name or "down_proj" in name)
+    for changed in ({**written, name: written[name] * 1.001}, {**written, "more": torch.ones(2)}):
+        save_file(changed, str(file))
+        with pytest.raises(ValueError, match="not the policy's"):
+            weights.check_written(tmp_path, own, tensors)
+    del written[name]
+    save_file(written, str(file))
+    with pytest.raises(ValueError, match="not the policy's"):
+        weights.check_written(tmp_path, own, tensors)
 
 
 class Forgets(FakeVLLM):

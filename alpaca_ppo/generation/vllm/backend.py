@@ -88,18 +88,15 @@ class VLLMBackend(Backend):
         base_changed = number == 0 or not adapted
         base = files.copied(weights(base=True), self._dtype, keep=self._writes) if base_changed else {}
         adapter = files.copied(weights(), None, keep=self._writes) if adapted else {}
-        with raise_on_all_ranks(state):
-            if base:
-                files.write_model(model, policy, base, self._dtype)
-            if adapter:
-                files.write_adapter(folder, policy, adapter)
         # Not by way of `weights`, so that what that leaves out is seen.
         base_sums = whole_sums(files.live_tensors(policy, adapter=False), self._dtype) if base_changed else {}
         adapter_sums = whole_sums(files.live_tensors(policy, adapter=True), None) if adapted else {}
         with raise_on_all_ranks(state):
             if base:
-                self._digests = files.check_written(model, base_sums)
+                files.write_model(model, policy, base, self._dtype)
+                self._digests = files.check_written(model, base_sums, base)
             if adapter:
+                files.write_adapter(folder, policy, adapter)
                 files.check_written(folder, adapter_sums)
         if base_changed:
             self._digests = gather_list(self._digests, state)[self._writer]
