@@ -3,6 +3,7 @@
 import math
 import random
 import threading
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -421,10 +422,57 @@ class Forgets(FakeVLLM):
         return {"success": True}
 
 
-def test_a_server_that_never_loads_weights_ends_the_run(tmp_path: Path) -> None:
-    fake = Forgets()
-    fake.held, fake.forgotten = {"dp0:pp0:pcp0:tp0:model.norm.weight": "other"}, "/collective_rpc"
-    with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match="holds other weights.*none has changed"):
+@pytest.mark.parametrize("keeps", ["all", "lm_head.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("before", ["a run of older weights", "the same norms", "the same weights"])
+def test_a_server_that_ignores_the_first_weights_ends_the_run_whatever_it_held(
+    tmp_path: Path, before: str, keeps: str
+) -> None:
+    fake = Forgets(dtype="torch.bfloat16")
+    with Setting(tmp_path, fake, vllm_dtype="bfloat16") as setting:
+        setting.sync()
+        policy = setting.policy
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                if before == "a run of older weights" or (before == "the same norms" and parameter.dim() > 1):
+                    parameter.mul_(1.01)
+    if keeps == "all":
+        fake.forgotten = "/collective_rpc"
+    fake.keeps = {keeps}
+    with Setting(tmp_path, fake, vllm_dtype="bfloat16", policy=policy) as resumed:
+        with pytest.raises(ValueError, match="holds other weights.*" + (keeps if keeps != "all" else "lm_head")):
+            resumed.sync()
+        # It is believed once it has loaded them.
+        fake.forgotten, fake.keeps = "", set()
+        resumed.sync()
+
+
+def test_weights_that_a_server_holds_already_under_another_layout_or_as_zeros_are_accepted(tmp_path: Path) -> None:
+    fake, zeros = FakeVLLM(), sha256(b"zeros").hexdigest()
+
+    def stored(held: dict[str, str]) -> dict[str, str]:
+        # As a head that is padded to a multiple of 64 rows, and the same parts of a tensor of zeros on each GPU.
+        layouts = {
+            "lm_head.weight": lambda digest: sha256(digest.encode()).hexdigest(),
+            "model.norm.weight": lambda _: zeros,
+        }
+        return {name: layouts.get(name.rpartition(":")[2], str)(digest) for name, digest in held.items()}
+
+    fake.stored, policy = stored, Policy(tiny_causal_lm("llama", **SMALLEST))
+    torch.nn.init.zeros_(policy.model.model.norm.weight)
+    for _ in range(2):
+        with Setting(tmp_path, fake, policy=policy) as setting:
+            setting.sync()
+            setting.sync()
+    with torch.no_grad():
+        policy.head.weight.mul_(1.01)
+    with Setting(tmp_path, fake, policy=policy) as setting:
+        setting.sync()
+
+
+def test_a_server_that_shows_no_weights_ends_the_run(tmp_path: Path) -> None:
+    fake = FakeVLLM()
+    fake.stored = lambda held: {}
+    with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match="holds other weights.*none of them"):
         setting.sync()
 
 

@@ -43,7 +43,7 @@ class Publication:
     Attributes:
         model: the folder of a whole model: the policy, or, with an `adapter`, its base.
         adapter: the folder of the policy's adapter, if any.
-        digests: SHA-256 of the weights of `model`, by vLLM's names.
+        digests: SHA-256 of the weights of `model` that are not all zeros, by vLLM's names.
     """
 
     version: str
@@ -131,7 +131,7 @@ class Server:
     async def check(self, folder: Path | None, dtype: torch.dtype, *, lora: bool) -> None:
         """Checks how the server was started, and sets `half_precision` and `longest_row`. It must hold its weights in
         `dtype`, in which they are written, and load adapters if `lora`. `folder` is where weights are written for a
-        server that this run did not start: it must see the folder, and its model's name and checksums are read.
+        server that this run did not start: it must see the folder, and its model's name is read.
 
         Raises:
             ValueError: for an untested version or a missing flag, or if it does not see `folder`.
@@ -160,7 +160,6 @@ class Server:
             raise ValueError(f"the vLLM server at {self.name} was started without {missing[0]}; docs/vllm.md has all")
         if folder is not None:
             self._model = (await self.ask("/v1/models"))["data"][0]["id"]
-            self._held = await self._checksums()
             await self._check_folder(folder)
 
     async def _check_folder(self, folder: Path) -> None:
@@ -185,6 +184,10 @@ class Server:
             RequestFailed: without a usable answer.
         """
         old = self.loaded
+        if old is None:
+            # What it then leaves as it is, is seen to be zero, whatever it held before and however it is stored.
+            await self._ask_patiently("/weight_checker", {"action": "reset"})
+            self._held = await self._checksums()
         if old is None or old.model != new.model:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(new.model)}}
             await self._ask_patiently("/collective_rpc", arguments)
@@ -212,12 +215,13 @@ class Server:
             equal = {name for name, digest in held.items() if new.digests.get(name) == digest}
             kept = {name for name, digest in held.items() if digest == self._held.get(name) != _PACKED}
             old = {} if self.loaded is None else self.loaded.digests
-            # Under other layouts than the files', a tensor must at least have changed with these.
-            stale = self._comparable - equal | {
-                name for name in kept & old.keys() if old[name] != new.digests.get(name)
+            # Under other layouts than the files', a tensor must at least have changed with these. All were zeros before
+            # the first, as those without a digest are.
+            stale = self._comparable & new.digests.keys() - equal | {
+                name for name in kept if old.get(name) != new.digests.get(name)
             }
-            if stale or (held == self._held and not equal):
-                names = ", ".join(sorted(stale)[:3]) or "none has changed"
+            if stale or not equal:
+                names = ", ".join(sorted(stale)[:3]) or "none of them"
                 problem = f"holds other weights than the published ones ({names})"
         # The same prompt every time: after the reset, the first blocks of it must be computed anew.
         prompt = {"token_ids": [0] * min(self.longest_row - 1, _PROBE), "sampling_params": {"max_tokens": 1}}
