@@ -558,18 +558,54 @@ def test_a_request_that_is_dropped_or_aborted_is_made_again_for_the_same_tokens(
             setting.sampled()
 
 
-def test_a_request_that_takes_too_long_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_takes_too_long_ends_the_run_or_goes_to_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampling, "RETRY_DELAYS", (0.0, 0.0, 0.0))
+    # Few at a time, so that most begin after the first has failed.
+    monkeypatch.setattr(sampling, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server.CALL_SHARE", 900)
     hung, well, released = FakeVLLM(), FakeVLLM(), threading.Event()
-    hung.before = lambda path, body: released.wait(60) and None if path.endswith("generate") else None
+    hung.before = lambda path, body: released.wait(600) and None if path.endswith("generate") else None
     with Setting(tmp_path, hung, ddp_timeout=1) as setting, Setting(tmp_path, hung, well, ddp_timeout=1) as both:
         setting.sync()
         with pytest.raises(ValueError, match=r"the vLLM server at http://\S+ did not answer within 1 s"):
             setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
-        assert [path for path, _ in hung.asked].count("/inference/v1/generate") <= 1
-        # Another server is asked.
+        count = [path for path, _ in hung.asked].count("/inference/v1/generate")
+        assert count <= 1
+        # It is not asked again, nor given later weights.
         both.sync()
-        both.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
+        with pytest.warns(UserWarning, match="did not answer within 1 s; the run goes on without it") as warned:
+            both.sampled()
+        assert len(warned) == 1
+        asked = len(hung.asked)
+        both.sampled()
+        both.sync()
+        both.sampled()
+        assert len(hung.asked) == asked
+        released.set()
+
+
+@pytest.mark.parametrize(
+    "route", ["/version", "/server_info", "/weight_checker", "/collective_rpc", "/v1/load_lora_adapter", "/metrics"]
+)
+def test_a_server_that_hangs_while_it_is_checked_or_loads_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server.CALL_SHARE", 1.0)
+    released = threading.Event()
+
+    class Hangs(FakeVLLM):
+        def respond(self, path: str, body: Any) -> Any:
+            if path.partition("?")[0] == route:
+                released.wait(600)
+            return super().respond(path, body)
+
+    peft = get_peft_model(tiny_causal_lm("llama", **SMALLEST), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapters = from_peft_model(peft)
+    with Setting(tmp_path, Hangs(), policy=Policy(adapters.model, adapters), ddp_timeout=2) as setting:
+        with pytest.raises(ValueError, match=r"the vLLM server at http://127\.0\.0\.1\S+ did not answer within 2 s"):
+            setting.sync()
         released.set()
 
 

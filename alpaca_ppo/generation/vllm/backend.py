@@ -81,6 +81,9 @@ class VLLMBackend(Backend):
         if number == 0:
             self._prepare(policy)
         self._publications += 1
+        # One that hangs is asked by no process any more.
+        left = set.intersection(*gather_list({server.name for server in self.servers}, state)) if self._urls else set()
+        self.servers = [server for server in self.servers if server.name in left] or self.servers
         folder = self._folder / str(number)
         version = f"{self._folder.name}-{number}"
         model = self._folder / "base" if adapted else folder
@@ -117,7 +120,8 @@ class VLLMBackend(Backend):
         if self._urls:
             # Each process sends its first prompt to another server.
             first = local_rank % len(self._urls)
-            self.servers = [Server(url) for url in self._urls[first:] + self._urls[:first]]
+            urls, timeout = self._urls[first:] + self._urls[:first], self.args.ddp_timeout
+            self.servers = [Server(url, timeout=timeout) for url in urls]
             lora = self._lora_rank > 0
             checks = [server.check(self._folder, self._dtype, lora=lora) for server in self.servers]
             _on_all_ranks(partial(together, checks, self.poll))

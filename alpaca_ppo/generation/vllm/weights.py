@@ -115,8 +115,7 @@ def check_written(folder: Path, sums: Mapping[str, int], copies: Mapping[str, Te
         ValueError: if one differs or is missing.
     """
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    named = {_base_name(name): tensor for name, tensor in copies.items()}
-    others = {name: tensor for name, tensor in named.items() if name not in tensors}
+    others = {_base_name(name): tensor for name, tensor in copies.items() if _base_name(name) not in tensors}
     summed = {name: int(bit_sum(tensor)) for name, tensor in {**tensors, **others}.items()}
     own, written = {*sums.values()}, {summed[name] for name in tensors}
     # A tied tensor may be written once.
@@ -132,14 +131,13 @@ def check_written(folder: Path, sums: Mapping[str, int], copies: Mapping[str, Te
             f"the weights written for vLLM are not the policy's: {', '.join(stale[:3])} ({len(stale)} of {len(sums)}); "
             "write nothing into the folder, and let engine and sync give whole, current tensors"
         )
-    digests: dict[str, Any] = defaultdict(hashlib.sha256)
-    filled = set[str]()
+    groups = defaultdict[str, list[Tensor]](list)
     # It joins q, k and v, and gate and up, in these orders.
     for name in sorted(tensors, key=lambda name: name.replace(".q_proj.", ".a_proj.")):
         joined = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name))
-        digests[joined].update(tensors[name].flatten().view(torch.uint8).numpy())
-        filled |= {joined} if tensors[name].any() else set()
-    return {name: digest.hexdigest() for name, digest in digests.items() if name in filled}
+        groups[joined].append(tensors[name].flatten().view(torch.uint8))
+    filled = {name: parts for name, parts in groups.items() if any(part.any() for part in parts)}
+    return {name: hashlib.sha256(torch.cat(parts).numpy().data).hexdigest() for name, parts in filled.items()}
 
 
 def _base_name(name: str) -> str:
