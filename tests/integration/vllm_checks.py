@@ -152,7 +152,7 @@ def test_more_prompts_wait_than_the_server_reads_at_once(served: tuple[str, str]
 def test_a_folder_that_the_server_does_not_see_is_refused_and_leaves_the_server_as_it_was(
     served: tuple[str, str], tmp_path: Path
 ) -> None:
-    (missing,) = await_all([Server(served[1]).check(tmp_path / "missing", lora=False)])
+    (missing,) = await_all([Server(served[1]).check(tmp_path / "missing", torch.float32, lora=False)])
     assert isinstance(missing, ValueError) and f"does not see {tmp_path / 'missing'}" in str(missing)
     trained(tmp_path / "run", served[0], vllm_urls=[served[1]], total_episodes=10)
     check_mismatch(metric_lines(tmp_path / "run"))
