@@ -72,6 +72,10 @@ class FakeVLLM:
         self.answer, self.version, self.routes = answer, "0.32.0", list(ROUTES)
         self.loaded, self.weights, self.adapters = "", "default", dict[str, str]()
         self.held = dict[str, str]()
+        self.keeps = set[str]()
+        """The names of weights that it does not replace."""
+        self.stored: Callable[[dict[str, str]], dict[str, str]] = lambda held: held
+        """Changes the SHA-256 of what it has loaded, as another layout would."""
         self.asked: list[tuple[str, Any]] = []
         self.cached, self.hits = set[tuple[int, ...]](), 0
         """The prompts in its cache, and how many of their tokens it has found there."""
@@ -123,6 +127,8 @@ class FakeVLLM:
             case "/metrics":
                 return f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hits}' if self.counts else ""
             case "/weight_checker":
+                if body["action"] == "reset":
+                    self.held = {name: hashlib.sha256(b"zeros").hexdigest() for name in self.held}
                 return {"checksums": self.held}
             case "/collective_rpc":
                 assert body["method"] == "reload_weights"
@@ -130,7 +136,8 @@ class FakeVLLM:
                 assert self.sees and list(folder.glob("*.safetensors")), "Repo id must be in the form"
                 if body["kwargs"].get("is_checkpoint_format", True):
                     assert (folder / "config.json").is_file()
-                    self.loaded, self.held = digest(folder), held(folder)
+                    kept = {name: digest for name, digest in self.held.items() if name.rpartition(":")[2] in self.keeps}
+                    self.loaded, self.held = digest(folder), self.stored(held(folder)) | kept
                 return {"results": [None]}
             case "/v1/load_lora_adapter":
                 assert (Path(body["lora_path"]) / "adapter_config.json").is_file()

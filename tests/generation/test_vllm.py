@@ -3,13 +3,14 @@
 import math
 import random
 import threading
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -353,19 +354,61 @@ def test_tensors_that_do_not_reach_the_files_end_the_run(tmp_path: Path) -> None
         first.clear()
 
 
-@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "gpt_neox"])
-def test_a_stale_tensor_that_is_written_under_another_name_is_seen_too(tmp_path: Path, arch: str) -> None:
+def swapped(tensors: dict[str, Tensor], name: str) -> dict[str, dict[str, Tensor]]:
+    """The same elements as in `tensors`, of which some of `name` have another place, by where they are."""
+    tensor, half = tensors[name], len(tensors[name]) // 2
+    other = next((key for key in tensors if key != name and tensors[key].shape == tensor.shape), name)
+    return {
+        "two elements": {name: tensor.flatten().index_select(0, exchange(tensor.numel())).view(tensor.shape)},
+        "two halves, as of two ranks": {name: torch.cat((tensor[half:], tensor[:half]))},
+        "rows and columns": {name: tensor.transpose(-1, -2).reshape(tensor.shape)},
+        "two tensors": {name: tensors[other], other: tensor} if other != name else {name: tensor.flip(0)},
+    }
+
+
+def exchange(count: int) -> Tensor:
+    index = torch.arange(count)
+    index[3], index[-1] = count - 1, 3
+    return index
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stale_or_misplaced_tensor_is_seen_under_whatever_name_it_is_written(
+    tmp_path: Path, arch: str, dtype: torch.dtype
+) -> None:
+    policy = Policy(tiny_causal_lm(arch))
+    own = whole_sums(weights.live_tensors(policy, adapter=False), dtype)
+    tensors = weights.copied(weights_of(policy), dtype, keep=True)
+    weights.write_model(tmp_path / "right", policy, tensors, dtype)
+    weights.check_written(tmp_path / "right", own, tensors)
+    names = [name for name in tensors if ".0." in name and tensors[name].dim() > 1] + ["lm_head.weight"]
+    for name in set(names) & tensors.keys():
+        changes = {"one bit": {name: tensors[name] * (1 + 2 * torch.finfo(dtype).eps)}, **swapped(tensors, name)}
+        for number, change in enumerate(changes.values()):
+            wrong, folder = {**tensors, **change}, tmp_path / f"{name}{number}"
+            weights.write_model(folder, policy, wrong, dtype)
+            with pytest.raises(ValueError, match="not the policy's"):
+                weights.check_written(folder, own, wrong)
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "llama"])
+def test_files_that_others_have_changed_end_the_run(tmp_path: Path, arch: str) -> None:
     policy = Policy(tiny_causal_lm(arch))
     own = whole_sums(weights.live_tensors(policy, adapter=False), torch.float32)
     tensors = weights.copied(weights_of(policy), torch.float32, keep=True)
-    weights.write_model(tmp_path / "right", policy, tensors, torch.float32)
-    weights.check_written(tmp_path / "right", own)
-    for name in tensors:
-        if "experts" in name or "gate" in name or name == "lm_head.weight":
-            stale = {**tensors, name: tensors[name].roll(1) * 1.001}
-            weights.write_model(tmp_path / name, policy, stale, torch.float32)
-            with pytest.raises(ValueError, match="not the policy's"):
-                weights.check_written(tmp_path / name, own)
+    weights.write_model(tmp_path, policy, tensors, torch.float32)
+    (file,) = tmp_path.glob("*.safetensors")
+    written = load_file(file)
+    (name, *_) = (name for name in written if "experts.0" in name or "down_proj" in name)
+    for changed in ({**written, name: written[name] * 1.001}, {**written, "more": torch.ones(2)}):
+        save_file(changed, str(file))
+        with pytest.raises(ValueError, match="not the policy's"):
+            weights.check_written(tmp_path, own, tensors)
+    del written[name]
+    save_file(written, str(file))
+    with pytest.raises(ValueError, match="not the policy's"):
+        weights.check_written(tmp_path, own, tensors)
 
 
 class Forgets(FakeVLLM):
@@ -379,10 +422,57 @@ class Forgets(FakeVLLM):
         return {"success": True}
 
 
-def test_a_server_that_never_loads_weights_ends_the_run(tmp_path: Path) -> None:
-    fake = Forgets()
-    fake.held, fake.forgotten = {"dp0:pp0:pcp0:tp0:model.norm.weight": "other"}, "/collective_rpc"
-    with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match="holds other weights.*none has changed"):
+@pytest.mark.parametrize("keeps", ["all", "lm_head.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("before", ["a run of older weights", "the same norms", "the same weights"])
+def test_a_server_that_ignores_the_first_weights_ends_the_run_whatever_it_held(
+    tmp_path: Path, before: str, keeps: str
+) -> None:
+    fake = Forgets(dtype="torch.bfloat16")
+    with Setting(tmp_path, fake, vllm_dtype="bfloat16") as setting:
+        setting.sync()
+        policy = setting.policy
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                if before == "a run of older weights" or (before == "the same norms" and parameter.dim() > 1):
+                    parameter.mul_(1.01)
+    if keeps == "all":
+        fake.forgotten = "/collective_rpc"
+    fake.keeps = {keeps}
+    with Setting(tmp_path, fake, vllm_dtype="bfloat16", policy=policy) as resumed:
+        with pytest.raises(ValueError, match="holds other weights.*" + (keeps if keeps != "all" else "lm_head")):
+            resumed.sync()
+        # It is believed once it has loaded them.
+        fake.forgotten, fake.keeps = "", set()
+        resumed.sync()
+
+
+def test_weights_that_a_server_holds_already_under_another_layout_or_as_zeros_are_accepted(tmp_path: Path) -> None:
+    fake, zeros = FakeVLLM(), sha256(b"zeros").hexdigest()
+
+    def stored(held: dict[str, str]) -> dict[str, str]:
+        # As a head that is padded to a multiple of 64 rows, and the same parts of a tensor of zeros on each GPU.
+        layouts = {
+            "lm_head.weight": lambda digest: sha256(digest.encode()).hexdigest(),
+            "model.norm.weight": lambda _: zeros,
+        }
+        return {name: layouts.get(name.rpartition(":")[2], str)(digest) for name, digest in held.items()}
+
+    fake.stored, policy = stored, Policy(tiny_causal_lm("llama", **SMALLEST))
+    torch.nn.init.zeros_(policy.model.model.norm.weight)
+    for _ in range(2):
+        with Setting(tmp_path, fake, policy=policy) as setting:
+            setting.sync()
+            setting.sync()
+    with torch.no_grad():
+        policy.head.weight.mul_(1.01)
+    with Setting(tmp_path, fake, policy=policy) as setting:
+        setting.sync()
+
+
+def test_a_server_that_shows_no_weights_ends_the_run(tmp_path: Path) -> None:
+    fake = FakeVLLM()
+    fake.stored = lambda held: {}
+    with Setting(tmp_path, fake) as setting, pytest.raises(ValueError, match="holds other weights.*none of them"):
         setting.sync()
 
 
@@ -468,18 +558,54 @@ def test_a_request_that_is_dropped_or_aborted_is_made_again_for_the_same_tokens(
             setting.sampled()
 
 
-def test_a_request_that_takes_too_long_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_takes_too_long_ends_the_run_or_goes_to_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sampling, "RETRY_DELAYS", (0.0, 0.0, 0.0))
+    # Few at a time, so that most begin after the first has failed.
+    monkeypatch.setattr(sampling, "_MOST_REQUESTS", 2)
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server.CALL_SHARE", 900)
     hung, well, released = FakeVLLM(), FakeVLLM(), threading.Event()
-    hung.before = lambda path, body: released.wait(60) and None if path.endswith("generate") else None
+    hung.before = lambda path, body: released.wait(600) and None if path.endswith("generate") else None
     with Setting(tmp_path, hung, ddp_timeout=1) as setting, Setting(tmp_path, hung, well, ddp_timeout=1) as both:
         setting.sync()
         with pytest.raises(ValueError, match=r"the vLLM server at http://\S+ did not answer within 1 s"):
             setting.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
-        assert [path for path, _ in hung.asked].count("/inference/v1/generate") <= 1
-        # Another server is asked.
+        count = [path for path, _ in hung.asked].count("/inference/v1/generate")
+        assert count <= 1
+        # It is not asked again, nor given later weights.
         both.sync()
-        both.sampled(PROMPTS[:1], PROMPT_IDS[:1], num_return_sequences=1)
+        with pytest.warns(UserWarning, match="did not answer within 1 s; the run goes on without it") as warned:
+            both.sampled()
+        assert len(warned) == 1
+        asked = len(hung.asked)
+        both.sampled()
+        both.sync()
+        both.sampled()
+        assert len(hung.asked) == asked
+        released.set()
+
+
+@pytest.mark.parametrize(
+    "route", ["/version", "/server_info", "/weight_checker", "/collective_rpc", "/v1/load_lora_adapter", "/metrics"]
+)
+def test_a_server_that_hangs_while_it_is_checked_or_loads_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server.CALL_SHARE", 1.0)
+    released = threading.Event()
+
+    class Hangs(FakeVLLM):
+        def respond(self, path: str, body: Any) -> Any:
+            if path.partition("?")[0] == route:
+                released.wait(600)
+            return super().respond(path, body)
+
+    peft = get_peft_model(tiny_causal_lm("llama", **SMALLEST), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapters = from_peft_model(peft)
+    with Setting(tmp_path, Hangs(), policy=Policy(adapters.model, adapters), ddp_timeout=2) as setting:
+        with pytest.raises(ValueError, match=r"the vLLM server at http://127\.0\.0\.1\S+ did not answer within 2 s"):
+            setting.sync()
         released.set()
 
 

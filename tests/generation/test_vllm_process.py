@@ -172,11 +172,10 @@ def test_a_server_that_ends_while_it_starts_says_why(
     until(lambda: folders() <= before)
 
 
-def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alpaca_ppo.generation.vllm.process.START_SECONDS", 0.0)
+def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
     before = folders()
-    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first="time.sleep(100)"))
-    with pytest.raises(ValueError, match=f"was not ready within 0 s; see {tmp_path}/vllm_0.log"):
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first="time.sleep(1000)"), ddp_timeout=1)
+    with pytest.raises(ValueError, match=f"was not ready within 0.5 s .ddp_timeout.; see {tmp_path}/vllm_0.log"):
         setting.sync()
     del setting
     until(lambda: folders() <= before)
@@ -264,9 +263,10 @@ def test_a_server_that_dies_or_hangs_while_it_loads_weights_is_started_on_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str, said: str
 ) -> None:
     monkeypatch.setattr("alpaca_ppo.generation.vllm.server._HEALTH_SECONDS", 0.1)
-    monkeypatch.setattr("alpaca_ppo.generation.vllm.server._LOAD_SECONDS", 5.0)
     monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
-    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=AT_LOAD.format(then=then)), query_len=40)
+    python = fake_python(tmp_path, first=AT_LOAD.format(then=then))
+    # A fifth of it is waited for a server that hangs, and a half for one that starts.
+    setting = Setting(tmp_path, vllm_python=python, query_len=40, ddp_timeout=40)
     setting.sync()
     old = setting.sampled()
     with torch.no_grad():
@@ -286,6 +286,9 @@ def test_a_server_that_hangs_in_a_rollout_is_started_again_after_one_timeout_and
 ) -> None:
     # As vLLM does that was asked to end, which waits for its clients.
     monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
+    # As much time for the rest as if requests had more.
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.START_SHARE", 900)
+    monkeypatch.setattr("alpaca_ppo.generation.vllm.server.CALL_SHARE", 900)
     hangs = f"""
 import pathlib
 mark = pathlib.Path(words[words.index("--uds") + 1] + ".hung")

@@ -81,6 +81,9 @@ class VLLMBackend(Backend):
         if number == 0:
             self._prepare(policy)
         self._publications += 1
+        # One that hangs is asked by no process any more.
+        left = set.intersection(*gather_list({server.name for server in self.servers}, state)) if self._urls else set()
+        self.servers = [server for server in self.servers if server.name in left] or self.servers
         folder = self._folder / str(number)
         version = f"{self._folder.name}-{number}"
         model = self._folder / "base" if adapted else folder
@@ -88,18 +91,15 @@ class VLLMBackend(Backend):
         base_changed = number == 0 or not adapted
         base = files.copied(weights(base=True), self._dtype, keep=self._writes) if base_changed else {}
         adapter = files.copied(weights(), None, keep=self._writes) if adapted else {}
-        with raise_on_all_ranks(state):
-            if base:
-                files.write_model(model, policy, base, self._dtype)
-            if adapter:
-                files.write_adapter(folder, policy, adapter)
         # Not by way of `weights`, so that what that leaves out is seen.
         base_sums = whole_sums(files.live_tensors(policy, adapter=False), self._dtype) if base_changed else {}
         adapter_sums = whole_sums(files.live_tensors(policy, adapter=True), None) if adapted else {}
         with raise_on_all_ranks(state):
             if base:
-                self._digests = files.check_written(model, base_sums)
+                files.write_model(model, policy, base, self._dtype)
+                self._digests = files.check_written(model, base_sums, base)
             if adapter:
+                files.write_adapter(folder, policy, adapter)
                 files.check_written(folder, adapter_sums)
         if base_changed:
             self._digests = gather_list(self._digests, state)[self._writer]
@@ -120,7 +120,8 @@ class VLLMBackend(Backend):
         if self._urls:
             # Each process sends its first prompt to another server.
             first = local_rank % len(self._urls)
-            self.servers = [Server(url) for url in self._urls[first:] + self._urls[:first]]
+            urls, timeout = self._urls[first:] + self._urls[:first], self.args.ddp_timeout
+            self.servers = [Server(url, timeout=timeout) for url in urls]
             lora = self._lora_rank > 0
             checks = [server.check(self._folder, self._dtype, lora=lora) for server in self.servers]
             _on_all_ranks(partial(together, checks, self.poll))

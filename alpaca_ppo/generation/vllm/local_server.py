@@ -11,7 +11,7 @@ from accelerate import PartialState
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.vllm.process import END_SECONDS, ServerProcess, server_command, server_variables
-from alpaca_ppo.generation.vllm.server import Publication, Server, together
+from alpaca_ppo.generation.vllm.server import START_SHARE, Publication, Server, together
 
 
 class LocalServer(Server):
@@ -22,7 +22,7 @@ class LocalServer(Server):
     def __init__(self, args: PPOConfig, folder: Path, dtype: torch.dtype, lora_rank: int, device: torch.device) -> None:
         rank = PartialState().process_index
         self._path = folder / f"{rank}.sock"
-        super().__init__("http://vllm", str(self._path))
+        super().__init__("http://vllm", str(self._path), args.ddp_timeout)
         self._log = Path(args.output_dir).absolute() / f"vllm_{rank}.log"
         self._args, self._folder, self._dtype, self._lora_rank, self.device = args, folder, dtype, lora_rank, device
         self._process: ServerProcess | None = None
@@ -41,7 +41,7 @@ class LocalServer(Server):
         PartialState().print(f"vLLM starts; its log is {self._log}", flush=True)
         self._process = ServerProcess(command, server_variables(self.device, self._folder), self._log, [link])
         try:
-            self._process.wait(lambda: self.answers(poll), poll)
+            self._process.wait(lambda: self.answers(poll), poll, START_SHARE * self._args.ddp_timeout)
         finally:
             link.unlink(missing_ok=True)
         # It has read the model, but no adapter.

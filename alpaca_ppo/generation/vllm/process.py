@@ -20,8 +20,6 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.vllm import watchdog
 from alpaca_ppo.generation.vllm.server import MODEL, check_version
 
-# Long enough to read a large model from a slow disk.
-START_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
 # For a server whose engine has ended to end too, which not every one does.
 END_SECONDS = 5.0
@@ -148,15 +146,17 @@ class ServerProcess:
             self._process.wait(within)
         return self._process.returncode is not None
 
-    def wait(self, ready: Callable[[], bool], poll: Callable[[], Any]) -> None:
-        """Waits until the server is `ready`; calls `poll` meanwhile. Raises ValueError if it ends or takes too long."""
-        until = time.monotonic() + START_SECONDS
+    def wait(self, ready: Callable[[], bool], poll: Callable[[], Any], seconds: float) -> None:
+        """Waits until the server is `ready`; calls `poll` meanwhile. Raises ValueError if it ends or takes longer than
+        `seconds`.
+        """
+        until = time.monotonic() + seconds
         while not ready():
             poll()
             if self.ends(_POLL_SECONDS):
                 raise ValueError(f"the vLLM server could not be started: {self.reason(poll, END_SECONDS)}")
             if time.monotonic() > until:
-                raise ValueError(f"the vLLM server was not ready within {START_SECONDS:g} s; see {self._log}")
+                raise ValueError(f"the vLLM server was not ready within {seconds:g} s (ddp_timeout); see {self._log}")
 
     def reason(self, poll: Callable[[], Any], within: float) -> str:
         """Why the server has ended: its exit status, and the last error in its log that is no consequence of another.

@@ -5,8 +5,10 @@ position at which its request begins, never on other rows, their order or the se
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +41,13 @@ class _Row:
     Attributes:
         chosen: how many tokens the policy chose in earlier turns.
         failures: how often the current request has failed.
+        server: which was asked last.
         matched: the state of `StopStrings.advance`.
     """
 
     index: int
     prompt: list[int]
+    server: Server
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -60,11 +64,13 @@ class _Row:
 
 
 class Sampling:
-    """Samples the responses of one call of `Backend.generate`. The `timeout` of a request is in seconds."""
+    """Samples the responses of one call of `Backend.generate`. The `timeout` of a request is in seconds; a server that
+    exceeds it is removed from `servers`.
+    """
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: list[Server],
         timeout: float,
         model: PreTrainedModel,
         prompts: PromptBatch,
@@ -79,7 +85,7 @@ class Sampling:
         self._keys = params.random_keys(prompts["prompt_ids"]).cpu()
         rows, n = len(self._keys), params.num_return_sequences
         tokens = unpadded(prompts)
-        self._rows = [_Row(i, tokens[i // n]) for i in range(rows)]
+        self._rows = [_Row(i, tokens[i // n], servers[0]) for i in range(rows)]
         self._calls = RowCalls(most=_MOST_REQUESTS)
         # Rows whose responses are not complete, and those of them that wait for a reply instead of for a server.
         self._unfinished = set(range(rows))
@@ -119,32 +125,36 @@ class Sampling:
         seed = int(uniforms(self._keys[row.index : row.index + 1], position) * 2**52)
         request = self._request | {"max_tokens": most, "seed": seed}
         arguments = {
+            "row": row,
             "tokens": row.prompt + row.tokens,
             "params": request,
             "vocab_size": self._vocab_size,
             "delay": delay,
         }
-        self._calls.start(row.index, Call(self._server_of(row).sample, arguments, self._timeout))
+        self._calls.start(row.index, Call(self._sample, arguments, self._timeout))
 
-    def _server_of(self, row: _Row) -> Server:
+    async def _sample(self, row: _Row, **arguments: Any) -> tuple[list[int], list[float]]:
         """Rows of one prompt go to the server that has its beginning in the cache, after a failure to another."""
-        prompt = row.index // self._params.num_return_sequences
-        return self._servers[(prompt + row.failures) % len(self._servers)]
+        prompt, servers = row.index // self._params.num_return_sequences, [*self._servers]
+        row.server = servers[(prompt + row.failures) % len(servers)]
+        return await row.server.sample(**arguments)
 
     def _receive(self, call: RowCall) -> None:
         """Appends what a server answers. Without an answer, restarts a server of this process that has ended or hangs,
-        and asks again; raises a ValueError after the last of `RETRY_DELAYS`, or if the other servers hang too.
+        and asks again, but no other server that hangs; raises a ValueError after the last of `RETRY_DELAYS`, or if none
+        is left.
         """
         row, error = self._rows[call.row], call.error
         if isinstance(error, RequestFailed | CallTimeout):
-            server, hangs = self._server_of(row), isinstance(error, CallTimeout)
+            server, hangs = row.server, isinstance(error, CallTimeout)
             restarts = isinstance(server, LocalServer) and self._restart_ended(server, call.began, hangs=hangs)
-            # Another server may answer, but to wait for each of them takes long.
-            most = len(self._servers) - 1 if hangs else len(RETRY_DELAYS)
-            if not restarts and row.failures >= most:
-                # The message of `RequestFailed` begins with the server.
-                problem = str(error) or f"{server.name} did not answer within {self._timeout:g} s"
+            # The message of `RequestFailed` begins with the server.
+            problem = str(error) or f"{server.name} did not answer within {self._timeout:g} s"
+            if not restarts and (row.failures >= len(RETRY_DELAYS) or (hangs and self._servers == [server])):
                 raise ValueError(f"the vLLM server at {problem}; docs/vllm.md lists the causes") from error
+            if hangs and not restarts and server in self._servers:
+                warnings.warn(f"the vLLM server at {problem}; the run goes on without it", stacklevel=2)
+                self._servers.remove(server)
             row.failures = min(row.failures + 1, len(RETRY_DELAYS))
             self._send(row, RETRY_DELAYS[row.failures - 1])
         elif error is not None:

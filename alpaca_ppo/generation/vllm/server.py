@@ -23,7 +23,10 @@ from alpaca_ppo.http_json import RequestFailed, ask_json
 VERSIONS = "0.32"
 # The name under which servers that this package starts serve the model.
 MODEL = "policy"
-_ASK_SECONDS, _LOAD_SECONDS = 60.0, 1800.0
+_ASK_SECONDS = 60.0
+# The parts of `ddp_timeout` in which a server must start, and check, load, wake up or sleep. A start after a hang, and
+# one more hang, must end before the other processes give up.
+START_SHARE, CALL_SHARE = 0.5, 0.2
 # After which a server that still works is asked whether its engine lives.
 _HEALTH_SECONDS = 2.0
 # Attempts to empty the prefix cache, a tenth of a second apart: abandoned requests may still hold blocks of it.
@@ -43,7 +46,7 @@ class Publication:
     Attributes:
         model: the folder of a whole model: the policy, or, with an `adapter`, its base.
         adapter: the folder of the policy's adapter, if any.
-        digests: SHA-256 of the weights of `model`, by vLLM's names.
+        digests: SHA-256 of the weights of `model` that are not all zeros, by vLLM's names.
     """
 
     version: str
@@ -71,14 +74,17 @@ def together(calls: Iterable[Awaitable[Any]], poll: Callable[[], Any] = lambda: 
 
 
 def _named(method: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[Any, Any, None]]:
-    """Makes a method of `Server` raise ValueError, with its name, for an answer in which a field is missing or has
-    another type.
+    """Makes a method of `Server` raise, with its name, ValueError for an answer in which a field is missing or has
+    another type, and RequestFailed once it takes too long.
     """
 
     @wraps(method)
     async def named(server: "Server", *args: Any, **keywords: Any) -> None:
         try:
-            await method(server, *args, **keywords)
+            async with asyncio.timeout(server.patience):
+                await method(server, *args, **keywords)
+        except TimeoutError as error:
+            raise RequestFailed(server.name, f"did not answer within {server.patience:g} s (ddp_timeout)") from error
         except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"the vLLM server at {server.name} gave a wrong answer: {error_text(error)}") from error
 
@@ -86,10 +92,12 @@ def _named(method: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[An
 
 
 class Server:
-    """A vLLM server at `url`, or on the Unix socket with the path `socket`."""
+    """A vLLM server at `url`, or on the Unix socket with the path `socket`, for processes that wait for one another up
+    to `timeout` seconds.
+    """
 
-    def __init__(self, url: str, socket: str | None = None) -> None:
-        self._url, self._socket = url.rstrip("/"), socket
+    def __init__(self, url: str, socket: str | None = None, timeout: float = math.inf) -> None:
+        self._url, self._socket, self.patience = url.rstrip("/"), socket, CALL_SHARE * timeout
         self.name = shown_url(url) if socket is None else socket
         # What `check` finds: whether it computes in less than 32 bits; the most tokens of a prompt and its response.
         self.half_precision, self.longest_row = False, 0
@@ -111,7 +119,7 @@ class Server:
         """As `ask`, for what may take long. One of the requests fails once the engine has ended, or the server is about
         to, which leave them without answer.
         """
-        request = asyncio.create_task(self.ask(path, body, **{"seconds": _LOAD_SECONDS, **options}))
+        request = asyncio.create_task(self.ask(path, body, **{"seconds": math.inf, **options}))
         try:
             while not (await asyncio.wait([request], timeout=_HEALTH_SECONDS))[0]:
                 if time.monotonic() - self._health_asked_at >= _HEALTH_SECONDS:
@@ -131,7 +139,7 @@ class Server:
     async def check(self, folder: Path | None, dtype: torch.dtype, *, lora: bool) -> None:
         """Checks how the server was started, and sets `half_precision` and `longest_row`. It must hold its weights in
         `dtype`, in which they are written, and load adapters if `lora`. `folder` is where weights are written for a
-        server that this run did not start: it must see the folder, and its model's name and checksums are read.
+        server that this run did not start: it must see the folder, and its model's name is read.
 
         Raises:
             ValueError: for an untested version or a missing flag, or if it does not see `folder`.
@@ -160,7 +168,6 @@ class Server:
             raise ValueError(f"the vLLM server at {self.name} was started without {missing[0]}; docs/vllm.md has all")
         if folder is not None:
             self._model = (await self.ask("/v1/models"))["data"][0]["id"]
-            self._held = await self._checksums()
             await self._check_folder(folder)
 
     async def _check_folder(self, folder: Path) -> None:
@@ -168,8 +175,10 @@ class Server:
         # In checkpoint format a missing folder would end the server.
         empty = {"weights_path": str(folder), "is_checkpoint_format": False}
         try:
-            await self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": empty})
+            await self._ask_patiently("/collective_rpc", {"method": "reload_weights", "kwargs": empty})
         except RequestFailed as error:
+            # If it cannot answer at all, this is the problem.
+            await self.ask("/health", parse=str)
             raise ValueError(
                 f"the vLLM server at {self.name} does not see {folder}, where weights are written for it; give its "
                 f"host or container that folder under the same path: {error}"
@@ -185,6 +194,10 @@ class Server:
             RequestFailed: without a usable answer.
         """
         old = self.loaded
+        if old is None:
+            # What it then leaves as it is, is seen to be zero, whatever it held before and however it is stored.
+            await self._ask_patiently("/weight_checker", {"action": "reset"})
+            self._held = await self._checksums()
         if old is None or old.model != new.model:
             arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(new.model)}}
             await self._ask_patiently("/collective_rpc", arguments)
@@ -212,12 +225,13 @@ class Server:
             equal = {name for name, digest in held.items() if new.digests.get(name) == digest}
             kept = {name for name, digest in held.items() if digest == self._held.get(name) != _PACKED}
             old = {} if self.loaded is None else self.loaded.digests
-            # Under other layouts than the files', a tensor must at least have changed with these.
-            stale = self._comparable - equal | {
-                name for name in kept & old.keys() if old[name] != new.digests.get(name)
+            # Under other layouts than the files', a tensor must at least have changed with these. All were zeros before
+            # the first, as those without a digest are.
+            stale = self._comparable & new.digests.keys() - equal | {
+                name for name in kept if old.get(name) != new.digests.get(name)
             }
-            if stale or (held == self._held and not equal):
-                names = ", ".join(sorted(stale)[:3]) or "none has changed"
+            if stale or not equal:
+                names = ", ".join(sorted(stale)[:3]) or "none of them"
                 problem = f"holds other weights than the published ones ({names})"
         # The same prompt every time: after the reset, the first blocks of it must be computed anew.
         prompt = {"token_ids": [0] * min(self.longest_row - 1, _PROBE), "sampling_params": {"max_tokens": 1}}
@@ -248,12 +262,14 @@ class Server:
             raise TypeError(f"vllm:prefix_cache_hits_total is {' and '.join(found)}")
         return sum(map(float, found))
 
+    @_named
     async def wake(self) -> None:
         """Restores the memory that `sleep` has freed. Memory that is mapped already must not be mapped again."""
         if self.asleep:
             await self._ask_patiently("/wake_up", {})
             self.asleep = False
 
+    @_named
     async def sleep(self) -> None:
         """Frees memory of its GPU: weights go to the host, the cache is dropped.
 
@@ -279,7 +295,7 @@ class Server:
         model = self._model if self.loaded.adapter is None else self.loaded.version
         body = {"model": model, "token_ids": tokens, "sampling_params": params}
         max_bytes = 2**20 + 2048 * params["max_tokens"]
-        answer = await self._ask_patiently("/inference/v1/generate", body, seconds=math.inf, max_bytes=max_bytes)
+        answer = await self._ask_patiently("/inference/v1/generate", body, max_bytes=max_bytes)
         try:
             if answer["model"] != model:
                 raise ValueError(f"it is of {answer['model']} instead of {model}")

@@ -106,33 +106,38 @@ def live_tensors(policy: Policy, *, adapter: bool) -> dict[str, Tensor]:
     return {_adapter_name(name): tensor for name, tensor in state.items() if id(tensor) in parameters}
 
 
-def check_written(folder: Path, sums: Mapping[str, int]) -> dict[str, str]:
-    """Compares the tensors in `folder` with the `sums` of the policy's own; returns the SHA-256 of each under the name
-    that vLLM gives it.
+def check_written(folder: Path, sums: Mapping[str, int], copies: Mapping[str, Tensor] = {}) -> dict[str, str]:
+    """Compares the tensors in `folder` with the `sums` of the policy's own; returns the SHA-256 of each that is not all
+    zeros, under the name that vLLM gives it. Transformers writes some of the `copies` that it is given under other
+    names or in parts: they are compared themselves.
 
     Raises:
         ValueError: if one differs or is missing.
     """
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    written = {name: int(bit_sum(tensor)) for name, tensor in tensors.items()}
-    stale = [name for name, total in sums.items() if written.get(name, total) != total]
-    # A tied tensor may be written once, and transformers writes some under other names. It also divides experts: their
-    # sums add up to the same.
-    missing = [name for name, total in sums.items() if name not in written and total not in written.values()]
-    parts = [name for name, total in written.items() if name not in sums and total not in sums.values()]
-    if (sum(sums[name] for name in missing) - sum(written[name] for name in parts)) % 2**64:
-        stale += missing or parts
+    others = {_base_name(name): tensor for name, tensor in copies.items() if _base_name(name) not in tensors}
+    summed = {name: int(bit_sum(tensor)) for name, tensor in {**tensors, **others}.items()}
+    own, written = {*sums.values()}, {summed[name] for name in tensors}
+    # A tied tensor may be written once.
+    stale = [name for name, total in sums.items() if summed.get(name, total if total in written else None) != total]
+    # Which element is in which part is not known.
+    divided = [tensor for name, tensor in others.items() if summed[name] not in written]
+    parts = {name: tensor for name, tensor in tensors.items() if name not in sums and summed[name] not in own}
+    elements = [sum(int(bit_sum(tensor, ordered=False)) for tensor in side) for side in (divided, parts.values())]
+    if (elements[0] - elements[1]) % 2**64:
+        stale += others or parts
     if stale:
         raise ValueError(
             f"the weights written for vLLM are not the policy's: {', '.join(stale[:3])} ({len(stale)} of {len(sums)}); "
             "write nothing into the folder, and let engine and sync give whole, current tensors"
         )
-    digests: dict[str, Any] = defaultdict(hashlib.sha256)
+    groups = defaultdict[str, list[Tensor]](list)
     # It joins q, k and v, and gate and up, in these orders.
     for name in sorted(tensors, key=lambda name: name.replace(".q_proj.", ".a_proj.")):
         joined = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name))
-        digests[joined].update(tensors[name].flatten().view(torch.uint8).numpy())
-    return {name: digest.hexdigest() for name, digest in digests.items()}
+        groups[joined].append(tensors[name].flatten().view(torch.uint8))
+    filled = {name: parts for name, parts in groups.items() if any(part.any() for part in parts)}
+    return {name: hashlib.sha256(torch.cat(parts).numpy().data).hexdigest() for name, parts in filled.items()}
 
 
 def _base_name(name: str) -> str:
