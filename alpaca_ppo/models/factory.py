@@ -190,8 +190,8 @@ def _critic_start(value_model: ModelSource | None, reward_funcs: Any, args: PPOC
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
-    """The policy to train: all weights of `model`; or the adapter that it is or that `peft_config` asks for, on a frozen
-    base.
+    """The policy to train: all weights of `model`, or, on a frozen base, the adapter that it is or that `peft_config`
+    asks for.
     """
     if peft_config is not None and has_adapter(model):
         raise ValueError(f"model {name_of(model)!r} is an adapter; leave peft_config (--use_peft) out, or merge it")
