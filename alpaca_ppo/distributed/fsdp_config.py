@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,8 +20,9 @@ from alpaca_ppo.library_output import say
 # pattern: valid values, and what to do about another one.
 _READ = {
     "ACCELERATE_USE_MEGATRON_LM": ("false", "set distributed_type to FSDP or DEEPSPEED"),
-    "ACCELERATE_(MIXED_PRECISION|CPU_AFFINITY|USE_(FSDP|DEEPSPEED|PARALLELISM_CONFIG)|CONFIG_DS_FIELDS)": (".*", ""),
-    "ACCELERATE_(DEBUG_(MODE|RDV_FILE)|LOG_LEVEL|ENABLE_RICH|BYPASS_DEVICE_MAP|INIT_INCLUDE_BUFFERS)": (".*", ""),
+    "ACCELERATE_(MIXED_PRECISION|CPU_AFFINITY|USE_(FSDP|DEEPSPEED|PARALLELISM_CONFIG|SAGEMAKER))": (".*", ""),
+    "ACCELERATE_(CONFIG_DS_FIELDS|SAGEMAKER_DISTRIBUTED_TYPE|BYPASS_DEVICE_MAP|INIT_INCLUDE_BUFFERS)": (".*", ""),
+    "ACCELERATE_(DEBUG_(MODE|RDV_FILE)|LOG_LEVEL|ENABLE_RICH)": (".*", ""),
     "ACCELERATE_TORCH_DEVICE": ("", "unset it; use_cpu and CUDA_VISIBLE_DEVICES choose the device"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "set dynamo_backend to no"),
     "FSDP_VERSION": ("2", "set it to 2"),
@@ -66,33 +69,53 @@ def check_launch(args: PPOConfig) -> None:
     Raises:
         ValueError: for an entry that the run cannot have.
     """
-    content = read_yaml(file) if os.path.isfile(file := _launch_file()) else {}
+    file = _launch_file()
+    content = read_yaml(file) if os.path.isfile(file) else {}
     on_cpu, processes = args.use_cpu or not torch.cuda.is_available(), os.environ.get("WORLD_SIZE")
-    read = _READ | ({} if args.deepspeed or not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") else _READ_BY_DEEPSPEED)
-    read["ACCELERATE_USE_CPU"] = (".*" if on_cpu else "no?|f(alse)?|off|0", "set use_cpu: true in the run's file too")
     done = vars(launch_command_parser().parse_args(["script"])) | vars(ClusterConfig) | _DONE
     done |= {"use_cpu": content.get("use_cpu") and on_cpu, "parallelism_config_dp_shard_size": processes}
     # Flags may ask for other numbers of several; distributed_type NO starts one process, whatever its file says.
     done["num_processes"] = content.get("num_processes") if processes or "mpirun_config" in content else 1
     given = {k: v for k, v in os.environ.items() if re.match("(ACCELERATE|FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_", k)}
+    read = _READ | ({} if args.deepspeed or not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") else _READ_BY_DEEPSPEED)
+    read["ACCELERATE_USE_CPU"] = (".*" if on_cpu else "no?|f(alse)?|off|0", "set use_cpu: true in the run's file too")
+    unread = [*_unread_variables(given, read, done), *_unread_keys(content, given, done)]
+    if unread:
+        say(f"settings of the launch configuration without effect on this run: {', '.join(unread)}")
+
+
+def _unread_variables(
+    given: Mapping[str, str], read: Mapping[str, tuple[str, str]], done: Mapping[str, Any]
+) -> list[str]:
+    """The variables in `given` that are neither `read` nor as `done`; raises as `check_launch`."""
     unread = []
     for name, value in given.items():
         entry = next((entry for pattern, entry in read.items() if re.fullmatch(pattern, name)), None)
         if entry is not None and not re.fullmatch(entry[0], value.lower()):
             raise ValueError(f"{name.lower()} is {value!r}, which this trainer does not support; {entry[1]}")
-        if entry is None and value.lower() != str(done.get(name.removeprefix("ACCELERATE_").lower()) or False).lower():
+        if entry is None and value.lower() != _text(done.get(name.removeprefix("ACCELERATE_").lower())):
             unread.append(f"{name}={value}")
+    return unread
+
+
+def _unread_keys(content: Mapping[str, Any], given: Mapping[str, str], done: Mapping[str, Any]) -> list[str]:
+    """The keys of the launcher's file that no variable in `given` hands on, and that are not as `done`."""
+    unread = []
     for name, section in content.items():
         # As in `accelerate launch`, which adds a missing beginning in these three.
         prefix = name.removesuffix("config") if name in ("fsdp_config", "fp8_config", "dynamo_config") else ""
         for key, value in (section if isinstance(section, dict) else {name: section}).items():
-            shown, flag = name if key == name else f"{name}.{key}", key if key.startswith(prefix) else prefix + key
-            asks = str(value).lower() not in ("none", "no", "[]", str(done.get(flag, "none") or False).lower())
-            handed_on = any(f"{start}{flag.upper()}" in given for start in ("", "ACCELERATE_", "ACCELERATE_DEEPSPEED_"))
-            if asks and not handed_on and not re.fullmatch(_OF_LAUNCHER, shown):
+            shown = name if key == name else f"{name}.{key}"
+            flag = key if key.startswith(prefix) else prefix + key
+            asks = str(value).lower() not in ("none", "no", "[]", _text(done.get(flag, "none")))
+            variables = {f"{start}{flag.upper()}" for start in ("", "ACCELERATE_", "ACCELERATE_DEEPSPEED_")}
+            if asks and not variables & given.keys() and not re.fullmatch(_OF_LAUNCHER, shown):
                 unread.append(shown)
-    if unread:
-        say(f"settings of the launch configuration without effect on this run: {', '.join(unread)}")
+    return unread
+
+
+def _text(value: Any) -> str:
+    return str(value or False).lower()
 
 
 def _launch_file() -> str:
