@@ -148,8 +148,8 @@ class Translation:
         for entry, name in self._undecided:
             value, ours = self.given[name], entry.ours
             is_taken = [self._sources.get(option) in ("", name) for option in ours]
-            # Its option was dropped, or another name has set it.
-            if entry.same and not (ours[0] in self.options and is_taken[0]):
+            # Its option was dropped, or another name has set it to another value.
+            if entry.same and not (ours[0] in self.options and (is_taken[0] or self.options[ours[0]] == value)):
                 self.leave(name, "without effect, because of other settings")
             # It has set no option, not even one that was dropped. Null and false need none: they switch off what is
             # off here too.

@@ -58,6 +58,8 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
             result.set(name, str(files[0]))
     if options.get("lora_r"):
         result.set("use_peft", True, "lora_rank")
+    if values.get("actor_rollout_ref.model.lora.rank"):
+        result.set("lora_alpha", values.get("actor_rollout_ref.model.lora.alpha", 32), "lora.alpha, 32 by default")
     logger = values.get("trainer.logger", [])
     loggers = logger if isinstance(logger, list) else [logger]
     result.set("report_to", [name for name in loggers if name != "console"] or ["none"])
@@ -66,7 +68,8 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     known = [name for name in map(str, names) if not re.search("[$`]", name)]
     options.setdefault("output_dir", "/".join(["checkpoints", *known]))
     result.finish()
-    names_a_reward = re.search(r"_(function\.path|model\.enable) ", str(result.not_taken)) is not None
+    own_reward = r'_(function\.path|model\.enable) |reward_manager(\.name)? \("(?!naive|batch|dapo|prime)'
+    names_a_reward = re.search(own_reward, " ".join(sum(result.not_taken.values(), []))) is not None
     if "gsm8k" in options["dataset_name"] and not names_a_reward:
         result.set("reward_funcs", ["examples.rewards.gsm8k:correctness"], "verl's own rule for gsm8k")
     return result

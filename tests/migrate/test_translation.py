@@ -508,7 +508,6 @@ def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
         ({"trainer.total_training_steps": 7, "trainer.total_epochs": 2}, {"max_steps": 7, "total_epochs": None}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"old_policy": "rollout"}),
         ({"actor_rollout_ref.model.lora_rank": 0, "actor_rollout_ref.model.lora_alpha": 8}, {"use_peft": False}),
-        ({"actor_rollout_ref.model.lora.rank": 8}, {"use_peft": True, "lora_r": 8, "lora_alpha": 16}),
         (
             {
                 "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
@@ -526,6 +525,14 @@ def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
         # Megatron's configuration has null. verl's upper range is 0.2, whatever the lower one is.
         ({f"{ACTOR}.optim.lr_warmup_steps": None}, {"warmup_steps": 0, "lr_scheduler_type": "constant"}),
         ({f"{ACTOR}.clip_ratio_low": 0.1}, {"cliprange": 0.1, "cliprange_high": 0.2}),
+        # Megatron's names: the scale of its adapters is 32 by default, and the optimizer clips.
+        ({"actor_rollout_ref.model.lora.rank": 8}, {"use_peft": True, "lora_r": 8, "lora_alpha": 32}),
+        ({"actor_rollout_ref.model.lora": {"rank": 8, "alpha": 4}}, {"lora_r": 8, "lora_alpha": 4}),
+        ({"actor_rollout_ref.model.lora_rank": 8}, {"lora_r": 8, "lora_alpha": 16}),
+        (
+            {f"{ACTOR}.optim.clip_grad": 0.2, f"{ACTOR}.grad_clip": 0.4, "critic.optim.clip_grad": 0.3},
+            {"max_grad_norm": 0.2, "critic_max_grad_norm": 0.3},
+        ),
         # The first of verl's four batches is no further round.
         (
             {
@@ -685,6 +692,8 @@ def test_a_value_of_verl_may_refer_to_another_name(tmp_path):
         ("~/math/train.parquet", {}, "rewards.py:reward"),
         ("~/gsm8k/train.parquet", {"custom_reward_function.path": "my.py"}, "rewards.py:reward"),
         ("~/gsm8k/train.parquet", {"reward_model.enable": True}, "rewards.py:reward"),
+        ("~/gsm8k/train.parquet", {"reward_model.reward_manager": "length_reward"}, "rewards.py:reward"),
+        ("~/gsm8k/train.parquet", {"reward.reward_manager.name": "dapo"}, "examples.rewards.gsm8k:correctness"),
         ("~/gsm8k/train.parquet", {"reward.reward_model.enable": False}, "examples.rewards.gsm8k:correctness"),
     ],
 )
