@@ -47,8 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {close[0]}?" if close else ""
         print(f"error: there is no subcommand {name!r}{hint}\n\n{usage()}", file=sys.stderr)
         return MISTAKE
-    # Imported within `exit_status`, which handles Ctrl-C during the seconds that the import may take.
-    return exit_status(lambda words: int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(words)), words)
+
+    def run(arguments: Sequence[str]) -> int:
+        # Imported here, within `exit_status`, which handles Ctrl-C during the seconds that this may take.
+        return int(resolve_name(f"alpaca_ppo.cli.{COMMANDS[name][0]}")(arguments))
+
+    return exit_status(run, words)
 
 
 def usage() -> str:

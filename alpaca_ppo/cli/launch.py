@@ -91,8 +91,8 @@ def _accelerate_flags(config: str, given: Mapping[str, object]) -> list[str]:
 def launch(flags: Sequence[str], words: Sequence[str]) -> int:
     """Runs `alpaca-ppo train` with `words` in the processes that Accelerate starts for `flags`.
 
-    Returns the exit status of the process that failed first, or 0. Prints that process's rank, unless it has reported
-    the error itself or was interrupted.
+    Returns the exit status of the process that failed first, or 0. Prints that process's rank if there are several,
+    unless it has reported the error itself or was interrupted.
     """
     say_loading()
     import logging

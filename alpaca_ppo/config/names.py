@@ -11,7 +11,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from alpaca_ppo.library_output import say
@@ -31,11 +31,15 @@ def check_model_name(field: str, name: str | None) -> None:
     if name is None or os.path.isdir(name):
         return
     if _HUB_ID.fullmatch(name) is None:
-        raise ValueError(f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{where(name)}")
+        raise ValueError(
+            f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{path_problem(name)}"
+        )
     is_misspelt = "/" not in name and not os.path.isfile(name) and _similar_path(name, "folder")
     would_be_in_a_folder = os.path.isdir(os.path.dirname(name))
     if is_misspelt or would_be_in_a_folder:
-        raise ValueError(f"{field} is {name!r}, but{where(name)} (for one on the hub, start from another folder)")
+        raise ValueError(
+            f"{field} is {name!r}, but{path_problem(name)} (for one on the hub, start from another folder)"
+        )
 
 
 def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
@@ -98,18 +102,22 @@ def _ask_hub(field: str, name: str) -> None:
     # Which HTTP library raises depends on the version.
     except Exception as error:
         reason = f"cannot be asked ({error})"
-    raise ValueError(f"{field} is {name!r}, but{where(name)}, and the hub {reason}; give a folder, or owner/name")
+    raise ValueError(
+        f"{field} is {name!r}, but{path_problem(name)}, and the hub {reason}; give a folder, or owner/name"
+    )
 
 
 def check_folder(field: str, name: str) -> Path:
     """The folder `name`, or a `ValueError` with folders of similar names if there is none."""
     if not os.path.isdir(name):
-        raise ValueError(f"{field} is {name!r}, but{where(name)}")
+        raise ValueError(f"{field} is {name!r}, but{path_problem(name)}")
     return Path(name)
 
 
-def where(name: str, *, what: str = "folder") -> str:
-    """ " there is no such folder ..." for an error, with a similar name if there is one; `what` is folder or file."""
+def path_problem(name: str, *, what: Literal["folder", "file"] = "folder") -> str:
+    """Why the path `name` is no `what`, for the end of an error, so it begins with a space: it is a file, or does not
+    exist, with the most similar name beside it.
+    """
     if os.path.isfile(name) and what == "folder":
         return " it is a file, not a folder"
     base = "" if Path(name).is_absolute() else f" (relative paths count from {Path.cwd()})"

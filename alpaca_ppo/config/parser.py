@@ -19,7 +19,7 @@ from alpaca_ppo.config.checks import LENGTHS
 from alpaca_ppo.config.fields import Option, options_of, shown
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, explain_names, flattened
 from alpaca_ppo.config.modules import import_modules
-from alpaca_ppo.config.names import did_you_mean, where
+from alpaca_ppo.config.names import did_you_mean, path_problem
 from alpaca_ppo.config.run_file import PROVENANCE, check_run_files
 from alpaca_ppo.config.script_arguments import ModelArguments, ScriptArguments
 from alpaca_ppo.presets import preset_names, preset_path
@@ -225,7 +225,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     if os.path.isfile(path):
         return _read_mapping(Path(path), f"--config {path}")
     preset = did_you_mean(path, preset_names(), prefix="--preset ")
-    raise ValueError(f"--config is {shown(path)}, but{where(path, what='file')}{preset}")
+    raise ValueError(f"--config is {shown(path)}, but{path_problem(path, what='file')}{preset}")
 
 
 def read_preset(name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict, ReadInstruction
 
-from alpaca_ppo.config.names import where
+from alpaca_ppo.config.names import path_problem
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 
@@ -106,7 +106,7 @@ def _load(name: str, config_name: str | None) -> DatasetDict:
     elif os.path.isdir(name):
         splits = _load_folder(path, config_name)
     elif path.suffix in _BUILDERS or path.is_absolute() or name.startswith((".", "~")):
-        raise ValueError(f"it is neither a file nor a folder:{where(name, what='file')}; check the path")
+        raise ValueError(f"it is neither a file nor a folder:{path_problem(name, what='file')}; check the path")
     else:
         return datasets.load_dataset(name, config_name)
     for rows in splits.values():

@@ -271,7 +271,9 @@ def _shortened(text: str) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Returns a JSON value for what `json` cannot encode: of values without stable content (images), the type."""
+    """The `default` of `json.dumps` for the dataset's fingerprint, which is the same in every run: of values whose text
+    is not, such as images, it has the type alone.
+    """
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, date | time | timedelta | Decimal):

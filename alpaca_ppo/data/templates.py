@@ -13,11 +13,12 @@ PROBE = "…"
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """A format string over dataset columns, optionally with another one for rows whose optional column is empty.
+    """A format string over dataset columns.
 
     Attributes:
         text: its fields are plain column names; literal braces are doubled.
         optional: the column that may be missing, None or blank.
+        without_optional: the format string of rows for which it is; None = `text`, with nothing in its place.
     """
 
     text: str
@@ -39,11 +40,11 @@ class PromptTemplate:
         Raises:
             ValueError: if a column is None, which would be rendered as the word "None".
         """
-        text = self.text
         optional = None if self.optional is None else row.get(self.optional)
-        if self.without_optional is not None and (optional is None or not str(optional).strip()):
-            text = self.without_optional
-        values = {name: row[name] for name in _field_names(text)}
+        is_blank = optional is None or not str(optional).strip()
+        text = self.without_optional if is_blank and self.without_optional is not None else self.text
+        fields = _field_names(text)
+        values = {name: "" if is_blank and name == self.optional else row[name] for name in fields}
         for name, value in values.items():
             if value is None:
                 raise ValueError(f"column {name!r} is None; drop such rows, or fill the column")
@@ -96,7 +97,7 @@ class PromptForm:
             ValueError: without a prompt column or Alpaca's, and for a template that is invalid or has other columns.
         """
         form = self
-        if self.template is None and self.prompt_column not in columns:
+        if self.prompt_template is None and self.user_template is None and self.prompt_column not in columns:
             if self.prompt_column != "prompt" or "instruction" not in columns:
                 raise ValueError(
                     f"the dataset has no column {self.prompt_column!r}; its columns are {list(columns)}; set "
@@ -129,16 +130,18 @@ class PromptForm:
 
     @cached_property
     def template(self) -> PromptTemplate | None:
-        """The template that renders the columns; None if a column holds the prompt."""
+        """The template that renders the columns; None if a column holds the prompt. In a `user_template` of several
+        columns, `input` is optional.
+
+        Raises:
+            ValueError: for an invalid template.
+        """
         if self.prompt_template is not None:
             return PROMPT_TEMPLATES.get(self.prompt_template) or PromptTemplate(self.prompt_template)
         if self.user_template is None:
             return None
-        without_input = self.user_template.replace("{input}", "")
-        # In a template of this column alone, it is not optional.
-        if without_input == self.user_template or "{" not in without_input:
-            return PromptTemplate(self.user_template)
-        return PromptTemplate(self.user_template, optional="input", without_optional=without_input)
+        several = len(_field_names(self.user_template)) > 1
+        return PromptTemplate(self.user_template, optional="input" if several else None)
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
         """Returns the text or messages of one row.

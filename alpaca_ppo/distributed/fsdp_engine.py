@@ -84,6 +84,7 @@ class FSDPEngine(Engine):
                 f"{type(model).__name__} names no layers (_no_split_modules) that FSDP2 could shard; use ZeRO 3 "
                 "(--accelerate_config zero3)"
             )
+        # From the inside out, as `fully_shard` must be applied: `modules()` lists a module before those within it.
         for module in [*reversed(layers), root]:
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
 

@@ -30,7 +30,7 @@ def register_kl_estimator(name: str, *, kink_at_zero: bool = False) -> Callable[
             start of a run, when the policy is the reference, its gradient would follow the sign of rounding errors.
 
     Raises:
-        ValueError: when the name is taken or not allowed.
+        ValueError: for the name of a built-in one, and one with other signs. A registered one is replaced.
     """
     return KL_ESTIMATORS.register(name, kink_at_zero=kink_at_zero)
 

@@ -63,7 +63,7 @@ def register_policy_loss(
         loss_agg_mode: the only one that the loss allows; None = all of them.
 
     Raises:
-        ValueError: when the name is taken or not allowed.
+        ValueError: for the name of a built-in one, and one with other signs. A registered one is replaced.
     """
     return POLICY_LOSSES.register(name, clips=clips, dual_clip=dual_clip, loss_agg_mode=loss_agg_mode)
 

@@ -162,15 +162,17 @@ class _SlotLoop:
     def _should_admit(self) -> bool:
         """Whether a pass over the rows that could begin a turn costs less than leaving their slots idle.
 
-        A pass costs c steps (`StepShapes.admission_cost`). With turns of L tokens, S / L slots become free per step, so
-        k of them become free in k * L / S steps and are idle for half of these on average: k**2 * L / (2 * S**2) steps.
-        The cost per row, c / k + k * L / (2 * S**2), is least at k = S * sqrt(2c / L). At that point the slots have
-        been idle for as long as the pass takes. This condition, which needs no L, is used for rows between two turns.
+        A pass costs c steps (`StepShapes.admission_cost`). With turns of L tokens, one of S slots becomes free every
+        L / S steps. Until k are free, each has been idle for k * L / (2 * S) steps on average, which is worth
+        k * L / (2 * S**2) steps of all slots. The cost per row, c / k + k * L / (2 * S**2), is least at
+        k = S * sqrt(2c / L): so many slots must be free for waiting rows. There the slots have been idle for as long as
+        the pass takes. This condition needs no L, and is that for rows between two turns.
         """
         free = self._slots - len(self._busy) - len(self._between_turns)
         resumable = len(self._resumable())
         if not self._busy:
             return resumable > 0 or (free > 0 and bool(self._waiting))
+        # With the step that would come next.
         idle_steps = self._idle_steps + resumable
         if resumable and idle_steps >= self._shapes.admission_cost * (len(self._busy) + resumable):
             return True
@@ -178,9 +180,10 @@ class _SlotLoop:
             return False
         length = float(self._params.max_new_tokens)
         if self._ended_turns:
+            # The first token of a turn comes with the pass, so one of a single token takes no step.
             length = max(2.0, self._decoded_tokens / self._ended_turns)
-        best = math.ceil(self._slots * math.sqrt(2 * self._shapes.admission_cost / length))
-        return free >= min(best, len(self._waiting))
+        cheapest = math.ceil(self._slots * math.sqrt(2 * self._shapes.admission_cost / length))
+        return free >= min(cheapest, len(self._waiting))
 
     def _admit(self) -> None:
         """Gives free slots to waiting rows, resumes rows that have a reply, and chooses the next tokens of both."""
@@ -371,16 +374,18 @@ def slot_problem(model: PreTrainedModel) -> str | None:
 
 
 def _compare_slots(model: PreTrainedModel) -> str | None:
-    """Compares two prompts, a step and appended tokens in slots with plain passes over the rows."""
+    """How the logits of two prompts, a step and appended tokens in slots differ from those of plain passes over the
+    rows; None if they do not.
+    """
     vocabulary, device = model.config.get_text_config().vocab_size, model.device
     rows = [[(7 * i + 3 * j + 1) % vocabulary for j in range(length)] for i, length in enumerate((8, 5))]
     cache = SlotCache(slots=2, columns=8)
-    # Of the prompts; the step reads the next token of each row, and the last pass the rest.
+    # The prompts have so many tokens; the step reads the next one of each row, the last pass the others.
     lengths = (5, 2)
     in_slots = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(lengths)])]
     tokens = torch.tensor([row[n] for row, n in zip(rows, lengths, strict=True)], device=device)
     filled = torch.tensor(lengths, device=device)
-    in_slots.append(read_next(model, cache, tokens, filled, filled, columns=6))
+    in_slots.append(read_next(model, cache, tokens, filled, filled, columns=max(lengths) + 1))
     in_slots.append(extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(lengths)]))
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         plain: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]

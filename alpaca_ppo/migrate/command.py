@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, find_foreign_name, flattened
-from alpaca_ppo.config.names import where
+from alpaca_ppo.config.names import path_problem
 from alpaca_ppo.migrate.shell import OVERRIDE, overrides_of_shell
 from alpaca_ppo.migrate.translation import OPTIONS, Translation, defaults
 from alpaca_ppo.migrate.trl import read_script, translate_trl
@@ -59,7 +59,7 @@ def _check_names(content: Mapping[str, Any], file: str) -> None:
 def _read_file(path: Path, file: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The names in a file with their values, and the expressions of a script that are no literals."""
     if not path.is_file():
-        raise ValueError(f"{file}: give a script or a YAML file;{where(file, what='file')}")
+        raise ValueError(f"{file}: give a script or a YAML file;{path_problem(file, what='file')}")
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".sh":
         return read_overrides(overrides_of_shell(text, file)), {}
@@ -73,15 +73,15 @@ def _read_file(path: Path, file: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _flags(arguments: Sequence[str]) -> dict[str, Any]:
     """TRL's flags by name; a flag without a value is true, and one with several values a list."""
-    flags, name = dict[str, list[Any]](), ""
+    values: dict[str, list[Any]] = {}
+    name = ""
     for argument in arguments:
         flag, equals, text = argument.partition("=")
         if flag.startswith("--"):
             name = flag[2:].replace("-", "_")
-            flags[name] = [yaml.safe_load(text)] if equals else []
+            values[name] = [yaml.safe_load(text)] if equals else []
         elif name:
-            flags[name].append(yaml.safe_load(argument))
+            values[name].append(yaml.safe_load(argument))
         else:
             raise ValueError(f"{argument} is no flag of TRL; write --name value")
-    no_lists = {name: values[0] if values else True for name, values in flags.items() if len(values) < 2}
-    return {**flags, **no_lists}
+    return {name: given if len(given) > 1 else given[0] if given else True for name, given in values.items()}

@@ -159,7 +159,7 @@ def register_critic_head(
         fixed_support: its returns lie between the ends of `PPOConfig.value_support`.
 
     Raises:
-        ValueError: when the name is taken or not allowed.
+        ValueError: for the name of a built-in one, and one with other signs. A registered one is replaced.
     """
 
     def attach(head_class: HeadClass) -> HeadClass:

@@ -128,7 +128,7 @@ def make_actor_critic(
     make_head = partial(CRITIC_HEADS.get(args.critic).from_config, args)
     if isinstance(model, ActorCritic):
         _check_actor_critic(model, value_model, peft_config, make_head, args)
-        return _prepared(model, args)
+        return _prepare(model, args)
     critic_start = _critic_start(value_model, reward_funcs, args)
     policy = _load_policy(model, peft_config, args)
     backbone_start = None
@@ -144,7 +144,7 @@ def make_actor_critic(
         )
         if critic_start is not None and backbone_start is None:
             start_on_policy(built, critic_start, args)
-    return _prepared(built, args)
+    return _prepare(built, args)
 
 
 def _check_actor_critic(
@@ -190,7 +190,9 @@ def _critic_start(value_model: ModelSource | None, reward_funcs: Any, args: PPOC
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
-    """The policy: the whole `model`, its adapter, or the one that `peft_config` asks for."""
+    """The policy to train: all weights of `model`, or, on a frozen base, the adapter that it is or that `peft_config`
+    asks for.
+    """
     if peft_config is not None and has_adapter(model):
         raise ValueError(f"model {name_of(model)!r} is an adapter; leave peft_config (--use_peft) out, or merge it")
     if isinstance(model, PeftModel):
@@ -218,8 +220,10 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
     return language_model
 
 
-def _prepared(built: ActorCritic, args: PPOConfig) -> ActorCritic:
-    """`built` with dropout off and its risk level set, ready to read the run's rows."""
+def _prepare(built: ActorCritic, args: PPOConfig) -> ActorCritic:
+    """Sets `built` up for the run's rows in place and returns it: without dropout, with the critic's risk level and
+    gradient checkpointing. Raises a ValueError if a row is longer than a model can read.
+    """
     disable_dropout(built)
     _prepare_backbone(built.policy, built.policy.model, args, owner="model")
     critic = built.critic

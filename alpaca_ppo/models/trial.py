@@ -191,7 +191,7 @@ class _MaskRecorder:
         self.problems: list[str] = []
         self.attention_was_called = False
         self._device = device
-        # Of each mask, by its number.
+        # By the number that `make_mask` returned; None for a mask without a window.
         self._windows: list[int | None] = []
 
     def make_mask(self, **arguments: Any) -> Tensor:

@@ -95,9 +95,8 @@ def standard_deviation(values: Tensor) -> float:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Returns 1 - Var(returns - values) / Var(returns) over masked tokens; 0 if all returns are equal.
-
-    1 = a perfect critic, 0 = no better than a constant.
+    """Returns 1 - Var(returns - values) / Var(returns) over the tokens where `mask` is True, all (B, R); 0 if all
+    returns are equal. 1 = perfect but for a constant, 0 = no better than a constant.
     """
     variance = masked_var(returns, mask, unbiased=False)
     if float(variance) == 0.0:

@@ -249,6 +249,7 @@ def change_lines(history: Sequence[Metrics], *, metric: str | None = None) -> li
     names = dict.fromkeys(key for line in history for key in line)
     columns = [_CHANGES[0], *source_columns(names), *_CHANGES[1:]]
     evaluated = [line for line in history if eval_sets(line)]
+    # One alone shows no change.
     last = evaluated[-1] if len(evaluated) > 1 else {}
     for prefix in eval_sets(last):
         title = prefix.strip("/").replace("/", " ")

@@ -193,8 +193,10 @@ class RunLog:
     def _start_trackers(self, config: dict[str, Any], *, purge_step: int) -> None:
         """Starts the trackers in `report_to`, and gives them the run's options."""
         runs = self.output_dir / "runs"
-        # TensorBoard hides what an interrupted run wrote for purge_step and later steps.
+        # TensorBoard hides what an interrupted run wrote for purge_step and later steps. Accelerate would start it
+        # without, and in a folder of the project's name.
         board = TensorBoardTracker("", runs, purge_step=purge_step)
+        # Of others that write files.
         self.accelerator.project_configuration.logging_dir = str(runs)
         names = tracker_names(self._args.report_to)
         self.accelerator.log_with = [board if name == "tensorboard" else name for name in names]

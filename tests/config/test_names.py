@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from alpaca_ppo.cli.commands import main
-from alpaca_ppo.config.names import check_folder, check_model_name, leads_to_this_machine, model_folder, where
+from alpaca_ppo.config.names import check_folder, check_model_name, leads_to_this_machine, model_folder, path_problem
 from tests.http_servers import RawServer, response
 
 
@@ -129,7 +129,7 @@ def test_a_folder_that_must_exist_and_a_file_have_neighbours_too(outputs):
     assert check_folder("the run", "outputs/ppo").is_dir()
     with pytest.raises(ValueError, match="^the run is 'org/run', but there is no such folder"):
         check_folder("the run", "org/run")
-    assert where("trainn.py", what="file").endswith("; did you mean train.py?")
+    assert path_problem("trainn.py", what="file").endswith("; did you mean train.py?")
 
 
 @pytest.mark.parametrize(

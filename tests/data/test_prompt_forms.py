@@ -97,6 +97,18 @@ def test_a_run_says_what_makes_its_prompts_and_shows_the_first(rows, form, line)
     assert said.endswith(line) or line in said
 
 
+@pytest.mark.parametrize(
+    ("template", "row", "text"),
+    [
+        ("Reply as {{input}}: {question}", {"question": "Hi"}, "Reply as {input}: Hi"),
+        ("{{x}} {input} {question}", {"question": "Hi", "input": " "}, "{x}  Hi"),
+        ("{question}: {input}", {"question": "Sum", "input": 0}, "Sum: 0"),
+    ],
+)
+def test_doubled_braces_of_a_user_template_are_literal_beside_an_optional_input(template, row, text):
+    assert texts(prepare([row], user_template=template)) == [user(text) + ANSWER]
+
+
 @pytest.mark.parametrize("option", ["user_template", "prompt_template"])
 def test_a_backslash_and_an_n_in_a_template_are_said_to_be_no_line_break(option):
     # What single quotes of a shell, and text without quotes in YAML, make of a line break.
