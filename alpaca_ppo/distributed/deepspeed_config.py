@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,19 @@ from accelerate.utils import DeepSpeedPlugin, get_int_from_env, is_deepspeed_ava
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.ppo_config import PPOConfig
+from alpaca_ppo.library_output import say
 
 # Entries with an effect under this trainer, besides precisions. DeepSpeed ignores names that it does not know.
 _ENTRIES = """
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping gradient_predivide_factor
 prescale_gradients zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer communication_data_type
-data_types aio wall_clock_breakdown dump_state comms_logger flops_profiler tensorboard wandb steps_per_print""".split()
+data_types aio wall_clock_breakdown dump_state comms_logger flops_profiler tensorboard wandb steps_per_print
+data_types.grad_accum_dtype data_types.param_dtype data_types.buffer_dtype data_types.keep_in_fp32_modules
+aio.block_size aio.queue_depth aio.intra_op_parallelism aio.single_submit aio.overlap_events aio.use_gds""".split()
+# What a stage, after the name, does not read of zero_optimization, by pattern.
+_UNREAD = r"""(?x)(stage3_gather_\w+|allgather_partitions|load_from_fp32_weights|elastic_checkpoint|pipeline_\w+)\ .
+|(stage3_\w+|sub_group_size|zero_\w+|memory_efficient_linear|override_module_apply|leaf_module|log_trace_\w+)\ [12]
+|(allgather_bucket_size|use_multi_rank_\w+|ignore_unused_\w+|round_robin_gradients|parameter_alignment)\ 3"""
 # DeepSpeed's sections of precisions, and whether the run's bf16 decides them; the others stay off.
 _PRECISIONS = {"bf16": True, "bfloat16": True, "fp16": False, "torch_autocast": False, "amp": False}
 
@@ -54,6 +62,13 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
     check_four_bit(plugin.zero_stage, args)
     # The engine, which is made once models are loaded, does the same.
     resolve_auto(plugin.deepspeed_config, args, processes=get_int_from_env(["WORLD_SIZE"], 1), hidden_size=0)
+    # Accelerate overwrites this one.
+    unread = {"steps_per_print"} & set(content or {})
+    for name, value in (content or {}).get("zero_optimization", {}).items():
+        if value is not False and value != "auto" and re.fullmatch(_UNREAD, f"{name} {plugin.zero_stage}"):
+            unread.add(f"zero_optimization.{name}")
+    if unread:
+        say(f"settings of the DeepSpeed configuration without effect on this run: {', '.join(sorted(unread))}")
     if args.use_cpu and torch.cuda.is_available():
         raise ValueError(
             "use_cpu is True, but DeepSpeed uses any GPU it finds; hide it by starting with CUDA_VISIBLE_DEVICES= "
@@ -86,7 +101,7 @@ def read_deepspeed_file(file: str) -> dict[str, Any]:
             f"deepspeed is {file!r}, which contains {shown(content)}, which is not a JSON object; write settings like "
             "those in examples/deepspeed_configs"
         )
-    sections = {name: content.get(name, {}) for name in ("zero_optimization", "data_types", *_PRECISIONS)}
+    sections = {name: content.get(name, {}) for name in ("zero_optimization", "data_types", "aio", *_PRECISIONS)}
     zero = sections["zero_optimization"] if isinstance(sections["zero_optimization"], Mapping) else {}
     sections |= {name: zero.get(name) or {} for name in ("offload_param", "offload_optimizer")}
     for name, section in sections.items():
@@ -136,7 +151,8 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
 
 def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args: PPOConfig) -> None:
     """Raises as `resolve_auto`; `from_run` are the entries that options set."""
-    for name in config:
+    nested = (f"{section}.{key}" for section in ("data_types", "aio") for key in config.get(section, {}))
+    for name in (*config, *nested):
         if name not in (*_PRECISIONS, *_ENTRIES):
             raise ValueError(f"the DeepSpeed configuration has {name!r}; remove it: the run's options decide instead")
     given = {name: config.get(name, "auto") for name in from_run}

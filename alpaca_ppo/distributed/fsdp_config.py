@@ -3,8 +3,9 @@
 import os
 import re
 
+import torch
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.config.config_args import ClusterConfig, default_config_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, parse_flag_from_env
 
@@ -17,7 +18,9 @@ from alpaca_ppo.library_output import say
 # pattern: valid values, and what to do about another one.
 _READ = {
     "ACCELERATE_USE_MEGATRON_LM": ("false", "set distributed_type to FSDP or DEEPSPEED"),
-    "ACCELERATE_(MIXED_PRECISION|(USE|CPU|CONFIG_DS|DEBUG|LOG|TORCH|ENABLE)_.*)": (".*", ""),
+    "ACCELERATE_(MIXED_PRECISION|CPU_AFFINITY|USE_(FSDP|DEEPSPEED|PARALLELISM_CONFIG)|CONFIG_DS_FIELDS)": (".*", ""),
+    "ACCELERATE_(DEBUG_(MODE|RDV_FILE)|LOG_LEVEL|ENABLE_RICH|BYPASS_DEVICE_MAP|INIT_INCLUDE_BUFFERS)": (".*", ""),
+    "ACCELERATE_TORCH_DEVICE": ("", "unset it; use_cpu and CUDA_VISIBLE_DEVICES choose the device"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "set dynamo_backend to no"),
     "FSDP_VERSION": ("2", "set it to 2"),
     "FSDP_OFFLOAD_PARAMS": ("false|no|0", "set it to false, or use --accelerate_config zero3_offload"),
@@ -26,11 +29,13 @@ _READ = {
     "FSDP_ACTIVATION_CHECKPOINTING": ("false|no|0", "set it to false, and gradient_checkpointing: true in the run"),
     "PARALLELISM_CONFIG_(?!DP_SHARD_).*_SIZE": ("1", "set it to 1: every process holds a part"),
 }
-_READ_BY_DEEPSPEED = {"ACCELERATE_(DEEPSPEED_(?!ZERO3_INIT).*|GRADIENT_.*)": (".*", "")}
+_READ_BY_DEEPSPEED = {"ACCELERATE_(DEEPSPEED_(?!ZERO3_).*|GRADIENT_.*)": (".*", "")}
 # What a run does where the launcher's default is another.
 _DONE = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": "false"}
 # Keys of a configuration's file that the launcher needs for itself, or hands on by another name.
-_OF_LAUNCHER = r"deepspeed_(multinode_launcher|hostfile|\w+_filter)|mpirun_\w+|zero3_init_flag|\w*_layer_cls_to_wrap"
+_OF_LAUNCHER = r"""(?x)compute_environment|distributed_type|fp16|debug|enable_cpu_affinity|gpu_ids|machine_rank
+|num_machines|main_process_\w+|same_network|rdzv_backend|deepspeed_config\.deepspeed_(multi\w+|hostfile|\w+_filter)
+|deepspeed_config\.zero3_init_flag|mpirun_config\.mpirun_\w+|fsdp_config\.(fsdp_)?transformer_layer_cls_to_wrap"""
 
 
 def asks_for_fsdp(args: PPOConfig) -> bool:
@@ -61,33 +66,43 @@ def check_launch(args: PPOConfig) -> None:
     Raises:
         ValueError: for an entry that the run cannot have.
     """
+    content = read_yaml(file) if os.path.isfile(file := _launch_file()) else {}
+    on_cpu, processes = args.use_cpu or not torch.cuda.is_available(), os.environ.get("WORLD_SIZE")
     read = _READ | ({} if args.deepspeed or not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") else _READ_BY_DEEPSPEED)
-    done = vars(launch_command_parser().parse_args(["script"])) | _DONE | {"deepspeed_zero3_init": "false"}
-    done["parallelism_config_dp_shard_size"] = os.environ.get("WORLD_SIZE")
+    read["ACCELERATE_USE_CPU"] = (".*" if on_cpu else "no?|f(alse)?|off|0", "set use_cpu: true in the run's file too")
+    done = vars(launch_command_parser().parse_args(["script"])) | vars(ClusterConfig) | _DONE
+    done |= {"use_cpu": content.get("use_cpu") and on_cpu, "parallelism_config_dp_shard_size": processes}
+    # Flags may ask for other numbers of several; distributed_type NO starts one process, whatever its file says.
+    done["num_processes"] = content.get("num_processes") if processes or "mpirun_config" in content else 1
     given = {k: v for k, v in os.environ.items() if re.match("(ACCELERATE|FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_", k)}
     unread = []
     for name, value in given.items():
         entry = next((entry for pattern, entry in read.items() if re.fullmatch(pattern, name)), None)
         if entry is not None and not re.fullmatch(entry[0], value.lower()):
             raise ValueError(f"{name.lower()} is {value!r}, which this trainer does not support; {entry[1]}")
-        if entry is None and value.lower() != str(done.get(name.removeprefix("ACCELERATE_").lower())).lower():
+        if entry is None and value.lower() != str(done.get(name.removeprefix("ACCELERATE_").lower()) or False).lower():
             unread.append(f"{name}={value}")
-    command = "\0".join(launcher_command() or ())
-    found = re.search(r"--(?:config.file|accelerate.config)[=\0]([^\0]+)", command)
-    # Without one, `accelerate launch` reads its own.
-    file = found[1] if found else default_config_file if "accelerate" in command else ""
-    content = read_yaml(file) if os.path.isfile(file) else {}
-    keys: list[str] = []
     for name, section in content.items():
-        # Keys of these two are handed on by their own names or FSDP_ and these, others with some beginning.
-        own = name in ("fsdp_config", "parallelism_config")
-        for key in section if isinstance(section, dict) else ():
-            names = (key.upper(), f"FSDP_{key.upper()}")
-            if not any(variable in names if own else variable.endswith(f"_{key.upper()}") for variable in given):
-                keys.append(key)
-    unread += [key for key in keys if not re.fullmatch(_OF_LAUNCHER, key)]
+        # As in `accelerate launch`, which adds a missing beginning in these three.
+        prefix = name.removesuffix("config") if name in ("fsdp_config", "fp8_config", "dynamo_config") else ""
+        for key, value in (section if isinstance(section, dict) else {name: section}).items():
+            shown, flag = name if key == name else f"{name}.{key}", key if key.startswith(prefix) else prefix + key
+            asks = str(value).lower() not in ("none", "no", "[]", str(done.get(flag, "none") or False).lower())
+            handed_on = any(f"{start}{flag.upper()}" in given for start in ("", "ACCELERATE_", "ACCELERATE_DEEPSPEED_"))
+            if asks and not handed_on and not re.fullmatch(_OF_LAUNCHER, shown):
+                unread.append(shown)
     if unread:
         say(f"settings of the launch configuration without effect on this run: {', '.join(unread)}")
+
+
+def _launch_file() -> str:
+    """The file that the launcher of this process has read; empty if it has read none."""
+    command = "\0".join(launcher_command() or ())
+    flags = re.search(r"(?s)\baccelerate\W(?:commands\W)?(?:accelerate_cli(?:\.py)?\0)?launch(?:\.py)?\0(.*)", command)
+    if flags is None:
+        return "".join(re.findall(r"--accelerate.config[=\0]([^\0]+)", command)[:1])
+    parsed = launch_command_parser().parse_args(flags[1].split("\0"))
+    return parsed.config_file or ("" if parsed.cpu else default_config_file)
 
 
 def _refuse_if(excluded: bool, name: str, value: object, remedy: str) -> None:

@@ -150,7 +150,10 @@ class _Run:
         tried = [(self.peak_after(change), change) for change in self.changes()]
         best = sorted((pair for pair in tried if pair[0] < below), key=lambda pair: pair[0])[:3]
         if len(best) > 1:
-            together = {name: value for _, change in best for name, value in change.items()}
+            together: dict[str, Any] = {}
+            for name, value in (item for _, change in best for item in change.items()):
+                # Where two of them set an option, the one that saves more.
+                together.setdefault(name, value)
             best.append((self.peak_after(together), together))
         return best
 
@@ -159,9 +162,10 @@ class _Run:
         args = self.args
         # One change, because only together do policy, critic and reference share one frozen bfloat16 base.
         shared_base: dict[str, Any] = {} if is_adapter(self.models.policy) else {"use_peft": True}
-        if args.uses_critic and args.critic_layout == "separate":
-            shared_base |= {"critic_layout": "adapter", "init_value_with_reward": False}
-            shared_base["value_model_name_or_path"] = None
+        own_backbone = args.uses_critic and args.critic_layout == "separate"
+        from_policy = {"init_value_with_reward": False, "value_model_name_or_path": None}
+        if own_backbone:
+            shared_base |= {"critic_layout": "adapter", **from_policy}
         shared_base |= {"dtype": "bfloat16", "bf16": True}
         if args.reference in ("copy", "copy_offloaded"):
             shared_base["reference"] = "auto"
@@ -172,6 +176,8 @@ class _Run:
         names = ("rollout_per_device_batch_size", "logprob_chunk_size")
         quarters = [{name: max(1, getattr(args, name) // 4)} for name in names]
         changes: list[dict[str, Any]] = [shared_base, {"gradient_checkpointing": True}, one_row, *quarters]
+        if own_backbone:
+            changes.append({"critic_layout": "cached", **from_policy})
         if not (args.use_cpu or self.sharding.fsdp or self.sharding.stage == 3):
             changes.append({"load_in_4bit": True})
         current = {**vars(self.script), **vars(self.lora), **vars(args)}

@@ -78,6 +78,8 @@ def test_what_is_auto_or_absent_is_filled_from_the_run():
         ({"curriculum_learning": {"enabled": True}}, "has 'curriculum_learning'; remove it"),
         ({"gradient_allreduce_op": "sum"}, "has 'gradient_allreduce_op'; remove it"),
         ({"gradient_cliping": 1.0}, "has 'gradient_cliping'; remove it"),
+        ({"data_types": {"grad_dtype": "fp32"}}, "has 'data_types.grad_dtype'; remove it"),
+        ({"aio": {"block_size": 1, "queue_deep": 1}}, "has 'aio.queue_deep'; remove it"),
         ({"zero_force_ds_cpu_optimizer": True}, "has zero_force_ds_cpu_optimizer True, .* False"),
         ({"zero_allow_untested_optimizer": False}, "has zero_allow_untested_optimizer False, .* True"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param, which needs stage 3"),
@@ -110,6 +112,27 @@ def test_a_plugin_of_the_named_file_loads_models_whole(file, monkeypatch):
     assert plugin_of(None) is None
 
 
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}, "stage3_gather_16bit_weights_on_model_save"),
+        ({"stage": 3, "stage3_gather_16bit_weights_on_model_save": False, "stage3_max_live_parameters": 5}, ""),
+        ({"stage": 2, "stage3_param_persistence_threshold": 0}, "stage3_param_persistence_threshold"),
+        ({"stage": 1, "sub_group_size": 5, "stage3_prefetch_bucket_size": "auto"}, "sub_group_size"),
+        ({"stage": 2, "elastic_checkpoint": True, "allgather_bucket_size": 5}, "elastic_checkpoint"),
+        ({"stage": 3, "sub_group_size": 5, "allgather_bucket_size": 5}, "allgather_bucket_size"),
+        ({"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 5}, ""),
+    ],
+)
+def test_entries_of_a_file_that_its_stage_does_not_read_are_listed(entries, expected, file, capfd):
+    plugin_of(file(json.dumps({"zero_optimization": entries})))
+    line = "settings of the DeepSpeed configuration without effect on this run: "
+    listed = f"{line}zero_optimization.{expected}\n" if expected else ""
+    assert capfd.readouterr().err == listed
+    plugin_of(file(json.dumps({"zero_optimization": {"stage": 2}, "steps_per_print": 5})))
+    assert capfd.readouterr().err == f"{line}steps_per_print\n"
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_float16_in_the_file_is_refused_before_anything_is_loaded(bf16, file, tmp_path):
     path = file(json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}))
@@ -122,6 +145,7 @@ def test_float16_in_the_file_is_refused_before_anything_is_loaded(bf16, file, tm
     [
         ("[3]", r"contains \[3\], which is not a JSON object"),
         ('{"data_types": "fp32"}', "has data_types 'fp32'; make it an object"),
+        ('{"aio": true}', "has aio True; make it an object"),
         ('{"zero_optimization": {"offload_param": "cpu"}}', "has offload_param 'cpu'; make it an object"),
         ('{"bf16": []}', r"has bf16 \[\]; "),
         ('{"zero_optimization": 3}', "has zero_optimization 3; "),

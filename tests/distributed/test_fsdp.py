@@ -50,6 +50,7 @@ def made(model, **settings):
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed", "True"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend", "'INDUCTOR'"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron_lm", "'true'"),
+        ({"ACCELERATE_TORCH_DEVICE": "cpu"}, "torch_device", "'cpu'"),
         ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "dp_replicate_size", "'2'"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size", "'2'"),
         ({"PARALLELISM_CONFIG_CP_SIZE": "4"}, "cp_size", "'4'"),
@@ -84,6 +85,10 @@ def test_what_a_launch_configuration_asks_for_beside_it_is_refused(environment, 
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8"),
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"),
         ("ACCELERATE_FP8_BACKEND", "te"),
+        ("ACCELERATE_USE_TP", "true"),
+        ("ACCELERATE_USE_IPEX", "true"),
+        ("ACCELERATE_CPU_OF_TOMORROW", "true"),
+        ("ACCELERATE_DOWNCAST_BF16", "1"),
         ("MEGATRON_LM_TP_DEGREE", "2"),
     ],
 )
@@ -116,31 +121,107 @@ def test_what_a_launch_configuration_asks_for_in_vain_is_listed(listed, launched
     assert capfd.readouterr().err == f"{line}{name}={value}\n"
 
 
-def test_keys_of_its_file_that_the_launcher_keeps_back_are_listed(launched, tmp_path, monkeypatch, capfd):
-    file = tmp_path / "fsdp.yaml"
-    file.write_text(
-        "use_cpu: true\n"
-        "deepspeed_config: {deepspeed_multinode_launcher: standard, zero3_init_flag: false}\n"
-        "fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: B, mixed_precision_policy: bf16}\n"
-    )
-    launched()
-    command = "alpaca_ppo.distributed.fsdp_config.launcher_command"
-    for words in (("launch", "--config_file", str(file), "x.py"), ("train", f"--accelerate-config={file}")):
-        monkeypatch.setattr(command, lambda words=words: words)
+def test_the_cpu_of_a_launch_configuration_is_refused_where_the_run_would_take_a_gpu(launched, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for value in ("False", "0"):
+        launched(ACCELERATE_USE_CPU=value)
         check_launch(tiny_config("unused", use_cpu=False))
-        assert capfd.readouterr().err.endswith("on this run: mixed_precision_policy\n")
-        check_launch(tiny_config("unused"))
-        assert capfd.readouterr().err.endswith("on this run: mixed_precision_policy\n")
-    monkeypatch.setattr(command, lambda: ("train", "--accelerate_config", "fsdp"))
-    check_launch(tiny_config("unused"))
-    assert capfd.readouterr().err == ""
-    # A key in the wrong section, and the file that `accelerate launch` reads if none is named.
-    file.write_text("mixed_precision: 'no'\nfsdp_config: {fsdp_version: 2, mixed_precision: bf16}\n")
+    for value in ("True", "1", "yes"):
+        launched(ACCELERATE_USE_CPU=value)
+        check_launch(tiny_config("unused", use_cpu=True))
+        with pytest.raises(ValueError, match=f"accelerate_use_cpu is '{value}', which .*; set use_cpu: true"):
+            check_launch(tiny_config("unused", use_cpu=False))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_launch(tiny_config("unused", use_cpu=False))
+
+
+@pytest.fixture
+def listed(monkeypatch, tmp_path, capfd):
+    """What a check lists for a launch configuration's text, of a process that these words have started."""
+
+    def check(text: str, *words: str, **settings: object) -> str:
+        file = tmp_path / "launch.yaml"
+        file.write_text(text)
+        command = [word.format(file) for word in words or ("accelerate", "launch", "--config_file", "{}", "x.py")]
+        monkeypatch.setattr("alpaca_ppo.distributed.fsdp_config.launcher_command", lambda: tuple(command))
+        check_launch(tiny_config("unused", **settings))
+        return capfd.readouterr().err.removeprefix("settings of the launch configuration without effect on this run: ")
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fsdp_config: {fsdp_version: 2, fsdp_transformer_layer_cls_to_wrap: B}", ""),
+        ("fsdp_config: {version: 2, reshard_after_forward: false}", ""),
+        ("fsdp_config: {fsdp_version: 2, mixed_precision_policy: bf16}", "fsdp_config.mixed_precision_policy"),
+        ("fsdp_config: {fsdp_version: 2, mixed_precision: bf16}", "fsdp_config.mixed_precision"),
+        ("fsdp_config: {cast_forward_inputs: false}", "fsdp_config.cast_forward_inputs"),
+        # Another variable ends in the same word.
+        ("fp8_config: {backend: TE}", "fp8_config.backend"),
+        ("dynamo_config: {backend: inductor}", ""),
+        ("dynamo_config: {dynamo_of_tomorrow: 3}", "dynamo_config.dynamo_of_tomorrow"),
+        ("parallelism_config: {of_tomorrow: 3}", "parallelism_config.of_tomorrow"),
+        ("deepspeed_config: {deepspeed_multinode_launcher: standard, zero3_init_flag: false}", ""),
+        ("deepspeed_config: {offload_param_nvme_path: /x}", "deepspeed_config.offload_param_nvme_path"),
+        ("downcast_bf16: 'yes'", "downcast_bf16"),
+        (
+            "{tpu_use_sudo: true, tpu_name: a, main_training_function: run}",
+            "tpu_use_sudo, tpu_name, main_training_function",
+        ),
+        ("commands: [ls]", "commands"),
+        ("num_processes: 4", ""),
+    ],
+)
+def test_keys_of_its_file_that_the_launcher_keeps_back_are_listed(text, expected, launched, listed):
+    launched(FSDP_RESHARD_AFTER_FORWARD="false", ACCELERATE_DYNAMO_BACKEND="NO", WORLD_SIZE="8")
+    assert listed(text).strip() == expected
+
+
+def test_what_accelerate_writes_into_its_file_by_default_is_not_listed(launched, listed, monkeypatch):
     launched(ACCELERATE_MIXED_PRECISION="no")
-    monkeypatch.setattr("alpaca_ppo.distributed.fsdp_config.default_config_file", str(file))
-    monkeypatch.setattr(command, lambda: ("python", "-m", "accelerate.commands.launch", "x.py"))
-    check_launch(tiny_config("unused"))
-    assert capfd.readouterr().err.endswith("on this run: mixed_precision\n")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    text = (
+        "{compute_environment: LOCAL_MACHINE, debug: false, distributed_type: 'NO', downcast_bf16: 'no', gpu_ids: all, "
+        "enable_cpu_affinity: false, machine_rank: 0, main_training_function: main, mixed_precision: 'no', "
+        "num_machines: 1, num_processes: 1, rdzv_backend: static, same_network: true, tpu_env: [], fp8_config: {}, "
+        "tpu_use_sudo: false, tpu_use_cluster: false, use_cpu: false, main_process_port: 0}"
+    )
+    assert listed(text) == listed(text, use_cpu=False) == ""
+    # Of distributed_type NO the launcher starts one process.
+    assert listed(text.replace("processes: 1", "processes: 4")) == "num_processes\n"
+
+
+def test_the_cpu_that_a_file_asks_for_is_listed_where_the_launcher_does_not_hand_it_on(launched, listed, monkeypatch):
+    launched()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert listed("use_cpu: true", use_cpu=False) == "use_cpu\n"
+    assert listed("use_cpu: true") == listed("use_cpu: false") == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "reads"),
+    [
+        (("python", "/bin/accelerate", "launch", "--config_file={}", "x.py"), True),
+        (("python", "-m", "accelerate.commands.launch", "--config-file", "{}", "--cpu", "x.py"), True),
+        (("python", "/bin/accelerate-launch", "x.py"), "default"),
+        (("python", "-m", "accelerate.commands.accelerate_cli", "launch", "x.py", "--cpu"), "default"),
+        (("python", "/bin/accelerate", "launch", "--cpu", "x.py"), False),
+        (("alpaca-ppo", "train", "--accelerate-config={}"), True),
+        (("alpaca-ppo", "train", "--accelerate_config", "fsdp"), False),
+        # Words of the script, not of the launcher.
+        (("torchrun", "x.py", "--config_file", "{}"), False),
+        (("torchrun", "/accelerate/x.py"), False),
+        (("alpaca-ppo", "train", "--run_name", "accelerate", "--num_processes", "2"), False),
+        (("accelerate", "launch", "--cpu", "x.py", "--config_file", "{}"), False),
+    ],
+)
+def test_the_file_that_the_launcher_has_read_is_looked_at(words, reads, launched, listed, monkeypatch, tmp_path):
+    launched()
+    default = "alpaca_ppo.distributed.fsdp_config.default_config_file"
+    monkeypatch.setattr(default, "none" if reads is True else str(tmp_path / "launch.yaml"))
+    assert listed("tpu_name: a", *words) == ("tpu_name\n" if reads else "")
 
 
 def test_a_deepspeed_file_by_flag_leaves_that_of_the_launch_configuration_without_effect(monkeypatch, capfd):
@@ -149,6 +230,10 @@ def test_a_deepspeed_file_by_flag_leaves_that_of_the_launch_configuration_withou
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
     check_launch(tiny_config("unused"))
     assert capfd.readouterr().err == ""
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true")
+    check_launch(tiny_config("unused"))
+    assert capfd.readouterr().err.endswith("run: ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true\n")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "false")
     check_launch(tiny_config("unused", deepspeed="zero3.json"))
     assert capfd.readouterr().err.endswith("run: ACCELERATE_DEEPSPEED_CONFIG_FILE=zero2.json\n")
 

@@ -143,7 +143,7 @@ def test_a_launch_configuration_is_honoured_refused_or_listed(run, alone):
     words += ["examples/train_ppo.py", "--config", str(run / "run.yaml"), "--output_dir", str(run / "asking")]
     outcome = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    line = "without effect on this run: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT, fsdp_mixed_precision_policy\n"
+    line = "without effect on this run: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT, fsdp_config.fsdp_mixed_precision_policy\n"
     assert outcome.stderr.count(line) == 1, outcome.stderr
     assert_same(metric_lines(run / "asking"), alone, tolerance=1e-4)
     words[5:5] = ["--mixed_precision", "bf16"]
