@@ -1,8 +1,8 @@
 """Reads the overrides in a shell script that starts verl, without running it.
 
 Read are assignments of text, `$NAME`, `${NAME:-default}` and `$((1024 * 2))`, a few commands that change no variable,
-and one command that starts verl. Anything else is refused by its line: a shell itself says with `printf '%q '` what the
-words of that command are, and these are read.
+and one command that starts verl. `$(command)` stays as it is: only a run decides it. Anything else is refused by its
+line: a shell itself says with `printf '%q '` what the words of that command are, and these are read.
 """
 
 import re
@@ -16,24 +16,28 @@ _FLAGS = re.ASCII | re.DOTALL
 _IN_QUOTES = r"\\(?:[`\"\\\n]|\$(?!\w))|\\(?![`\"\\\n$])|[^$`\"\\]"
 # What `$` begins, and the pieces of a word: this, quotes, escaped characters, and characters without a meaning. Each
 # may hold the other, here four deep.
+_OUTPUT = r"\((?:[^()'\"`\\#\n]|'[^'\n]*'|\"[^\"()`\\\n]*\")*\)"
 _EXPANSION = _PIECE = "(?!)"
 for _ in range(4):
     _CALCULATION = rf"\(\((?:[\w\s()*/%]|\+(?!\+)|-(?!-)|{_EXPANSION})*\)\)"
-    _EXPANSION = rf"\$(?:{_NAME}(?!\w|\\\n)|\d|\{{\w+(?::-(?:{_PIECE})*)?\}}|{_CALCULATION})"
+    _EXPANSION = rf"\$(?:{_NAME}(?!\w|\\\n)|\d|\{{\w+(?::-(?:{_PIECE})*)?\}}|{_CALCULATION}|{_OUTPUT})"
     _QUOTED = rf"'(?:[^'$]|\$(?!\w))*'|\"(?:{_EXPANSION}|{_IN_QUOTES})*\"|\\\$\{{[\w.]+\}}|\\(?!\$\w)."
     _PIECE = rf"{_EXPANSION}|{_QUOTED}|(?<=[^\s=:-])~|[^\s'\"\\$`|&;<>(){{}}*?~]"
 _WORD = rf"(?:{_PIECE})+"
 # The script's own arguments, and where the output goes: words without effect.
-_VOID = rf"\$@|\"\$@\"|[12&]?>>?(?:&[12]|[ \t]*(?!#){_WORD})|\|&?[ \t]*tee(?:[ \t]+(?!#){_WORD})+"
+_ARGUMENTS = r"\$(?:@|\{@:\d\})"
+_TEE = rf"\|&?[ \t]*tee(?:[ \t]+(?!#){_WORD})+"
+_VOID = rf"{_ARGUMENTS}|\"{_ARGUMENTS}\"|[12&]?>>?(?:&[12]|[ \t]*(?!#){_WORD})|{_TEE}"
 _TOKEN = rf"(?:[ \t]|\\\n)+|#[^\n]*|(?P<end>[\n;])|(?P<word>{_VOID}|{_WORD}|[^\n]+)"
 # Variables that bash sets itself.
 _OF_BASH = r"_|IFS|(?:OLD)?PWD|E?UID|PPID|GROUPS|S?RANDOM|SECONDS|LINENO|HOSTNAME|SHLVL|OPTARG|OPTIND|BASH\w*|EPOCH\w*"
 _ASSIGNMENT = re.compile(rf"(?!(?:{_OF_BASH})=)({_NAME})=((?:{_WORD})?)", _FLAGS)
-_COMMANDS = rf"(?:echo|cd|mkdir|ulimit|pip3?|nvidia-smi|ray st\w+)(?: (?:{_VOID}|{_WORD}))*"
+_COMMANDS = rf"(?:echo|cd|mkdir|ulimit|pip3?|nvidia-smi|hf|huggingface-cli|ray st\w+)(?: (?:{_VOID}|{_WORD}))*"
 _HARMLESS = rf"set(?: [-+][euxvo]+| pipefail)+|export {_NAME}|{_COMMANDS}"
 _REMEDY = "put `printf '%q '` before the command that starts verl, run it, and give what it prints as a .sh file"
 # The words up to the overrides, each with a zero after it.
-_START = r"(?:ray\0job\0submit\0.*--\0)?[^\0]*python[\d.]*\0(?:-[um]\0)*[\w./-]*\bmain_(?:ppo|ppo_sync|dapo)(?:\.py)?\0"
+_RUNNER = r"(?:ray\0job\0submit\0.*--\0|(?:nohup|uv\0run)\0(?:-[^\0]*\0)*)?"
+_START = rf"{_RUNNER}[^\0]*python[\d.]*\0(?:-[um]\0)*[\w./-]*\bmain_(?:ppo|ppo_sync|dapo)(?:\.py)?\0"
 
 
 def overrides_of_shell(text: str, file: str) -> list[str]:
@@ -43,7 +47,7 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
         ValueError: begins with the name `file`; if it does not start one training, or has more than is read here.
     """
     variables, starts, command = {"HOME": str(Path.home())}, list[list[str]](), list[re.Match[str]]()
-    for token in re.finditer(_TOKEN, text + "\n", _FLAGS):
+    for token in re.finditer(_TOKEN, text + "\n\n", _FLAGS):
         if token["word"]:
             command.append(token)
         elif token["end"] and command:
@@ -77,7 +81,7 @@ def _overrides(words: list[str], variables: dict[str, str]) -> list[str]:
     command = "".join(f"{value}\0" for word in given if (value := _expanded(word, variables, is_divided=True)))
     if not (start := re.match(_START, command, _FLAGS)):
         raise LookupError(" ".join(words)[:80])
-    arguments = re.sub(r"(?<=\0)--config-(name|path)[=\0]", r"hydra.config_\1=", command[start.end() - 1 :])
+    arguments = re.sub(r"(?<=\0)--config-(name|path|dir)[=\0]", r"hydra.config_\1=", command[start.end() - 1 :])
     overrides = arguments.strip("\0").split("\0")
     if unread := [word for word in overrides if not re.fullmatch(r"(?s)[+~]{0,2}[\w.@/]+=.*|~[\w.]+", word)]:
         raise LookupError(unread[0])
@@ -105,7 +109,9 @@ def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, 
 
 
 def _value(expansion: str, variables: dict[str, str], in_quotes: bool) -> str:
-    """The value of `$NAME`, `${NAME:-default}` or `$((calculation))`."""
+    """The value of `$NAME`, `${NAME:-default}` or `$((calculation))`; `$(command)` without its spaces."""
+    if re.fullmatch(rf"\${_OUTPUT}", expansion):
+        return re.sub(r"\s", "", expansion)
     if not expansion.startswith("$(("):
         name, has_default, default = re.sub(r"^\$\{?|\}$", "", expansion).partition(":-")
         # Between double quotes, a default has other rules for these characters.

@@ -52,6 +52,8 @@ class Translation:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     comments: dict[str, str] = dataclasses.field(default_factory=dict)
     not_taken: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    # By the option, the foreign name that has set it; empty if it follows from several.
+    _sources: dict[str, str] = dataclasses.field(default_factory=dict)
     _undecided: list[tuple[ForeignName, str]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -59,14 +61,14 @@ class Translation:
         for name, default in defaults(self.section).items():
             value = self.given.get(name)
             is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
-            if is_number and isinstance(value, str) and "$" not in value:
+            if is_number and not isinstance(value, int | float | None) and "$" not in value:
                 raise ValueError(f"{name} is {value!r} in {self.source}; it must be a number")
         self.values: dict[str, Any] = {**defaults(self.section), **self.given}
 
-    def set(self, name: str, value: Any, comment: str = "") -> None:
-        """Sets an option; `comment` says what it was computed from."""
+    def set(self, name: str, value: Any, comment: str = "", source: str = "") -> None:
+        """Sets an option; `comment` says what it was computed from, `source` is the one name that decides it."""
         assert name in OPTIONS, name
-        self.options[name], self.comments[name] = value, comment
+        self.options[name], self.comments[name], self._sources[name] = value, comment, source
 
     def leave(self, name: str, reason: str) -> None:
         """Lists the foreign `name` as not taken."""
@@ -94,7 +96,7 @@ class Translation:
                 self.leave(name, "there is no option of this name")
             elif isinstance(options_of_value := entry.values.get(value_key(value)), Mapping):
                 for option, our_value in options_of_value.items():
-                    self.set(option, our_value, f"{name}: {value}")
+                    self.set(option, our_value, f"{name}: {value}", name)
             elif (unknown and is_learned(entry)) or (is_default and (unknown or (entry.values and not entry.same))):
                 raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
             elif unknown and entry.ours:
@@ -102,7 +104,7 @@ class Translation:
                 del self.values[name]
             elif entry.same or not entry.is_neutral(value):
                 if entry.same:
-                    self.set(entry.ours[0], value)
+                    self.set(entry.ours[0], value, source=name)
                 if name in self.given:
                     self._undecided.append((entry, name))
 
@@ -145,12 +147,13 @@ class Translation:
             self.options.pop("kl_controller", None)
         for entry, name in self._undecided:
             value, ours = self.given[name], entry.ours
-            # Its option was dropped, or another name has set it, with which the comment then begins.
-            if entry.same and (ours[0] not in self.options or self.comments[ours[0]].split(": ")[0] in self.values):
+            is_taken = [self._sources.get(option) in ("", name) for option in ours]
+            # Its option was dropped, or another name has set it to another value.
+            if entry.same and not (ours[0] in self.options and (is_taken[0] or self.options[ours[0]] == value)):
                 self.leave(name, "without effect, because of other settings")
-            # It has set no option, not even one that was dropped, which would have a comment. Null and false need none:
-            # they switch off what is off here too.
-            elif not set(ours) & set(self.comments) and (value not in (None, False) or not ours):
+            # It has set no option, not even one that was dropped. Null and false need none: they switch off what is
+            # off here too.
+            elif not any(is_taken) and (value not in (None, False) or not ours):
                 self.leave(name, entry.advice(value))
         for name, value in _FILL_IN.items():
             if name not in self.options and (name != "reward_funcs" or "reward_model_name_or_path" not in self.options):

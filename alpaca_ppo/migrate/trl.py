@@ -179,8 +179,8 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
             result.set(name, max(1, round(interval / steps_per_rollout)), f"rollouts: {interval} / {steps_per_rollout}")
     if (warmup := values.get("warmup_steps") or 0) >= 1:
         result.set("warmup_steps", int(warmup * updates_per_step), f"{warmup} * {updates_per_step} optimizer steps")
-    if not values.get("push_to_hub"):
-        options.pop("hub_model_id", None)
+    if (repository := options.pop("hub_model_id", None)) and values.get("push_to_hub"):
+        result.set("hub_model_id", repository)
     result.comments |= defaults("comments of a script")
     result.finish()
     # In a YAML file, they are names alone, such as `accuracy`, or with their module, such as `my_rewards.accuracy`.

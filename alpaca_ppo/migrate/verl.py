@@ -34,24 +34,32 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
         result.set("adv_estimator", "grpo_no_std", "norm_adv_by_std_in_grpo: false")
     if not options["kl_coef"] and not options["kl_loss_coef"]:
         result.set("reference", "none", "neither use_kl_in_reward nor use_kl_loss")
-    if not any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key)):
+    is_overlong = any(value for key, value in values.items() if re.search(r"overlong_buffer(_cfg)?\.enable$", key))
+    if not (is_overlong and options.get("overlong_buffer_len")):
         options.pop("overlong_buffer_len", None)
+    # Without its own value, the upper clip range is not that of clip_ratio_low.
+    if f"{_ACTOR}.clip_ratio_low" in values:
+        options.setdefault("cliprange_high", values[f"{_ACTOR}.clip_ratio"])
+    if "dynamic_sampling" in options and (batches := values["algorithm.filter_groups.max_num_gen_batches"] or 0) > 0:
+        result.set("dynamic_sampling", batches - 1, f"max_num_gen_batches: {batches}, with the first")
     updates = _set_batch_sizes(result)
     if options.get("max_steps"):
         options.pop("total_epochs", None)
     # verl's scheduler steps once a rollout, ours once an optimizer step.
     for name, optim in (("warmup_steps", f"{_ACTOR}.optim"), ("critic_lr_warmup_steps", "critic.optim")):
-        if (steps := values.get(f"{optim}.lr_warmup_steps", 0)) > 0:
+        if (steps := values[f"{optim}.lr_warmup_steps"] or 0) > 0:
             result.set(name, steps * updates, f"{steps} rollouts * {updates} optimizer steps")
         if options[name] and options["lr_scheduler_type"] == "constant":
             result.set("lr_scheduler_type", "constant_with_warmup")
     for key, name in (("data.train_files", "dataset_name"), ("data.val_files", "eval_dataset_name")):
         files = values.get(key) or []
-        files = [files] if isinstance(files, str) else files
+        files = files if isinstance(files, list) else [files]
         if len(files) == 1:
-            result.set(name, files[0])
+            result.set(name, str(files[0]))
     if options.get("lora_r"):
         result.set("use_peft", True, "lora_rank")
+    if values.get("actor_rollout_ref.model.lora.rank"):
+        result.set("lora_alpha", values.get("actor_rollout_ref.model.lora.alpha", 32), "lora.alpha, 32 by default")
     logger = values.get("trainer.logger", [])
     loggers = logger if isinstance(logger, list) else [logger]
     result.set("report_to", [name for name in loggers if name != "console"] or ["none"])
@@ -60,7 +68,8 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     known = [name for name in map(str, names) if not re.search("[$`]", name)]
     options.setdefault("output_dir", "/".join(["checkpoints", *known]))
     result.finish()
-    names_a_reward = re.search(r"_(function\.path|model\.enable) ", str(result.not_taken)) is not None
+    own_reward = r'_(function\.path|model\.enable) |reward_manager(\.name)? \("(?!naive|batch|dapo|prime)'
+    names_a_reward = re.search(own_reward, " ".join(sum(result.not_taken.values(), []))) is not None
     if "gsm8k" in options["dataset_name"] and not names_a_reward:
         result.set("reward_funcs", ["examples.rewards.gsm8k:correctness"], "verl's own rule for gsm8k")
     return result
@@ -73,9 +82,9 @@ def _set_batch_sizes(result: Translation) -> int:
     mini_batch = result.count(f"{_ACTOR}.ppo_mini_batch_size")
     step = min(mini_batch, prompts) * group
     result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini_batch} * rollout.n {group}")
+    lengths = result.count("data.max_prompt_length") + result.count("data.max_response_length")
     if values.get(f"{_ACTOR}.use_dynamic_bsz"):
-        tokens = values.get(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384)
-        result.set("max_tokens_per_micro_batch", max(tokens, options["query_len"] + options["response_len"]))
-    forward_batch = values.get(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu") or 32
+        result.set("max_tokens_per_micro_batch", max(result.count(f"{_ACTOR}.ppo_max_token_len_per_gpu"), lengths))
+    forward_batch = values[f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"] or 32
     result.set("rollout_per_device_batch_size", max(forward_batch, group), "sampled and scored at once: memory alone")
-    return math.ceil(options["rollout_batch_size"] * group / step) * options["ppo_epochs"]
+    return math.ceil(options["rollout_batch_size"] * group / step) * result.count(f"{_ACTOR}.ppo_epochs")

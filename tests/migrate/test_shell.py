@@ -62,6 +62,15 @@ def read(text: str) -> dict[str, str]:
         # Only the arguments of verl count, and of them no redirection.
         (f"{RUN} a.n=1 > b.y=2", {"a.n": "1"}),
         (f"ray job submit --env='{{\"a.b=1\": 2}}' -- {RUN} a.n=1", {"a.n": "1"}),
+        # The script's arguments from the third on, and a last line that goes on.
+        (f'{RUN} a.n=1 ${{@:3}} "${{@:1}}" \\', {"a.n": "1"}),
+        (f"hf download x --local-dir $HOME/x\n{RUN} --config-dir c a.n=1", {"hydra.config_dir": "c", "a.n": "1"}),
+        # What a command prints is not known: it stays as it is, in one word.
+        (
+            f'P="$(pwd)"\nT=${{T:-$(date +"%Y-%m")}}\n{RUN} a.n="$P/x" a.m=x_$T | tee $(date).log',
+            {"a.n": "$(pwd)/x", "a.m": 'x_$(date+"%Y-%m")'},
+        ),
+        (f"uv run --frozen --no-sync {RUN} a.n=1", {"a.n": "1"}),
         # Of a variable that is not set, the name stays, with its dollar sign.
         (f"N=x_$USER\n{RUN} a.n=$N a.m=${{M}}", {"a.n": "x_$USER", "a.m": "$M"}),
     ],
@@ -73,9 +82,13 @@ def test_overrides_are_those_that_a_shell_would_pass(text, expected):
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        # A value that only a run decides.
-        (f"{RUN} a.n=$(nproc)", 1, r"\$.nproc"),
-        (f"N=1\nN=$(date +%Y)\n{RUN} a.n=x_$N", 2, "date"),
+        # A number that only a run decides, and commands that are more than a name and words.
+        (f"N=$(nproc)\n{RUN} a.n=$((N * 2))", 2, "N . 2"),
+        (f"{RUN} a.n=$(($(nproc) * 2))", 1, "nproc"),
+        (f"{RUN} a.n=`nproc`", 1, "nproc"),
+        (f"{RUN} a.n=$(basename $(pwd))", 1, "basename"),
+        (f'{RUN} a.n="$(echo ")")"', 1, "echo"),
+        (f"{RUN} $(cat more)", 1, "more"),
         (f"{RUN} a.n=$((N * 2))", 1, "N . 2"),
         (f"N=~/y\n{RUN} a.n=$N", 1, "~/y"),
         (f"N=1\n{RUN} a.n='$N'", 2, r"'\$N'"),

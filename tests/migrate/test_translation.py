@@ -11,6 +11,7 @@ from alpaca_ppo.config import LoraArguments, PPOConfig, ScriptArguments, parse_a
 from alpaca_ppo.migrate import Translation, translate
 
 EXAMPLES = Path(__file__).parent / "examples"
+ACTOR, VALIDATION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout.val_kwargs"
 PPO_FLAGS = (
     "--dataset_name trl-lib/tldr --dataset_test_split validation --output_dir models/ppo --learning_rate 3e-6 "
     "--per_device_train_batch_size 16 --gradient_accumulation_steps 4 --total_episodes 1000000 "
@@ -385,7 +386,7 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
                 "policy_loss": {"loss_mode": "geo_mean"},
                 "optim": {"lr_warmup_steps_ratio": 0.1},
             },
-            "rollout": {"n": 4, "name": "???", "val_kwargs": {"do_sample": True, "n": 8}},
+            "rollout": {"n": 4, "name": "???", "val_kwargs": {"temperature": 0.6, "do_sample": True, "n": 8}},
         },
         "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "filter_groups": {"enable": True}},
         "reward_model": {"overlong_buffer": {"enable": True, "len": 512, "penalty_factor": 0.5}},
@@ -403,7 +404,7 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
         cliprange_high=0.28,
         dynamic_sampling=9,
         overlong_buffer_len=512,
-        eval_temperature=1.0,
+        eval_temperature=0.6,
         eval_num_samples=8,
         rollout_batch_size=64,
         # 64 prompts with 4 responses each.
@@ -507,7 +508,6 @@ def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
         ({"trainer.total_training_steps": 7, "trainer.total_epochs": 2}, {"max_steps": 7, "total_epochs": None}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"old_policy": "rollout"}),
         ({"actor_rollout_ref.model.lora_rank": 0, "actor_rollout_ref.model.lora_alpha": 8}, {"use_peft": False}),
-        ({"actor_rollout_ref.model.lora.rank": 8}, {"use_peft": True, "lora_r": 8, "lora_alpha": 16}),
         (
             {
                 "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
@@ -520,7 +520,34 @@ def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
             {"reward": {"reward_kwargs": {"overlong_buffer_cfg": {"enable": True, "len": 64, "log": False}}}},
             {"overlong_buffer_len": 64},
         ),
+        ({"reward_model": {"overlong_buffer": {"enable": True, "len": 0}}}, {"overlong_buffer_len": None}),
         ({"trainer.logger": ["console", "wandb"]}, {"report_to": ["wandb"]}),
+        # Megatron's configuration has null. verl's upper range is 0.2, whatever the lower one is.
+        ({f"{ACTOR}.optim.lr_warmup_steps": None}, {"warmup_steps": 0, "lr_scheduler_type": "constant"}),
+        ({f"{ACTOR}.clip_ratio_low": 0.1}, {"cliprange": 0.1, "cliprange_high": 0.2}),
+        # Megatron's names: the scale of its adapters is 32 by default, and the optimizer clips.
+        ({"actor_rollout_ref.model.lora.rank": 8}, {"use_peft": True, "lora_r": 8, "lora_alpha": 32}),
+        ({"actor_rollout_ref.model.lora": {"rank": 8, "alpha": 4}}, {"lora_r": 8, "lora_alpha": 4}),
+        ({"actor_rollout_ref.model.lora_rank": 8}, {"lora_r": 8, "lora_alpha": 16}),
+        (
+            {f"{ACTOR}.optim.clip_grad": 0.2, f"{ACTOR}.grad_clip": 0.4, "critic.optim.clip_grad": 0.3},
+            {"max_grad_norm": 0.2, "critic_max_grad_norm": 0.3},
+        ),
+        # The first of verl's four batches is no further round.
+        (
+            {
+                "algorithm.filter_groups": {"enable": True, "max_num_gen_batches": 4},
+                "actor_rollout_ref.rollout.n": 2,
+                "algorithm.adv_estimator": "grpo",
+            },
+            {"dynamic_sampling": 3},
+        ),
+        # verl evaluates at this temperature, which is 0 by default, whether do_sample is given or not.
+        ({f"{VALIDATION}.do_sample": True}, {"eval_temperature": 0.0}),
+        (
+            {f"{VALIDATION}.temperature": 0.6, f"{VALIDATION}.top_p": 0.9, f"{VALIDATION}.top_k": -1},
+            {"eval_temperature": 0.6, "eval_top_p": 0.9, "eval_top_k": None},
+        ),
     ],
 )
 def test_values_of_verl_that_follow_from_others(given, expected, tmp_path):
@@ -545,6 +572,41 @@ def test_nothing_that_was_given_is_passed_over_in_silence(tmp_path):
     names = set(listed(result))
     assert set(given) - {"num_generations", "loss_type"} <= names and "epsilon_high" in names
     accepted(result, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        # The sampler's log-probabilities stay uncorrected, as bypass_mode's default says.
+        ({f"{ACTOR}.tis_imp_ratio_cap": 2}, f"{ACTOR}.tis_imp_ratio_cap"),
+        ({"algorithm.rollout_is": True}, "algorithm.rollout_is"),
+        ({"algorithm.rollout_correction.loss_type": "x"}, "algorithm.rollout_correction.loss_type"),
+        ({"data.gen_batch_size": 96}, "data.gen_batch_size"),
+        ({"actor_rollout_ref.model.lora_adapter_path": "a"}, "actor_rollout_ref.model.lora_adapter_path"),
+        ({f"{ACTOR}.clip_ratio": 0.3, f"{ACTOR}.clip_ratio_low": 0.1}, f"{ACTOR}.clip_ratio"),
+        ({"num_generations": 8, "seed": 1, "data_seed": 3}, "data_seed"),
+    ],
+)
+def test_a_name_whose_option_another_name_sets_is_listed(given, name, tmp_path):
+    of_verl = {} if "num_generations" in given else {"actor_rollout_ref.model.path": "m"}
+    assert [*listed(of_yaml(tmp_path, of_verl | given))] == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data.max_response_length",
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+        f"{ACTOR}.optim.lr_warmup_steps",
+        "algorithm.filter_groups.max_num_gen_batches",
+    ],
+)
+def test_a_text_or_a_list_where_verl_counts_is_refused_by_name(name, tmp_path):
+    for value in ("many", [1]):
+        with pytest.raises(ValueError, match=f"{name} is .* in verl's .*; it must be a number"):
+            of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", name: value})
+    with pytest.raises(ValueError, match="data.max_prompt_length is None; batch sizes"):
+        of_yaml(tmp_path, {"actor_rollout_ref.model.path": "m", "data.max_prompt_length": None})
 
 
 def test_what_other_settings_make_void_is_listed(tmp_path):
@@ -630,6 +692,8 @@ def test_a_value_of_verl_may_refer_to_another_name(tmp_path):
         ("~/math/train.parquet", {}, "rewards.py:reward"),
         ("~/gsm8k/train.parquet", {"custom_reward_function.path": "my.py"}, "rewards.py:reward"),
         ("~/gsm8k/train.parquet", {"reward_model.enable": True}, "rewards.py:reward"),
+        ("~/gsm8k/train.parquet", {"reward_model.reward_manager": "length_reward"}, "rewards.py:reward"),
+        ("~/gsm8k/train.parquet", {"reward.reward_manager.name": "dapo"}, "examples.rewards.gsm8k:correctness"),
         ("~/gsm8k/train.parquet", {"reward.reward_model.enable": False}, "examples.rewards.gsm8k:correctness"),
     ],
 )
