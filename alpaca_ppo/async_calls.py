@@ -8,6 +8,7 @@ time limit; a call that is too late is abandoned, and its result dropped.
 import asyncio
 import inspect
 import math
+import re
 import sys
 import threading
 import time
@@ -51,13 +52,14 @@ class Parameters(NamedTuple):
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
     """Its parameters; only `any_others` for a class that has no signature, such as one written in C. What a
-    `functools.wraps` decorator passes on, it may supply itself, so that is not required.
+    `functools.wraps` decorator may supply itself is not required.
     """
     try:
         own = wrapped = inspect.signature(function).parameters
         # `functools.lru_cache` has no signature of its own.
         with suppress(ValueError):
-            own = inspect.signature(function, follow_wrapped=False).parameters
+            supplier = inspect.unwrap(function, stop=_supplies)
+            own = inspect.signature(supplier, follow_wrapped=False).parameters
     except ValueError:
         return Parameters([], [], any_others=True)
     takes_others, wrapped_does = (any(p.kind is p.VAR_KEYWORD for p in ps.values()) for ps in (own, wrapped))
@@ -66,6 +68,18 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
     names = [name for name, p in named.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = [name for name in names if name in own and own[name].default is inspect.Parameter.empty]
     return Parameters(names, required, any_others=takes_others and wrapped_does)
+
+
+def _supplies(decorated: Any) -> bool:
+    """Whether a decorator may add to the arguments that it passes on, as far as the source of `decorated` shows."""
+    # A `functools.partial` has no code, and what was typed in has no source.
+    with suppress(AttributeError, OSError):
+        source = " ".join(inspect.getsource(decorated.__code__).split())
+        # Its parameters, and the arguments of its calls: "*args,**keywords" if it passes on what it gets.
+        passed = [re.sub(r":[^,]*|,? *$| ", "", part) for part in re.findall(r"\(([^()]*\*\*[^()]*)\)", source)]
+        is_changed = re.search(r"\*(\w+)\b.*\b\1(\[[^]]*\] = | \|?= |\.(update|setdefault)\()", source)
+        return len(passed) < 2 or len({*passed}) > 1 or is_changed is not None
+    return True
 
 
 class _Loop:

@@ -154,7 +154,7 @@ class FakeVLLM:
                 self.hits += len(prompt) * (prompt in self.cached)
                 self.cached.add(prompt)
                 if is_check(path, body):
-                    return {"choices": []}
+                    return {"choices": [{"weight_versions": [{"version": self.weights}]}]}
                 adapter = "" if body["model"] == "policy" else self.adapters[body["model"]]
                 found = self.answer(self.loaded + adapter, body["token_ids"], body["sampling_params"])
                 entries = [{"token_id": token, "logprob": logprob} for token, logprob in found]

@@ -16,6 +16,7 @@ from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.adapters.merging import merged_weights
 from alpaca_ppo.atomic_io import StrPath, write_folder_atomically
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card, write_value_card
+from alpaca_ppo.generation.stopping import write_stop_tokens
 from alpaca_ppo.library_output import transformers_bars
 from alpaca_ppo.models import ActorCritic, Policy, write_critic
 from alpaca_ppo.saved_models import has_remote_code
@@ -54,11 +55,9 @@ def save_final(
 
 
 def _write_stop_tokens(folder: Path, policy: Policy) -> None:
-    """Writes the generation config that ends answers, by `generate` and vLLM, where training has ended them."""
-    generation_config = copy.deepcopy(policy.model.generation_config)
-    if generation_config is not None and policy.stop_token_ids:
-        generation_config.eos_token_id = [*policy.stop_token_ids]
-        generation_config.save_pretrained(folder)
+    """Writes the generation config that ends answers where training has ended them."""
+    if policy.model.generation_config is not None and policy.stop_token_ids:
+        write_stop_tokens(folder, policy.model.generation_config, policy.stop_token_ids)
 
 
 def save_merged(folder: StrPath, policy: Policy, processing_class: Any) -> None:

@@ -175,12 +175,15 @@ class PromptForm:
         return {name: without_nulls(value) if name in shared else value for name, value in row.items()}
 
     def options_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of the chat template for one row, whose own take precedence.
+        """Returns the arguments of the chat template for one row, whose own take precedence. Columns that are fields of
+        the prompt are text.
 
         Raises:
             ValueError: see `template_options`.
         """
-        return {**(self.chat_template_kwargs or {}), **template_options(row)}
+        fields = () if self.template is None else _field_names(self.template.text)
+        own = template_options({name: value for name, value in row.items() if name not in fields})
+        return {**(self.chat_template_kwargs or {}), **own}
 
     def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
         """Returns what surrounds the text of a prompt, from which `other_wording` sees that prompts are written

@@ -7,9 +7,7 @@ which has no `reply`.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, partialmethod, wraps
 from typing import Any, NamedTuple
 
@@ -186,7 +184,7 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
         described = parse_google_format_docstring((inspect.getdoc(function) or "").strip())[1]
         signature, required = inspect.signature(function), parameters_of(function).required
         hidden = {k for k, p in signature.parameters.items() if p.default is p.empty} - {*described, *required}
-        if hidden and hasattr(inspect.unwrap(function, stop=_supplies), "__wrapped__"):
+        if hidden:
             # The same function for the library, without what a decorator supplies.
             function = wraps(function)(lambda: None)
             shown = [p for name, p in signature.parameters.items() if name not in hidden]
@@ -199,15 +197,3 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
             f"{owner} cannot be shown to the policy as a tool: {error_text(error)}; give it type hints and a docstring "
             "with Args:, or begin its name with an underscore if it is no tool (a partner's is reply(completion))"
         ) from error
-
-
-def _supplies(decorated: Any) -> bool:
-    """Whether a decorator may add to the arguments that it passes on, as far as the source of `decorated` shows."""
-    # A `functools.partial` has no code, and what was typed in has no source.
-    with suppress(AttributeError, OSError):
-        source = " ".join(inspect.getsource(decorated.__code__).split())
-        # Its parameters, and the arguments of its calls: "*args,**keywords" if it passes on what it gets.
-        passed = [re.sub(r":[^,]*|,? *$| ", "", part) for part in re.findall(r"\(([^()]*\*\*[^()]*)\)", source)]
-        is_changed = re.search(r"\*(\w+)\b.*\b\1(\[[^]]*\] = | \|?= |\.(update|setdefault)\()", source)
-        return len(passed) < 2 or len({*passed}) > 1 or is_changed is not None
-    return True

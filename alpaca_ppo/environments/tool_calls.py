@@ -13,9 +13,10 @@ from alpaca_ppo.config.fields import shown
 _DEEPEST = 64
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 _CALL = r"<tool_call>(?>.*?(?:</tool_call>|\Z))"
-# <think>, [THINK], <|START_THINKING|>, <think type="deep"> and others begin a thought; a word like [reason] does not.
+# <think>, [THINK], <|START_THINKING|>, <think type="deep"> and others begin a thought; [reason], and `<think>` as code,
+# do not.
 _WORD = r"(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad)"
-_TAG = rf"(?:[<◁]|\[(?=think\]))\|?\s*(?:start_|begin_of_|seed:)?{_WORD}(?:\s[^<>=]*=[^<>]*|\s*)\|?[>\]▷]"
+_TAG = rf"(?<!`)(?:[<◁]|\[(?=think\]))\|?\s*(?:start_|begin_of_|seed:)?{_WORD}(?:\s[^<>=]*=[^<>]*|\s*)\|?[>\]▷]"
 _END = rf"[<\[◁]\|?\s*(?:/\s*|/seed:|end_|end_of_){_WORD}\s*\|?[>\]▷]"
 # Messages of their own: of gpt-oss, Gemma and Apertus.
 _CHANNEL = r"<\|(?:channel\|>analysis<\|message\||channel>thought|inner_prefix\|>)"

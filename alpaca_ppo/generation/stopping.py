@@ -7,9 +7,11 @@ are compared, because tokens may hold parts of a character. Before the run, the 
 looks up the next one on the device, without decoding text.
 """
 
+import copy
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from alpaca_ppo.control_tokens import continuing
 
@@ -42,6 +45,14 @@ def resolve_stop_tokens(
     if not ids:
         raise ValueError("eos_token_id is None in tokenizer and generation config; set processing_class.eos_token")
     return tuple(sorted(ids))
+
+
+def write_stop_tokens(folder: Path, generation_config: GenerationConfig, stop_token_ids: Sequence[int]) -> None:
+    """Writes `generation_config` to `folder` with the tokens that end a response, for `generate` and vLLM."""
+    changed = copy.deepcopy(generation_config)
+    changed.eos_token_id = [*stop_token_ids]
+    # `save_pretrained` would refuse other entries, such as a temperature without do_sample, once one has changed.
+    changed.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def resolve_turn_end(

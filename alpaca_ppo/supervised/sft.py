@@ -6,12 +6,20 @@ Packing is left out; `--train_sampling_strategy group_by_length` keeps padding s
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset
 from peft import get_peft_model
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers import (
+    DataCollatorForSeq2Seq,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.config.checks import without_nulls
@@ -23,7 +31,7 @@ from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.prompts import rendered, well_formed_messages
 from alpaca_ppo.data.templates import PROBE
-from alpaca_ppo.generation.stopping import resolve_stop_tokens, resolve_turn_end
+from alpaca_ppo.generation.stopping import resolve_stop_tokens, resolve_turn_end, write_stop_tokens
 from alpaca_ppo.models import load_causal_lm
 from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
 
@@ -146,12 +154,15 @@ def _parts(completion: Any) -> list[tuple[bool, str]]:
 
 
 class _Trainer(Trainer):
-    """Saves what ends a response with an adapter too, as `Trainer` does with a whole model."""
+    """Saves the `generation_config` of the base, if it has one, with the tokens that end a response."""
+
+    generation_config: GenerationConfig | None = None
+    stop_token_ids: Sequence[int] = ()
 
     def save_model(self, output_dir: str | None = None, **keywords: Any) -> None:
-        if self.is_world_process_zero() and self.model.generation_config is not None:
-            self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
         super().save_model(output_dir, **keywords)
+        if self.is_world_process_zero() and self.generation_config is not None:
+            write_stop_tokens(Path(output_dir or self.args.output_dir), self.generation_config, self.stop_token_ids)
 
 
 def train_sft(argv: Sequence[str] | None = None) -> None:
@@ -165,9 +176,13 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load_causal_lm(model_name), data["processing_class"]
     # The end of a completion, which is learned.
     end = data["train_dataset"][0]["labels"][-1]
-    if model.generation_config is not None:
-        model.generation_config.eos_token_id = [*resolve_stop_tokens(tokenizer, model.generation_config, [end])]
+    generation_config = model.generation_config
+    if generation_config is not None:
+        # The trainer changes and saves this one. Of the base's, it may refuse to do so.
+        model.generation_config = GenerationConfig()
     if config := lora.peft_config("CAUSAL_LM"):
         model = inject_adapter(get_peft_model, model, config)
     trainer = _Trainer(model, training, DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), **data)
+    trainer.generation_config = generation_config
+    trainer.stop_token_ids = resolve_stop_tokens(tokenizer, generation_config, [end])
     train(trainer, counts, "alpaca-ppo train --dataset_name ... --reward_funcs ... --model_name_or_path")

@@ -163,7 +163,7 @@ class BaseTrainer(ABC):
         Args:
             prompts: one or several texts, or conversations (lists of messages), to which the chat template and the
                 run's `system_prompt` are applied. If the run's prompts are messages, a text is a user's message;
-                otherwise it is the whole prompt, without a template.
+                otherwise it is the whole prompt, without a template. Schemas of tools are not added.
             num_return_sequences: answers to each prompt.
             do_sample: False = the most likely token each time.
             max_new_tokens: tokens of an answer; None = `response_len`.

@@ -76,10 +76,11 @@ class Evaluator:
     def answer_texts(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams) -> list[list[str]]:
         """The policy's answers to each of `prompts`, written as those of training are; see `PPOTrainer.generate`."""
         collector = self._collector
-        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
-        several: list[Any] = [prompts] if is_one else list(prompts)
+        given = prompts if isinstance(prompts, Sequence) else []
+        is_one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], Mapping))
+        several: list[Any] = [given] if is_one else [*given]
         if not several or any(type(prompt) is not type(several[0]) for prompt in several):
-            raise ValueError(f"prompts is {several!r:.200}; give one or more texts, or lists of messages")
+            raise ValueError(f"prompts is {prompts!r:.200}; give one or more texts, or lists of messages")
         if self._train_prompts.are_messages and isinstance(several[0], str):
             several = [[{"role": "user", "content": text}] for text in several]
         form = replace(self._train_prompts.form, prompt_column="prompt", prompt_template=None, user_template=None)

@@ -43,6 +43,26 @@ def front_matter(folder):
     return yaml.safe_load((folder / "README.md").read_text().split("---")[1])
 
 
+@pytest.mark.parametrize(
+    "others", [{"temperature": 0.6, "top_p": 0.9}, {"epsilon_cutoff": 0.1}, {"early_stopping": True}]
+)
+def test_a_policy_keeps_the_generation_config_of_its_base_but_for_where_answers_end(tmp_path, others):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text(json.dumps({"eos_token_id": 40, **others}))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = add_policy_adapter(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    built = build_actor_critic(adapted, critic_layout="shared")
+    built.policy.stop_token_ids = (1, 40)
+    save_final(tmp_path / "adapter", built, tiny_tokenizer(), RUN, merged=True)
+    whole = build_actor_critic(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), critic_layout="shared")
+    whole.policy.stop_token_ids = (1, 40)
+    save_final(tmp_path / "whole", whole, tiny_tokenizer(), RUN)
+    for folder in ("adapter/policy", "adapter/merged", "whole/policy"):
+        written = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert written.pop("eos_token_id") == [1, 40]
+        assert {name: written[name] for name in others} == others
+
+
 @pytest.mark.parametrize("arch", ["codegen", *ARCHITECTURES])
 def test_a_saved_critic_gives_the_same_values(tmp_path, arch):
     # CodeGen has no sequence classifier in transformers.

@@ -23,6 +23,14 @@ def test_the_chat_template_gets_its_arguments():
     assert without.fingerprint != default.fingerprint
 
 
+def test_a_column_that_is_a_field_of_the_prompt_is_text_whatever_its_name():
+    rows = [{"question": "one", "tools": "two"}]
+    prompts = prepare(rows, chat_tokenizer(WORDS), user_template="{question} {tools}")
+    assert prompts[0]["input_ids"] == [BOS, USER, ONE, TWO, EOS, BOS, ASSISTANT]
+    with pytest.raises(ValueError, match="column 'tools' is 'two'; make it a list of JSON schemas"):
+        prepare(rows, chat_tokenizer(WORDS), user_template="{question}")
+
+
 def test_a_long_text_loses_its_beginning_but_not_its_bos():
     rows = [{"prompt": "one two three one"}, {"prompt": "two"}]
     prompts = prepare(rows, query_len=3, overlong="truncate")

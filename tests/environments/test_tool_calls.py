@@ -204,7 +204,9 @@ def test_an_argument_does_not_end_a_thought():
     assert without_thoughts(f"<think>a</think>{quoting}") == without_thoughts(quoting) == quoting
 
 
-@pytest.mark.parametrize("text", ["[Reason]", "<reason for it>", "<|channel|>commentary<|message|>"])
+@pytest.mark.parametrize(
+    "text", ["[Reason]", "Use `<think>` for it:", "<reason for it>", "<|channel|>commentary<|message|>"]
+)
 def test_other_marks_begin_no_thought(text):
     assert without_thoughts(f"{text} {CALLED}<|end|>") == f"{text} {CALLED}<|end|>"
 

@@ -284,14 +284,20 @@ def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(m
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [tiny_tokenizer().eos_token_id]
 
 
-def test_a_fine_tuned_model_ends_its_answers_where_it_has_learned_to(model_folder, tmp_path):
+# transformers warns about entries like these, and refuses to save a configuration with them once it has changed.
+@pytest.mark.parametrize(
+    "others", [{"temperature": 0.6, "top_p": 0.9}, {"epsilon_cutoff": 0.1}, {"early_stopping": True}, {"top_k": 3}]
+)
+def test_a_fine_tuned_model_ends_its_answers_where_it_has_learned_to(model_folder, tmp_path, others):
     """Its base ended them elsewhere."""
     base = shutil.copytree(model_folder, tmp_path / "base")
-    GenerationConfig(eos_token_id=40).save_pretrained(base)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 40, **others}))
     data = write(tmp_path / "sft.jsonl", [{"prompt": "w10", "completion": "w11"}])
     names = ["--model_name_or_path", str(base), "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
     sft.train_sft([*names, *QUICK, "--max_steps", "1"])
-    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [tiny_tokenizer().eos_token_id, 40]
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert written.pop("eos_token_id") == [tiny_tokenizer().eos_token_id, 40]
+    assert {name: written[name] for name in others} == others
 
 
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

@@ -19,7 +19,7 @@ import torch
 from alpaca_ppo.async_calls import await_all
 from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.generation import Turns, make_backend
-from alpaca_ppo.generation.vllm import sampling, weights
+from alpaca_ppo.generation.vllm import local_server, sampling, weights
 from tests.fake_vllm import fake_python
 from tests.generation.test_turns import Script
 from tests.generation.test_vllm import Setting
@@ -175,7 +175,7 @@ def test_a_server_that_ends_while_it_starts_says_why(
 def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
     before = folders()
     setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first="time.sleep(1000)"), ddp_timeout=1)
-    with pytest.raises(ValueError, match=f"was not ready within 0.5 s .ddp_timeout.; see {tmp_path}/vllm_0.log"):
+    with pytest.raises(ValueError, match=f"was not ready within 0.4 s .ddp_timeout.; see {tmp_path}/vllm_0.log"):
         setting.sync()
     del setting
     until(lambda: folders() <= before)
@@ -265,7 +265,7 @@ def test_a_server_that_dies_or_hangs_while_it_loads_weights_is_started_on_them(
     monkeypatch.setattr("alpaca_ppo.generation.vllm.server._HEALTH_SECONDS", 0.1)
     monkeypatch.setattr("alpaca_ppo.generation.vllm.local_server.END_SECONDS", 1.0)
     python = fake_python(tmp_path, first=AT_LOAD.format(then=then))
-    # A fifth of it is waited for a server that hangs, and a half for one that starts.
+    # A fifth of it is waited for a server that hangs, and two fifths for one that starts.
     setting = Setting(tmp_path, vllm_python=python, query_len=40, ddp_timeout=40)
     setting.sync()
     old = setting.sampled()
@@ -280,7 +280,7 @@ def test_a_server_that_dies_or_hangs_while_it_loads_weights_is_started_on_them(
     assert torch.equal(whole.sampled().responses, new.responses)
 
 
-@pytest.mark.parametrize(("ends", "timeout"), [("", 2), ("fake.lives = False", 1800)], ids=["hangs", "ends"])
+@pytest.mark.parametrize(("ends", "timeout"), [("", 5), ("fake.lives = False", 1800)], ids=["hangs", "ends"])
 def test_a_server_that_hangs_in_a_rollout_is_started_again_after_one_timeout_and_one_that_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, timeout: int
 ) -> None:
@@ -356,6 +356,35 @@ def test_a_server_that_sleeps_is_woken_once_before_it_samples_or_loads(started: 
     await_all([server.sleep()])
     started.sync()
     assert torch.equal(started.sampled().responses, expected.responses)
+
+
+def test_a_server_that_ends_instead_of_going_to_sleep_sleeps_once_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = """
+import os
+mark = words[words.index("--uds") + 1] + ".died"
+def before(path, body):
+    if path.startswith("/sleep") and not os.path.exists(mark):
+        open(mark, "w").close()
+        os._exit(1)
+fake.before = before
+"""
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=dies), query_len=40)
+    setting.sync()
+    (server,) = setting.backend.servers
+    # As on a GPU, while the stand-in is started as on a CPU.
+    for name in ("server_command", "server_variables"):
+        started = getattr(local_server, name)
+        on_cpu = lambda *given, started=started: started(*(torch.device("cpu") if d is gpu else d for d in given))  # noqa: E731
+        monkeypatch.setattr(local_server, name, on_cpu)
+    server.device = gpu = torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match="and is started again"):
+        setting.backend.sleep()
+    assert server.asleep
+    setting.backend.wake()
+    assert not server.asleep
+    setting.sampled()
 
 
 def test_a_server_that_cannot_wake_up_is_started_again(started: Setting, tmp_path: Path) -> None:

@@ -51,7 +51,13 @@ def started(folder: Path, family: str) -> tuple[subprocess.Popen[bytes], str]:
         "--dtype float32 --max-model-len 128 --block-size 32 --enforce-eager --no-enable-chunked-prefill "
         "--enable-lora --max-lora-rank 8 --max-cpu-loras 2"
     )
-    own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "TORCHDYNAMO_DISABLE": "1"}
+    own = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [PYTHON, *words.split()],

@@ -60,6 +60,21 @@ def test_a_decorator_may_supply_an_argument_that_is_no_column():
     assert score(named).rewards.tolist() == [17.0, 13.0, 16.0]
 
 
+def test_a_decorator_that_passes_on_what_it_gets_requires_what_the_function_requires():
+    def logged(function):
+        @functools.wraps(function)
+        def decorated(*arguments, **keywords):
+            return function(*arguments, **keywords)
+
+        return decorated
+
+    @logged
+    def named(completions, answer): ...
+
+    with pytest.raises(ValueError, match="answer"):
+        check_columns(named, "train set", ["prompt", "level"])
+
+
 def test_a_wrapper_without_a_signature_of_its_own_gets_what_the_function_names():
     @functools.lru_cache
     def cached(completions, level, bonus=1):

@@ -47,7 +47,7 @@ def test_generate_draws_from_its_own_seed_only(trainer):
 
 
 def test_what_generate_cannot_answer_is_refused(trainer):
-    for given in ([], ["w10", [{"role": "user", "content": "w10"}]]):
+    for given in ([], None, {"role": "user", "content": "w10"}, ["w10", [{"role": "user", "content": "w10"}]]):
         with pytest.raises(ValueError, match="give one or more texts, or lists of messages"):
             trainer.generate(given)
     with pytest.raises(ValueError, match=r"the prompt \(1\) \+ max_new_tokens \(512\) is more than .* \(512\)"):

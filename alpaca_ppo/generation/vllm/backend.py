@@ -28,7 +28,7 @@ from alpaca_ppo.generation.vllm import weights as files
 from alpaca_ppo.generation.vllm.local_server import LocalServer
 from alpaca_ppo.generation.vllm.process import ServerProcess, check_options
 from alpaca_ppo.generation.vllm.sampling import Sampling
-from alpaca_ppo.generation.vllm.server import Publication, Server, together
+from alpaca_ppo.generation.vllm.server import REQUEST_SHARE, Publication, Server, together
 from alpaca_ppo.models.policy import Policy
 from alpaca_ppo.types import PromptBatch
 
@@ -176,7 +176,8 @@ class VLLMBackend(Backend):
                 f"prompt and response have up to {longest} tokens, but the vLLM server takes {most}; start it with a "
                 "longer --max-model-len (vllm_args)"
             )
-        return Sampling(self.servers, self.args.ddp_timeout, model, prompts, params, options).run()
+        timeout = REQUEST_SHARE * self.args.ddp_timeout
+        return Sampling(self.servers, timeout, model, prompts, params, options).run()
 
 
 def _on_all_ranks(work: Callable[[], None]) -> None:

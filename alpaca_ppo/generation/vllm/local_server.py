@@ -67,6 +67,9 @@ class LocalServer(Server):
         """Frees memory of the GPU that it shares with this process."""
         if self.device.type == "cuda" and self.loaded is not None:
             self._attempt(self.sleep(), self.loaded, poll)
+            if not self.asleep:
+                # It was started again.
+                together([self.sleep()], poll)
 
     def _attempt(self, call: Coroutine[Any, Any, None], weights: Publication, poll: Callable[[], Any]) -> None:
         """Awaits `call`; if the server has ended, or gives no usable answer, starts it again on `weights`."""

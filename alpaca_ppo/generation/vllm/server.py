@@ -24,9 +24,9 @@ VERSIONS = "0.32"
 # The name under which servers that this package starts serve the model.
 MODEL = "policy"
 _ASK_SECONDS = 60.0
-# The parts of `ddp_timeout` in which a server must start, and check, load, wake up or sleep. A start after a hang, and
-# one more hang, must end before the other processes give up.
-START_SHARE, CALL_SHARE = 0.5, 0.2
+# The parts of `ddp_timeout` in which a server must start, answer a request for tokens, and do anything else. A hang,
+# the start after it, and what then has to be done again must end before the other processes give up.
+START_SHARE, REQUEST_SHARE, CALL_SHARE = 0.4, 0.4, 0.2
 # After which a server that still works is asked whether its engine lives.
 _HEALTH_SECONDS = 2.0
 # Attempts to empty the prefix cache, a tenth of a second apart: abandoned requests may still hold blocks of it.
@@ -160,7 +160,7 @@ class Server:
                     f"in {dtype}; set vllm_dtype to the former, or start it with --dtype and the latter"
                 )
             self.half_precision, self.longest_row = config["dtype"] != "torch.float32", config["max_model_len"]
-            if type(self.longest_row) is not int:
+            if type(self.longest_row) is not int or self.longest_row < 2:
                 raise TypeError(f"max_model_len is {self.longest_row!r}")
             if config["logprobs_mode"] != "processed_logprobs":
                 missing = ["--logprobs-mode processed_logprobs"]
@@ -194,6 +194,14 @@ class Server:
             RequestFailed: without a usable answer.
         """
         old = self.loaded
+        if old is not None and old.adapter is not None:
+            # The base, which is not loaded anew, may be another one if somebody has started the server again.
+            answer = await self._probe([0])
+            if (found := _versions(answer["choices"][0])) != [old.version]:
+                raise ValueError(
+                    f"the vLLM server at {self.name} has weights {', '.join(found)} instead of {old.version}: it was "
+                    "started again, or another run uses it; resume from the last checkpoint, with a server for this run"
+                )
         if old is None:
             # What it then leaves as it is, is seen to be zero, whatever it held before and however it is stored.
             await self._ask_patiently("/weight_checker", {"action": "reset"})
@@ -234,9 +242,8 @@ class Server:
                 names = ", ".join(sorted(stale)[:3]) or "none of them"
                 problem = f"holds other weights than the published ones ({names})"
         # The same prompt every time: after the reset, the first blocks of it must be computed anew.
-        prompt = {"token_ids": [0] * min(self.longest_row - 1, _PROBE), "sampling_params": {"max_tokens": 1}}
         before = await self._cached_tokens()
-        await self._ask_patiently("/inference/v1/generate", {"model": self._model, **prompt})
+        await self._probe([0] * min(self.longest_row - 1, _PROBE))
         if await self._cached_tokens() > before:
             problem = "answers from the prefix cache of older weights"
         if problem:
@@ -244,13 +251,18 @@ class Server:
         # Only now, so that they are those of `loaded`.
         self._held, self._comparable = held, self._comparable or equal
 
+    async def _probe(self, tokens: list[int]) -> Any:
+        """The answer to a request for one token, without an adapter."""
+        body = {"model": self._model, "token_ids": tokens, "sampling_params": {"max_tokens": 1}}
+        return await self._ask_patiently("/inference/v1/generate", body)
+
     async def _checksums(self) -> dict[str, str]:
-        """SHA-256 of the weights that it holds, by name; of parts on several GPUs, only of those that are all alike."""
+        """SHA-256 of the weights that it holds, by name; of parts on several GPUs that are not alike, all of them."""
         answer = await self._ask_patiently("/weight_checker", {"action": "checksum"})
-        found = dict[str, set[str]]()
-        for name, digest in answer["checksums"].items():
-            found.setdefault(name.rpartition(":")[2].replace(".base_layer", ""), set()).add(digest)
-        return {name: digests.pop() for name, digests in found.items() if len(digests) == 1}
+        found = dict[str, list[str]]()
+        for name, digest in sorted(answer["checksums"].items()):
+            found.setdefault(name.rpartition(":")[2].replace(".base_layer", ""), []).append(digest)
+        return {name: digests[0] if len({*digests}) == 1 else " ".join(digests) for name, digests in found.items()}
 
     async def _cached_tokens(self) -> float:
         """How many tokens of prompts it has found in its prefix cache so far."""
@@ -317,7 +329,7 @@ def _parsed(answer: Any, params: dict[str, Any], version: str, vocab_size: int) 
     entries = [(entry["token_id"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
     if not all(type(token) is int for token in tokens) or not all(type(value) in (int, float) for _, value in entries):
         raise TypeError("a token or a log-prob is no number")
-    versions = sorted({str(span["version"]) for span in choice["weight_versions"]})
+    versions = _versions(choice)
     problems = {
         f"it is of weights {', '.join(versions)} instead of {version}": versions != [version],
         f"{len(tokens)} tokens instead of 1 to {most}": not 1 <= len(tokens) <= most,
@@ -331,6 +343,11 @@ def _parsed(answer: Any, params: dict[str, Any], version: str, vocab_size: int) 
         if is_there:
             raise ValueError(problem)
     return tokens, [value if value > _NOT_FINITE else math.nan for _, value in entries]
+
+
+def _versions(choice: Any) -> list[str]:
+    """The versions of the weights that have sampled the tokens of an answer."""
+    return sorted({str(span["version"]) for span in choice["weight_versions"]})
 
 
 def check_version(version: str, where: str) -> None:
