@@ -41,8 +41,8 @@ def report(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """Writes the models of a checkpoint, or of a run's newest one, as folders."""
     description = (
-        "Writes the models of a checkpoint as a run writes its last ones into final: FOLDER/policy (an adapter, if one "
-        "was trained), FOLDER/value and, with --merge, FOLDER/merged."
+        "Writes the models of a checkpoint into FOLDER, which then looks like final in a run: policy (an adapter, if one "
+        "was trained), value and, with --merge, merged."
     )
     parser = argparse.ArgumentParser(prog="alpaca-ppo export", description=description, allow_abbrev=False)
     add = parser.add_argument
@@ -78,7 +78,7 @@ def export(argv: Sequence[str]) -> int:
         script.model_name_or_path, script.value_model_name_or_path, rewards, lora.peft_config("CAUSAL_LM"), config
     )
     restore_models(checkpoint, actor_critic)
-    # The user may have renamed the folder.
+    # Of a renamed folder, such as checkpoint-best, the step is not known.
     number = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
     step = int(number[1]) if number else 0
     tokenizer = load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code)

@@ -123,8 +123,8 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
     """A DeepSpeed configuration with "auto" and missing entries set from the run's options.
 
     Raises:
-        ValueError: for an entry that contradicts these, an optimizer or a scheduler, and for float32 gradients under
-            ZeRO 1 in bf16.
+        ValueError: for an entry that contradicts these or is unknown, such as an optimizer, for offload_param below
+            stage 3, and for float32 gradients under ZeRO 1 in bf16.
     """
     rows = args.step_per_device_batch_size
     # Only for DeepSpeed's check of the batch size; optimizer steps may have other numbers of micro-batches.
@@ -154,7 +154,9 @@ def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args:
     nested = (f"{section}.{key}" for section in ("data_types", "aio") for key in config.get(section, {}))
     for name in (*config, *nested):
         if name not in (*_PRECISIONS, *_ENTRIES):
-            raise ValueError(f"the DeepSpeed configuration has {name!r}; remove it: the run's options decide instead")
+            raise ValueError(
+                f"the DeepSpeed configuration has {name!r}; remove it: it is misspelt, or the run's options decide it"
+            )
     given = {name: config.get(name, "auto") for name in from_run}
     given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in _PRECISIONS}
     precisions = {f"{name}.enabled": is_bf16 and args.bf16 for name, is_bf16 in _PRECISIONS.items()}

@@ -181,9 +181,11 @@ class _Passes:
             forward_responses(self._actor_critic, self._forward_rows, with_critic=critic is not None, **options)
 
     def _backward(self, trained: Sequence[nn.Parameter]) -> None:
-        """The micro-batch, beside the gradients of earlier ones."""
+        """Runs forward and backward of the largest micro-batch while each of `trained` has a gradient, as of earlier
+        ones.
+        """
 
-        def loss_of(part: str) -> Any:
+        def sum_of(part: str) -> Any:
             return lambda rows, outputs: (getattr(outputs, part).float().sum(), {})
 
         for parameter in trained:
@@ -199,4 +201,4 @@ class _Passes:
             backward=Tensor.backward,
         )
         updater = Updater(engine, schedules=cast(Any, None), args=self._args)
-        updater.backward(self._micro_batch, loss_of("logprobs"), loss_of("predictions"))
+        updater.backward(self._micro_batch, sum_of("logprobs"), sum_of("predictions"))

@@ -73,9 +73,10 @@ def correctness(record: ResponseRecord, settings: EvaluationSettings) -> float |
 
 
 def summarize(records: Sequence[ResponseRecord], settings: EvaluationSettings) -> dict[str, float]:
-    """Returns the metrics of one eval set, each with a standard error over prompts under `<name>_se`; NaN without
-    numbers. `<name>_missing` is the number of responses without a value, if there are any. pass@k leaves out prompts
-    with fewer than k responses that have a score and are not masked.
+    """Returns the metrics of one eval set, from its responses that are not masked; NaN without numbers.
+
+    Values, pass@k, avg@n and the win rate have a standard error over prompts under `<name>_se`. `<name>_missing` is the
+    number of responses without a value, if there are any. pass@k leaves out prompts with fewer than k scored responses.
     """
     groups: dict[int, list[ResponseRecord]] = {}
     for record in records:

@@ -82,7 +82,7 @@ def register_adv_estimator(
         uses_gamma: reads `gamma`; without it and without a critic, a `gamma` other than 1 is refused.
 
     Raises:
-        ValueError: for the name of a built-in one, and one with other signs. A registered one is replaced.
+        ValueError: if `name` is built in, is empty, or has a space, comma or colon. One of a user's is replaced.
     """
     return ADV_ESTIMATORS.register(
         name,

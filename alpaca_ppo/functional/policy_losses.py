@@ -63,7 +63,7 @@ def register_policy_loss(
         loss_agg_mode: the only one that the loss allows; None = all of them.
 
     Raises:
-        ValueError: for the name of a built-in one, and one with other signs. A registered one is replaced.
+        ValueError: if `name` is built in, is empty, or has a space, comma or colon. One of a user's is replaced.
     """
     return POLICY_LOSSES.register(name, clips=clips, dual_clip=dual_clip, loss_agg_mode=loss_agg_mode)
 

@@ -359,8 +359,12 @@ class _SlotLoop:
         return [self._between_turns.pop(slot)]
 
 
+# Models that can be sampled in slots, also those with hooks, which a `Trial` would try again.
+_models_without_problem: WeakSet[PreTrainedModel] = WeakSet()
+
+
 def slot_problem(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot be sampled in slots; None if it can, with the attention of `models.packed_attention`."""
+    """Why `model` cannot be sampled in slots; None if it can, with the attention of `packed_attention` installed."""
     if model in _models_without_problem:
         return None
     if problem := packing_problem(model):
@@ -395,4 +399,3 @@ def _compare_slots(model: PreTrainedModel) -> str | None:
 
 
 _slot_trial = Trial(_compare_slots)
-_models_without_problem: WeakSet[PreTrainedModel] = WeakSet()

@@ -6,6 +6,7 @@ line: a shell itself says with `printf '%q '` what the words of that command are
 """
 
 import re
+from collections.abc import Iterator
 from itertools import dropwhile
 from pathlib import Path
 
@@ -44,28 +45,36 @@ def overrides_of_shell(text: str, file: str) -> list[str]:
     """The overrides that the shell script `text` gives verl, in their order.
 
     Raises:
-        ValueError: begins with the name `file`; if it does not start one training, or has more than is read here.
+        ValueError: if it does not start verl once, or has more than is read here; begins with the name `file`.
     """
-    variables, starts, command = {"HOME": str(Path.home())}, list[list[str]](), list[re.Match[str]]()
+    variables = {"HOME": str(Path.home())}
+    starts: list[list[str]] = []
+    for line, words in _commands(text):
+        exports = words[0] == "export"
+        targets = words[1:] if exports else words
+        assigned = [found for word in targets if (found := _ASSIGNMENT.fullmatch(word))]
+        try:
+            if len(assigned) == len(targets) and (exports or len(targets) == 1):
+                # `export` assigns after all its words are expanded.
+                variables.update([(found[1], _expanded(found[2], variables)) for found in assigned])
+            elif not re.fullmatch(_HARMLESS, " ".join(words), _FLAGS):
+                starts.append(_overrides(words, variables))
+        except LookupError as error:
+            raise ValueError(f"{file}, line {line}: `{error}` is more than migrate reads; {_REMEDY}") from None
+    if len(starts) != 1:
+        raise ValueError(f"{file} starts verl.trainer.main_ppo {len(starts)} times; give a script that starts it once")
+    return starts[0]
+
+
+def _commands(text: str) -> Iterator[tuple[int, list[str]]]:
+    """The commands of a script: the line, from 1, at which each begins, and its words."""
+    command: list[re.Match[str]] = []
     for token in re.finditer(_TOKEN, text + "\n\n", _FLAGS):
         if token["word"]:
             command.append(token)
         elif token["end"] and command:
-            words = [word[0] for word in command]
-            assigned = [found for word in words if (found := _ASSIGNMENT.fullmatch(word))]
-            try:
-                # `export` assigns after all its words are expanded; without it, each would see those before.
-                if len(words) == 1 == len(assigned) or (words[0] == "export" and len(words) == 1 + len(assigned)):
-                    variables.update([(found[1], _expanded(found[2], variables)) for found in assigned])
-                elif not re.fullmatch(_HARMLESS, " ".join(words), _FLAGS):
-                    starts.append(_overrides(words, variables))
-            except LookupError as error:
-                line = text.count("\n", 0, command[0].start()) + 1
-                raise ValueError(f"{file}, line {line}: `{error}` is more than migrate reads; {_REMEDY}") from None
+            yield text.count("\n", 0, command[0].start()) + 1, [word[0] for word in command]
             command = []
-    if len(starts) != 1:
-        raise ValueError(f"{file} starts verl.trainer.main_ppo {len(starts)} times; give a script that starts it once")
-    return starts[0]
 
 
 def _overrides(words: list[str], variables: dict[str, str]) -> list[str]:

@@ -103,7 +103,9 @@ def fit_rows(reader: Policy | Critic, backbone: Any, args: PPOConfig, *, owner: 
 
 
 def _try_packing(backbone: PreTrainedModel) -> str | None:
-    """Why rows end to end do not have the states of padded ones, or None. Leaves any attention in `backbone`."""
+    """Why rows end to end do not have the states of padded ones, or None. Which attention `backbone` has afterwards is
+    open.
+    """
     padded_rows, packed = _trial_rows(backbone)
     if packed_attention.is_installed(backbone):
         packed_attention.uninstall_attention(backbone)

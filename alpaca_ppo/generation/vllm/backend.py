@@ -116,10 +116,15 @@ class VLLMBackend(Backend):
         if policy.adapters is not None:
             config = policy.adapters.config_of(POLICY)
             self._lora_rank = max([config.r, *(config.rank_pattern or {}).values()])
-        local_rank = self._share_folder(policy)
+        state = PartialState()
+        # Servers on other machines read the files from output_dir, which one process writes: all count as one machine.
+        remote = not all(map(is_this_machine, self._urls))
+        machines = gather_list("" if remote else platform.node(), state)
+        peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
+        self._share_folder(policy, writer=peers[0], in_output_dir=remote)
         if self._urls:
             # Each process sends its first prompt to another server.
-            first = local_rank % len(self._urls)
+            first = peers.index(state.process_index) % len(self._urls)
             urls, timeout = self._urls[first:] + self._urls[:first], self.args.ddp_timeout
             self.servers = [Server(url, timeout=timeout) for url in urls]
             lora = self._lora_rank > 0
@@ -129,24 +134,20 @@ class VLLMBackend(Backend):
             self._local = LocalServer(self.args, self._folder, self._dtype, self._lora_rank, policy.model.device)
             self.servers = [self._local]
 
-    def _share_folder(self, policy: Policy) -> int:
-        """Makes one folder for the processes of a machine; returns the rank of this process among them."""
+    def _share_folder(self, policy: Policy, *, writer: int, in_output_dir: bool) -> None:
+        """Sets the folder of the weights, which the rank `writer` makes for the processes of its machine."""
         state = PartialState()
-        # Servers on other machines read the files from output_dir, which one process writes: all count as one machine.
-        remote = not all(map(is_this_machine, self._urls))
-        machines = gather_list("" if remote else platform.node(), state)
-        peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
-        self._writer = peers[0]
-        self._writes = state.process_index == self._writer
+        self._writer, self._writes = writer, state.process_index == writer
         with raise_on_all_ranks(state):
             if self._writes:
                 output_dir = Path(self.args.output_dir).absolute()
                 output_dir.mkdir(parents=True, exist_ok=True)
-                self._folder = files.make_folder(output_dir if remote else None, files.bytes_of(policy, self._dtype))
+                self._folder = files.make_folder(
+                    output_dir if in_output_dir else None, files.bytes_of(policy, self._dtype)
+                )
                 # A watchdog without a server.
                 self._guard = ServerProcess(command=[], variables={}, log=Path(os.devnull), folders=[self._folder])
-        self._folder = gather_list(self._folder, state)[self._writer]
-        return peers.index(state.process_index)
+        self._folder = gather_list(self._folder, state)[writer]
 
     def _load(self, new: Publication) -> None:
         """Loads weights into the server of this process, or, on the first process of a machine, into `vllm_urls`."""

@@ -180,20 +180,19 @@ class Sampling:
         return True
 
     def _append_sampled(self, row: _Row, tokens: list[int], logprobs: list[float]) -> None:
-        """Appends the sampled tokens up to the one that ends the turn; if none does, asks for more."""
-        start, count = len(row.tokens), len(tokens)
-        # The state of stop strings advances by one token per call.
-        step = 1 if self._params.stop_strings else count
-        ids = torch.tensor(tokens)
-        positions = torch.arange(start, start + count) - row.turn_start
-        for first in range(0, count, step):
-            part = slice(first, first + step)
+        """Appends the sampled tokens up to the one that ends the turn. Without one, asks for more, up to the limit."""
+        start = len(row.tokens) - row.turn_start
+        ids, positions = torch.tensor(tokens), torch.arange(start, start + len(tokens))
+        # The rule takes a token of each row. Without stop strings it keeps no state, so all tokens may pass for rows.
+        size, kept = 1 if self._params.stop_strings else len(tokens), len(tokens)
+        for first in range(0, len(tokens), size):
+            part = slice(first, first + size)
             ends, row.matched = self._rule(ids[part], positions[part], row.matched)
             row.stopped = bool(ends.any())
             if row.stopped:
-                count = first + int(ends.int().argmax()) + 1
+                kept = first + int(ends.int().argmax()) + 1
                 break
-        row.append(tokens[:count], logprobs[:count], chosen=True)
+        row.append(tokens[:kept], logprobs[:kept], chosen=True)
         if row.stopped or len(row.tokens) == self._limit(row, row.turn_start):
             self._end_turn(row)
         else:

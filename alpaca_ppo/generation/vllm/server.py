@@ -73,13 +73,13 @@ def together(calls: Iterable[Awaitable[Any]], poll: Callable[[], Any] = lambda: 
             raise value
 
 
-def _named(method: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[Any, Any, None]]:
-    """Makes a method of `Server` raise, with its name, ValueError for an answer in which a field is missing or has
-    another type, and RequestFailed once it takes too long.
+def _limited(method: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[Any, Any, None]]:
+    """Gives a method of `Server` its `patience`, after which it raises RequestFailed. For an answer in which a field is
+    missing or has another type, it raises ValueError. Both name the server.
     """
 
     @wraps(method)
-    async def named(server: "Server", *args: Any, **keywords: Any) -> None:
+    async def limited(server: "Server", *args: Any, **keywords: Any) -> None:
         try:
             async with asyncio.timeout(server.patience):
                 await method(server, *args, **keywords)
@@ -88,7 +88,7 @@ def _named(method: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[An
         except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"the vLLM server at {server.name} gave a wrong answer: {error_text(error)}") from error
 
-    return named
+    return limited
 
 
 class Server:
@@ -135,7 +135,7 @@ class Server:
         """Whether it answers at all, and its engine lives; calls `poll` meanwhile."""
         return not isinstance(await_all([self.ask("/health", parse=str)], poll)[0], RequestFailed)
 
-    @_named
+    @_limited
     async def check(self, folder: Path | None, dtype: torch.dtype, *, lora: bool) -> None:
         """Checks how the server was started, and sets `half_precision` and `longest_row`. It must hold its weights in
         `dtype`, in which they are written, and load adapters if `lora`. `folder` is where weights are written for a
@@ -184,7 +184,7 @@ class Server:
                 f"host or container that folder under the same path: {error}"
             ) from error
 
-    @_named
+    @_limited
     async def load(self, new: Publication) -> None:
         """Loads weights, empties the cache of what older ones computed, and checks both.
 
@@ -274,14 +274,14 @@ class Server:
             raise TypeError(f"vllm:prefix_cache_hits_total is {' and '.join(found)}")
         return sum(map(float, found))
 
-    @_named
+    @_limited
     async def wake(self) -> None:
         """Restores the memory that `sleep` has freed. Memory that is mapped already must not be mapped again."""
         if self.asleep:
             await self._ask_patiently("/wake_up", {})
             self.asleep = False
 
-    @_named
+    @_limited
     async def sleep(self) -> None:
         """Frees memory of its GPU: weights go to the host, the cache is dropped.
 
