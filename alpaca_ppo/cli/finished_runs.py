@@ -41,8 +41,8 @@ def report(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """Writes the models of a checkpoint, or of a run's newest one, as folders."""
     description = (
-        "Writes the models of a checkpoint into FOLDER, which then looks like a run's final: policy (an adapter, if one "
-        "was trained), value and, with --merge, merged."
+        "Writes the models of a checkpoint into FOLDER, which then looks like a run's final: policy (an adapter, if "
+        "one was trained), value and, with --merge, merged."
     )
     parser = argparse.ArgumentParser(prog="alpaca-ppo export", description=description, allow_abbrev=False)
     add = parser.add_argument
