@@ -22,7 +22,8 @@ def bit_sum(tensor: Tensor, dtype: torch.dtype | None = None, *, start: int = 0,
     """
     to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    keys = (torch.arange(start, start + _PIECE + 1, device=tensor.device) * _KEY * ordered).int()
+    size = min(_PIECE, tensor.numel())
+    keys = (torch.arange(start, start + size + 1, device=tensor.device) * _KEY * ordered).int()
     for piece in tensor.detach().flatten().split(_PIECE):
         bits = piece.to(to).view(_INTEGERS[to.itemsize]) ^ keys[: len(piece)]
         # Not of the bits themselves: small changes of several elements might cancel.
