@@ -89,9 +89,8 @@ class AdapterSet:
             lora_config(config, f"{field} {folder}")
             weights = {key: value for key, value in tensors.items() if not is_head(key)}
             if different := sorted(set(get_peft_model_state_dict(self.peft, adapter_name=name)) ^ set(weights)):
-                raise ValueError(
-                    f"the adapter in {folder} does not fit its base: {', '.join(different[:3])} missing or unexpected"
-                )
+                names = ", ".join(different[:3])
+                raise ValueError(f"the adapter in {folder} does not fit its base: {names} missing or unexpected")
             set_peft_model_state_dict(self.peft, weights, adapter_name=name)
         except ValueError:
             self.peft.delete_adapter(name)

@@ -112,10 +112,9 @@ def check_head(model: PreTrainedModel, config: LoraConfig) -> None:
     head = model.get_output_embeddings()
     # PEFT's layers have children.
     if not isinstance(head, nn.Linear) or list(head.children()):
-        raise ValueError(
-            f"the adapter adapts the language-model head (target_modules {config.target_modules}, modules_to_save "
-            f"{config.modules_to_save}), whose logits are computed without one; leave the head out"
-        )
+        # Logits are computed without an adapter.
+        names = f"target_modules {config.target_modules}, modules_to_save {config.modules_to_save}"
+        raise ValueError(f"the adapter adapts the language-model head ({names}); leave the head out")
 
 
 def raise_precision(peft: PeftModel) -> None:

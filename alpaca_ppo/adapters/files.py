@@ -65,10 +65,8 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(f"{field} is a {type(config).__name__}; use a peft.LoraConfig (LoRA, DoRA or rsLoRA)")
     if config.init_lora_weights not in (True, "gaussian"):
-        raise ValueError(
-            f"{field} has init_lora_weights {config.init_lora_weights!r}, with which training would not start from "
-            "the base, the reference; set it to True or 'gaussian'"
-        )
+        # Training would not start from the base, the reference.
+        raise ValueError(f"{field} has init_lora_weights {config.init_lora_weights!r}; set it to True or 'gaussian'")
     plain = LoraConfig()
     for name in sorted({entry.name for entry in dataclasses.fields(config)} - _PLAIN_FIELDS):
         value, default = getattr(config, name), getattr(plain, name, None)
@@ -204,10 +202,8 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
         needed = _needed_shape(key, shape, layers, hidden)
         if shape != needed:
             here = "is not there" if needed is None else f"needs {needed}"
-            raise ValueError(
-                f"{field} {name} does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer "
-                f"{here}; use an adapter of this base"
-            )
+            problem = f"does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer {here}"
+            raise ValueError(f"{field} {name} {problem}; use an adapter of this base")
 
 
 def _needed_shape(key: str, shape: Shape, layers: Mapping[str, nn.Module], hidden: int) -> Shape | None:

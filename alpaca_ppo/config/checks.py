@@ -63,24 +63,20 @@ def check_combinations(config: Any) -> None:
 
 
 def _check_learning(config: Any) -> None:
-    if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
-        raise ValueError(
-            f"adv_estimator is {config.adv_estimator!r}, but num_return_sequences is 1; set it to 2 or more, or choose "
-            f"one of {', '.join(ADV_ESTIMATORS.names_with(needs_group=False))}"
-        )
+    estimator = config.adv_estimator
+    if ADV_ESTIMATORS.trait(estimator, "needs_group") and config.num_return_sequences == 1:
+        others = ", ".join(ADV_ESTIMATORS.names_with(needs_group=False))
+        raise ValueError(f"adv_estimator is {estimator!r}, but num_return_sequences is 1; set 2, or one of {others}")
     mode = POLICY_LOSSES.trait(config.policy_loss, "loss_agg_mode")
     if mode is not None and config.loss_agg_mode != mode:
         raise ValueError(f"policy_loss {config.policy_loss!r} needs loss_agg_mode {mode}, not {config.loss_agg_mode}")
     if config.kl_loss_coef and KL_ESTIMATORS.trait(config.kl_loss_type, "kink_at_zero"):
         # A tolerance around 0 would have to know the rounding of the model's dtype and kernels.
-        raise ValueError(
-            f"kl_loss_type is {config.kl_loss_type!r}, whose gradient jumps where the policy equals the reference; "
-            f"set kl_loss_type to one of {', '.join(KL_ESTIMATORS.names_with(kink_at_zero=False))}"
-        )
-    if config.kl_controller == "horizon" and config.responses_per_step >= 5 * config.kl_horizon:
-        raise ValueError(
-            f"kl_horizon is {config.kl_horizon}; below {config.responses_per_step // 5 + 1}, kl_coef may be negative"
-        )
+        smooth = " or ".join(KL_ESTIMATORS.names_with(kink_at_zero=False))
+        raise ValueError(f"kl_loss_type is {config.kl_loss_type!r}, whose gradient jumps at 0; set it to {smooth}")
+    least_horizon = config.responses_per_step // 5 + 1
+    if config.kl_controller == "horizon" and config.kl_horizon < least_horizon:
+        raise ValueError(f"kl_horizon is {config.kl_horizon}; below {least_horizon}, kl_coef may be negative")
     if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
         both = f"kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}"
         raise ValueError(f"reference is 'none', but {both}; set both to 0, or keep a reference")

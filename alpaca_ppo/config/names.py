@@ -30,16 +30,13 @@ def check_model_name(field: str, name: str | None) -> None:
     """
     if name is None or os.path.isdir(name):
         return
+    problem = path_problem(name)
     if _HUB_ID.fullmatch(name) is None:
-        raise ValueError(
-            f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{path_problem(name)}"
-        )
+        raise ValueError(f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{problem}")
     is_misspelt = "/" not in name and not os.path.isfile(name) and _similar_path(name, "folder")
     would_be_in_a_folder = os.path.isdir(os.path.dirname(name))
     if is_misspelt or would_be_in_a_folder:
-        raise ValueError(
-            f"{field} is {name!r}, but{path_problem(name)} (for one on the hub, start from another folder)"
-        )
+        raise ValueError(f"{field} is {name!r}, but{problem} (for one on the hub, start from another folder)")
 
 
 def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
@@ -152,10 +149,9 @@ def check_url(name: str, url: str) -> None:
     except ValueError:
         valid = False
     if not valid or not url.isprintable():
-        # Cut by hand, because urlsplit does not recognise user and password in an address without a scheme.
-        raise ValueError(
-            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, no address such as http://localhost:8000/score"
-        )
+        # By hand, because urlsplit does not recognise user and password in an address without a scheme.
+        without_credentials = url.rpartition("@")[2].partition("?")[0]
+        raise ValueError(f"{name} holds {without_credentials!r}, no address such as http://localhost:8000/score")
 
 
 def is_this_machine(url: str) -> bool:

@@ -179,10 +179,8 @@ def generate(
         unreported.difference_update(finished_rows)
         if len(bad := (~finished.logprobs.isfinite()).nonzero()):
             row, position = bad[0].tolist()
-            raise ValueError(
-                f"logits of row {finished_rows[row]} are not finite at response position {position}: the weights have "
-                "diverged, or half precision overflows"
-            )
+            where = f"row {finished_rows[row]} are not finite at response position {position}"
+            raise ValueError(f"logits of {where}: the weights have diverged, or half precision overflows")
         hooks.on_finished(finished_rows, finished)
 
     trimmed = _trimmed(prompts, model.device)

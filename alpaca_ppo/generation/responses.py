@@ -61,9 +61,7 @@ class SamplingParams:
         """Returns the key of each response's stream of random numbers, (P * n,) int64, prompt-major, for `prompt_ids`
         (P,) int64. `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
         """
-        sample_ids = None
-        if self.sample_ids is not None:
-            sample_ids = torch.tensor(self.sample_ids, dtype=torch.int64, device=prompt_ids.device)
+        sample_ids = None if self.sample_ids is None else torch.tensor(self.sample_ids, device=prompt_ids.device)
         return stream_keys(
             seed=self.seed,
             step=self.step,
