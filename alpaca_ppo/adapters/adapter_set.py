@@ -144,10 +144,9 @@ def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
     config = lora_config(config)
     if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
         # PEFT would silently initialize them again; it keeps its table of them on the base model as well.
-        raise ValueError(
-            f"{type(model).__name__} already has adapters {sorted(vars(model).get('peft_config', ()))} in its layers; "
-            "pass their PeftModel without peft_config to train them further, or remove them (base = peft.unload())"
-        )
+        problem = f"already has adapters {sorted(vars(model).get('peft_config', ()))} in its layers"
+        remedy = "pass their PeftModel without peft_config, or remove them (base = peft.unload())"
+        raise ValueError(f"{type(model).__name__} {problem}; {remedy}")
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     adapters = AdapterSet(checks.inject_adapter(PeftModel, model, config))
     try:

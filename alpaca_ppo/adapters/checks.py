@@ -99,10 +99,8 @@ def check_active_adapter(name: str, peft: PeftModel) -> None:
     layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
     active = sorted({other for layer in layers if not layer.disable_adapters for other in layer.active_adapters})
     if active != [name] or any(layer.disable_adapters for layer in layers):
-        raise ValueError(
-            f"the model's adapter {name!r} must be the only active one, but the active ones are {active}: call "
-            f"model.base_model.enable_adapter_layers() and model.set_adapter({name!r}) first"
-        )
+        problem = f"the model's adapter {name!r} must be the only active one, but the active ones are {active}"
+        raise ValueError(f"{problem}: call model.base_model.enable_adapter_layers() and model.set_adapter({name!r})")
     if not any(parameter.requires_grad for key, parameter in peft.named_parameters() if belongs_to(name, key)):
         raise ValueError("the model's adapter is frozen; load it with is_trainable=True")
 

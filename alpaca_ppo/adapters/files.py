@@ -136,10 +136,8 @@ def read_reward_adapter(name: str) -> LoraConfig:
         raise ValueError(f"reward_adapter {name} has modules_to_save {saved} beside its score head; train without them")
     heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
     if len(heads) != 1 or any(len(shape) != 2 or shape[0] != 1 for shape in heads.values()):
-        raise ValueError(
-            f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
-            "alpaca-ppo reward --use_peft"
-        )
+        problem = f"has no score head with one label (its heads: {heads or 'none'})"
+        raise ValueError(f"reward_adapter {name} {problem}; train it with alpaca-ppo reward --use_peft")
     config.modules_to_save = config.task_type = None
     config.inference_mode = True
     config.lora_dropout = 0.0

@@ -84,10 +84,8 @@ def check_no_earlier_run(output_dir: StrPath) -> None:
     else:
         return
     resume = "" if newest is None else f"continue it with {RESUME}, "
-    raise ValueError(
-        f"output_dir ({output_dir}) holds {found}; {resume}choose another output_dir, or let a new trainer delete it "
-        "with overwrite_output_dir: true"
-    )
+    remedy = f"{resume}choose another output_dir, or let a new trainer delete it with overwrite_output_dir: true"
+    raise ValueError(f"output_dir ({output_dir}) holds {found}; {remedy}")
 
 
 def remove_run(output_dir: StrPath) -> None:

@@ -127,10 +127,8 @@ class CheckpointManager:
         """
         folder = self.folder(step)
         if self.best_is_loaded:
-            raise ValueError(
-                f"{folder} cannot be saved: load_best_model_at_end has put the weights of {self.best.folder} into the "
-                "models, and the optimizer has gone on; save before the end of train(), or use save_model"
-            )
+            problem = f"load_best_model_at_end has put the weights of {self.best.folder} into the models"
+            raise ValueError(f"{folder} cannot be saved: {problem}; save before the end of train(), or use save_model")
         if self.is_best(stats):
             self.best.set(stats, step, folder)
         # All ranks gather the sharded state; the main process writes it.

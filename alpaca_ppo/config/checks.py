@@ -86,10 +86,8 @@ def _check_learning(config: Any) -> None:
         raise ValueError(f"value_support is {config.value_support}; give the lowest return first, such as [-10, 10]")
     copies_base = config.reference in ("copy", "copy_offloaded")
     if config.load_in_4bit and (copies_base or (config.uses_critic and config.critic_layout == "separate")):
-        raise ValueError(
-            f"load_in_4bit is True, but critic_layout {config.critic_layout!r} or reference {config.reference!r} "
-            "copies the base; use critic_layout: adapter or shared, and reference: auto"
-        )
+        copied = f"critic_layout {config.critic_layout!r} or reference {config.reference!r} copies the base"
+        raise ValueError(f"load_in_4bit is True, but {copied}; set critic_layout: adapter or shared, reference: auto")
 
 
 def _check_sizes(config: Any) -> None:

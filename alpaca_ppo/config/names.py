@@ -64,13 +64,11 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
         say(f"{field} is {name!r}, a run, whose final/{part} is taken")
         folder = final
     config = Path(folder, "config.json")
-    has_model = config.is_file() or Path(folder, "adapter_config.json").is_file()
-    if not has_model and part is None:
-        remedy = "name one with a config.json, such as alpaca-ppo reward writes"
-        raise ValueError(f"{field} is {name!r}, a folder without a model; {remedy}")
-    if not has_model:
-        remedy = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
-        raise ValueError(f"{field} is {name!r}, a folder without a model or a run's final/{part}; {remedy}")
+    if not config.is_file() and not Path(folder, "adapter_config.json").is_file():
+        remedy = "; name one with a config.json, such as alpaca-ppo reward writes"
+        if part is not None:
+            remedy = f" or a run's final/{part}; make one of a checkpoint with alpaca-ppo export {name} --to FOLDER"
+        raise ValueError(f"{field} is {name!r}, a folder without a model{remedy}")
     classifier = _CLASSIFIER.search(config.read_text(errors="replace")) if config.is_file() else None
     if writes_text and classifier:
         raise ValueError(f"{field} is {name!r}, a {classifier[1]}, which writes no text; name a causal language model")

@@ -74,17 +74,13 @@ class ScriptArguments(CheckedArguments):
         for spec in self.reward_funcs or []:
             module, _, function = spec.rpartition(":")
             if not module or not function.isidentifier():
-                raise ValueError(
-                    f"reward_funcs holds {spec!r}, which is not a function; write module:function or "
-                    "file.py:function, and put models into reward_model_name_or_path"
-                )
+                problem = f"reward_funcs holds {spec!r}, which is not module:function or file.py:function"
+                raise ValueError(f"{problem}; put models into reward_model_name_or_path")
         for url in self.reward_url or []:
             check_url("reward_url", url)
         if self.eval_datasets and (self.eval_dataset_name or self.dataset_test_split):
-            raise ValueError(
-                f"eval_datasets is {self.eval_datasets}, but eval_dataset_name ({self.eval_dataset_name!r}) or "
-                f"dataset_test_split ({self.dataset_test_split!r}) is set too; name every eval set in eval_datasets"
-            )
+            also = f"eval_dataset_name ({self.eval_dataset_name!r}) or dataset_test_split ({self.dataset_test_split!r})"
+            raise ValueError(f"eval_datasets is {self.eval_datasets}, but {also} is set; name all in eval_datasets")
 
     def check_before_loading(self, args: Any) -> None:
         """Checks that there is a reward, that the options of `args`, a `PPOConfig`, have an effect, and that each

@@ -64,10 +64,8 @@ def measure(
                 return passes.measure(modules, replies=replies)
     # What models raise that read values of tensors.
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(
-            f"model_name_or_path {models.policy!r} cannot run without weights ({str(error)[:200]}); start a short run "
-            "and read memory/peak_gib in its metrics.jsonl"
-        ) from error
+        problem = f"model_name_or_path {models.policy!r} cannot run without weights ({str(error)[:200]})"
+        raise ValueError(f"{problem}; read memory/peak_gib in the metrics.jsonl of a short run") from error
 
 
 class _Passes:

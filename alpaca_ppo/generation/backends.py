@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from alpaca_ppo.config.fields import check_fields
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
 from alpaca_ppo.generation.turns import Turns
@@ -165,7 +166,7 @@ def generate(
     if rows_at_once is not None and rows_at_once < 1:
         raise ValueError(f"rows_at_once ({rows_at_once}) must be at least 1; None samples all rows at once")
     if turns is not None:
-        turns.check()
+        check_fields(turns)
     for option, given, taken in (
         ("environments or tools", turns, backend.takes_turns),
         ("stop_strings", params.stop_strings, backend.takes_stop_strings),

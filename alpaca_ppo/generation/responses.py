@@ -6,11 +6,13 @@ backend.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from alpaca_ppo.config.fields import check_fields
 from alpaca_ppo.functional.rng import stream_keys, uniforms
 from alpaca_ppo.generation.stopping import StopStrings
 from alpaca_ppo.generation.token_sampling import choose_tokens
@@ -25,7 +27,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: R, the most tokens of a response, and the width of the result.
-        temperature: > 0; divides the logits, also for log-probs.
+        temperature: divides the logits, also for log-probs; for greedy decoding see `do_sample`.
         pad_token_id: fills the columns after a response; may equal a stop token.
         stop_token_ids: end a response at any position.
         truncate_token_ids: end a response after at least `truncate_after` other tokens.
@@ -33,7 +35,7 @@ class SamplingParams:
         num_return_sequences: n, responses per prompt.
         do_sample: False takes the most likely token (greedy decoding).
         top_k: samples only from the k most likely tokens.
-        top_p: samples only from the most likely tokens that together reach this probability, in (0, 1].
+        top_p: samples only from the most likely tokens that together reach this probability.
         seed: of the run.
         step: of the rollout.
         sampling_round: 0, or the round of `dynamic_sampling` that drew the prompts.
@@ -41,17 +43,17 @@ class SamplingParams:
             `num_return_sequences` is 1; None = 0 for all.
     """
 
-    max_new_tokens: int
-    temperature: float
+    max_new_tokens: Annotated[int, Field(ge=1)]
+    temperature: Annotated[float, Field(gt=0)]
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     truncate_token_ids: tuple[int, ...] = ()
     truncate_after: int = 0
     stop_strings: StopStrings | None = None
-    num_return_sequences: int = 1
+    num_return_sequences: Annotated[int, Field(ge=1)] = 1
     do_sample: bool = True
-    top_k: int | None = None
-    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: int = 0
     step: int = 0
     sampling_round: int = 0
@@ -73,16 +75,9 @@ class SamplingParams:
 
     def check(self) -> None:
         """Raises ValueError for a value that is out of range."""
-        for name in ("max_new_tokens", "num_return_sequences", "top_k"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} ({value}) must be at least 1")
+        check_fields(self)
         if self.sample_ids is not None and self.num_return_sequences != 1:
             raise ValueError(f"num_return_sequences ({self.num_return_sequences}) must be 1 where sample_ids are given")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature ({self.temperature}) must be positive; for greedy decoding: do_sample=False")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p ({self.top_p}) must be in (0, 1]")
 
     def check_full_softmax(self) -> None:
         """Raises ValueError for `top_k` or `top_p`, which training must not use."""

@@ -151,7 +151,7 @@ def test_the_answers_of_one_evaluation_are_the_opponent_of_another_and_each_set_
     [
         ({"eval_dataset_name": None}, "there are no eval prompts"),
         ({}, "there is no reward"),
-        ({"eval_datasets": ["a=b"]}, "eval_datasets is .*name every eval set in eval_datasets"),
+        ({"eval_datasets": ["a=b"]}, "eval_datasets is .*name all in eval_datasets"),
         ({"eval_dataset_name": None, "eval_datasets": ["data.jsonl"]}, "not of the form set=dataset"),
     ],
 )

@@ -155,10 +155,8 @@ class Server:
             config = (await self.ask("/server_info?config_format=json"))["vllm_config"]["model_config"]
             # Rounded to another dtype, a tensor that has changed a little is the same as before.
             if config["dtype"] != str(dtype):
-                raise ValueError(
-                    f"the vLLM server at {self.name} computes in {config['dtype']}, but its weights would be written "
-                    f"in {dtype}; set vllm_dtype to the former, or start it with --dtype and the latter"
-                )
+                problem = f"computes in {config['dtype']}, but its weights would be written in {dtype}"
+                raise ValueError(f"the vLLM server at {self.name} {problem}; set vllm_dtype to the former")
             self.half_precision, self.longest_row = config["dtype"] != "torch.float32", config["max_model_len"]
             if type(self.longest_row) is not int or self.longest_row < 2:
                 raise TypeError(f"max_model_len is {self.longest_row!r}")
