@@ -127,11 +127,8 @@ def warn_of_other_base(folder: str, config: LoraConfig, model: PreTrainedModel) 
     """Warns if the adapter in `folder`, of `config`, names another base than `model`."""
     trained_on, here = config.base_model_name_or_path, model.config.name_or_path
     if trained_on and here and trained_on != here:
-        warnings.warn(
-            f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}; make sure that both "
-            "are the same weights",
-            stacklevel=3,
-        )
+        difference = f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}"
+        warnings.warn(f"{difference}; make sure that both are the same weights", stacklevel=3)
 
 
 def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:

@@ -124,9 +124,8 @@ def raise_precision(peft: PeftModel) -> None:
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             if "lora_" not in name:
-                raise ValueError(
-                    f"{name} would train in {parameter.dtype}; leave it out of modules_to_save, or set dtype: float32"
-                )
+                problem = f"{name} would train in {parameter.dtype}"
+                raise ValueError(f"{problem}; leave it out of modules_to_save, or set dtype: float32")
             parameter.data = parameter.data.float()
 
 

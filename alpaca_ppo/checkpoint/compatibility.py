@@ -163,10 +163,9 @@ def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, An
         more = f" and {len(changes) - _MAX_NAMED} more differences" if len(changes) > _MAX_NAMED else ""
         kinds = [kind for entry, kind in _IGNORED_BY.items() if any(line.startswith(f"{entry}.") for line in changes)]
         remedy = f"set ignore_changes: [{', '.join(dict.fromkeys(kinds))}], " if kinds else ""
-        raise ValueError(
-            f"checkpoint {folder} does not match this run: {', '.join(changes[:_MAX_NAMED])}{more}; change it back, "
-            f"{remedy}or start a new run in another output_dir"
-        )
+        problem = f"does not match this run: {', '.join(changes[:_MAX_NAMED])}{more}"
+        remedy = f"change it back, {remedy}or start a new run in another output_dir"
+        raise ValueError(f"checkpoint {folder} {problem}; {remedy}")
 
 
 def differences(name: str, saved: Any, here: Any) -> Iterator[str]:

@@ -153,9 +153,8 @@ class FolderLock:
             try:
                 self._lock.acquire(timeout=WAIT_SECONDS)
             except Timeout:
-                raise ValueError(
-                    f"output_dir ({self._folder}) is in use, locked {holder}; end that run, or choose another folder"
-                ) from None
+                problem = f"output_dir ({self._folder}) is in use, locked {holder}"
+                raise ValueError(f"{problem}; end that run, or choose another folder") from None
         if self._lock.lock_counter == 1:
             since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
             holder = f"by process {os.getpid()} on {platform.node()}, since {since}"

@@ -97,9 +97,8 @@ def _ask_hub(field: str, name: str) -> None:
     # Which HTTP library raises depends on the version.
     except Exception as error:
         reason = f"cannot be asked ({error})"
-    raise ValueError(
-        f"{field} is {name!r}, but{path_problem(name)}, and the hub {reason}; give a folder, or owner/name"
-    )
+    problem = f"{field} is {name!r}, but{path_problem(name)}, and the hub {reason}"
+    raise ValueError(f"{problem}; give a folder, or owner/name")
 
 
 def check_folder(field: str, name: str) -> Path:

@@ -57,8 +57,11 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
         raise ValueError(f"bf16 is {args.bf16} but the accelerator's mixed_precision is {has!r}; use bf16: true or no")
     if accelerator is None:
         accelerator = _new_accelerator(args)
-    else:
-        _check_given(accelerator, args)
+    elif accelerator.log_with and not accelerator.trackers:
+        names = [str(name) for name in accelerator.log_with]
+        raise ValueError(f"the accelerator has log_with {names} without trackers; call init_trackers, or set report_to")
+    elif args.deepspeed is not None:
+        raise ValueError(f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; leave one out")
     # Otherwise transformers would load parts of models under ZeRO 3 and FSDP. The engine shards them later.
     unset_hf_deepspeed_config()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -89,15 +92,6 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
         # cannot have other settings.
         settings = f"bf16 is {args.bf16} and use_cpu is {args.use_cpu}"
         raise ValueError(f"{settings}, unlike in this process's earlier Accelerator; start a new process") from error
-
-
-def _check_given(accelerator: Accelerator, args: PPOConfig) -> None:
-    """Checks the user's accelerator; raises as `make_accelerator`."""
-    if accelerator.log_with and not accelerator.trackers:
-        names = [str(name) for name in accelerator.log_with]
-        raise ValueError(f"the accelerator has log_with {names} without trackers; call init_trackers, or set report_to")
-    if args.deepspeed is not None:
-        raise ValueError(f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; leave one out")
 
 
 def hardware(accelerator: Accelerator) -> dict[str, Any]:

@@ -120,10 +120,9 @@ class FSDPEngine(Engine):
             whole = [_full(tensor) for tensor in tensors]
         except torch.OutOfMemoryError as error:
             size = sum(tensor.nbytes for tensor in tensors) / 2**30
-            raise torch.OutOfMemoryError(
-                f"process {self.accelerator.process_index} cannot hold all weights of the policy ({size:.3g} GiB), as "
-                f"sampling needs; set generation_backend: vllm, or use a smaller model. {error}"
-            ) from error
+            problem = f"process {self.accelerator.process_index} cannot hold all weights of the policy ({size:.3g} GiB)"
+            remedy = "as sampling needs; set generation_backend: vllm, or use a smaller model"
+            raise torch.OutOfMemoryError(f"{problem}, {remedy}. {error}") from error
         yield whole
 
     @contextmanager

@@ -47,10 +47,8 @@ def limit_threads(accelerator: Accelerator) -> None:
             reason = "1 core is usable" if usable == 1 else f"{usable} cores are usable"
         else:
             reason = f"other programs keep {len(busy & allowed)} of {len(allowed)} cores busy"
-        print(
-            f"torch computes with {share} of {threads} threads{in_each}, because {reason}; for another number, set "
-            "OMP_NUM_THREADS"
-        )
+        choice = f"torch computes with {share} of {threads} threads{in_each}, because {reason}"
+        print(f"{choice}; for another number, set OMP_NUM_THREADS")
 
 
 @functools.cache

@@ -151,7 +151,7 @@ def generate(
         params: how tokens are chosen and what ends a response.
         backend: one, or its name: "slots" is this package's own loop, "generate" runs `model.generate`, "auto" is slots
             where the model allows it.
-        rows_at_once: the most responses to sample at a time; None sets no limit.
+        rows_at_once: the most responses to sample at a time; None or 0 sets no limit.
         turns: how responses go on; None ends each with its first turn.
         hooks: called during sampling.
 
@@ -162,9 +162,7 @@ def generate(
     if isinstance(backend, str):
         backend = make_backend(backend)
     hooks = hooks or SamplingHooks()
-    params.check()
-    if rows_at_once is not None and rows_at_once < 1:
-        raise ValueError(f"rows_at_once ({rows_at_once}) must be at least 1; None samples all rows at once")
+    check_fields(params)
     if turns is not None:
         check_fields(turns)
     for option, given, taken in (

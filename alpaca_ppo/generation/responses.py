@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from alpaca_ppo.config.fields import check_fields
 from alpaca_ppo.functional.rng import stream_keys, uniforms
 from alpaca_ppo.generation.stopping import StopStrings
 from alpaca_ppo.generation.token_sampling import choose_tokens
@@ -63,6 +62,7 @@ class SamplingParams:
         """Returns the key of each response's stream of random numbers, (P * n,) int64, prompt-major, for `prompt_ids`
         (P,) int64. `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
         """
+        assert self.sample_ids is None or self.num_return_sequences == 1
         sample_ids = None if self.sample_ids is None else torch.tensor(self.sample_ids, device=prompt_ids.device)
         return stream_keys(
             seed=self.seed,
@@ -72,12 +72,6 @@ class SamplingParams:
             num_return_sequences=self.num_return_sequences,
             sample_ids=sample_ids,
         )
-
-    def check(self) -> None:
-        """Raises ValueError for a value that is out of range."""
-        check_fields(self)
-        if self.sample_ids is not None and self.num_return_sequences != 1:
-            raise ValueError(f"num_return_sequences ({self.num_return_sequences}) must be 1 where sample_ids are given")
 
     def check_full_softmax(self) -> None:
         """Raises ValueError for `top_k` or `top_p`, which training must not use."""

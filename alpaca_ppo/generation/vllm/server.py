@@ -177,10 +177,9 @@ class Server:
         except RequestFailed as error:
             # If it cannot answer at all, this is the problem.
             await self.ask("/health", parse=str)
-            raise ValueError(
-                f"the vLLM server at {self.name} does not see {folder}, where weights are written for it; give its "
-                f"host or container that folder under the same path: {error}"
-            ) from error
+            problem = f"does not see {folder}, where weights are written for it"
+            remedy = "give its host or container that folder under the same path"
+            raise ValueError(f"the vLLM server at {self.name} {problem}; {remedy}: {error}") from error
 
     @_limited
     async def load(self, new: Publication) -> None:
@@ -196,10 +195,9 @@ class Server:
             # The base, which is not loaded anew, may be another one if somebody has started the server again.
             answer = await self._probe([0])
             if (found := _versions(answer["choices"][0])) != [old.version]:
-                raise ValueError(
-                    f"the vLLM server at {self.name} has weights {', '.join(found)} instead of {old.version}: it was "
-                    "started again, or another run uses it; resume from the last checkpoint, with a server for this run"
-                )
+                problem = f"has weights {', '.join(found)} instead of {old.version}"
+                cause = "it was started again, or another run uses it; resume, with a server for this run"
+                raise ValueError(f"the vLLM server at {self.name} {problem}: {cause}")
         if old is None:
             # What it then leaves as it is, is seen to be zero, whatever it held before and however it is stored.
             await self._ask_patiently("/weight_checker", {"action": "reset"})
