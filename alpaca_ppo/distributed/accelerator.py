@@ -90,8 +90,8 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
     except ValueError as error:
         # The only one that these arguments can raise: Accelerate keeps one state per process, so a second trainer in it
         # cannot have other settings.
-        settings = f"bf16 is {args.bf16} and use_cpu is {args.use_cpu}"
-        raise ValueError(f"{settings}, unlike in this process's earlier Accelerator; start a new process") from error
+        problem = f"bf16 is {args.bf16} and use_cpu is {args.use_cpu}, but this process already has an Accelerator"
+        raise ValueError(f"{problem} with other settings; start a new process") from error
 
 
 def hardware(accelerator: Accelerator) -> dict[str, Any]:
