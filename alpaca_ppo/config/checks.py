@@ -63,10 +63,10 @@ def check_combinations(config: Any) -> None:
 
 
 def _check_learning(config: Any) -> None:
-    estimator = config.adv_estimator
-    if ADV_ESTIMATORS.trait(estimator, "needs_group") and config.num_return_sequences == 1:
+    if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
+        problem = f"adv_estimator is {config.adv_estimator!r}, but num_return_sequences is 1"
         others = ", ".join(ADV_ESTIMATORS.names_with(needs_group=False))
-        raise ValueError(f"adv_estimator is {estimator!r}, but num_return_sequences is 1; set 2, or one of {others}")
+        raise ValueError(f"{problem}; set it to 2 or more, or choose one of {others}")
     mode = POLICY_LOSSES.trait(config.policy_loss, "loss_agg_mode")
     if mode is not None and config.loss_agg_mode != mode:
         raise ValueError(f"policy_loss {config.policy_loss!r} needs loss_agg_mode {mode}, not {config.loss_agg_mode}")

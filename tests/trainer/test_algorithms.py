@@ -26,7 +26,7 @@ def test_without_a_critic_none_is_built_saved_or_logged(tmp_path):
 
 
 def test_no_group_of_one_and_no_critic_s_option_without_a_critic(tmp_path):
-    with pytest.raises(ValueError, match="adv_estimator is 'grpo'.*num_return_sequences is 1; set 2"):
+    with pytest.raises(ValueError, match="adv_estimator is 'grpo'.*num_return_sequences is 1; set it to 2 or more"):
         tiny_trainer(tmp_path, adv_estimator="grpo")
     with pytest.raises(ValueError, match="critic_pretraining_steps is 3, without effect"):
         tiny_trainer(tmp_path, adv_estimator="remax", critic_pretraining_steps=3)

@@ -57,7 +57,7 @@ def make_folder(shared: Path | None, size: int) -> Path:
             save_file({}, str(folder / SAFE_WEIGHTS_NAME))
             return folder
     found = " and ".join(f"{free} in {place}" for place, free in room.items())
-    raise ValueError(f"no room for weights: two versions have {2 * size} bytes, but there are {found} (--shm-size)")
+    raise ValueError(f"no room for weights: two versions have {2 * size} bytes, but there are {found}; see --shm-size")
 
 
 def bytes_of(policy: Policy, dtype: torch.dtype) -> int:
