@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.parser import parse_args, read_preset
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import EstimateArguments, LoraArguments, ScriptArguments
+from alpaca_ppo.config.script_arguments import (
+    DeviceArguments,
+    EstimateArguments,
+    LoraArguments,
+    ScriptArguments,
+    SupervisedLoraArguments,
+)
+from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.library_output import say_loading
 from alpaca_ppo.migrate import translate
 from alpaca_ppo.presets import preset_names, preset_path
@@ -49,12 +56,25 @@ def migrate(argv: Sequence[str]) -> int:
 
 
 def estimate_memory(argv: Sequence[str]) -> int:
-    """Prints the estimated memory of a run."""
-    types = [EstimateArguments, LoraArguments, PPOConfig]
-    script, lora, args = parse_args(types, argv, prog="alpaca-ppo estimate-memory")
-    say_loading()
-    from alpaca_ppo.estimate_memory.estimator import estimate, table
+    """Prints the estimated memory of a run of `train`, or after their names of `sft` or `reward`."""
+    supervised = {"sft": SFTArguments, "reward": RewardModelArguments}
+    if command := next((name for name in argv[:1] if name in supervised), None):
+        from transformers import TrainingArguments
 
-    result = estimate(script, lora, args)
-    print(json.dumps(result, indent=2) if script.json else table(result))
+        types = [DeviceArguments, supervised[command], SupervisedLoraArguments, TrainingArguments]
+        device, arguments, lora, training = parse_args(types, argv[1:], prog=f"alpaca-ppo estimate-memory {command}")
+        say_loading()
+        from alpaca_ppo.estimate_memory.supervised import estimate_training as estimate_of
+
+        asked = (device, arguments, lora, training)
+    else:
+        types = [EstimateArguments, LoraArguments, PPOConfig]
+        asked = parse_args(types, argv, prog="alpaca-ppo estimate-memory")
+        say_loading()
+        from alpaca_ppo.estimate_memory.estimator import estimate as estimate_of
+
+    from alpaca_ppo.estimate_memory.estimator import table
+
+    result = estimate_of(*asked)
+    print(json.dumps(result, indent=2) if asked[0].json else table(result))
     return 0

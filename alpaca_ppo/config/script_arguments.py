@@ -157,3 +157,23 @@ class LoraArguments(CheckedArguments):
         # PEFT takes "all-linear" as a string only, not in a list.
         target = modules if modules and "all-linear" not in modules else "all-linear"
         return LoraConfig(task_type=task_type, r=self.lora_r, lora_alpha=self.lora_alpha, target_modules=target)
+
+
+@dataclass(frozen=True)
+class SupervisedLoraArguments(LoraArguments):
+    """`LoraArguments`, and the precision of the frozen base, for `alpaca-ppo sft` and `reward`."""
+
+    dtype: Literal["float32", "bfloat16"] = argument("float32", needs=when("use_peft"))
+    """Data type of the frozen base; adapters and a score head stay in float32."""
+    load_in_4bit: bool = argument(False, needs=when("use_peft"))
+    """Load the frozen base in 4 bits; needs CUDA and bitsandbytes."""
+
+
+@dataclass(frozen=True)
+class DeviceArguments(CheckedArguments):
+    """For which device the memory of `alpaca-ppo sft` or `reward` is estimated."""
+
+    device_gib: float | None = argument(None, gt=RESERVE_GIB)
+    """Memory of a device in GiB, of which 1 is reserved; the output then shows whether the run fits."""
+    json: bool = False
+    """Print JSON, in bytes, instead of a table."""

@@ -5,6 +5,7 @@ those of a reward or a reference, are left out.
 """
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
         mock.patch.object(loading, "load_complete", without_weights),
         mock.patch.object(saved_critic, "load_complete", without_weights),
         # bitsandbytes needs a GPU, which an estimate does not; `passes` counts linear layers in 4 bits.
-        mock.patch.object(loading, "_four_bit", dict),
+        mock.patch.object(loading, "four_bit", dict),
     ):
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
         reference = make_reference(actor_critic, None, args)
@@ -115,6 +116,21 @@ def make_fake(roots: Collection[nn.Module], mode: FakeTensorMode) -> None:
         for module in root.modules():
             for table in cast(Any, (module._parameters, module._buffers)):
                 table.update({name: fakes.get(tensor, tensor) for name, tensor in table.items()})
+
+
+@contextmanager
+def fake_runs(model: str) -> Iterator[None]:
+    """Lets `model` run on fake tensors. Raises a ValueError that names it if it cannot."""
+    try:
+        # The run itself will show deprecation warnings of transformers.
+        with warnings.catch_warnings(action="ignore"), fake_values():
+            yield
+    # What models raise that read values of tensors.
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"model_name_or_path {model!r} cannot run without weights ({str(error)[:200]}); start a short run and read "
+            "memory/peak_gib in its metrics.jsonl"
+        ) from error
 
 
 @contextmanager

@@ -56,13 +56,13 @@ def load_causal_lm(
         given = dict(arguments or {})
         # Not an explicit None: from_pretrained would write it over the configuration of a model stored quantized.
         if load_in_4bit:
-            given["quantization_config"] = _four_bit()
+            given["quantization_config"] = four_bit()
         model = load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **given)
     disable_dropout(model)
     return model
 
 
-def _four_bit() -> BitsAndBytesConfig:
+def four_bit() -> BitsAndBytesConfig:
     if not torch.cuda.is_available() or not find_spec("bitsandbytes"):
         raise ValueError("load_in_4bit is True, but needs a CUDA device and bitsandbytes; use dtype: bfloat16 instead")
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)

@@ -32,7 +32,7 @@ from alpaca_ppo.ppo.mismatch import SamplerMismatch, last_update
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
-from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAboveKL
+from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAt
 from alpaca_ppo.tracking.console import Console
 from alpaca_ppo.tracking.results import WeightsStep
 from alpaca_ppo.tracking.run_log import check_metrics, metrics_identity
@@ -193,8 +193,16 @@ class BaseTrainer(ABC):
         """The callbacks of every run, in the order in which they are notified."""
         args, log = self.args, self.run_log
         callbacks: list[TrainerCallback] = [Console(args, log), RunDoctor(args, self.accelerator, log)]
-        if args.max_kl_to_ref is not None:
-            callbacks.append(StopAboveKL(args.max_kl_to_ref, log.message))
+        on_any_rank = partial(collectives.any_rank, accelerator=self.accelerator)
+        stop_at = partial(StopAt, on_any_rank=on_any_rank, say=log.message)
+        if args.stop_at is not None:
+            callbacks.append(stop_at(f"stop_at: {args.stop_at}", args.stop_at))
+        if (limit := args.max_kl_to_ref) is not None:
+            remedy = (
+                ". Raise max_kl_to_ref to resume from it, or start a new run with a higher kl_coef or a lower "
+                "learning_rate"
+            )
+            callbacks.append(stop_at(f"max_kl_to_ref: {limit}", f"objective/kl_sum_seq > {limit}", remedy=remedy))
         if args.report:
             callbacks.append(ReportRefresher(args.output_dir, is_main=log.is_main, say=log.message))
         return callbacks
@@ -334,9 +342,11 @@ class BaseTrainer(ABC):
     def weights_step(self) -> WeightsStep:
         """Which step of the run the weights in the models are from."""
         best, trained = self.state.best_global_step, self.state.global_step
+        rules = [callback for callback in self.callback_handler.built_in if isinstance(callback, StopAt)]
+        of_last = WeightsStep(trained, trained, ended_by=next((rule.reached for rule in rules if rule.reached), None))
         if best is None or not (self.checkpoints.best_is_loaded or best == trained):
-            return WeightsStep(trained, trained)
-        return WeightsStep(best, trained, metric=self.checkpoints.best.metric, value=self.state.best_metric)
+            return of_last
+        return replace(of_last, step=best, metric=self.checkpoints.best.metric, value=self.state.best_metric)
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>` atomically and returns its path.

@@ -36,6 +36,8 @@ TEXTS = {
     "weight_decay": [0.0, 0.1, 1.0],
     "risk_level": [0.3, "0.5", "upper:0.2", "neutral"],
     "run_name": ["a run"],
+    # None that holds, which would end the run.
+    "stop_at": ["eval/scores < -1e9", "objective/scores > 1e9"],
     "critic_width": [64, 128],
 }
 LISTS = {
