@@ -33,7 +33,6 @@ NOT_COMPARED = {
     "init_value_with_reward": "tests/models: the independent PPO takes the critic's weights at the start",
     "max_tokens_per_micro_batch": "changes no update; tests/ppo/test_batch_packing.py and test_properties_trainer.py",
     "max_kl_to_ref": "ends the run; tests/trainer",
-    "stop_at": "ends the run; tests/trainer",
     "max_skipped_updates": "allows updates that are not finite; tests/trainer",
     "mismatch_action": "ends the run or warns; tests/trainer/test_mismatch.py",
     "reward_retries": "calls a failing source again; tests/rewards",
