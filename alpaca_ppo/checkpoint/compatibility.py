@@ -22,6 +22,7 @@ from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed.optimizer import StepCounts
 from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Reference
+from alpaca_ppo.models.teacher import Teacher
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
 # Options that a resumed run may change.
@@ -51,7 +52,11 @@ _MAX_NAMED, _ABSENT = 5, "absent"
 
 
 def start_identity(
-    actor_critic: ActorCritic, reference: Reference | None, scorer: RewardScorer, environments: Environments | None
+    actor_critic: ActorCritic,
+    reference: Reference | None,
+    teacher: Teacher | None,
+    scorer: RewardScorer,
+    environments: Environments | None,
 ) -> dict[str, Any]:
     """The models, rewards and environments that a run starts from, as plain values.
 
@@ -65,6 +70,8 @@ def start_identity(
     for kind in () if environments is None else environments.kinds.values():
         tools = [callable_identity(tool.function) for tool in kind.tools if tool.function is not None]
         kinds[kind.name] = {"environment": callable_identity(kind.environment_class), "tools": tools}
+    if isinstance(teacher, CopiedReference):
+        rewards["teacher"] = {"weights": tensors_fingerprint(model_state(teacher.policy.model))}
     return {"weights": _frozen_weights(actor_critic, reference), "rewards": rewards, "environments": kinds}
 
 

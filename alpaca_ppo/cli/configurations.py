@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.parser import parse_args, read_preset
@@ -56,25 +57,33 @@ def migrate(argv: Sequence[str]) -> int:
 
 
 def estimate_memory(argv: Sequence[str]) -> int:
-    """Prints the estimated memory of a run of `train`, or after their names of `sft` or `reward`."""
+    """Prints the estimated memory of a run of `train`, or, after their names, of `sft` or `reward`."""
     supervised = {"sft": SFTArguments, "reward": RewardModelArguments}
-    if command := next((name for name in argv[:1] if name in supervised), None):
-        from transformers import TrainingArguments
-
-        types = [DeviceArguments, supervised[command], SupervisedLoraArguments, TrainingArguments]
-        device, arguments, lora, training = parse_args(types, argv[1:], prog=f"alpaca-ppo estimate-memory {command}")
-        say_loading()
-        from alpaca_ppo.estimate_memory.supervised import estimate_training as estimate_of
-
-        asked = (device, arguments, lora, training)
+    if argv and argv[0] in supervised:
+        result, as_json = _estimate_of_supervised(argv[0], supervised[argv[0]], argv[1:])
     else:
-        types = [EstimateArguments, LoraArguments, PPOConfig]
-        asked = parse_args(types, argv, prog="alpaca-ppo estimate-memory")
-        say_loading()
-        from alpaca_ppo.estimate_memory.estimator import estimate as estimate_of
-
+        result, as_json = _estimate_of_train(argv)
     from alpaca_ppo.estimate_memory.estimator import table
 
-    result = estimate_of(*asked)
-    print(json.dumps(result, indent=2) if asked[0].json else table(result))
+    print(json.dumps(result, indent=2) if as_json else table(result))
     return 0
+
+
+def _estimate_of_train(argv: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    types = [EstimateArguments, LoraArguments, PPOConfig]
+    script, lora, args = parse_args(types, argv, prog="alpaca-ppo estimate-memory")
+    say_loading()
+    from alpaca_ppo.estimate_memory.estimator import estimate
+
+    return estimate(script, lora, args), script.json
+
+
+def _estimate_of_supervised(command: str, arguments: type, argv: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    from transformers import TrainingArguments
+
+    types = [DeviceArguments, arguments, SupervisedLoraArguments, TrainingArguments]
+    device, *given = parse_args(types, argv, prog=f"alpaca-ppo estimate-memory {command}")
+    say_loading()
+    from alpaca_ppo.estimate_memory.supervised import estimate_training
+
+    return estimate_training(device, *given), device.json

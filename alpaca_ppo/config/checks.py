@@ -15,6 +15,7 @@ from typing import Any
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.foreign_names import check_keywords
 from alpaca_ppo.config.learning_options import RiskLevel
+from alpaca_ppo.config.names import check_url, is_server
 from alpaca_ppo.registry import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
@@ -71,6 +72,14 @@ def check_combinations(config: Any) -> None:
     if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
         # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
         raise ValueError(f"metric_for_best_model is {shown(config.metric_for_best_model)}; set one such as eval/scores")
+    teacher = config.teacher_model_name_or_path
+    if teacher is not None and is_server(teacher):
+        check_url("teacher_model_name_or_path", teacher)
+        if config.temperature != 1:
+            raise ValueError(
+                f"temperature is {config.temperature}, but a teacher behind a server gives log-probs of temperature 1; "
+                "set temperature: 1, or name the teacher's folder"
+            )
     if config.stop_at is not None:
         metric, *_ = stop_condition(f"stop_at is {shown(config.stop_at)}", config.stop_at)
         if metric.startswith("eval/") and not config.eval_steps:

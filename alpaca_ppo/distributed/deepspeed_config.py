@@ -79,10 +79,10 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
 
 def check_four_bit(stage: int, args: PPOConfig) -> None:
     """Raises a ValueError for 4-bit weights under ZeRO 3."""
-    if args.load_in_4bit and stage == 3:
+    if stage == 3 and (args.load_in_4bit or args.teacher_dtype == "4bit"):
+        option = "load_in_4bit is True" if args.load_in_4bit else "teacher_dtype is '4bit'"
         raise ValueError(
-            "load_in_4bit is True, but ZeRO 3 would shard the 4-bit weights without their scales; use ZeRO 1 or 2, or "
-            "dtype: bfloat16"
+            f"{option}, but ZeRO 3 would shard the 4-bit weights without their scales; use ZeRO 1 or 2, or bfloat16"
         )
 
 

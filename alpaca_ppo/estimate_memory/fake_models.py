@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from alpaca_ppo import saved_models
 from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, read_policy_adapter
+from alpaca_ppo.config.names import is_server
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic
@@ -67,7 +68,15 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
         reference = make_reference(actor_critic, None, args)
         copied = reference.policy if isinstance(reference, CopiedReference) else None
-        roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied}
+        teacher = args.teacher_model_name_or_path
+        dtype = torch.float32 if args.teacher_dtype == "float32" else torch.bfloat16
+        trust = args.trust_remote_code
+        here = (
+            None
+            if teacher is None or is_server(teacher)
+            else without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
+        )
+        roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied, "teacher": here}
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
         if cast_to_bf16:
             # As in `DeepSpeedEngine`, buffers and reward models keep their type.

@@ -128,6 +128,9 @@ class _Passes:
         layer = outside + (weights["policy"] - outside) / policy.model.config.get_text_config().num_hidden_layers
         if self._args.load_in_4bit:
             weights["policy"] -= bytes_saved_by_four_bit(policy, policy.head)
+        if self._args.teacher_dtype == "4bit" and "teacher" in modules:
+            teacher: Any = modules["teacher"]
+            weights["teacher"] -= bytes_saved_by_four_bit(teacher, teacher.get_output_embeddings())
         elements = float(sum(parameter.numel() for parameter in trained))
         return Measured(weights=weights, gradients=size_of(trained), elements=elements, layer=layer)
 

@@ -216,15 +216,17 @@ def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the to
             )
 
 
-def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remote_code: bool = False) -> None:
-    """Checks that the tokenizer of `value_model`, a folder or hub id, has the policy's ids. Special tokens and those
-    that only one of the two has may differ; a model without a tokenizer passes.
+def check_same_tokenizer(
+    field: str, model: str, processing_class: Any, *, remedy: str, trust_remote_code: bool = False
+) -> None:
+    """Checks that the tokenizer of `model`, a folder or hub id that the option `field` names, has the policy's ids.
+    Special tokens and those that only one of the two has may differ; a model without a tokenizer passes.
 
     Raises:
         ValueError: if an id stands for another token.
     """
     try:
-        tokenizer = load_processing_class(value_model, trust_remote_code=trust_remote_code)
+        tokenizer = load_processing_class(model, trust_remote_code=trust_remote_code)
     except ValueError:
         return
     special = {*tokenizer.all_special_ids, *processing_class.all_special_ids}
@@ -234,6 +236,6 @@ def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remot
     if different:
         number, token = min(different)
         raise ValueError(
-            f"value_model {value_model!r} has another tokenizer than the policy: {len(different)} ids stand for other "
-            f"tokens, {number} for {token_of[number]!r} instead of {token!r}; start the critic from another model"
+            f"{field} {model!r} has another tokenizer than the policy: {len(different)} ids stand for other tokens, "
+            f"{number} for {token_of[number]!r} instead of {token!r}; {remedy}"
         )

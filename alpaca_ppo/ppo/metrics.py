@@ -161,6 +161,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     for name in ("entropies", "ref_entropies"):
         if name in scored:
             stats[f"objective/{name}"] = float(masked_mean(scored[name], mask))
+    stats |= {f"teacher/{name}": value for name, value in teacher_stats(scored).items()}
     if "overlong_penalties" in scored:
         stats["objective/overlong_penalty"] = float(scored["overlong_penalties"].mean())
     if "baseline_scores" in scored:
@@ -236,6 +237,19 @@ def response_stats(scored: Rollouts) -> dict[str, float]:
     return stats
 
 
+def teacher_stats(rollouts: Rollouts) -> dict[str, float]:
+    """Returns, with a teacher, the KL of the policy to it (k1), in nats per token, and the share of tokens that are the
+    teacher's likeliest.
+    """
+    if "teacher_logprobs" not in rollouts:
+        return {}
+    mask = rollouts["response_mask"]
+    return {
+        "kl": float(masked_mean(rollouts["logprobs"] - rollouts["teacher_logprobs"], mask)),
+        "top_token": float(masked_mean(rollouts["teacher_top_tokens"], mask)),
+    }
+
+
 def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
     """Returns metrics of an evaluation, without `eval/`: `response_stats`, the number of responses without a reward
     (`masked_rows`), and the KL to the reference (k1) in nats, summed over a response.
@@ -243,6 +257,7 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
     scored = with_reward(rollouts)
     kl = (scored["logprobs"] - scored["ref_logprobs"]).sum(dim=1)
     stats = {**response_stats(scored), "kl_sum_seq": float(kl.mean())}
+    stats |= {f"teacher_{name}": value for name, value in teacher_stats(scored).items()}
     if "trained_rows" in rollouts:
         stats["masked_rows"] = float((~rollouts["trained_rows"]).sum())
     return stats

@@ -25,7 +25,7 @@ from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.environments.kinds import EnvironmentFactory
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
-from alpaca_ppo.functional.shaping import per_token, sequence_scores
+from alpaca_ppo.functional.shaping import distill, per_token, sequence_scores
 from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
 from alpaca_ppo.ppo import metrics
@@ -151,12 +151,15 @@ class PPOTrainer(BaseTrainer):
         """A rollout on this rank's prompts and the update on the global rollouts; returns the step's metrics."""
         step, self.last_rollouts = self.state.global_step, None
         rollouts = self.step_rollouts(prompt_batches)
+        rewards, logprobs, mask = rollouts["rewards"], rollouts["logprobs"], rollouts["response_mask"]
+        if "teacher_logprobs" in rollouts:
+            rewards = distill(rewards, logprobs, rollouts["teacher_logprobs"], mask, self.args.teacher_coef)
         shaped = self._shape_reward(
-            rewards=rollouts["rewards"],
+            rewards=rewards,
             responses=rollouts["responses"],
-            logprobs=rollouts["logprobs"],
+            logprobs=logprobs,
             ref_logprobs=rollouts["ref_logprobs"],
-            response_mask=rollouts["response_mask"],
+            response_mask=mask,
         )
         rollouts |= hook_checks.checked("_shape_reward", shaped, rollouts)
         # The hook calls the shaped rewards `rewards`, and those before shaping `scores`.

@@ -39,6 +39,7 @@ from alpaca_ppo.models import ActorCritic, factory
 from alpaca_ppo.models.loading import check_same_tokenizer, check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.reference import make_reference
+from alpaca_ppo.models.teacher import make_teacher
 from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.kl_controllers import KLController
@@ -175,10 +176,10 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     if environments is not None:
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)
-    reference = make_reference(actor_critic, ref_model, args)
-    identity = start_identity(actor_critic, reference, scorer, environments)
+    reference, teacher = make_reference(actor_critic, ref_model, args), make_teacher(args, processing_class)
+    identity = start_identity(actor_critic, reference, teacher, scorer, environments)
 
-    padding = agree_on_padding(actor_critic, reference, accelerator)
+    padding = agree_on_padding(actor_critic, {"reference": reference, "teacher": teacher}, accelerator)
     updater = make_updater(accelerator, actor_critic, *given.optimizers, args=args, schedule=schedule)
     multi_turn = environments is not None and environments.answer
     run_log = RunLog(accelerator, args)
@@ -187,6 +188,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         updater.engine,
         args,
         reference,
+        teacher,
         scorer,
         metric_scorer,
         make_backend(args.generation_backend, args),
@@ -246,7 +248,8 @@ def _make_actor_critic(
     critic_start = factory.first_reward_model(given.reward_funcs) if args.init_value_with_reward else value_model
     # The tokenizer of a model in memory is not known.
     if args.uses_critic and args.critic_layout == "separate" and isinstance(critic_start, str):
-        check_same_tokenizer(critic_start, processing_class, trust_remote_code=args.trust_remote_code)
+        remedy, trust = "start the critic from another model", args.trust_remote_code
+        check_same_tokenizer("value_model", critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
     return actor_critic
 
 
@@ -413,12 +416,21 @@ def make_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.de
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
     elif not given and not any(kind.rewards for kind in kinds.values()):
-        raise ValueError("there is no reward: pass reward_funcs, or an environment with a method get_reward or reply")
+        if args.teacher_model_name_or_path is None:
+            raise ValueError(
+                "there is no reward: pass reward_funcs, an environment with a method get_reward or reply, or a teacher"
+            )
+        given = [teacher_alone]
     scorer = build_scorer(given, tokenizers, args, device, reward_weights=weights)
     for source in scorer.sources:
         if isinstance(source, ModelReward):
             use_torch_activations(source.model)
     return scorer
+
+
+def teacher_alone(completions: list[Any], **columns: Any) -> list[float]:
+    """The reward where everything that is learned comes from a teacher."""
+    return [0.0] * len(completions)
 
 
 def _reward_tokenizer(args: PPOConfig) -> Any:
