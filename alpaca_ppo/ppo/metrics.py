@@ -238,14 +238,15 @@ def response_stats(scored: Rollouts) -> dict[str, float]:
 
 
 def teacher_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns, with a teacher, the KL of the policy to it (k1), in nats per token, and the share of tokens that are the
-    teacher's likeliest.
+    """Returns, with a teacher, the KL of the policy to it (k1), in nats per token and per response, and the share of
+    tokens that are the teacher's likeliest.
     """
     if "teacher_logprobs" not in rollouts:
         return {}
-    mask = rollouts["response_mask"]
+    mask, kl = rollouts["response_mask"], rollouts["logprobs"] - rollouts["teacher_logprobs"]
     return {
-        "kl": float(masked_mean(rollouts["logprobs"] - rollouts["teacher_logprobs"], mask)),
+        "kl": float(masked_mean(kl, mask)),
+        "kl_sum_seq": float(kl.sum(dim=1).mean()),
         "top_token": float(masked_mean(rollouts["teacher_top_tokens"], mask)),
     }
 

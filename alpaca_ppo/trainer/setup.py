@@ -143,6 +143,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         args = replace(args, reference=model_folder("reference", args.reference))
     preflight.check_output_dir(args)
     kinds = make_kinds(given.tools, given.environment_factory)
+    rewarded = given.reward_funcs or args.reward_adapter or any(kind.rewards for kind in kinds.values())
+    if args.teacher_model_name_or_path is not None and not rewarded:
+        given = replace(given, reward_funcs=teacher_alone)
     evaluation = preflight.evaluation_settings(args, given.reward_funcs, given.metric_funcs, kinds)
     if not scores_itself:
         preflight.check_reward_columns(
@@ -416,11 +419,9 @@ def make_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.de
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
     elif not given and not any(kind.rewards for kind in kinds.values()):
-        if args.teacher_model_name_or_path is None:
-            raise ValueError(
-                "there is no reward: pass reward_funcs, an environment with a method get_reward or reply, or a teacher"
-            )
-        given = [teacher_alone]
+        raise ValueError(
+            "there is no reward: pass reward_funcs, an environment with a method get_reward or reply, or a teacher"
+        )
     scorer = build_scorer(given, tokenizers, args, device, reward_weights=weights)
     for source in scorer.sources:
         if isinstance(source, ModelReward):

@@ -19,7 +19,7 @@ from tests.trainer.test_accepted_options import MayLeaveHoles
 # What two tiny steps have not: servers, GPUs, launchers, other models, messages, time to wait, and other templates.
 LEFT_OUT = """
     output_dir report_to hub_model_id deepspeed fsdp load_in_4bit use_cpu model_init_kwargs chat_template_kwargs
-    vllm_python vllm_urls vllm_dtype vllm_gpu_memory_utilization vllm_args reward_adapter
+    vllm_python vllm_urls vllm_dtype vllm_gpu_memory_utilization vllm_args reward_adapter teacher_model_name_or_path
     tool_timeout prompt_column prompt_template user_template system_prompt overwrite_output_dir ddp_timeout
     total_epochs total_episodes max_steps trust_remote_code
 """.split()
