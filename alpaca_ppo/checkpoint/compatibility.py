@@ -22,7 +22,6 @@ from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.distributed.optimizer import StepCounts
 from alpaca_ppo.environments.episodes import Environments
 from alpaca_ppo.models import ActorCritic, AdapterReference, CopiedReference, Reference
-from alpaca_ppo.models.teacher import Teacher
 from alpaca_ppo.rewards import AdapterClassifier, FunctionReward, ModelReward, RewardScorer
 
 # Options that a resumed run may change.
@@ -54,7 +53,7 @@ _MAX_NAMED, _ABSENT = 5, "absent"
 def start_identity(
     actor_critic: ActorCritic,
     reference: Reference | None,
-    teacher: Teacher | None,
+    teacher: Any,
     scorer: RewardScorer,
     environments: Environments | None,
 ) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from alpaca_ppo.environments.episodes import Episodes
 from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
-from alpaca_ppo.models.teacher import Teacher, TeacherServer
 from alpaca_ppo.ppo.batch_packing import chunks_by_length, chunks_by_tokens, row_lengths
 from alpaca_ppo.ppo.device_rows import DeviceBatch, DeviceRows, row_tensors
 from alpaca_ppo.ppo.failed_rewards import rewards_shaped_alike
 from alpaca_ppo.ppo.state_cache import StateCache
+from alpaca_ppo.ppo.teacher import Teacher, TeacherServer
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
 

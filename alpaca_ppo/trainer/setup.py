@@ -39,13 +39,13 @@ from alpaca_ppo.models import ActorCritic, factory
 from alpaca_ppo.models.loading import check_same_tokenizer, check_token_ids, load_processing_class
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.reference import make_reference
-from alpaca_ppo.models.teacher import make_teacher
 from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.metrics import StepRecord
 from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.rollouts import RolloutCollector
+from alpaca_ppo.ppo.teacher import make_teacher
 from alpaca_ppo.ppo.updates import Updater, make_updater
 from alpaca_ppo.rewards import AdapterClassifier, FailureHandling, FunctionReward, ModelReward, RewardScorer
 from alpaca_ppo.rewards.build import RewardFunc, build_reward

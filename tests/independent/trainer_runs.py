@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import CopiedReference
-from alpaca_ppo.models.teacher import TeacherModel
+from alpaca_ppo.ppo.teacher import TeacherModel
 from alpaca_ppo.ppo.update_plan import plan_updates
 from alpaca_ppo.trainer import setup
 from tests.independent.cases import SOURCES, Case

@@ -24,8 +24,8 @@ from alpaca_ppo.generation import SamplingParams, Turns, generate
 from alpaca_ppo.generation.vllm.backend import VLLMBackend
 from alpaca_ppo.generation.vllm.process import environment
 from alpaca_ppo.generation.vllm.server import Server
-from alpaca_ppo.models.teacher import TeacherModel, TeacherServer
 from alpaca_ppo.ppo.device_rows import ROW_KEYS
+from alpaca_ppo.ppo.teacher import TeacherModel, TeacherServer
 from tests.generation.test_generate import full_forward_logprobs, padded
 from tests.generation.test_turns import ANSWERS, Script
 from tests.generation.test_vllm_process import folders, until

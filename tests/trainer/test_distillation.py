@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from alpaca_ppo.checkpoint.compatibility import start_identity
 from alpaca_ppo.functional.shaping import distill
 from alpaca_ppo.http_json import RequestFailed
-from alpaca_ppo.models.teacher import TeacherServer
+from alpaca_ppo.ppo.teacher import TeacherServer
 from tests.http_servers import RawServer, response
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer
