@@ -17,7 +17,7 @@ class PromptSchedule:
 
     Args:
         rollout_batch_size: prompts per step.
-        total_epochs: passes over the dataset; or give one of the following.
+        total_epochs: passes over the dataset, by default one; or give one of the following.
         total_episodes: prompts in total.
         num_steps: steps in total (`max_steps`).
     """
@@ -32,12 +32,12 @@ class PromptSchedule:
         total_episodes: int | None = None,
         num_steps: int | None = None,
     ) -> None:
-        assert num_prompts >= 1 and [total_epochs, total_episodes, num_steps].count(None) == 2
+        assert num_prompts >= 1 and [total_epochs, total_episodes, num_steps].count(None) >= 2
         self.num_prompts, self.rollout_batch_size, self.seed = num_prompts, rollout_batch_size, seed
         self._steps_per_epoch = -(-num_prompts // rollout_batch_size)
         if num_steps is not None:
             total_episodes = self._start_of(num_steps)
-        self.num_episodes = total_episodes if total_episodes is not None else num_prompts * (total_epochs or 0)
+        self.num_episodes = total_episodes if total_episodes is not None else num_prompts * (total_epochs or 1)
         epochs, rest = divmod(self.num_episodes, num_prompts)
         self.num_steps = epochs * self._steps_per_epoch + -(-rest // rollout_batch_size)
 

@@ -1,6 +1,5 @@
 """Where a response ends, per-token rewards made of a score and a KL penalty, and the penalty for overlong responses."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -81,22 +80,19 @@ def shape_rewards(
     return ShapedRewards(non_score_rewards + zero_outside(token_scores, response_mask), non_score_rewards, kl)
 
 
-def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: float = 1.0) -> Tensor:
-    """(B,), to be added to scores: 0 up to `max_len - buffer_len` tokens, then linearly down to `-factor` at `max_len`
-    and the same beyond it (soft overlong punishment of DAPO, arXiv:2503.14476).
+def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int) -> Tensor:
+    """(B,), to be added to scores: 0 up to `max_len - buffer_len` tokens, then linearly down to -1 at `max_len` and
+    the same beyond it (soft overlong punishment of DAPO, arXiv:2503.14476).
 
     Args:
         lengths: (B,), tokens of each response.
         max_len: tokens at which the penalty is largest.
         buffer_len: tokens over which it grows, from 1 to max_len.
-        factor: the largest penalty, in reward units, at least 0.
     """
     if not 0 < buffer_len <= max_len:
         raise ValueError(f"buffer_len is {buffer_len}; it must be at least 1 and at most max_len ({max_len})")
-    if not 0.0 <= factor < math.inf:
-        raise ValueError(f"factor is {factor}; it must be a number of at least 0, which is subtracted")
     excess = at_least_float32(lengths) - (max_len - buffer_len)
-    return -factor * (excess / buffer_len).clamp(0.0, 1.0)
+    return -(excess / buffer_len).clamp(0.0, 1.0)
 
 
 def sequence_scores(rewards: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
 from alpaca_ppo.models.policy import use_update_mode
 from alpaca_ppo.ppo.batch_packing import plan_micro_batches, row_lengths
-from alpaca_ppo.ppo.device_rows import DeviceRows, row_tensors, upload
+from alpaca_ppo.ppo.device_rows import device_batches, row_tensors, upload
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import BatchStats, StatsAccumulator, StepStats, logs_entropies
 from alpaca_ppo.ppo.row_masks import gradient_rows
@@ -121,7 +121,7 @@ class Updater:
         plan = plans[self.accelerator.process_index]
         self.engine.begin()
         tensors: Any = rollouts
-        batches = DeviceRows(tensors, [rows[positions].tolist() for positions in plan], device)
+        batches = device_batches(tensors, [rows[positions].tolist() for positions in plan], device)
         for number, (positions, batch) in enumerate(zip(plan, batches, strict=True)):
             yield MicroBatch(
                 update,

@@ -176,8 +176,7 @@ class PPOTrainer(BaseTrainer):
     def step_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """The global rollouts of a step (`rollout`), after `dynamic_sampling` has replaced uninformative prompts."""
         step = self.state.global_step
-        rollouts = self.rollout(prompt_batches)
-        hook_checks.check_rollouts(rollouts)
+        rollouts = hook_checks.checked_rollouts(self.rollout(prompt_batches))
         if self.args.dynamic_sampling:
             prompts = self.step_prompts(step)
             rollouts, stats = replace_uninformative(rollouts, prompts, self._redraw, args=self.args)
@@ -187,9 +186,8 @@ class PPOTrainer(BaseTrainer):
 
     def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
         """The global rollouts of dataset indices that `dynamic_sampling` has drawn in a round (from 1)."""
-        rollouts = self.rollout(self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round))
-        hook_checks.check_rollouts(rollouts)
-        return rollouts
+        batches = self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round)
+        return hook_checks.checked_rollouts(self.rollout(batches))
 
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and computes their log-probs
@@ -272,7 +270,7 @@ class PPOTrainer(BaseTrainer):
             rows["baseline_scores"] = sequence_scores(baseline["rewards"]).repeat_interleave(n)
             if "trained_rows" in rows:
                 rows["trained_rows"] = rows["trained_rows"] & baseline["trained_rows"].repeat_interleave(n)
-        with record.timers.measure("logprobs"):
+        with record.measure("logprobs"):
             rows |= self.collector.forward(rows, options, temperature=sampling_params.temperature)
         count = (len(prompts["rows"]) - prompts.get("num_dummies", 0)) * n
         failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count]
@@ -282,16 +280,15 @@ class PPOTrainer(BaseTrainer):
         self, prompts: PromptBatch, sampling_params: SamplingParams, record: StepRecord, measure: Measure | None = None
     ) -> dict[str, Tensor]:
         """Checked samples of this rank's prompts with their scores, on the CPU."""
-        timers = record.timers
         rows = [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
         with ExitStack() as stack:
             if self.environments is not None:
                 begin = self.environments.episodes(prompts, sampling_params, self.collector.preemption.poll)
-                with timers.measure("environments"):
+                with record.measure("environments"):
                     episodes = stack.enter_context(begin)
                 rows, sampling_params = episodes.rows, episodes.sampling_params
                 prompts = {**episodes.prompts, "episodes": episodes}
-            with timers.measure("rollout"):
+            with record.measure("rollout"):
                 samples = self._generate(prompts, sampling_params)
             samples = hook_checks.complete_samples(
                 samples,
@@ -301,7 +298,7 @@ class PPOTrainer(BaseTrainer):
                 sample_ids=sampling_params.sample_ids,
             )
             self.collector.preemption.poll()
-            with timers.measure("score"):
+            with record.measure("score"):
                 scores = self._score(samples, rows)
                 scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
                 samples = samples | scored
@@ -385,7 +382,7 @@ class PPOTrainer(BaseTrainer):
         gives_gradient = gradient_mask(rollouts, self.args).any(dim=1)
         plan = [update for update in planned if gives_gradient[update.rows].any()]
         stats.empty_updates = len(planned) - len(plan)
-        with self.step_record.timers.measure("update", len(plan)) as count_updates:
+        with self.step_record.measure("update", len(plan)) as count_updates:
             for update in plan:
                 count_updates(1)
                 for batch in self.updater.micro_batches(rollouts, update):
@@ -426,7 +423,7 @@ class PPOTrainer(BaseTrainer):
         """
         record, self.step_record = self.step_record, setup.make_step_record(self.run_log)
         self.last_rollouts = rollouts
-        local = {**record.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
+        local = {**record.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats = {
             "objective/kl_coef": self.kl_controller.value,
             **self.updater.learning_rates.stats(),

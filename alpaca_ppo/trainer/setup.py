@@ -161,7 +161,14 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         environments_or_tools=bool(kinds) or samples_itself,
         prompts_that_are_messages=chat,
     )
-    schedule = make_schedule(len(train_prompts), args)
+    schedule = PromptSchedule(
+        len(train_prompts),
+        args.rollout_batch_size,
+        seed=args.seed,
+        total_epochs=args.total_epochs,
+        total_episodes=args.total_episodes,
+        num_steps=args.max_steps,
+    )
 
     actor_critic = _make_actor_critic(given, model, value_model, processing_class, args)
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
@@ -338,19 +345,6 @@ def build_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.d
         **options,
     )
     return scorer.to(device)
-
-
-def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
-    """The prompts of each step; one epoch if none of `total_epochs`, `total_episodes` and `max_steps` is set."""
-    lengths = (args.total_epochs, args.total_episodes, args.max_steps)
-    return PromptSchedule(
-        num_prompts,
-        args.rollout_batch_size,
-        seed=args.seed,
-        total_epochs=1 if lengths == (None, None, None) else args.total_epochs,
-        total_episodes=args.total_episodes,
-        num_steps=args.max_steps,
-    )
 
 
 def make_sampling_params(

@@ -98,11 +98,9 @@ def _shaping(estimator: str, scores: str) -> Estimate:
     )._asdict()
 
 
-def _correction(level: str, normalize: bool) -> Estimate:
+def _correction(level: str) -> Estimate:
     return lambda b: {
-        "weights": F.rollout_correction_weights(
-            b["logprobs"], b["old_logprobs"], b["mask"], level=level, threshold=1.5, normalize=normalize
-        )
+        "weights": F.rollout_correction_weights(b["logprobs"], b["old_logprobs"], b["mask"], level=level, threshold=1.5)
     }
 
 
@@ -112,8 +110,8 @@ BY_ROW: dict[str, Estimate] = {
     "gae, a lam for each row": _gae(0.97, None),
     "gae, decoupled and adaptive": _adaptive,
     "remax": lambda b: F.remax(b["rewards"], b["baseline_scores"], b["mask"])._asdict(),
-    "weights of tokens": _correction("token", normalize=False),
-    "weights of sequences": _correction("sequence", normalize=False),
+    "weights of tokens": _correction("token"),
+    "weights of sequences": _correction("sequence"),
 }
 """Each row's result depends on that row alone."""
 
@@ -135,8 +133,6 @@ BY_BATCH: dict[str, Estimate] = {
     "gdpo": _gdpo,
     "whitening": lambda b: {"whitened": F.masked_whiten(b["rewards"], b["mask"])},
     "whitening, mean kept": lambda b: {"whitened": F.masked_whiten(b["rewards"], b["mask"], keep_mean=True)},
-    "weights of tokens, normalized": _correction("token", normalize=True),
-    "weights of sequences, normalized": _correction("sequence", normalize=True),
 }
 """Each row's result depends on the whole batch."""
 
