@@ -264,9 +264,7 @@ class Episode:
                 return find_parsed_calls(parser, text)
             # ValueError is about the policy's text; anything else is a defect of the parser.
             except Exception as error:
-                raise self._failure(
-                    f"tool_call_parser raised {error_text(error)}; let it raise ValueError for a malformed call"
-                ) from error
+                raise self._failure(f"tool_call_parser raised {error_text(error)}; let it raise ValueError") from error
         return conversation.find_calls(text, self.prompt_end, self.schemas)
 
     def _call_tool(self, call: ToolCall) -> Steps[str]:

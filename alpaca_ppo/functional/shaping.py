@@ -69,8 +69,7 @@ def shape_rewards(
         raise ValueError(f"response_mask has no token in rows {empty} of {len(last)}; a response has one at least")
     if scores.shape not in (last.shape, response_mask.shape):
         raise ValueError(
-            f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)}, one score for each response, "
-            f"or {tuple(response_mask.shape)}, one for each token"
+            f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)} or {tuple(response_mask.shape)}"
         )
     token_scores = per_token(at_least_float32(scores), response_mask)
     kl = kl_penalty(zero_outside(logprobs, response_mask), zero_outside(ref_logprobs, response_mask), kl_estimator)

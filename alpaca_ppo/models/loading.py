@@ -129,10 +129,9 @@ def load_complete(
             name, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True, **arguments
         )
     model, info = loaded
-    if info["missing_keys"]:
+    if missing := sorted(info["missing_keys"])[:3]:
         raise ValueError(
-            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])}, which would be random; use a "
-            f"checkpoint that was saved as {type(model).__name__}"
+            f"{name} has no weights for {', '.join(missing)}, which would be random; use another checkpoint"
         )
     return model
 

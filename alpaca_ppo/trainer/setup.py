@@ -397,10 +397,7 @@ def make_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.de
     if args.reward_adapter is not None:
         if weights is not None:
             if len(weights) != len(given) + 1:
-                raise ValueError(
-                    f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs and a reward_adapter; "
-                    "give one each, the adapter's last"
-                )
+                raise ValueError(f"reward_weights has {len(weights)} numbers; give {len(given) + 1}, the adapter last")
             weights = weights[:-1] or None
         # For their errors, before any model is loaded.
         model_folder("reward_adapter", args.reward_adapter, part=None, writes_text=False)

@@ -111,7 +111,7 @@ DAMAGES = [
     ("critic", "critic_head.json", lambda content: b"{}", "no critic can be loaded from"),
     ("critic", "critic_head.json", cut, "critic_head.json is damaged ("),
     ("critic", "critic_head.json", entries(hidden_size="8"), "has settings that a critic"),
-    ("critic", "critic_head.json", entries(kind=[]), "of the kind [], which is not registered"),
+    ("critic", "critic_head.json", entries(kind=[]), "a critic [], which is not registered"),
     ("critic", "critic_head.json", entries(num_atoms=5), "cannot be loaded as the weights of the critic's head"),
     ("critic", "critic_head.safetensors", cut, "critic_head.safetensors is damaged ("),
     ("critic", "critic_head.safetensors", lambda content: None, "critic_head.safetensors cannot be loaded"),

@@ -43,7 +43,7 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     message = "hub_model_id is 'a/b/c', which the hub refuses .*; write 'owner/name'"
     refused(tmp_path, message, arguments=named, hub_model_id="a/b/c")
     # Root may write anywhere, but nobody can create a file there.
-    refused("/proc/run", "output_dir is '/proc/run', where no file can be created", arguments=named)
+    refused("/proc/run", "no file can be created in output_dir '/proc/run'", arguments=named)
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
     refused(tmp_path, "truncate_tokens holds 'halt now'", arguments=named, truncate_tokens=["halt now"])
     refused(tmp_path, "truncate_tokens holds 64", arguments=named, truncate_tokens=[64])
