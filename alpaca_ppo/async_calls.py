@@ -124,8 +124,7 @@ def _event_loop() -> _Loop:
     """The process's event loop; a new one if a function blocks it."""
     if _loops and (blocker := _loops[0].blocking_function()):
         warnings.warn(
-            f"{blocker} is async, but works without await, so that no other async function can go on; later ones run "
-            "in a new event loop. Await what takes long there, or make it a sync function",
+            f"{blocker} is async, but works without await, which blocks others; await in it, or make it sync",
             stacklevel=2,
         )
         _loops.clear()

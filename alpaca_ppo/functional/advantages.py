@@ -128,7 +128,8 @@ def gae(
     turn_gamma = gamma if turn_gamma is None else turn_gamma
     lam_between_turns = lam if turn_lam is None else turn_lam
     for name, rate in (("gamma", gamma), ("turn_gamma", turn_gamma), ("lam", lam), ("turn_lam", lam_between_turns)):
-        _check_rate(name, rate, rows=rows)
+        if not bool(((torch.as_tensor(rate) >= 0) & (torch.as_tensor(rate) <= 1)).all()):
+            raise ValueError(f"{name} is {rate}; it must be in [0, 1]")
     rewards = zero_outside(rewards, response_mask)
     values = zero_outside(values, response_mask)
     next_value = next_advantage = (rewards + values).new_zeros(rows)
@@ -211,16 +212,3 @@ def _decay(gamma: float, lam: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(lam, Tensor):
         return gamma * lam.to(like).unsqueeze(1)
     return like.new_tensor(gamma * lam)
-
-
-def _check_rate(name: str, rate: float | Tensor, *, rows: int) -> None:
-    if not isinstance(rate, Tensor):
-        if not 0.0 <= rate <= 1.0:
-            raise ValueError(f"{name} is {rate}; it must be in [0, 1]")
-        return
-    if rate.shape != (rows,):
-        raise ValueError(f"{name} has shape {tuple(rate.shape)}; pass a float, or one value for each of {rows} rows")
-    outside = ~((rate >= 0) & (rate <= 1))
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0])
-        raise ValueError(f"{name} is {float(rate[row])} in row {row}; it must be in [0, 1]")

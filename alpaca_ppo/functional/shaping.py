@@ -29,16 +29,12 @@ def response_lengths(response_mask: Tensor) -> Tensor:
     return torch.where(response_mask, columns, 0).amax(dim=1)
 
 
-def last_token_index(response_mask: Tensor) -> Tensor:
-    """(B,) int64: the column of the last True of each row, -1 for an empty row."""
-    return response_lengths(response_mask) - 1
-
-
 def per_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
     """(B, R): rewards of tokens as they are; those of responses (B,) on their last chosen tokens, with 0 elsewhere."""
     if rewards.dim() == 2:
         return rewards
-    is_last = torch.arange(response_mask.size(1), device=rewards.device) == last_token_index(response_mask).unsqueeze(1)
+    last = response_lengths(response_mask).unsqueeze(1) - 1
+    is_last = torch.arange(response_mask.size(1), device=rewards.device) == last
     return torch.where(is_last, rewards.unsqueeze(1), 0.0)
 
 
@@ -63,14 +59,11 @@ def shape_rewards(
         kl_coef: reward units per nat.
         kl_estimator: see `kl_penalty`.
     """
-    last = last_token_index(response_mask)
-    empty = (last < 0).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"response_mask has no token in rows {empty} of {len(last)}; a response has one at least")
-    if scores.shape not in (last.shape, response_mask.shape):
-        raise ValueError(
-            f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)} or {tuple(response_mask.shape)}"
-        )
+    rows, columns = response_mask.shape
+    if empty := (~response_mask.any(dim=1)).nonzero().flatten().tolist():
+        raise ValueError(f"response_mask has no token in rows {empty} of {rows}; a response has one at least")
+    if scores.shape not in ((rows,), (rows, columns)):
+        raise ValueError(f"scores has shape {tuple(scores.shape)}; it must be ({rows},) or ({rows}, {columns})")
     token_scores = per_token(at_least_float32(scores), response_mask)
     kl = kl_penalty(zero_outside(logprobs, response_mask), zero_outside(ref_logprobs, response_mask), kl_estimator)
     # A registered estimator need not be 0 for equal log-probabilities.

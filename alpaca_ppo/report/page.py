@@ -202,9 +202,7 @@ def _choose_tokens(answers: Answers, rows: Sequence[Mapping[str, Any]], *, token
     if missing := len(candidates) - len(answers.tokens):
         answers.left_out.append(
             f"The tokens of {len(answers.tokens)} of {len(candidates)} answers are in this file; those of {missing} "
-            f"were left out, because the numbers of tokens may take {token_mb:g} MB (--token_mb). Kept first: "
-            "prompts that are followed through training, the best, the worst, the most KL, then answers spread over "
-            "the steps."
+            f"were left out, because the numbers of tokens may take {token_mb:g} MB (--token_mb)."
         )
 
 

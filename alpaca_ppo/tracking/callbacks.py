@@ -35,8 +35,7 @@ class StopAboveKL(TrainerCallback):
             control.should_save = control.should_training_stop = True
             self._say(
                 f"step {state.global_step}: objective/kl_sum_seq is {kl:.4g} nats, above max_kl_to_ref "
-                f"({self._limit}): the run ends here, with a checkpoint. Raise max_kl_to_ref to resume from it, or "
-                "start a new run with a higher kl_coef or a lower learning_rate"
+                f"({self._limit}): the run ends here, with a checkpoint; to resume from it, raise the limit"
             )
 
 

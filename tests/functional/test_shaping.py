@@ -4,13 +4,7 @@ from torch import nan, tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import (
-    last_token_index,
-    overlong_penalty,
-    register_kl_estimator,
-    response_lengths,
-    shape_rewards,
-)
+from alpaca_ppo.functional import overlong_penalty, register_kl_estimator, response_lengths, shape_rewards
 from alpaca_ppo.functional.shaping import per_token
 from tests.registered import temporary_choices
 
@@ -20,7 +14,6 @@ HOLED = tensor([[True, False, True, False], [True, True, False, False]])
 def test_a_length_reaches_to_the_last_true_over_holes():
     mask = torch.cat([HOLED, torch.zeros(1, 4, dtype=torch.bool)])
     assert response_lengths(mask).tolist() == [3, 2, 0]
-    assert last_token_index(mask).tolist() == [2, 1, -1]
 
 
 def test_the_reward_of_a_response_goes_to_its_last_chosen_token():

@@ -38,8 +38,8 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     named = {"model": str(tmp_path)}
     refused(tmp_path, "report_to names 'smoke'", arguments=named, report_to=["smoke"])
-    refused(tmp_path / "file", "output_dir is '.*file', .*Not a directory", arguments=named)
-    refused(tmp_path / "file" / "run", "output_dir is '.*run', .*Not a directory", arguments=named)
+    refused(tmp_path / "file", "output_dir '.*file', .*Not a directory", arguments=named)
+    refused(tmp_path / "file" / "run", "output_dir '.*run', .*Not a directory", arguments=named)
     message = "hub_model_id is 'a/b/c', which the hub refuses .*; write 'owner/name'"
     refused(tmp_path, message, arguments=named, hub_model_id="a/b/c")
     # Root may write anywhere, but nobody can create a file there.
@@ -143,7 +143,7 @@ def test_the_main_process_alone_needs_a_folder_to_write_to(tmp_path, monkeypatch
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "_mkstemp_inner", read_only)
-    with pytest.raises(ValueError, match="output_dir is '.*new/run', .*Read-only file system"):
+    with pytest.raises(ValueError, match="output_dir '.*new/run', .*Read-only file system"):
         check_start(run_config(tmp_path / "new/run"), None)
     monkeypatch.setenv("RANK", "1")
     check_start(run_config(tmp_path / "new/run"), None)
@@ -157,7 +157,7 @@ def test_a_folder_that_this_user_may_not_search_is_refused_by_name(tmp_path, mon
 
     # Root may search every folder.
     monkeypatch.setattr(Path, "exists", exists)
-    with pytest.raises(ValueError, match="output_dir is '.*closed/run', .*denied"):
+    with pytest.raises(ValueError, match="output_dir '.*closed/run', .*denied"):
         check_start(run_config(tmp_path / "closed/run"), None)
 
 

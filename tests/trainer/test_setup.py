@@ -32,7 +32,10 @@ def test_the_critic_has_one_starting_point(tmp_path):
     refused(tmp_path, "leave one of them out", arguments={"value_model": classifier}, init_value_with_reward=True)
     refused(tmp_path, "no reward source is a model", init_value_with_reward=True)
     refused(
-        tmp_path, "critic_layout is 'shared'; drop it", arguments={"value_model": classifier}, critic_layout="shared"
+        tmp_path,
+        "critic_layout 'shared' .*leave value_model out",
+        arguments={"value_model": classifier},
+        critic_layout="shared",
     )
 
 
