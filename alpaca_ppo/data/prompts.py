@@ -249,8 +249,7 @@ def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> 
     lines = [f"prompts are {kind}, of {prompts.form}; the first: {_shortened(text)}"]
     if prompts.form.template is not None and "\\n" in prompts.form.template.text:
         lines.append(
-            f"{prompts.form} has a backslash and an n, which is no line break; for one, write the text in double "
-            "quotes in YAML, and as $'...' on the command line"
+            f"{prompts.form} has a backslash and an n; for a line break, write double quotes in YAML, $'...' in a shell"
         )
     if difference := prompts.other_wording(tokenizer):
         lines.append(difference)

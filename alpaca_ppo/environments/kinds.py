@@ -109,10 +109,7 @@ class EnvironmentKind:
         self._made.append(instance)
         if type(instance) is self.environment_class:
             return None
-        return (
-            f"environment_factory returned a {type(instance).__name__} after a {self.class_name}; name a factory for "
-            'each class, {"name": factory}'
-        )
+        return f"environment_factory returned a {type(instance).__name__} after a {self.class_name}; name one for each"
 
     def release(self, instance: Any, *, reusable: bool) -> None:
         """Ends an episode's use of `instance`, which is kept for later ones if `reusable`."""

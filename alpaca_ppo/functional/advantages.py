@@ -164,10 +164,7 @@ def decoupled_gae(
     returns are not advantages + values. Other arguments are those of `gae`.
     """
     estimate = partial(gae, rewards, values, response_mask, gamma=gamma, turn_gamma=turn_gamma, turn_lam=turn_lam)
-    estimated = estimate(lam=lam_policy)
-    if not isinstance(lam_policy, Tensor) and lam_policy == lam_critic:
-        return estimated
-    return estimated._replace(returns=estimate(lam=lam_critic).returns)
+    return Advantages(estimate(lam=lam_policy).advantages, estimate(lam=lam_critic).returns)
 
 
 def length_adaptive_lam(response_mask: Tensor, *, alpha: float) -> Tensor:

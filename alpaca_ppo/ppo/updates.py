@@ -169,7 +169,7 @@ class Updater:
             return [(part,)]
         if critic is None:
             return [("policy",)]
-        return [("policy", "critic")] if critic.shares_states else [("critic",), ("policy",)]
+        return [("policy", "critic")] if critic.layout == "shared" else [("critic",), ("policy",)]
 
     def _backward_pass(self, batch: MicroBatch, hooks: Mapping[str, LossHook], *, last: bool) -> dict[str, Terms]:
         """One forward and backward pass for the losses of `hooks`; `last` on this micro-batch."""
@@ -269,11 +269,7 @@ class Updater:
         # Returns at the edges are no problem, such as 0 and 1 with the support [0, 1].
         if outside > 0.01 and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"{outside:.1%} of the returns lie outside the critic's support, so the values are clipped; widen "
-                "value_support, or scale the reward down with reward_weights",
-                stacklevel=3,
-            )
+            warnings.warn(f"{outside:.1%} of the returns are outside value_support and clipped; widen it", stacklevel=3)
 
 
 @contextmanager

@@ -38,8 +38,8 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     named = {"model": str(tmp_path)}
     refused(tmp_path, "report_to names 'smoke'", arguments=named, report_to=["smoke"])
-    refused(tmp_path / "file", "output_dir '.*file', .*Not a directory", arguments=named)
-    refused(tmp_path / "file" / "run", "output_dir '.*run', .*Not a directory", arguments=named)
+    refused(tmp_path / "file", "output_dir '.*file' .*Not a directory", arguments=named)
+    refused(tmp_path / "file" / "run", "output_dir '.*run' .*Not a directory", arguments=named)
     message = "hub_model_id is 'a/b/c', which the hub refuses .*; write 'owner/name'"
     refused(tmp_path, message, arguments=named, hub_model_id="a/b/c")
     # Root may write anywhere, but nobody can create a file there.
@@ -81,7 +81,7 @@ def test_a_name_that_holds_no_model_or_tokenizer_is_named_with_the_remedy(tmp_pa
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["w64"])
-    message = r"the tokenizer has 65 tokens but the model has 64 embeddings, none for 'w64' \(id 64\)"
+    message = r"the tokenizer has 'w64' \(id 64\), but the model has 64 embeddings"
     refused(tmp_path, message, arguments={"processing_class": tokenizer})
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<new>"})
@@ -95,10 +95,7 @@ def test_a_reward_adapters_tokenizer_with_more_tokens_than_the_bases_embeddings_
     tokenizer.add_tokens(["w64"])
     tokenizer.save_pretrained(tmp_path / "reward")
     given = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), "reward_funcs": []}
-    message = (
-        r"the tokenizer of reward_adapter .*reward has 65 tokens but the model has 64 embeddings, none for 'w64' "
-        r"\(id 64\); use the model's own tokenizer"
-    )
+    message = r"the tokenizer of reward_adapter .*reward has 'w64' \(id 64\), but the model has 64 embeddings"
     refused(tmp_path / "run", message, arguments=given, reward_adapter=str(tmp_path / "reward"))
 
 
@@ -143,7 +140,7 @@ def test_the_main_process_alone_needs_a_folder_to_write_to(tmp_path, monkeypatch
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "_mkstemp_inner", read_only)
-    with pytest.raises(ValueError, match="output_dir '.*new/run', .*Read-only file system"):
+    with pytest.raises(ValueError, match="output_dir '.*new/run' .*Read-only file system"):
         check_start(run_config(tmp_path / "new/run"), None)
     monkeypatch.setenv("RANK", "1")
     check_start(run_config(tmp_path / "new/run"), None)
@@ -157,7 +154,7 @@ def test_a_folder_that_this_user_may_not_search_is_refused_by_name(tmp_path, mon
 
     # Root may search every folder.
     monkeypatch.setattr(Path, "exists", exists)
-    with pytest.raises(ValueError, match="output_dir '.*closed/run', .*denied"):
+    with pytest.raises(ValueError, match="output_dir '.*closed/run' .*denied"):
         check_start(run_config(tmp_path / "closed/run"), None)
 
 

@@ -243,8 +243,8 @@ def test_a_function_that_needs_a_column_the_dataset_lacks_is_refused_before_a_mo
     # There is no such model: had it been loaded, the error would be about it.
     given = {"model": "no/such-model", "reward_funcs": exact, "train_dataset": Dataset.from_list(rows)}
     expected = (
-        r"reward source 'exact' requires the arguments \['answers'\], but only \['prompts', 'completions', "
-        r"'completion_ids', 'answer', 'level'\] are available from the train set; rename the argument"
+        r"reward source 'exact' requires \['answers'\], but the train set has \['prompts', 'completions', "
+        r"'completion_ids', 'answer', 'level'\]; rename either"
     )
     refused(tmp_path, expected, arguments=given)
     whole = Dataset.from_list([row | {"answers": "w1"} for row in rows])
