@@ -40,6 +40,13 @@ def error_text(error: BaseException) -> str:
         return type(error).__name__
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, of that in a `functools.partial`, or of the class of a callable object."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 class Parameters(NamedTuple):
     """The arguments that a function takes by name; `required` are those without a default, and `any_others` says
     whether it has `**kwargs`.

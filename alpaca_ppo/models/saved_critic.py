@@ -100,18 +100,14 @@ def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapp
 
 def _load_head(folder: str) -> CriticHead:
     """The head in a critic's folder; raises as `load_critic`."""
-    path = Path(folder) / HEAD_SETTINGS
     with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
-        settings = dict(json.loads(path.read_text(encoding="utf-8")))
+        settings = dict(json.loads((Path(folder) / HEAD_SETTINGS).read_text(encoding="utf-8")))
         kind, hidden_size = settings.pop("kind"), settings.pop("hidden_size")
     if kind not in CRITIC_HEADS.names:
         raise ValueError(f"{folder} has a critic {kind!r}, which is not registered; name its file in import_modules")
-    head_class: type[CriticHead] = CRITIC_HEADS.get(kind)
-    with loading(f"{path} has settings that a critic of the kind {kind!r} cannot have", folder, _REMEDY):
-        head = build_head(partial(head_class, **settings), hidden_size, torch.float32)
-    weights = Path(folder) / HEAD_WEIGHTS
-    with loading(f"{weights} cannot be loaded as the weights of the critic's head", folder, _REMEDY):
-        head.load_state_dict(load_file(weights))
+    with loading(f"no critic {kind!r} can be loaded from {folder!r}", folder, _REMEDY):
+        head = build_head(partial(CRITIC_HEADS.get(kind), **settings), hidden_size, torch.float32)
+        head.load_state_dict(load_file(Path(folder) / HEAD_WEIGHTS))
     return head
 
 

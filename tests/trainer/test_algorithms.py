@@ -104,7 +104,7 @@ def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
 @pytest.mark.parametrize("kind", ["c51", "hl_gauss"])
 def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
     trainer = tiny_trainer(tmp_path, critic=kind, value_support=[-0.1, 0.1])
-    with pytest.warns(UserWarning, match="widen value_support"):
+    with pytest.warns(UserWarning, match="outside value_support .*widen it"):
         stats = trainer.step(trainer.prompt_batches(0))
     assert stats["ppo/val/outside_support"] > 0.5 and "ppo/val/edge_mass" in stats
     with warnings.catch_warnings():

@@ -85,7 +85,7 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path):
     refused(tmp_path, message, arguments={"processing_class": tokenizer})
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<new>"})
-    refused(tmp_path, "none for '<new>'", arguments={"processing_class": tokenizer})
+    refused(tmp_path, "the tokenizer has '<new>'", arguments={"processing_class": tokenizer})
 
 
 def test_a_reward_adapters_tokenizer_with_more_tokens_than_the_bases_embeddings_is_refused(tmp_path):
@@ -105,7 +105,7 @@ def test_a_special_token_that_no_text_holds_needs_no_embedding(tmp_path):
     assert len(tokenizer) == 65
     tiny_trainer(tmp_path, trainer_arguments={"processing_class": tokenizer})
     tokenizer.chat_template = "<image>{{ messages }}"
-    refused(tmp_path, "none for '<image>'", arguments={"processing_class": tokenizer})
+    refused(tmp_path, "the tokenizer has '<image>'", arguments={"processing_class": tokenizer})
 
 
 def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_path):
