@@ -62,16 +62,9 @@ class AdvantageInputs:
 AdvEstimator = Callable[[AdvantageInputs, Any], Advantages]
 
 
-def register_adv_estimator(
-    name: str,
-    *,
-    needs_critic: bool = False,
-    needs_group: bool = False,
-    needs_greedy_baseline: bool = False,
-    needs_scores_by_source: bool = False,
-    uses_gamma: bool = False,
-) -> Callable[[AdvEstimator], AdvEstimator]:
-    """A decorator that adds an estimator (`AdvEstimator`) that `adv_estimator: name` selects.
+def register_adv_estimator(name: str, **traits: bool) -> Callable[[AdvEstimator], AdvEstimator]:
+    """A decorator that adds an estimator (`AdvEstimator`) that `adv_estimator: name` selects. All `traits` are False by
+    default.
 
     Args:
         name: without spaces, commas and colons.
@@ -84,14 +77,7 @@ def register_adv_estimator(
     Raises:
         ValueError: if `name` is built in, is empty, or has a space, comma or colon. One of a user's is replaced.
     """
-    return ADV_ESTIMATORS.register(
-        name,
-        needs_critic=needs_critic,
-        needs_group=needs_group,
-        needs_greedy_baseline=needs_greedy_baseline,
-        needs_scores_by_source=needs_scores_by_source,
-        uses_gamma=uses_gamma,
-    )
+    return ADV_ESTIMATORS.register(name, **traits)
 
 
 def gae(

@@ -203,9 +203,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
             return adapter_set.add_policy_adapter(language_model, peft_config)
     if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
         kind = "4-bit" if args.load_in_4bit else language_model.dtype
-        raise ValueError(
-            f"{kind} weights cannot all be trained; use LoRA (--use_peft), or dtype: float32 with bf16: true"
-        )
+        raise ValueError(f"{kind} weights cannot all be trained; use LoRA, or dtype: float32 with bf16: true")
     return language_model
 
 

@@ -127,9 +127,7 @@ def load_complete(
         )
     model, info = loaded
     if missing := sorted(info["missing_keys"])[:3]:
-        raise ValueError(
-            f"{name} has no weights for {', '.join(missing)}, which would be random; use another checkpoint"
-        )
+        raise ValueError(f"{name} has no weights for {', '.join(missing)}, which would be random; load another model")
     return model
 
 

@@ -42,7 +42,7 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.batch import RowFailure
 from alpaca_ppo.rewards.build import RewardFunc
 from alpaca_ppo.rewards.reward_function import merged
-from alpaca_ppo.rewards.scorer import Penalties, score_responses
+from alpaca_ppo.rewards.scorer import score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
 from alpaca_ppo.trainer import setup
@@ -290,13 +290,7 @@ class PPOTrainer(BaseTrainer):
                 prompts = {**episodes.prompts, "episodes": episodes}
             with record.measure("rollout"):
                 samples = self._generate(prompts, sampling_params)
-            samples = hook_checks.complete_samples(
-                samples,
-                prompts,
-                num_return_sequences=sampling_params.num_return_sequences,
-                max_new_tokens=sampling_params.max_new_tokens,
-                sample_ids=sampling_params.sample_ids,
-            )
+            samples = hook_checks.complete_samples(samples, prompts, sampling_params)
             self.collector.preemption.poll()
             with record.measure("score"):
                 scores = self._score(samples, rows)
@@ -336,8 +330,7 @@ class PPOTrainer(BaseTrainer):
             `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
             of the token; `scores_by_source` (C, sources).
         """
-        penalties = Penalties(self.args.penalty_reward_value, self.args.overlong_buffer_len)
-        scored = score_responses(self.collector.scorer, self.processing_class, samples, rows, penalties=penalties)
+        scored = score_responses(self.collector.scorer, self.processing_class, samples, rows, self.args)
         if self.environments is not None and self.environments.reward_per_token:
             scored["rewards"] = per_token(scored["rewards"], samples["response_mask"])
         return scored

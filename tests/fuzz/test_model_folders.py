@@ -110,7 +110,7 @@ def entries(**new: Any) -> Any:
 DAMAGES = [
     ("critic", "critic_head.json", lambda content: b"{}", "no critic can be loaded from"),
     ("critic", "critic_head.json", cut, "critic_head.json is damaged ("),
-    ("critic", "critic_head.json", entries(hidden_size="8"), "no critic 'scalar' can be loaded from"),
+    ("critic", "critic_head.json", entries(hidden_size="8"), "no critic 'c51' can be loaded from"),
     ("critic", "critic_head.json", entries(kind=[]), "a critic [], which is not registered"),
     ("critic", "critic_head.json", entries(num_atoms=5), "can be loaded from"),
     ("critic", "critic_head.safetensors", cut, "critic_head.safetensors is damaged ("),
