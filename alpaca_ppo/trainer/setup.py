@@ -161,14 +161,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         environments_or_tools=bool(kinds) or samples_itself,
         prompts_that_are_messages=chat,
     )
-    schedule = PromptSchedule(
-        len(train_prompts),
-        args.rollout_batch_size,
-        seed=args.seed,
-        total_epochs=args.total_epochs,
-        total_episodes=args.total_episodes,
-        num_steps=args.max_steps,
-    )
+    schedule = PromptSchedule(len(train_prompts), args)
 
     actor_critic = _make_actor_critic(given, model, value_model, processing_class, args)
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)

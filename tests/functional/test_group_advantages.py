@@ -235,7 +235,7 @@ def test_gradients_of_gdpo_match_finite_differences():
 def test_gdpo_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"scores_by_source are \(3, 2\), weights \(3,\); pass"):
         gdpo_advantages(BY_SOURCE, torch.ones(3), GROUP, MASK)
-    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\) and weights \(2,\)"):
+    with pytest.raises(ValueError, match=r"scores_by_source are \(3,\), weights \(2,\)"):
         gdpo_advantages(BY_SOURCE[:, 0], torch.ones(2), GROUP, MASK)
     with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\); pass \(B,\) for a mask \(2, 2\)"):
         gdpo_advantages(BY_SOURCE, torch.ones(2), GROUP, MASK[:2])
