@@ -221,5 +221,5 @@ def _field_names(text: str) -> list[str]:
         raise ValueError(f"is not a valid format string ({error}); double each literal brace") from error
     # Attribute access, indexing and conversions would let a template read an object's internals.
     if not parts or any(not str(name).isidentifier() or spec or conversion for _, name, spec, conversion in parts):
-        raise ValueError(f"needs plain column names, as {{question}}, or is one of {', '.join(PROMPT_TEMPLATES)}")
+        raise ValueError(f"must name columns in braces, as {{question}}, or be one of {', '.join(PROMPT_TEMPLATES)}")
     return list(dict.fromkeys(str(name) for _, name, _, _ in parts))
