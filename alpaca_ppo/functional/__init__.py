@@ -29,7 +29,7 @@ from alpaca_ppo.functional.distributional import (
 )
 from alpaca_ppo.functional.groups import GROUP_ESTIMATORS, gdpo_advantages, group_advantages, informative_rows
 from alpaca_ppo.functional.kl import kl_penalty, register_kl_estimator
-from alpaca_ppo.functional.logprobs import chunked_logprobs
+from alpaca_ppo.functional.logprobs import chunked_logprobs, token_logprobs
 from alpaca_ppo.functional.masked import (
     LOSS_AGG_MODES,
     Loss,
@@ -63,5 +63,5 @@ __all__ = [
     "masked_mean", "masked_var", "masked_whiten", "overlong_penalty", "policy_loss", "positive_nll_loss",
     "quantile_huber_loss", "quantile_midpoints", "register_adv_estimator", "register_kl_estimator",
     "register_policy_loss", "reinforce_plus_plus", "remax", "response_lengths", "rollout_correction_weights",
-    "sapo_policy_loss", "shape_rewards", "value_loss", "zero_outside",
+    "sapo_policy_loss", "shape_rewards", "token_logprobs", "value_loss", "zero_outside",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies, from hidden states, a chunk of tokens at a time.
+"""Log-probabilities of given tokens, and entropies: from logits, or from hidden states, a chunk of tokens at a time.
 
 Both are in nats, and in float32 or wider. Temperatures must be positive, and one temperature serves sampling, policy,
 old policy and reference. `torch.nn.functional.linear_cross_entropy`, chunked since torch 2.13, is not used: it has no
@@ -30,6 +30,16 @@ class ChunkedLogprobs(NamedTuple):
     entropies: Tensor | None  # None with `with_entropy=False`
 
 
+def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Log-probability (...) of each of the `labels` (...), int64 in [0, V), under softmax(logits / temperature), of
+    `logits` (..., V).
+    """
+    _check_temperature(temperature)
+    _check_labels("logits", logits, labels)
+    scaled = at_least_float32(logits) / temperature
+    return scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
+
+
 def chunked_logprobs(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -42,9 +52,9 @@ def chunked_logprobs(
     kept_bytes: float = 0,
     logit_transform: LogitTransform | None = None,
 ) -> ChunkedLogprobs:
-    """The log-probability of each label, and the entropy, under softmax(logits / temperature). The logits,
-    hidden @ lm_head_weight.T + bias, are computed for one chunk of tokens at a time, and kept for the backward pass
-    only as far as `kept_bytes` has room. A logit of -inf, a token that cannot occur, adds 0 to the entropy.
+    """`token_logprobs` of the logits hidden @ lm_head_weight.T + bias, and the entropies of softmax(logits /
+    temperature). The logits are computed for one chunk of tokens at a time, and kept for the backward pass only as far
+    as `kept_bytes` has room. A logit of -inf, a token that cannot occur, adds 0 to the entropy.
 
     Both passes hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform` saves. The backward
     pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were kept; the gradients
@@ -64,10 +74,8 @@ def chunked_logprobs(
         logit_transform: an elementwise function of the raw logits in float32 or wider, applied before the temperature
             (Gemma's final soft-capping). Tensors that it closes over get no gradient.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; it must be positive (greedy decoding is do_sample=False)")
-    if hidden.shape[:-1] != labels.shape:
-        raise ValueError(f"labels has shape {tuple(labels.shape)}, hidden {tuple(hidden.shape)}; pass (...), (..., H)")
+    _check_temperature(temperature)
+    _check_labels("hidden", hidden, labels)
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 token")
     needs_grad = any(tensor is not None and tensor.requires_grad for tensor in (hidden, lm_head_weight, bias))
@@ -248,3 +256,13 @@ def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 def _softmax_dtype(settings: _Settings) -> torch.dtype:
     return torch.float64 if settings.matmul_dtype == torch.float64 else torch.float32
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be positive (greedy decoding is do_sample=False)")
+
+
+def _check_labels(name: str, inputs: Tensor, labels: Tensor) -> None:
+    if inputs.shape[:-1] != labels.shape:
+        raise ValueError(f"labels has shape {tuple(labels.shape)}, {name} {tuple(inputs.shape)}; pass (...), (..., N)")

@@ -33,6 +33,11 @@ def quantile_huber(**inputs):
     return F.quantile_huber_loss(**inputs).loss, F.cvar_from_quantiles(inputs["quantiles"], alpha=1.0)
 
 
+def of_tokens(logits, labels, *, temperature):
+    probabilities = (logits / temperature).softmax(dim=-1)
+    return F.token_logprobs(logits, labels, temperature=temperature), torch.special.entr(probabilities).sum(dim=-1)
+
+
 def in_chunks(logits, labels, *, temperature):
     # With the identity for a head, hidden states are logits.
     head = torch.eye(logits.size(-1), dtype=logits.dtype)
@@ -55,6 +60,7 @@ CASES = [
     ("positive_nll_loss", lambda **inputs: F.positive_nll_loss(**inputs).loss),
     ("qae", partial(F.group_advantages, estimator="qae")),
     ("quantile_huber", quantile_huber),
+    ("token_logprobs", of_tokens),
     ("token_logprobs", in_chunks),
     ("turn_gae", F.gae),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from alpaca_ppo.functional import chunked_logprobs
+from alpaca_ppo.functional import chunked_logprobs, token_logprobs
 
 TEMPERATURE = 0.7
 
@@ -50,6 +50,7 @@ def test_logprobs_and_entropies_by_hand():
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     logprobs, entropies = of_logits(logits, tensor([0, 1]))
     assert_close(logprobs, tensor([math.log(0.25), math.log(0.75)]))
+    assert_close(token_logprobs(logits, tensor([0, 1])), logprobs)
     assert_close(entropies, tensor([entropy, entropy]))
 
 
@@ -57,6 +58,7 @@ def test_the_temperature_divides_the_logits():
     # softmax of (0, 2 ln 3) / 2 is (1/4, 3/4)
     logits = tensor([[0.0, 2 * math.log(3)]])
     assert_close(of_logits(logits, tensor([1]), temperature=2.0).logprobs, tensor([math.log(0.75)]))
+    assert_close(token_logprobs(logits, tensor([1]), temperature=2.0), tensor([math.log(0.75)]))
 
 
 def test_a_certain_token_has_logprob_and_entropy_zero_and_a_finite_gradient():
@@ -80,6 +82,7 @@ def test_gradients_of_logits_match_finite_differences():
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), tensor([0, 4, 2])
     assert gradcheck(lambda x: tuple(of_logits(x, labels, temperature=TEMPERATURE)), logits)
+    assert gradcheck(lambda x: token_logprobs(x, labels, temperature=TEMPERATURE), logits)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
@@ -255,6 +258,11 @@ def test_arguments_that_make_no_sense_are_refused(changes, message):
     arguments = {"labels": labels, "temperature": 1.0, "chunk_size": 3} | changes
     with pytest.raises(ValueError, match=message):
         chunked_logprobs(hidden, weight, **arguments)
+
+
+def test_token_logprobs_refuses_logits_that_are_not_the_labels():
+    with pytest.raises(ValueError, match=r"labels has shape \(2,\), logits \(3, 4\)"):
+        token_logprobs(torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64))
 
 
 BYTES_OF_A_CHUNK = 3 * 11 * 8
