@@ -308,12 +308,14 @@ def positive_nll_loss(
 ) -> Loss:
     """Minus the mean log-probability of the tokens of responses that succeeded (VAPO, arXiv:2504.05118, which adds it
     to the policy loss with the weight 0.1); 0, attached to the graph, if none did. `positive` (B,) bool, True = the
-    response succeeded. `denominator` is the number of such tokens in the whole optimizer step, at least 1.
+    response succeeded. `denominator` is the number of such tokens in the whole optimizer step, and may be 0.
 
     The stat `positive_fraction` is the fraction of masked tokens that are of positive rows.
     """
     check_row_values("positive", positive, response_mask)
     mask = response_mask & positive.unsqueeze(1)
+    if denominator is not None:
+        denominator = torch.as_tensor(denominator).clamp_min(1)
     loss = aggregate_loss(-logprobs, mask, "token-mean", denominator=denominator)
     return Loss(loss, {"positive_fraction": masked_mean(mask.to(loss.dtype), response_mask)})
 

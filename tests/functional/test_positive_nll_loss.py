@@ -26,7 +26,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_positive_rows():
     assert not stats["positive_fraction"].requires_grad
 
 
-@pytest.mark.parametrize("denominator", [None, 1, tensor(7)])
+@pytest.mark.parametrize("denominator", [None, 0, tensor(0), tensor(7)])
 def test_without_a_positive_token_the_loss_is_zero_and_keeps_its_graph(denominator):
     nobody = torch.zeros(4, dtype=torch.bool)
     for positive, mask in ((nobody, MASK), (~nobody, torch.zeros_like(MASK))):
