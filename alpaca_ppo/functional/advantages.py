@@ -62,9 +62,16 @@ class AdvantageInputs:
 AdvEstimator = Callable[[AdvantageInputs, Any], Advantages]
 
 
-def register_adv_estimator(name: str, **traits: bool) -> Callable[[AdvEstimator], AdvEstimator]:
-    """A decorator that adds an estimator (`AdvEstimator`) that `adv_estimator: name` selects. All `traits` are False by
-    default.
+def register_adv_estimator(
+    name: str,
+    *,
+    needs_critic: bool = False,
+    needs_group: bool = False,
+    needs_greedy_baseline: bool = False,
+    needs_scores_by_source: bool = False,
+    uses_gamma: bool = False,
+) -> Callable[[AdvEstimator], AdvEstimator]:
+    """A decorator that adds an estimator (`AdvEstimator`) that `adv_estimator: name` selects.
 
     Args:
         name: without spaces, commas and colons.
@@ -77,7 +84,14 @@ def register_adv_estimator(name: str, **traits: bool) -> Callable[[AdvEstimator]
     Raises:
         ValueError: if `name` is built in, is empty, or has a space, comma or colon. One of a user's is replaced.
     """
-    return ADV_ESTIMATORS.register(name, **traits)
+    return ADV_ESTIMATORS.register(
+        name,
+        needs_critic=needs_critic,
+        needs_group=needs_group,
+        needs_greedy_baseline=needs_greedy_baseline,
+        needs_scores_by_source=needs_scores_by_source,
+        uses_gamma=uses_gamma,
+    )
 
 
 def gae(
@@ -114,8 +128,7 @@ def gae(
     turn_gamma = gamma if turn_gamma is None else turn_gamma
     lam_between_turns = lam if turn_lam is None else turn_lam
     for name, rate in (("gamma", gamma), ("turn_gamma", turn_gamma), ("lam", lam), ("turn_lam", lam_between_turns)):
-        if not bool(((torch.as_tensor(rate) >= 0) & (torch.as_tensor(rate) <= 1)).all()):
-            raise ValueError(f"{name} is {rate}; it must be in [0, 1]")
+        _check_rate(name, rate, rows=rows)
     rewards = zero_outside(rewards, response_mask)
     values = zero_outside(values, response_mask)
     next_value = next_advantage = (rewards + values).new_zeros(rows)
@@ -150,7 +163,10 @@ def decoupled_gae(
     returns are not advantages + values. Other arguments are those of `gae`.
     """
     estimate = partial(gae, rewards, values, response_mask, gamma=gamma, turn_gamma=turn_gamma, turn_lam=turn_lam)
-    return Advantages(estimate(lam=lam_policy).advantages, estimate(lam=lam_critic).returns)
+    estimated = estimate(lam=lam_policy)
+    if not isinstance(lam_policy, Tensor) and lam_policy == lam_critic:
+        return estimated
+    return estimated._replace(returns=estimate(lam=lam_critic).returns)
 
 
 def length_adaptive_lam(response_mask: Tensor, *, alpha: float) -> Tensor:
@@ -195,3 +211,16 @@ def _decay(gamma: float, lam: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(lam, Tensor):
         return gamma * lam.to(like).unsqueeze(1)
     return like.new_tensor(gamma * lam)
+
+
+def _check_rate(name: str, rate: float | Tensor, *, rows: int) -> None:
+    if not isinstance(rate, Tensor):
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(f"{name} is {rate}; it must be in [0, 1]")
+        return
+    if rate.shape != (rows,):
+        raise ValueError(f"{name} has shape {tuple(rate.shape)}; pass a float, or one value for each of {rows} rows")
+    outside = ~((rate >= 0) & (rate <= 1))
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"{name} is {float(rate[row])} in row {row}; it must be in [0, 1]")

@@ -24,6 +24,7 @@ They do not clip against old values as `value_loss` does: the gradients of the c
 bounded. Sizes, supports, levels and modes that are not allowed, and shapes that differ, raise a `ValueError`.
 """
 
+import math
 from typing import get_args
 
 import torch
@@ -53,6 +54,8 @@ def c51_project(returns: Tensor, atoms: Tensor) -> Tensor:
 
     `returns` (...) become (..., num_atoms), rows that sum to 1; `atoms` (num_atoms,) are ascending, at least two.
     """
+    if atoms.dim() != 1 or atoms.numel() < 2:
+        raise ValueError(f"atoms has shape {tuple(atoms.shape)}; pass a vector of at least two, such as c51_atoms()")
     returns, atoms = at_least_float32(returns), at_least_float32(atoms)
     dtype = torch.promote_types(returns.dtype, atoms.dtype)
     atoms = atoms.to(dtype).contiguous()
@@ -111,6 +114,8 @@ def hl_gauss_project(returns: Tensor, *, v_min: float, v_max: float, num_bins: i
 
     `returns` (...) become (..., num_bins), rows that sum to 1, over bins of equal width from v_min to v_max.
     """
+    if not (sigma > 0 and math.isfinite(sigma)):
+        raise ValueError(f"sigma is {sigma}; it must be positive and finite, such as 0.75 * (v_max - v_min) / num_bins")
     returns = at_least_float32(returns)
     edges = _bin_edges(num_bins, v_min=v_min, v_max=v_max, dtype=returns.dtype, device=returns.device)
     cdf: Tensor = torch.special.ndtr((edges - returns.clamp(v_min, v_max).unsqueeze(-1)) / sigma)
@@ -144,6 +149,14 @@ def hl_gauss_loss(
     return Loss(aggregate_loss(losses, response_mask, loss_agg_mode, denominator=denominator), stats)
 
 
+def hl_gauss_value(logits: Tensor, *, v_min: float, v_max: float) -> Tensor:
+    """The mean (...) of the distribution that `logits` (..., num_bins) predict: the probabilities of the bins times
+    their centres.
+    """
+    probs = at_least_float32(logits).softmax(dim=-1)
+    return probs @ hl_gauss_centres(probs.size(-1), v_min=v_min, v_max=v_max, dtype=probs.dtype, device=probs.device)
+
+
 def quantile_midpoints(num_quantiles: int, *, dtype: torch.dtype = torch.float32, device: Device = None) -> Tensor:
     """The levels tau_i = (i + 1/2) / K, i = 0 .. K - 1, at which K quantiles of equal mass approximate a distribution
     best (arXiv:1710.10044, lemma 2), (num_quantiles,).
@@ -174,16 +187,18 @@ def quantile_huber_loss(
     expectile: unless kappa is small compared with the spread of the returns, the quantiles are biased towards the mean.
 
     Args:
-        taus: (K,), the levels in (0, 1) of `quantiles` (B, R, K): `quantile_midpoints`, or for IQN uniform samples,
-            with which `vpred` is an estimate; detached.
+        taus: (K,) or (B, R, K), the levels in (0, 1) of `quantiles` (B, R, K): `quantile_midpoints`, or for IQN uniform
+            samples, with which `vpred` is an estimate; detached.
         kappa: in units of the return, positive.
     """
     if not kappa > 0:
         raise ValueError(f"kappa is {kappa}; it must be positive (a small one approaches plain quantile regression)")
-    if taus.shape != quantiles.shape[-1:]:
-        raise ValueError(f"taus has shape {tuple(taus.shape)}, quantiles {tuple(quantiles.shape)}; pass (K,)")
+    if taus.shape not in (quantiles.shape, quantiles.shape[-1:]):
+        raise ValueError(f"taus has shape {tuple(taus.shape)}, quantiles {tuple(quantiles.shape)}; pass that or (K,)")
     returns = zero_outside(returns, response_mask).detach()
     quantiles = _zero_rows_outside(quantiles, response_mask, "quantiles")
+    if taus.dim() > 1:
+        taus = _zero_rows_outside(taus, response_mask, "taus")
     differences = returns.unsqueeze(-1) - quantiles
     distances = differences.abs()
     inside = distances.clamp(max=kappa)

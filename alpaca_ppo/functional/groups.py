@@ -93,7 +93,8 @@ def gdpo_advantages(
     """
     if scores_by_source.dim() != 2 or weights.shape != scores_by_source.shape[1:]:
         raise ValueError(
-            f"scores_by_source are {tuple(scores_by_source.shape)}, weights {tuple(weights.shape)}; pass (B, S), (S,)"
+            f"scores_by_source has shape {tuple(scores_by_source.shape)} and weights {tuple(weights.shape)}; pass "
+            "scores (B, S) of S sources and one weight for each of these"
         )
     check_row_values("scores_by_source", scores_by_source.sum(dim=1), response_mask)
     check_row_values("group_ids", group_ids, response_mask)

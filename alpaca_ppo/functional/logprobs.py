@@ -40,6 +40,15 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) 
     return scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
 
 
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy (...) of softmax(logits) over the last dimension of `logits` (..., V).
+
+    Divide the logits by the temperature first. A logit of -inf, a token that cannot occur, contributes 0.
+    """
+    logprobs = at_least_float32(logits).log_softmax(dim=-1).clamp_min(LOWEST_LOGPROB)
+    return -(logprobs.exp() * logprobs).sum(dim=-1)
+
+
 def chunked_logprobs(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -52,9 +61,8 @@ def chunked_logprobs(
     kept_bytes: float = 0,
     logit_transform: LogitTransform | None = None,
 ) -> ChunkedLogprobs:
-    """`token_logprobs` of the logits hidden @ lm_head_weight.T + bias, and the entropies of softmax(logits /
-    temperature). The logits are computed for one chunk of tokens at a time, and kept for the backward pass only as far
-    as `kept_bytes` has room. A logit of -inf, a token that cannot occur, adds 0 to the entropy.
+    """`token_logprobs` and `entropy_from_logits` of the logits hidden @ lm_head_weight.T + bias. These are computed for
+    one chunk of tokens at a time, and kept for the backward pass only as far as `kept_bytes` has room.
 
     Both passes hold two float32 (chunk_size, V) tensors at a time, besides what `logit_transform` saves. The backward
     pass recomputes the logits of each chunk, a quarter of the head's operations, unless they were kept; the gradients

@@ -321,7 +321,13 @@ def positive_nll_loss(
 
 
 def rollout_correction_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, level: str, threshold: float
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    level: str,
+    threshold: float,
+    normalize: bool = False,
 ) -> Tensor:
     """Truncated importance weights (Ionides, 2008), (B, R), detached and 0 outside the mask, for a sampler whose
     log-probabilities differ slightly from those of the trainer:
@@ -336,16 +342,23 @@ def rollout_correction_weights(
         rollout_logprobs: (B, R), from the sampler.
         response_mask: (B, R) bool, True = a token the policy chose.
         level: `token` or `sequence`.
-        threshold: the largest weight; positive, infinity for no truncation.
+        threshold: the largest weight, before normalisation; positive, infinity for no truncation.
+        normalize: divide by the mean weight over this call's masked tokens (`token`) or rows (`sequence`), so that the
+            scale of the loss does not change; pass the global batch.
     """
     if level not in ROLLOUT_CORRECTION_LEVELS:
         raise ValueError(f"level is {level!r}; it must be one of {', '.join(ROLLOUT_CORRECTION_LEVELS)}")
     if not threshold > 0:
         raise ValueError(f"threshold is {threshold}; it must be positive, because it is the largest weight")
     log_ratio = zero_outside(old_logprobs, response_mask) - zero_outside(rollout_logprobs, response_mask)
+    counted = response_mask
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
+        counted = response_mask.any(dim=1, keepdim=True)
     weights = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp_max(threshold)
+    if normalize:
+        # The mean is 0 only if no token counts; all weights are 0 then.
+        weights = weights / masked_mean(weights, counted)
     return zero_outside(weights.expand(response_mask.shape), response_mask)
 
 

@@ -1,5 +1,6 @@
 """Where a response ends, per-token rewards made of a score and a KL penalty, and the penalty for overlong responses."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,12 +30,16 @@ def response_lengths(response_mask: Tensor) -> Tensor:
     return torch.where(response_mask, columns, 0).amax(dim=1)
 
 
+def last_token_index(response_mask: Tensor) -> Tensor:
+    """(B,) int64: the column of the last True of each row, -1 for an empty row."""
+    return response_lengths(response_mask) - 1
+
+
 def per_token(rewards: Tensor, response_mask: Tensor) -> Tensor:
     """(B, R): rewards of tokens as they are; those of responses (B,) on their last chosen tokens, with 0 elsewhere."""
     if rewards.dim() == 2:
         return rewards
-    last = response_lengths(response_mask).unsqueeze(1) - 1
-    is_last = torch.arange(response_mask.size(1), device=rewards.device) == last
+    is_last = torch.arange(response_mask.size(1), device=rewards.device) == last_token_index(response_mask).unsqueeze(1)
     return torch.where(is_last, rewards.unsqueeze(1), 0.0)
 
 
@@ -59,11 +64,15 @@ def shape_rewards(
         kl_coef: reward units per nat.
         kl_estimator: see `kl_penalty`.
     """
-    rows, columns = response_mask.shape
-    if empty := (~response_mask.any(dim=1)).nonzero().flatten().tolist():
-        raise ValueError(f"response_mask has no token in rows {empty} of {rows}; a response has one at least")
-    if scores.shape not in ((rows,), (rows, columns)):
-        raise ValueError(f"scores has shape {tuple(scores.shape)}; it must be ({rows},) or ({rows}, {columns})")
+    last = last_token_index(response_mask)
+    empty = (last < 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"response_mask has no token in rows {empty} of {len(last)}; a response has one at least")
+    if scores.shape not in (last.shape, response_mask.shape):
+        raise ValueError(
+            f"scores has shape {tuple(scores.shape)}; it must be {tuple(last.shape)}, one score for each response, "
+            f"or {tuple(response_mask.shape)}, one for each token"
+        )
     token_scores = per_token(at_least_float32(scores), response_mask)
     kl = kl_penalty(zero_outside(logprobs, response_mask), zero_outside(ref_logprobs, response_mask), kl_estimator)
     # A registered estimator need not be 0 for equal log-probabilities.
@@ -72,19 +81,22 @@ def shape_rewards(
     return ShapedRewards(non_score_rewards + zero_outside(token_scores, response_mask), non_score_rewards, kl)
 
 
-def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int) -> Tensor:
-    """(B,), to be added to scores: 0 up to `max_len - buffer_len` tokens, then linearly down to -1 at `max_len` and
-    the same beyond it (soft overlong punishment of DAPO, arXiv:2503.14476).
+def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: float = 1.0) -> Tensor:
+    """(B,), to be added to scores: 0 up to `max_len - buffer_len` tokens, then linearly down to `-factor` at `max_len`
+    and the same beyond it (soft overlong punishment of DAPO, arXiv:2503.14476).
 
     Args:
         lengths: (B,), tokens of each response.
         max_len: tokens at which the penalty is largest.
         buffer_len: tokens over which it grows, from 1 to max_len.
+        factor: the largest penalty, in reward units, at least 0.
     """
     if not 0 < buffer_len <= max_len:
         raise ValueError(f"buffer_len is {buffer_len}; it must be at least 1 and at most max_len ({max_len})")
+    if not 0.0 <= factor < math.inf:
+        raise ValueError(f"factor is {factor}; it must be a number of at least 0, which is subtracted")
     excess = at_least_float32(lengths) - (max_len - buffer_len)
-    return -(excess / buffer_len).clamp(0.0, 1.0)
+    return -factor * (excess / buffer_len).clamp(0.0, 1.0)
 
 
 def sequence_scores(rewards: Tensor) -> Tensor:

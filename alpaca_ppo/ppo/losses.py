@@ -4,15 +4,13 @@ The mathematics is in `functional`, the critic's loss in `models.critic_heads`. 
 of the whole optimizer step (`types.Rollouts.denominator`), so the terms of its micro-batches add up.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
 from alpaca_ppo import functional
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional import Loss
-from alpaca_ppo.functional.policy_losses import PolicyLoss
 from alpaca_ppo.models import ActorCriticOutputs
 from alpaca_ppo.ppo.metrics import mismatch_stats
 from alpaca_ppo.ppo.row_masks import gradient_mask
@@ -103,39 +101,60 @@ def checked_loss(what: str, returned: Any) -> Loss:
     return returned
 
 
-def _ranges(args: PPOConfig) -> dict[str, Any]:
+class _Scale(TypedDict):
+    weights: Tensor | None
+    denominator: Tensor
+
+
+class _ClipRanges(TypedDict):
+    cliprange_low: float
+    cliprange_high: float
+
+
+def _ranges(args: PPOConfig) -> _ClipRanges:
     return {"cliprange_low": args.cliprange, "cliprange_high": args.cliprange_high or args.cliprange}
 
 
-def _clipping(args: PPOConfig) -> dict[str, Any]:
-    return {**_ranges(args), "loss_agg_mode": args.loss_agg_mode}
+_DPPO_RATIO_BOUND = 20.0
+
+# `inputs` are logprobs, old_logprobs, advantages and response_mask.
 
 
-def _sapo(args: PPOConfig) -> dict[str, Any]:
-    return {"tau_pos": 1.0, "tau_neg": 1.05, "loss_agg_mode": args.loss_agg_mode}
+@POLICY_LOSSES.implement("clip")
+def _clip(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.policy_loss(
+        *inputs, clip_ratio_c=args.clip_ratio_c, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale
+    )
 
 
-def _dppo(args: PPOConfig) -> dict[str, Any]:
-    divergence = "kl" if args.policy_loss == "dppo_kl" else "tv"
-    return {**_clipping(args), "divergence": divergence, "clip_ratio_c": args.clip_ratio_c or 20.0}
+@POLICY_LOSSES.implement("gspo")
+def _gspo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.gspo_policy_loss(*inputs, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale)
 
 
-# The built-in losses, and the settings that each takes from the configuration.
-_BUILT_IN: dict[str, tuple[PolicyLoss, Callable[[PPOConfig], dict[str, Any]]]] = {
-    "clip": (functional.policy_loss, lambda args: {**_clipping(args), "clip_ratio_c": args.clip_ratio_c}),
-    "gspo": (functional.gspo_policy_loss, _clipping),
-    "cispo": (functional.cispo_policy_loss, _clipping),
-    "sapo": (functional.sapo_policy_loss, _sapo),
-    "gmpo": (functional.gmpo_policy_loss, _ranges),
-    "dppo": (functional.dppo_policy_loss, _dppo),
-    "dppo_kl": (functional.dppo_policy_loss, _dppo),
-}
+@POLICY_LOSSES.implement("cispo")
+def _cispo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.cispo_policy_loss(*inputs, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale)
 
 
-def _configured(loss: PolicyLoss, settings: Callable[[PPOConfig], dict[str, Any]]) -> PolicyLoss:
-    """`loss` of logprobs, old_logprobs, advantages and response_mask, as `register_policy_loss` describes it."""
-    return lambda *inputs, args, **scale: loss(*inputs, **settings(args), **scale)
+@POLICY_LOSSES.implement("sapo")
+def _sapo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.sapo_policy_loss(*inputs, tau_pos=1.0, tau_neg=1.05, loss_agg_mode=args.loss_agg_mode, **scale)
 
 
-for _name, (_loss, _settings) in _BUILT_IN.items():
-    POLICY_LOSSES.implement(_name)(_configured(_loss, _settings))
+@POLICY_LOSSES.implement("gmpo")
+def _gmpo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.gmpo_policy_loss(*inputs, **_ranges(args), **scale)
+
+
+@POLICY_LOSSES.implement("dppo")
+@POLICY_LOSSES.implement("dppo_kl")
+def _dppo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+    return functional.dppo_policy_loss(
+        *inputs,
+        divergence="kl" if args.policy_loss == "dppo_kl" else "tv",
+        clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
+        loss_agg_mode=args.loss_agg_mode,
+        **_ranges(args),
+        **scale,
+    )

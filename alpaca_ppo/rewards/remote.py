@@ -50,6 +50,8 @@ class RemoteReward:
             raise ValueError("RemoteReward got no url; give the address of at least one server")
         for address in self.urls:
             check_url("RemoteReward(url)", address)
+        if not 0 < timeout <= 86400:
+            raise ValueError(f"RemoteReward(timeout={timeout}) must be above 0 and at most a day, in seconds")
         # Refuses an unusable key.
         key_from(KEY_VARIABLE)
         self.__name__ = name

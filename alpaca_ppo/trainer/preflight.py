@@ -107,7 +107,9 @@ def check_output_dir(args: PPOConfig) -> None:
             with tempfile.NamedTemporaryFile(dir=_existing_folder(args), prefix=".", suffix=TEMPORARY_SUFFIX):
                 pass
         except OSError as error:
-            raise ValueError(f"no file can be created in output_dir {args.output_dir!r} ({error})") from error
+            raise ValueError(
+                f"output_dir is {args.output_dir!r}, where no file can be created ({error}); choose another folder"
+            ) from error
 
 
 def check_room(args: PPOConfig, checkpoint_size: int, steps_left: int = 1) -> None:

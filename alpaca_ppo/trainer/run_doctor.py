@@ -59,7 +59,8 @@ class RunDoctor(TrainerCallback):
                 control.should_save = control.should_training_stop = True
                 self.ended_by.append(finding)
                 self._log.message(
-                    f"step {finding.step}: {finding.rule} is in stop_on: the run ends here, with a checkpoint to resume"
+                    f"step {finding.step}: {finding.rule} is in stop_on ({', '.join(stop_on)}): the run ends here, "
+                    "with a checkpoint. Resuming goes on from it, until there is another finding"
                 )
 
     on_evaluate = on_step_end

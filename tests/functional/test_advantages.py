@@ -46,9 +46,17 @@ def test_gae_refuses_a_rate_outside_zero_to_one(name):
         gae(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), **rates)
 
 
-@pytest.mark.parametrize("lam", [tensor([0.5, 1.5]), tensor([nan, 0.5])])
-def test_gae_refuses_a_lam_for_each_row_outside_zero_to_one(lam):
-    with pytest.raises(ValueError, match=r"lam is tensor\(.*; it must be in \[0, 1\]"):
+@pytest.mark.parametrize(
+    ("lam", "message"),
+    [
+        (tensor([0.5, 1.5]), r"lam is 1.5 in row 1; it must be in \[0, 1\]"),
+        (tensor([nan, 0.5]), "lam is nan in row 0"),
+        (tensor([0.5]), r"lam has shape \(1,\); pass a float"),
+        (tensor(0.5), r"lam has shape \(\)"),
+    ],
+)
+def test_gae_refuses_a_lam_for_each_row_of_another_size_or_range(lam, message):
+    with pytest.raises(ValueError, match=message):
         gae(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), gamma=0.9, lam=lam)
 
 

@@ -98,6 +98,10 @@ def test_a_narrow_smoothing_puts_all_mass_into_the_bin_of_the_return():
 def test_bins_have_their_value_at_their_centres():
     assert_close(F.hl_gauss_centres(4, v_min=-1, v_max=3), tensor([-0.5, 0.5, 1.5, 2.5]))
     assert F.hl_gauss_centres(2, v_min=0, v_max=1, dtype=torch.float64).dtype == torch.float64
+    # 0.1 * -0.5 + 0.2 * 0.5 + 0.3 * 1.5 + 0.4 * 2.5 = 1.5
+    logits = tensor([[0.1, 0.2, 0.3, 0.4]]).log() + 7.0
+    assert_close(F.hl_gauss_value(logits, v_min=-1, v_max=3), tensor([1.5]))
+    assert F.hl_gauss_value(logits.bfloat16(), v_min=-1, v_max=3).dtype == torch.float32
 
 
 def test_hl_gauss_loss_by_hand():
@@ -115,6 +119,12 @@ def test_hl_gauss_loss_by_hand():
     }
 
 
+@pytest.mark.parametrize("sigma", [0.0, -1.0, nan, math.inf])
+def test_a_smoothing_that_is_not_positive_and_finite_is_refused(sigma):
+    with pytest.raises(ValueError, match=f"sigma is {sigma}; it must be positive and finite, such as 0.75"):
+        F.hl_gauss_loss(*random_batch(), **SUPPORT, sigma=sigma)
+
+
 def test_quantile_huber_loss_by_hand():
     # kappa 1, return 2, taus (1/4, 3/4).  Quantile 1.5: d = 0.5, 0.5 * 0.25 * 1/4 = 0.03125.
     # Quantile 5: d = -3, (3 - 0.5) * |3/4 - 1| = 0.625.  Mean 0.328125; mean quantile 3.25, error 1.25^2 = 1.5625.
@@ -130,6 +140,18 @@ def test_kappa_is_where_the_loss_turns_linear_and_no_divisor():
     for kappa, expected in ((2.0, 2.0), (4.0, 2.25), (0.5, 0.6875), (math.inf, 2.25)):
         inputs = torch.zeros(1, 1, 1), tensor([[3.0]]), tensor([0.5]), tensor([[True]])
         assert_close(F.quantile_huber_loss(*inputs, kappa=kappa).loss, tensor(expected))
+
+
+def test_taus_may_differ_from_token_to_token():
+    predictions, returns, mask = random_batch()
+    taus = torch.rand_like(predictions).requires_grad_()
+    whole = F.quantile_huber_loss(predictions, returns, taus, mask).loss
+    assert not whole.requires_grad
+    rows = [
+        F.quantile_huber_loss(predictions[[i]][:, [t]], returns[[i]][:, [t]], taus[i, t], mask[[i]][:, [t]]).loss
+        for i, t in mask.nonzero().tolist()
+    ]
+    assert_close(whole, torch.stack(rows).mean())
 
 
 def test_midpoints_are_the_middles_of_equal_masses():
@@ -170,6 +192,20 @@ def test_gradients_of_values_match_finite_differences(alpha, tail):
     atoms = F.c51_atoms(6, **SUPPORT, dtype=torch.float64)
     assert gradcheck(lambda x: F.cvar_from_quantiles(x, alpha=alpha, tail=tail), predictions)
     assert gradcheck(lambda x: F.cvar_from_categorical(x.softmax(-1), atoms, alpha=alpha, tail=tail), predictions)
+    assert gradcheck(lambda x: F.hl_gauss_value(x, **SUPPORT), predictions)
+
+
+def test_nan_taus_outside_the_mask_reach_nothing():
+    predictions, returns, mask = random_batch()
+    taus = torch.rand_like(predictions)
+    losses = []
+    for padding in (0.5, nan):
+        inputs = predictions.clone().requires_grad_(), returns, taus.where(mask.unsqueeze(-1), padding), mask
+        # Fails on a NaN anywhere in the backward pass, one that is dropped before it reaches the quantiles too.
+        with torch.autograd.set_detect_anomaly(True):
+            loss = F.quantile_huber_loss(*inputs).loss
+            losses.append((loss.detach(), torch.autograd.grad(loss, inputs[0])[0]))
+    assert_close(losses[1], losses[0], rtol=0, atol=0)
 
 
 def test_values_and_projections_of_half_precision_are_float32_and_float64_is_kept():
@@ -203,11 +239,13 @@ def test_a_support_without_width_and_a_distribution_without_parts_are_refused():
     with pytest.raises(ValueError, match=r"v_min \(2.0\) must be below v_max \(2.0\)"):
         F.c51_loss(*random_batch(), v_min=2.0, v_max=2.0)
     with pytest.raises(ValueError, match=r"v_min \(3.0\) must be below v_max \(2.0\)"):
-        F.hl_gauss_centres(3, v_min=3.0, v_max=2.0)
+        F.hl_gauss_value(torch.ones(3), v_min=3.0, v_max=2.0)
     with pytest.raises(ValueError, match="num_bins is 1; it must be at least 2"):
         F.hl_gauss_project(torch.ones(3), v_min=0, v_max=1, num_bins=1, sigma=1.0)
     with pytest.raises(ValueError, match="num_atoms is 1; it must be at least 2"):
         F.c51_atoms(1, v_min=0, v_max=1)
+    with pytest.raises(ValueError, match=r"atoms has shape \(1,\); pass a vector of at least two"):
+        F.c51_project(torch.ones(3), torch.ones(1))
     with pytest.raises(ValueError, match="num_quantiles is 0; it must be at least 1"):
         F.quantile_midpoints(0)
 

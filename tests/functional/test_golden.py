@@ -25,17 +25,15 @@ def c51(logits, returns, response_mask, **support):
 def hl_gauss(logits, returns, response_mask, *, sigma, **support):
     targets = F.hl_gauss_project(returns, num_bins=logits.size(-1), sigma=sigma, **support)
     loss = F.hl_gauss_loss(logits, returns, response_mask, sigma=sigma, **support).loss
-    centres = F.hl_gauss_centres(logits.size(-1), **support, dtype=torch.float64)
-    return targets, loss, F.cvar_from_categorical(logits.softmax(-1), centres, alpha=1.0)
+    return targets, loss, F.hl_gauss_value(logits, **support)
 
 
 def quantile_huber(**inputs):
     return F.quantile_huber_loss(**inputs).loss, F.cvar_from_quantiles(inputs["quantiles"], alpha=1.0)
 
 
-def of_tokens(logits, labels, *, temperature):
-    probabilities = (logits / temperature).softmax(dim=-1)
-    return F.token_logprobs(logits, labels, temperature=temperature), torch.special.entr(probabilities).sum(dim=-1)
+def logprobs_and_entropies(logits, labels, *, temperature):
+    return F.token_logprobs(logits, labels, temperature=temperature), F.entropy_from_logits(logits / temperature)
 
 
 def in_chunks(logits, labels, *, temperature):
@@ -60,7 +58,7 @@ CASES = [
     ("positive_nll_loss", lambda **inputs: F.positive_nll_loss(**inputs).loss),
     ("qae", partial(F.group_advantages, estimator="qae")),
     ("quantile_huber", quantile_huber),
-    ("token_logprobs", of_tokens),
+    ("token_logprobs", logprobs_and_entropies),
     ("token_logprobs", in_chunks),
     ("turn_gae", F.gae),
 ]  # fmt: skip

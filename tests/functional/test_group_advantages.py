@@ -135,10 +135,10 @@ def test_an_unknown_group_estimator_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ((SCORES[:2], GROUP, MASK), r"scores has shape \(2,\); pass \(B,\) for a mask \(3, 2\)"),
-        ((SCORES[:, None], GROUP, MASK), r"scores has shape \(3, 1\); pass \(B,\) for a mask \(3, 2\)"),
-        ((SCORES, GROUP[:2], MASK), r"group_ids has shape \(2,\); pass \(B,\) for a mask \(3, 2\)"),
-        ((SCORES, GROUP, MASK[:, 0]), r"scores has shape \(3,\); pass \(B,\) for a mask \(3,\)"),
+        ((SCORES[:2], GROUP, MASK), r"scores has shape \(2,\), response_mask \(3, 2\)"),
+        ((SCORES[:, None], GROUP, MASK), r"scores has shape \(3, 1\), response_mask \(3, 2\)"),
+        ((SCORES, GROUP[:2], MASK), r"group_ids has shape \(2,\), response_mask \(3, 2\)"),
+        ((SCORES, GROUP, MASK[:, 0]), r"scores has shape \(3,\), response_mask \(3,\)"),
     ],
 )
 def test_scores_and_ids_must_be_one_a_row(inputs, message):
@@ -233,11 +233,11 @@ def test_gradients_of_gdpo_match_finite_differences():
 
 
 def test_gdpo_refuses_shapes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"scores_by_source are \(3, 2\), weights \(3,\); pass"):
+    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3, 2\) and weights \(3,\); pass"):
         gdpo_advantages(BY_SOURCE, torch.ones(3), GROUP, MASK)
-    with pytest.raises(ValueError, match=r"scores_by_source are \(3,\), weights \(2,\)"):
+    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\) and weights \(2,\)"):
         gdpo_advantages(BY_SOURCE[:, 0], torch.ones(2), GROUP, MASK)
-    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\); pass \(B,\) for a mask \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\), response_mask \(2, 2\)"):
         gdpo_advantages(BY_SOURCE, torch.ones(2), GROUP, MASK[:2])
 
 
@@ -304,7 +304,7 @@ def test_returns_refuse_shapes_that_differ_and_a_rate_outside_zero_to_one():
         reinforce_plus_plus(rewards, mask[:, :2], gamma=0.9)
     with pytest.raises(ValueError, match=r"gamma is 1.5; it must be in \[0, 1\]"):
         reinforce_plus_plus(rewards, mask, gamma=1.5)
-    with pytest.raises(ValueError, match=r"baseline_scores has shape \(3,\); pass \(B,\) for a mask \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"baseline_scores has shape \(3,\), response_mask \(2, 3\)"):
         remax(rewards, torch.ones(3), mask)
     with pytest.raises(ValueError, match=r"mask has shape \(2, 2\), but values \(2, 3\)"):
         remax(rewards, torch.ones(2), mask[:, :2])

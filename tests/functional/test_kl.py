@@ -100,5 +100,5 @@ def test_a_registered_estimator_gets_the_difference_in_float32_and_gives_value_a
 def test_a_registered_estimator_that_returns_something_else_is_refused(returned, message):
     with temporary_choices():
         register_kl_estimator("mine")(returned)
-        with pytest.raises(ValueError, match=rf"{message}, not shape \(2,\)"):
+        with pytest.raises(ValueError, match=rf"{message}; it must return a tensor of the shape of its input, \(2,\)"):
             kl_penalty(torch.zeros(2), torch.zeros(2), "mine")

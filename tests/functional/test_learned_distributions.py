@@ -12,6 +12,7 @@ from alpaca_ppo.functional import (
     cvar_from_quantiles,
     hl_gauss_centres,
     hl_gauss_loss,
+    hl_gauss_value,
     quantile_huber_loss,
     quantile_midpoints,
 )
@@ -74,8 +75,8 @@ def test_learned_hl_gauss_distribution_recovers_a_bimodal_one():
     support = {"v_min": -1.0, "v_max": 6.0}
     start = torch.zeros(70, requires_grad=True)
     logits = learn(start, lambda *batch: hl_gauss_loss(*batch, **support, sigma=0.075), lr=0.4)
+    assert hl_gauss_value(logits, **support).item() == pytest.approx(MEAN, rel=0.02)
     centres = hl_gauss_centres(70, **support)
-    assert cvar_from_categorical(logits.softmax(-1), centres, alpha=1.0).item() == pytest.approx(MEAN, rel=0.02)
     assert cvar_from_categorical(logits.softmax(-1), centres, alpha=0.1).item() == pytest.approx(CVAR, rel=0.05)
     # The upper 10 %: the upper sixth of N(4, 0.4), 4 + 0.4 * density(0.9674) / (1/6) = 4 + 0.4 * 0.24987 * 6 = 4.600
     upper = cvar_from_categorical(logits.softmax(-1), centres, alpha=0.1, tail="upper")

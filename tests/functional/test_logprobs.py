@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from alpaca_ppo.functional import chunked_logprobs, token_logprobs
+from alpaca_ppo.functional import chunked_logprobs, entropy_from_logits, token_logprobs
 
 TEMPERATURE = 0.7
 
@@ -28,14 +28,7 @@ def plain(hidden, weight, labels, bias=None, logit_transform=None, temperature=T
     logits = F.linear(hidden, weight, bias)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits = (logit_transform(logits) if logit_transform else logits) / temperature
-    logprobs = logits.log_softmax(dim=-1)
-    return logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logprobs.exp() * logprobs).sum(dim=-1)
-
-
-def of_logits(logits, labels, temperature=1.0):
-    # With the identity for a head, hidden states are logits.
-    head = torch.eye(logits.size(-1), dtype=logits.dtype)
-    return chunked_logprobs(logits, head, labels, temperature=temperature, chunk_size=3)
+    return token_logprobs(logits, labels), entropy_from_logits(logits)
 
 
 def weighted_sum(logprobs, entropies):
@@ -44,36 +37,34 @@ def weighted_sum(logprobs, entropies):
     return (weights[0] * logprobs).sum() + (weights[1] * entropies).sum()
 
 
-def test_logprobs_and_entropies_by_hand():
+def test_token_logprobs_and_entropy_by_hand():
     # softmax of (ln 1, ln 3) is (1/4, 3/4); entropy -(1/4 ln 1/4 + 3/4 ln 3/4)
     logits = tensor([[0.0, math.log(3)], [0.0, math.log(3)]])
+    assert_close(token_logprobs(logits, tensor([0, 1])), tensor([math.log(0.25), math.log(0.75)]))
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    logprobs, entropies = of_logits(logits, tensor([0, 1]))
-    assert_close(logprobs, tensor([math.log(0.25), math.log(0.75)]))
-    assert_close(token_logprobs(logits, tensor([0, 1])), logprobs)
-    assert_close(entropies, tensor([entropy, entropy]))
+    assert_close(entropy_from_logits(logits), tensor([entropy, entropy]))
 
 
 def test_the_temperature_divides_the_logits():
     # softmax of (0, 2 ln 3) / 2 is (1/4, 3/4)
     logits = tensor([[0.0, 2 * math.log(3)]])
-    assert_close(of_logits(logits, tensor([1]), temperature=2.0).logprobs, tensor([math.log(0.75)]))
     assert_close(token_logprobs(logits, tensor([1]), temperature=2.0), tensor([math.log(0.75)]))
 
 
 def test_a_certain_token_has_logprob_and_entropy_zero_and_a_finite_gradient():
-    bias = tensor([0.0, -math.inf, -math.inf], requires_grad=True)
-    logprobs, entropies = chunked_logprobs(
-        torch.zeros(1, 1), torch.zeros(3, 1), tensor([0]), temperature=1.0, chunk_size=1, bias=bias
-    )
+    logits = tensor([[0.0, -math.inf, -math.inf]], requires_grad=True)
+    logprobs, entropies = token_logprobs(logits, tensor([0])), entropy_from_logits(logits)
     assert logprobs.item() == 0 and entropies.item() == 0
-    assert torch.autograd.grad(logprobs.sum() + entropies.sum(), bias)[0].eq(0).all()
+    assert torch.autograd.grad(logprobs.sum() + entropies.sum(), logits)[0].eq(0).all()
 
 
 def test_half_precision_logits_are_computed_in_float32():
     torch.manual_seed(0)
     logits, labels = torch.randn(4, 50).bfloat16(), torch.randint(50, (4,))
-    for half, wide in zip(of_logits(logits, labels), of_logits(logits.double(), labels), strict=True):
+    for half, wide in (
+        (token_logprobs(logits, labels), token_logprobs(logits.double(), labels)),
+        (entropy_from_logits(logits), entropy_from_logits(logits.double())),
+    ):
         assert half.dtype == torch.float32
         assert_close(half, wide.float(), rtol=0, atol=2e-6)
 
@@ -81,8 +72,8 @@ def test_half_precision_logits_are_computed_in_float32():
 def test_gradients_of_logits_match_finite_differences():
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 5, dtype=torch.float64, requires_grad=True), tensor([0, 4, 2])
-    assert gradcheck(lambda x: tuple(of_logits(x, labels, temperature=TEMPERATURE)), logits)
     assert gradcheck(lambda x: token_logprobs(x, labels, temperature=TEMPERATURE), logits)
+    assert gradcheck(entropy_from_logits, logits)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])

@@ -43,5 +43,5 @@ def test_half_precision_is_computed_in_float32_and_float64_stays():
 
 
 def test_one_entry_for_each_row_is_needed():
-    with pytest.raises(ValueError, match=r"positive has shape \(3,\); pass \(B,\) for a mask \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"positive has shape \(3,\), response_mask \(4, 3\)"):
         positive_nll_loss(logprobs(), POSITIVE[:3], MASK)

@@ -22,9 +22,13 @@ def weights_of(old=OLD, rollout=ROLLOUT, mask=MASK, **settings):
     [
         ({}, [2.0, 3.0, 0.5]),
         ({"threshold": 2.5}, [2.0, 2.5, 0.5]),
+        # mean over the tokens after truncation: (2 + 2.5 + 0.5) / 3 = 5 / 3
+        ({"threshold": 2.5, "normalize": True}, [1.2, 1.5, 0.3]),
         # 2 * 3 = 6 on both tokens
         ({"level": "sequence"}, [6.0, 6.0, 0.5]),
         ({"level": "sequence", "threshold": 2.5}, [2.5, 2.5, 0.5]),
+        # mean over the two sequences that have tokens: (2.5 + 0.5) / 2 = 1.5
+        ({"level": "sequence", "threshold": 2.5, "normalize": True}, [5 / 3, 5 / 3, 1 / 3]),
     ],
 )
 def test_weights_by_hand(settings, expected):
@@ -45,14 +49,14 @@ def test_the_log_ratio_is_cut_at_twenty():
 @pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
 def test_weights_have_no_gradient(level):
     old = OLD.clone().requires_grad_()
-    assert not weights_of(old, level=level).requires_grad
+    assert not weights_of(old, level=level, normalize=True).requires_grad
 
 
 @pytest.mark.parametrize("rows", [2, 0])
 @pytest.mark.parametrize("level", ROLLOUT_CORRECTION_LEVELS)
 def test_a_batch_without_tokens_has_weights_of_zero(level, rows):
     padding, mask = torch.full((rows, 3), nan), torch.zeros(rows, 3, dtype=torch.bool)
-    weights = weights_of(padding, padding, mask, level=level, threshold=2.0)
+    weights = weights_of(padding, padding, mask, level=level, threshold=2.0, normalize=True)
     assert weights.shape == (rows, 3) and weights.eq(0).all()
 
 

@@ -4,7 +4,13 @@ from torch import nan, tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from alpaca_ppo.functional import overlong_penalty, register_kl_estimator, response_lengths, shape_rewards
+from alpaca_ppo.functional import (
+    last_token_index,
+    overlong_penalty,
+    register_kl_estimator,
+    response_lengths,
+    shape_rewards,
+)
 from alpaca_ppo.functional.shaping import per_token
 from tests.registered import temporary_choices
 
@@ -14,6 +20,7 @@ HOLED = tensor([[True, False, True, False], [True, True, False, False]])
 def test_a_length_reaches_to_the_last_true_over_holes():
     mask = torch.cat([HOLED, torch.zeros(1, 4, dtype=torch.bool)])
     assert response_lengths(mask).tolist() == [3, 2, 0]
+    assert last_token_index(mask).tolist() == [2, 1, -1]
 
 
 def test_the_reward_of_a_response_goes_to_its_last_chosen_token():
@@ -74,15 +81,17 @@ def test_a_row_without_a_token_is_refused_by_number():
 
 
 def test_scores_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"scores has shape \(3,\); it must be \(2,\) or \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"scores has shape \(3,\); it must be \(2,\), one score for each response, or \(2, 4\)"
+    ):
         shape_rewards(torch.ones(3), torch.zeros(2, 4), torch.zeros(2, 4), HOLED, kl_coef=0.1)
 
 
 def test_the_overlong_penalty_grows_over_the_buffer():
     # Nothing up to 8 of 10, then a half each.
     lengths = tensor([0, 8, 9, 10, 11, 500])
-    expected = tensor([0.0, 0.0, -0.5, -1.0, -1.0, -1.0])
-    assert_close(overlong_penalty(lengths, max_len=10, buffer_len=2), expected)
+    expected = tensor([0.0, 0.0, -1.0, -2.0, -2.0, -2.0])
+    assert_close(overlong_penalty(lengths, max_len=10, buffer_len=2, factor=2.0), expected)
     assert overlong_penalty(lengths.double(), max_len=10, buffer_len=10).tolist() == [0, -0.8, -0.9, -1, -1, -1]
 
 
@@ -91,6 +100,8 @@ def test_the_overlong_penalty_grows_over_the_buffer():
     [
         ({"buffer_len": 0}, r"buffer_len is 0; it must be at least 1 and at most max_len \(10\)"),
         ({"buffer_len": 11}, "buffer_len is 11"),
+        ({"buffer_len": 2, "factor": -1.0}, "factor is -1.0; it must be a number of at least 0"),
+        ({"buffer_len": 2, "factor": nan}, "factor is nan"),
     ],
 )
 def test_an_overlong_penalty_that_is_none_is_refused(options, message):

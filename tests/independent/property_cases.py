@@ -98,9 +98,11 @@ def _shaping(estimator: str, scores: str) -> Estimate:
     )._asdict()
 
 
-def _correction(level: str) -> Estimate:
+def _correction(level: str, normalize: bool) -> Estimate:
     return lambda b: {
-        "weights": F.rollout_correction_weights(b["logprobs"], b["old_logprobs"], b["mask"], level=level, threshold=1.5)
+        "weights": F.rollout_correction_weights(
+            b["logprobs"], b["old_logprobs"], b["mask"], level=level, threshold=1.5, normalize=normalize
+        )
     }
 
 
@@ -110,8 +112,8 @@ BY_ROW: dict[str, Estimate] = {
     "gae, a lam for each row": _gae(0.97, None),
     "gae, decoupled and adaptive": _adaptive,
     "remax": lambda b: F.remax(b["rewards"], b["baseline_scores"], b["mask"])._asdict(),
-    "weights of tokens": _correction("token"),
-    "weights of sequences": _correction("sequence"),
+    "weights of tokens": _correction("token", normalize=False),
+    "weights of sequences": _correction("sequence", normalize=False),
 }
 """Each row's result depends on that row alone."""
 
@@ -133,6 +135,8 @@ BY_BATCH: dict[str, Estimate] = {
     "gdpo": _gdpo,
     "whitening": lambda b: {"whitened": F.masked_whiten(b["rewards"], b["mask"])},
     "whitening, mean kept": lambda b: {"whitened": F.masked_whiten(b["rewards"], b["mask"], keep_mean=True)},
+    "weights of tokens, normalized": _correction("token", normalize=True),
+    "weights of sequences, normalized": _correction("sequence", normalize=True),
 }
 """Each row's result depends on the whole batch."""
 

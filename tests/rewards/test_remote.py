@@ -257,11 +257,12 @@ def test_no_proxy_hears_of_an_address_of_this_machine(monkeypatch):
         (("ftp://h/x",), r"RemoteReward\(url\) holds 'ftp://h/x', no address"),
         (("http://u:hunter2@h:99999/",), "holds 'h:99999/'"),
         (("http://h/a b",), "holds 'http://h/a b'"),
+        (("http://h", 0), "timeout=0. must be above 0"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, problem):
     with pytest.raises(ValueError, match=problem) as found:
-        RemoteReward(*arguments)
+        RemoteReward(**dict(zip(("url", "timeout"), arguments, strict=False)))
     assert "hunter2" not in str(found.value)
 
 

@@ -38,12 +38,12 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     named = {"model": str(tmp_path)}
     refused(tmp_path, "report_to names 'smoke'", arguments=named, report_to=["smoke"])
-    refused(tmp_path / "file", "output_dir '.*file' .*Not a directory", arguments=named)
-    refused(tmp_path / "file" / "run", "output_dir '.*run' .*Not a directory", arguments=named)
+    refused(tmp_path / "file", "output_dir is '.*file', .*Not a directory", arguments=named)
+    refused(tmp_path / "file" / "run", "output_dir is '.*run', .*Not a directory", arguments=named)
     message = "hub_model_id is 'a/b/c', which the hub refuses .*; write 'owner/name'"
     refused(tmp_path, message, arguments=named, hub_model_id="a/b/c")
     # Root may write anywhere, but nobody can create a file there.
-    refused("/proc/run", "no file can be created in output_dir '/proc/run'", arguments=named)
+    refused("/proc/run", "output_dir is '/proc/run', where no file can be created", arguments=named)
     refused(tmp_path, "no module 'nowhere'", arguments={**named, "reward_funcs": [str(tmp_path), "nowhere:fn"]})
     refused(tmp_path, "truncate_tokens holds 'halt now'", arguments=named, truncate_tokens=["halt now"])
     refused(tmp_path, "truncate_tokens holds 64", arguments=named, truncate_tokens=[64])
@@ -81,11 +81,11 @@ def test_a_name_that_holds_no_model_or_tokenizer_is_named_with_the_remedy(tmp_pa
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["w64"])
-    message = r"the tokenizer has 'w64' \(id 64\), but the model has 64 embeddings"
+    message = r"the tokenizer has 65 tokens but the model has 64 embeddings, none for 'w64' \(id 64\)"
     refused(tmp_path, message, arguments={"processing_class": tokenizer})
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<new>"})
-    refused(tmp_path, "the tokenizer has '<new>'", arguments={"processing_class": tokenizer})
+    refused(tmp_path, "none for '<new>'", arguments={"processing_class": tokenizer})
 
 
 def test_a_reward_adapters_tokenizer_with_more_tokens_than_the_bases_embeddings_is_refused(tmp_path):
@@ -95,7 +95,10 @@ def test_a_reward_adapters_tokenizer_with_more_tokens_than_the_bases_embeddings_
     tokenizer.add_tokens(["w64"])
     tokenizer.save_pretrained(tmp_path / "reward")
     given = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), "reward_funcs": []}
-    message = r"the tokenizer of reward_adapter .*reward has 'w64' \(id 64\), but the model has 64 embeddings"
+    message = (
+        r"the tokenizer of reward_adapter .*reward has 65 tokens but the model has 64 embeddings, none for 'w64' "
+        r"\(id 64\); use the model's own tokenizer"
+    )
     refused(tmp_path / "run", message, arguments=given, reward_adapter=str(tmp_path / "reward"))
 
 
@@ -105,7 +108,7 @@ def test_a_special_token_that_no_text_holds_needs_no_embedding(tmp_path):
     assert len(tokenizer) == 65
     tiny_trainer(tmp_path, trainer_arguments={"processing_class": tokenizer})
     tokenizer.chat_template = "<image>{{ messages }}"
-    refused(tmp_path, "the tokenizer has '<image>'", arguments={"processing_class": tokenizer})
+    refused(tmp_path, "none for '<image>'", arguments={"processing_class": tokenizer})
 
 
 def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_path):
@@ -140,7 +143,7 @@ def test_the_main_process_alone_needs_a_folder_to_write_to(tmp_path, monkeypatch
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "_mkstemp_inner", read_only)
-    with pytest.raises(ValueError, match="output_dir '.*new/run' .*Read-only file system"):
+    with pytest.raises(ValueError, match="output_dir is '.*new/run', .*Read-only file system"):
         check_start(run_config(tmp_path / "new/run"), None)
     monkeypatch.setenv("RANK", "1")
     check_start(run_config(tmp_path / "new/run"), None)
@@ -154,7 +157,7 @@ def test_a_folder_that_this_user_may_not_search_is_refused_by_name(tmp_path, mon
 
     # Root may search every folder.
     monkeypatch.setattr(Path, "exists", exists)
-    with pytest.raises(ValueError, match="output_dir '.*closed/run' .*denied"):
+    with pytest.raises(ValueError, match="output_dir is '.*closed/run', .*denied"):
         check_start(run_config(tmp_path / "closed/run"), None)
 
 

@@ -19,21 +19,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from alpaca_ppo.functional import chunked_logprobs
+from alpaca_ppo.functional import chunked_logprobs, entropy_from_logits, token_logprobs
 
 TEMPERATURE = 0.7
 PEAK_LIMIT = 0.25
 GRADIENT_LIMIT = 1e-4
 
 
-def logprobs_of(logits, labels):
-    return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
-
-
 def plain(hidden, weight, labels, chunk_size):
     logits = F.linear(hidden, weight) / TEMPERATURE
-    logprobs = logits.log_softmax(dim=-1)
-    return logprobs_of(logits, labels), -(logprobs.exp() * logprobs).sum(dim=-1)
+    return token_logprobs(logits, labels), entropy_from_logits(logits)
 
 
 def chunked(hidden, weight, labels, chunk_size):
@@ -41,7 +36,7 @@ def chunked(hidden, weight, labels, chunk_size):
 
 
 def plain_without_entropy(hidden, weight, labels, chunk_size):
-    return logprobs_of(F.linear(hidden, weight) / TEMPERATURE, labels), None
+    return token_logprobs(F.linear(hidden, weight), labels, temperature=TEMPERATURE), None
 
 
 def chunked_without_entropy(hidden, weight, labels, chunk_size):
