@@ -26,10 +26,7 @@ from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.saved_models import loading, remote_code
 
 ModelSource: TypeAlias = str | PreTrainedModel | PeftModel  # a folder, a hub id, or a model in memory
-LOADING_REMEDY = (
-    "check model_name_or_path, reference and value_model_name_or_path: each is an existing folder with safetensors "
-    "weights, or a hub id that can be downloaded"
-)
+LOADING_REMEDY = "check model_name_or_path, reference, value_model_name_or_path: a folder with safetensors, or a hub id"
 
 
 def load_causal_lm(
@@ -129,11 +126,8 @@ def load_complete(
             name, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True, **arguments
         )
     model, info = loaded
-    if info["missing_keys"]:
-        raise ValueError(
-            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])}, which would be random; use a "
-            f"checkpoint that was saved as {type(model).__name__}"
-        )
+    if missing := sorted(info["missing_keys"])[:3]:
+        raise ValueError(f"{name} has no weights for {', '.join(missing)}, which would be random; load another model")
     return model
 
 
@@ -211,8 +205,7 @@ def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the to
         unused = i in added and added[i].special and i not in in_use and token not in str(tokenizer.chat_template)
         if i >= embeddings and not unused:
             raise ValueError(
-                f"{owner} has {len(tokenizer)} tokens but the model has {embeddings} embeddings, none for {token!r} "
-                f"(id {i}); use the model's own tokenizer, or call model.resize_token_embeddings first"
+                f"{owner} has {token!r} (id {i}), but the model has {embeddings} embeddings; take the model's tokenizer"
             )
 
 

@@ -32,16 +32,23 @@ _DIGITS = {"mismatch/logprob_abs_mean": 4, "mismatch/k3": 5, "mismatch/ratio_max
 ENTROPY_STEPS = 10
 
 
-class Timers:
-    """Wall-clock seconds by phase.
+class StepRecord:
+    """Timings and logged values of a step or an evaluation.
 
     Args:
         during: from a phase's name and number of parts to a context manager around it.
+
+    Attributes:
+        seconds: wall-clock time by phase.
+        logged: sum and number of the values of each metric that reward functions have logged, on all ranks.
+        redraw_stats: the metrics of `dynamic_sampling`.
     """
 
     def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
-        self.seconds: dict[str, float] = {}
         self._during = during
+        self.seconds: dict[str, float] = {}
+        self.logged: dict[str, list[float]] = {}
+        self.redraw_stats: dict[str, float] = {}
 
     @contextmanager
     def measure(self, phase: str, parts: int | None = None) -> Iterator[Callable[[int], None]]:
@@ -53,24 +60,6 @@ class Timers:
             yield count
         synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
-class StepRecord:
-    """Timings and logged values of a step or an evaluation.
-
-    Args:
-        during: as for `Timers`.
-
-    Attributes:
-        timers: seconds by phase.
-        logged: sum and number of the values of each metric that reward functions have logged, on all ranks.
-        redraw_stats: the metrics of `dynamic_sampling`.
-    """
-
-    def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
-        self.timers = Timers(during)
-        self.logged: dict[str, list[float]] = {}
-        self.redraw_stats: dict[str, float] = {}
 
     def logged_means(self) -> dict[str, float]:
         """The means of `logged`, as `reward/*`."""

@@ -24,7 +24,7 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.ppo.batch_packing import chunks_by_length, chunks_by_tokens, row_lengths
-from alpaca_ppo.ppo.device_rows import DeviceBatch, DeviceRows, row_tensors
+from alpaca_ppo.ppo.device_rows import DeviceBatch, device_batches, row_tensors
 from alpaca_ppo.ppo.failed_rewards import rewards_shaped_alike
 from alpaca_ppo.ppo.state_cache import StateCache
 from alpaca_ppo.ppo.teacher import Teacher, TeacherServer
@@ -142,7 +142,7 @@ class ForwardRows:
         else:
             chunks = chunks_by_length(lengths, self._batch_size)
         chunks += [[] for _ in range(self._count_of_all_ranks(len(chunks)) - len(chunks))]
-        return list(zip(chunks, DeviceRows(self._rows, chunks, self._device), strict=True))
+        return list(zip(chunks, device_batches(self._rows, chunks, self._device), strict=True))
 
     def _pack(self, batch: DeviceBatch, padding_free: bool, number: int, layout: RowLayout) -> PackedRows:
         """The batch of this number in `layout`."""

@@ -250,7 +250,7 @@ class BaseTrainer(ABC):
                 raise
             except SamplerMismatch:
                 # Before the first update there is nothing to save.
-                if self.progress.is_current and not self.progress.at_start:
+                if self.progress.is_current and self.progress.step > 0:
                     self._save_interrupted("sampler and trainer disagree")
                 raise
 
@@ -376,7 +376,7 @@ class BaseTrainer(ABC):
         """Restores a resumed run, checks disk and sampler, begins the log, evaluates before the first step, and ends a
         step that was interrupted.
         """
-        folder = self.checkpoints.prepare_folder(resume_from_checkpoint, has_trained=not self.progress.at_start)
+        folder = self.checkpoints.prepare_folder(resume_from_checkpoint, has_trained=self.progress.step > 0)
         seed_random_states(self.args.seed, self.accelerator.process_index)
         lines = self._restore(folder)
         # Also a barrier: every rank has looked for checkpoints before one of them writes to the folder.
@@ -384,7 +384,7 @@ class BaseTrainer(ABC):
             # A run without steps left only writes its final models again.
             if not self._finished:
                 check_room(self.args, self.start.checkpoint_size, self.schedule.num_steps - self.state.global_step)
-        start_is_logged = lines > 0 or not self.progress.at_start
+        start_is_logged = lines > 0 or self.progress.step > 0
         logged_step = self.progress.step if start_is_logged else -1
         provenance = self.start.record.provenance(hardware(self.accelerator), resumed_step=logged_step)
         sets = {"train": self.train_prompts, **{f"eval {name}".strip(): p for name, p in self.eval_prompts.items()}}

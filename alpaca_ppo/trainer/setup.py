@@ -165,7 +165,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         environments_or_tools=bool(kinds) or samples_itself,
         prompts_that_are_messages=chat,
     )
-    schedule = make_schedule(len(train_prompts), args)
+    schedule = PromptSchedule(len(train_prompts), args)
 
     actor_critic = _make_actor_critic(given, model, value_model, processing_class, args)
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
@@ -346,19 +346,6 @@ def build_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.d
     return scorer.to(device)
 
 
-def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
-    """The prompts of each step; one epoch if none of `total_epochs`, `total_episodes` and `max_steps` is set."""
-    lengths = (args.total_epochs, args.total_episodes, args.max_steps)
-    return PromptSchedule(
-        num_prompts,
-        args.rollout_batch_size,
-        seed=args.seed,
-        total_epochs=1 if lengths == (None, None, None) else args.total_epochs,
-        total_episodes=args.total_episodes,
-        num_steps=args.max_steps,
-    )
-
-
 def make_sampling_params(
     actor_critic: ActorCritic, processing_class: Any, args: PPOConfig, *, chat: bool
 ) -> SamplingParams:
@@ -409,10 +396,7 @@ def make_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.de
     if args.reward_adapter is not None:
         if weights is not None:
             if len(weights) != len(given) + 1:
-                raise ValueError(
-                    f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs and a reward_adapter; "
-                    "give one each, the adapter's last"
-                )
+                raise ValueError(f"reward_weights has {len(weights)} numbers; give {len(given) + 1}, the adapter last")
             weights = weights[:-1] or None
         # For their errors, before any model is loaded.
         model_folder("reward_adapter", args.reward_adapter, part=None, writes_text=False)

@@ -578,7 +578,7 @@ def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
     config.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match="model .*adapter' is an adapter; leave peft_config"):
         estimated("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
-    with pytest.raises(ValueError, match="the policy's weights are 4-bit and all of them would"):
+    with pytest.raises(ValueError, match="4-bit weights cannot all be trained"):
         four = ("--load_in_4bit", "--critic_layout=shared", "--reference=none", "--kl_coef=0")
         estimated("--model_name_or_path", folder, *FLAGS[1:], *four)
 
