@@ -23,7 +23,7 @@ from alpaca_ppo.saved_models import loading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Names of a sequence classifier's head, which PEFT saves as a whole module beside the adapter.
-_HEADS = {"score", "classifier"}
+CLASSIFIER_HEADS = {"score", "classifier"}
 # Fields of a LoraConfig that need not have PEFT's default. All others select variants of LoRA, of which some train or
 # rewrite the base and some depend on the tokens.
 _PLAIN_FIELDS = set(
@@ -117,7 +117,7 @@ def read_policy_adapter(name: str) -> LoraConfig:
     """
     field = f"model_name_or_path {name}"
     config = lora_config(read_adapter(field, name), field)
-    if config.task_type == "SEQ_CLS" or _HEADS & set(config.modules_to_save or ()):
+    if config.task_type == "SEQ_CLS" or CLASSIFIER_HEADS & set(config.modules_to_save or ()):
         raise ValueError(f"{field} is the adapter of a classifier, not of a language model; pass it as reward_adapter")
     adapter_base(field, config)
     return config
@@ -132,7 +132,7 @@ def read_reward_adapter(name: str) -> LoraConfig:
     if not is_adapter(name):
         raise ValueError(f"reward_adapter is {name!r}, no adapter; pass a whole reward model in reward_funcs")
     config = lora_config(read_adapter(f"reward_adapter {name}", name), f"reward_adapter {name}")
-    if saved := sorted(set(config.modules_to_save or ()) - _HEADS):
+    if saved := sorted(set(config.modules_to_save or ()) - CLASSIFIER_HEADS):
         raise ValueError(f"reward_adapter {name} has modules_to_save {saved} beside its score head; train without them")
     heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
     if len(heads) != 1 or any(len(shape) != 2 or shape[0] != 1 for shape in heads.values()):
@@ -159,7 +159,7 @@ def read_value_adapter(name: str) -> LoraConfig:
 
 def is_head(key: str) -> bool:
     """Whether the tensor `key` of an adapter file is the weight of a classifier's head."""
-    return key.endswith(".weight") and bool(_HEADS & set(key.split(".")))
+    return key.endswith(".weight") and bool(CLASSIFIER_HEADS & set(key.split(".")))
 
 
 def weights_file(field: str, name: str) -> Path:

@@ -5,13 +5,17 @@ register too.
 """
 
 import json
+import operator
+import re
 from collections.abc import Mapping
 from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.foreign_names import check_keywords
 from alpaca_ppo.config.learning_options import RiskLevel
+from alpaca_ppo.config.names import check_url, is_server
 from alpaca_ppo.registry import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
@@ -19,6 +23,7 @@ REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 
 LENGTHS = ("total_epochs", "total_episodes", "max_steps")
 """The length of a run: at most one may be set; on the command line, a later one replaces an earlier one."""
+COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +54,15 @@ def without_nulls(value: Any, *, deep: bool = True) -> Any:
     return [without_nulls(entry, deep=deep) for entry in value] if isinstance(value, list) else value
 
 
+def stop_condition(option: str, condition: str) -> tuple[str, str, float]:
+    """Metric, comparison and number of a condition. Raises a ValueError that begins with `option` if it is none."""
+    found = re.fullmatch(rf"\s*(\S+)\s*({'|'.join(COMPARISONS)})\s*(\S+)\s*", condition)
+    with suppress(ValueError):
+        if found is not None and isfinite(bound := float(found[3])):
+            return found[1], found[2], bound
+    raise ValueError(f"{option}; write a metric, one of {' '.join(COMPARISONS)} and a number, as in eval/scores >= 0.8")
+
+
 def check_combinations(config: Any) -> None:
     """Raises ValueError for options of a `PPOConfig` that exclude each other."""
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
@@ -58,6 +72,18 @@ def check_combinations(config: Any) -> None:
     if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
         # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
         raise ValueError(f"metric_for_best_model is {shown(config.metric_for_best_model)}; set one such as eval/scores")
+    teacher = config.teacher_model_name_or_path
+    if teacher is not None and is_server(teacher):
+        check_url("teacher_model_name_or_path", teacher)
+        if config.temperature != 1:
+            raise ValueError(
+                f"temperature is {config.temperature}, but a teacher behind a server gives log-probs of temperature 1; "
+                "set temperature: 1, or name the teacher's folder"
+            )
+    if config.stop_at is not None:
+        metric, *_ = stop_condition(f"stop_at is {shown(config.stop_at)}", config.stop_at)
+        if metric.startswith("eval/") and not config.eval_steps:
+            raise ValueError(f"stop_at is {shown(config.stop_at)}, but eval_steps is {config.eval_steps}; set it to 10")
     if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError("eval_opponent is 'reference', but reference is 'none'; set reference, or compare with a file")
 

@@ -151,6 +151,11 @@ def check_url(name: str, url: str) -> None:
         raise ValueError(f"{name} holds {without_credentials!r}, no address such as http://localhost:8000/score")
 
 
+def is_server(name: str) -> bool:
+    """Whether an option that names a model holds the address of a server instead."""
+    return name.startswith(("http://", "https://"))
+
+
 def is_this_machine(url: str) -> bool:
     """Whether the host of `url` is known to be this machine."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")

@@ -38,6 +38,9 @@ class RunOptions(CheckedArguments):
     """Write report.html into output_dir at the end of the run, and refresh it while the run trains."""
     stop_on: list[DoctorSeverity | DoctorRule] | None = None
     """Findings of the doctor that end the run: severities (error, warning) or rules (docs/doctor.md)."""
+    stop_at: str | None = None
+    """Condition that ends the run, with a checkpoint and the final models: a metric of steps or evaluations, >=, <=, >
+    or <, and a number, such as eval/scores >= 0.8."""
 
     save_steps: int = argument(20, ge=0, group="Checkpoints")
     """Steps between two checkpoints; the last step is saved too. 0 = only the final models are saved."""

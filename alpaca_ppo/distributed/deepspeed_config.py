@@ -73,9 +73,10 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
 
 def check_four_bit(stage: int, args: PPOConfig) -> None:
     """Raises a ValueError for 4-bit weights under ZeRO 3."""
-    if args.load_in_4bit and stage == 3:
+    if stage == 3 and (args.load_in_4bit or args.teacher_dtype == "4bit"):
+        option = "load_in_4bit is True" if args.load_in_4bit else "teacher_dtype is '4bit'"
         # It would shard the weights without their scales.
-        raise ValueError("load_in_4bit is True, which ZeRO 3 excludes; use ZeRO 1 or 2, or dtype: bfloat16")
+        raise ValueError(f"{option}, which ZeRO 3 excludes; use ZeRO 1 or 2, or bfloat16")
 
 
 def read_deepspeed_file(file: str) -> dict[str, Any]:

@@ -101,6 +101,8 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     """The peak of each phase on one device, in the order of PHASES; and the bytes offloaded to host memory."""
     offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
     offloaded = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
+    if args.teacher_offloaded and not args.use_cpu:
+        offloaded += measured.weights.get("teacher", 0.0)
     weights = sum(measured.weights.values()) - offloaded
     if sharding.fsdp:
         held = _held_by_fsdp(measured, weights, sharding.processes)
