@@ -10,6 +10,7 @@ import datetime
 import functools
 import inspect
 import itertools
+import re
 import reprlib
 import textwrap
 import typing
@@ -25,6 +26,7 @@ _SHORT_REPR = reprlib.Repr()
 _SHORT_REPR.maxlevel, _SHORT_REPR.maxlist, _SHORT_REPR.maxdict = 3, 20, 20
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 400
 _BOUNDS_IN_WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 # Instead of messages of pydantic that do not begin with "Input should", by type.
 _EXPECTED = {
     "invalid-json-value": "be a valid JSON value",
@@ -159,6 +161,9 @@ class Option:
             quotes = ", in quotes" if isinstance(value, int | float | datetime.date) and self.accepts("") else ""
             given = "null" if value is None else shown(value)
             raise ValueError(f"{self.name} is {given}; it should {' or '.join(wanted)}{quotes}") from None
+        entries = value if isinstance(value, list) else [value]
+        if bad := _UNWRITABLE.search("".join(entry for entry in entries if isinstance(entry, str))):
+            raise ValueError(f"{self.name} is {shown(value)}; it should be text without the character {bad[0]!r}")
         if self.registry is not None:
             self.registry.check(value, field=self.name)
 

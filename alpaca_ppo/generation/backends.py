@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alpaca_ppo.config.fields import check_fields
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.responses import Generation, SamplingHooks, SamplingParams
 from alpaca_ppo.generation.turns import Turns
@@ -151,7 +150,7 @@ def generate(
         params: how tokens are chosen and what ends a response.
         backend: one, or its name: "slots" is this package's own loop, "generate" runs `model.generate`, "auto" is slots
             where the model allows it.
-        rows_at_once: the most responses to sample at a time; None or 0 sets no limit.
+        rows_at_once: the most responses to sample at a time; None sets no limit.
         turns: how responses go on; None ends each with its first turn.
         hooks: called during sampling.
 
@@ -162,9 +161,11 @@ def generate(
     if isinstance(backend, str):
         backend = make_backend(backend)
     hooks = hooks or SamplingHooks()
-    check_fields(params)
+    params.check()
+    if rows_at_once is not None and rows_at_once < 1:
+        raise ValueError(f"rows_at_once ({rows_at_once}) must be at least 1; None samples all rows at once")
     if turns is not None:
-        check_fields(turns)
+        turns.check()
     for option, given, taken in (
         ("environments or tools", turns, backend.takes_turns),
         ("stop_strings", params.stop_strings, backend.takes_stop_strings),
@@ -178,8 +179,10 @@ def generate(
         unreported.difference_update(finished_rows)
         if len(bad := (~finished.logprobs.isfinite()).nonzero()):
             row, position = bad[0].tolist()
-            where = f"row {finished_rows[row]} are not finite at response position {position}"
-            raise ValueError(f"logits of {where}: the weights have diverged, or half precision overflows")
+            raise ValueError(
+                f"logits of row {finished_rows[row]} are not finite at response position {position}: the weights have "
+                "diverged, or half precision overflows"
+            )
         hooks.on_finished(finished_rows, finished)
 
     trimmed = _trimmed(prompts, model.device)

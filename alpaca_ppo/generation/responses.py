@@ -6,10 +6,9 @@ backend.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from alpaca_ppo.functional.rng import stream_keys, uniforms
@@ -26,7 +25,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: R, the most tokens of a response, and the width of the result.
-        temperature: divides the logits, also for log-probs; for greedy decoding see `do_sample`.
+        temperature: > 0; divides the logits, also for log-probs.
         pad_token_id: fills the columns after a response; may equal a stop token.
         stop_token_ids: end a response at any position.
         truncate_token_ids: end a response after at least `truncate_after` other tokens.
@@ -34,7 +33,7 @@ class SamplingParams:
         num_return_sequences: n, responses per prompt.
         do_sample: False takes the most likely token (greedy decoding).
         top_k: samples only from the k most likely tokens.
-        top_p: samples only from the most likely tokens that together reach this probability.
+        top_p: samples only from the most likely tokens that together reach this probability, in (0, 1].
         seed: of the run.
         step: of the rollout.
         sampling_round: 0, or the round of `dynamic_sampling` that drew the prompts.
@@ -42,17 +41,17 @@ class SamplingParams:
             `num_return_sequences` is 1; None = 0 for all.
     """
 
-    max_new_tokens: Annotated[int, Field(ge=1)]
-    temperature: Annotated[float, Field(gt=0)]
+    max_new_tokens: int
+    temperature: float
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     truncate_token_ids: tuple[int, ...] = ()
     truncate_after: int = 0
     stop_strings: StopStrings | None = None
-    num_return_sequences: Annotated[int, Field(ge=1)] = 1
+    num_return_sequences: int = 1
     do_sample: bool = True
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    top_p: float | None = None
     seed: int = 0
     step: int = 0
     sampling_round: int = 0
@@ -62,8 +61,9 @@ class SamplingParams:
         """Returns the key of each response's stream of random numbers, (P * n,) int64, prompt-major, for `prompt_ids`
         (P,) int64. `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
         """
-        assert self.sample_ids is None or self.num_return_sequences == 1
-        sample_ids = None if self.sample_ids is None else torch.tensor(self.sample_ids, device=prompt_ids.device)
+        sample_ids = None
+        if self.sample_ids is not None:
+            sample_ids = torch.tensor(self.sample_ids, dtype=torch.int64, device=prompt_ids.device)
         return stream_keys(
             seed=self.seed,
             step=self.step,
@@ -72,6 +72,19 @@ class SamplingParams:
             num_return_sequences=self.num_return_sequences,
             sample_ids=sample_ids,
         )
+
+    def check(self) -> None:
+        """Raises ValueError for a value that is out of range."""
+        for name in ("max_new_tokens", "num_return_sequences", "top_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
+        if self.sample_ids is not None and self.num_return_sequences != 1:
+            raise ValueError(f"num_return_sequences ({self.num_return_sequences}) must be 1 where sample_ids are given")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature ({self.temperature}) must be positive; for greedy decoding: do_sample=False")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p ({self.top_p}) must be in (0, 1]")
 
     def check_full_softmax(self) -> None:
         """Raises ValueError for `top_k` or `top_p`, which training must not use."""

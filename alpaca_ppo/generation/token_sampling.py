@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _BLOCK_SIZE = 256
+_CPU_CHUNK = 2**16
 
 
 class Choice(NamedTuple):
@@ -70,10 +71,12 @@ class _Blocks:
         self._weights = weights
         size = weights.size(1)
         rest = size % _BLOCK_SIZE
-        # Only the last block is padded; padding whole rows would copy them.
-        full, last = weights[:, : size - rest], F.pad(weights[:, size - rest :], (0, -rest % _BLOCK_SIZE))
-        blocks = [part.unflatten(1, (-1, _BLOCK_SIZE)) for part in (full, last) if part.size(1)]
-        self._sums = torch.cat([part.sum(dim=-1, dtype=torch.float64) for part in blocks], dim=1)
+        sums = [_block_sums(weights[:, : size - rest].unflatten(1, (-1, _BLOCK_SIZE)))] if size > rest else []
+        if rest:
+            # Only the last block is padded; padding whole rows would copy them.
+            last = F.pad(weights[:, size - rest :], (0, _BLOCK_SIZE - rest))
+            sums.append(last.sum(dim=-1, keepdim=True, dtype=torch.float64))
+        self._sums = torch.cat(sums, dim=1)
         self.total = self._sums.sum(dim=-1)
 
     def inverse_cdf(self, uniforms: Tensor) -> Tensor:
@@ -86,6 +89,17 @@ class _Blocks:
         weights = self._weights.gather(1, columns.clamp_max(size - 1)).where(columns < size, 0.0)
         within = weights.double().cumsum(dim=-1)
         return block * _BLOCK_SIZE + _first_exceeding(within, (target - before).clamp_min(0.0))[0]
+
+
+def _block_sums(blocks: Tensor) -> Tensor:
+    """Returns the float64 sums (N, blocks) of `blocks` (N, blocks, _BLOCK_SIZE)."""
+    # torch's sum first copies its whole input to float64. On a CPU that is slow if the copy exceeds the cache; on CUDA
+    # more kernels would cost more.
+    if blocks.device.type != "cpu":
+        return blocks.sum(dim=-1, dtype=torch.float64)
+    chunk = max(1, _CPU_CHUNK // (len(blocks) * _BLOCK_SIZE))
+    parts = [part.sum(dim=-1, dtype=torch.float64) for part in blocks.split(chunk, dim=1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _first_exceeding(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

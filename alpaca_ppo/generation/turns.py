@@ -7,9 +7,7 @@ an environment, may append tokens to the row, after which the policy goes on.
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Protocol, runtime_checkable
-
-from pydantic import Field
+from typing import Protocol
 
 
 class Pending(Enum):
@@ -46,7 +44,6 @@ class Turn:
     stopped: bool
 
 
-@runtime_checkable
 class TurnHandler(Protocol):
     """Decides how a response goes on after a turn. An exception in it ends the sampling.
 
@@ -76,8 +73,15 @@ class Turns:
     """
 
     handler: TurnHandler
-    max_turn_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_policy_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_turn_tokens: int | None = None
+    max_policy_tokens: int | None = None
+
+    def check(self) -> None:
+        """Raises ValueError if a limit is less than 1."""
+        for name in ("max_turn_tokens", "max_policy_tokens"):
+            limit = vars(self)[name]
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} ({limit}) must be at least 1; None sets no limit")
 
     def limit(self, *, position: int, chosen: int, width: int) -> int:
         """The response position before which a turn that begins at `position` must end, with `chosen` tokens of the

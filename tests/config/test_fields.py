@@ -53,7 +53,7 @@ INVALID = {
     "limit": [-math.inf, math.nan, 0],
     "weights": [[], [1.0, math.inf], [math.nan], 1.0, [True], (1.0,)],
     "mode": ["slow", 3, np.array([1, 2])],
-    "name": [3, date(2020, 1, 2)],
+    "name": [3, date(2020, 1, 2), "a\0b", "\udcff"],
     "on": [1, "true"],
     "plain": [math.inf, 10**400, None],
     "share": [2.0, [1]],

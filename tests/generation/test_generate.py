@@ -171,7 +171,7 @@ def test_the_models_generation_config_does_not_matter(backend: str) -> None:
 def test_a_pad_token_that_is_the_stop_token_still_counts_as_chosen() -> None:
     model = tiny_causal_lm("llama")
     distinct = run(model, pad_token_id=0)
-    same = run(model, pad_token_id=EOS, stop_token_ids=(EOS, 7, 9, 10, 11))
+    same = run(model, pad_token_id=EOS, stop_token_ids=[EOS, 7, 9, 10, 11])
     assert torch.equal(same.response_mask, distinct.response_mask)
     assert torch.equal(same.responses[same.response_mask], distinct.responses[distinct.response_mask])
     assert (same.responses[~same.response_mask] == EOS).all()
@@ -183,10 +183,10 @@ def test_a_pad_token_that_is_the_stop_token_still_counts_as_chosen() -> None:
 @pytest.mark.parametrize("backend", ["slots", "generate"])
 def test_responses_may_stop_at_the_first_token_or_never(backend: str) -> None:
     model = tiny_causal_lm("gpt2")
-    at_once = run(model, stop_token_ids=tuple(range(64)), backend=backend)
+    at_once = run(model, stop_token_ids=range(64), backend=backend)
     assert at_once.response_mask.sum(dim=1).tolist() == [1] * 12 and at_once.stopped.all()
     assert (at_once.responses[:, 1:] == PAD).all() and (at_once.logprobs[:, 1:] == 0).all()
-    never = run(model, stop_token_ids=(), backend=backend)
+    never = run(model, stop_token_ids=[], backend=backend)
     assert never.response_mask.all() and not never.stopped.any()
     assert torch.equal(never.responses[:, 0], at_once.responses[:, 0])
     single = run(model, max_new_tokens=1, backend=backend)
@@ -195,8 +195,8 @@ def test_responses_may_stop_at_the_first_token_or_never(backend: str) -> None:
 
 def test_truncate_tokens_end_a_response_only_after_enough_tokens() -> None:
     model = tiny_causal_lm("llama")
-    free = run(model, stop_token_ids=())
-    cut = run(model, stop_token_ids=(), truncate_token_ids=tuple(range(64)), truncate_after=4)
+    free = run(model, stop_token_ids=[])
+    cut = run(model, stop_token_ids=[], truncate_token_ids=range(64), truncate_after=4)
     assert cut.response_mask.sum(dim=1).tolist() == [5] * 12 and cut.stopped.all()
     assert torch.equal(cut.responses[:, :5], free.responses[:, :5])
 
@@ -248,14 +248,16 @@ def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it should be greater than or equal to 1"),
-        ({"num_return_sequences": 0}, "num_return_sequences is 0; it should be greater"),
-        ({"temperature": 0.0}, "temperature is 0.0; it should be greater than 0"),
-        ({"temperature": float("nan")}, "temperature is nan; it should be a finite number"),
-        ({"top_k": 0}, "top_k is 0; it should be greater"),
-        ({"top_p": 0.0}, "top_p is 0.0; it should be greater than 0"),
-        ({"top_p": 1.5}, "top_p is 1.5; it should be less than or equal to 1"),
+        ({"max_new_tokens": 0}, r"max_new_tokens \(0\)"),
+        ({"num_return_sequences": 0}, r"num_return_sequences \(0\)"),
+        ({"temperature": 0.0}, r"temperature \(0.0\) must be positive; for greedy decoding: do_sample=False"),
+        ({"temperature": float("nan")}, r"temperature \(nan\)"),
+        ({"sample_ids": (0,)}, r"num_return_sequences \(3\) must be 1 where sample_ids are given"),
+        ({"top_k": 0}, r"top_k \(0\)"),
+        ({"top_p": 0.0}, r"top_p \(0.0\)"),
+        ({"top_p": 1.5}, r"top_p \(1.5\)"),
         ({"backend": "vlm"}, "generation_backend is 'vlm'; choose one of auto, slots, generate, vllm"),
+        ({"rows_at_once": 0}, r"rows_at_once \(0\) must be at least 1"),
     ],
 )
 def test_an_argument_out_of_range_is_an_error(argument: dict[str, Any], message: str) -> None:

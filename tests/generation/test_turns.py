@@ -276,5 +276,5 @@ def test_turns_are_passed_to_backends_that_take_them_and_refused_by_others() -> 
 @pytest.mark.parametrize("limit", ["max_turn_tokens", "max_policy_tokens"])
 def test_a_limit_below_one_is_refused(limit: str) -> None:
     turns = Turns(Script(), **{limit: 0})
-    with pytest.raises(ValueError, match=f"{limit} is 0; it should be greater than or equal to 1"):
+    with pytest.raises(ValueError, match=rf"{limit} \(0\) must be at least 1"):
         generate(tiny_causal_lm("llama"), padded(PROMPTS), SamplingParams(**SETTINGS), turns=turns)
