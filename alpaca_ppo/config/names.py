@@ -67,7 +67,8 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
     if not config.is_file() and not Path(folder, "adapter_config.json").is_file():
         remedy = "; name one with a config.json, such as alpaca-ppo reward writes"
         if part is not None:
-            remedy = f" or a run's final/{part}; make one of a checkpoint with alpaca-ppo export {name} --to FOLDER"
+            make = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
+            remedy = f" or a run's final/{part}; {make}"
         raise ValueError(f"{field} is {name!r}, a folder without a model{remedy}")
     classifier = _CLASSIFIER.search(config.read_text(errors="replace")) if config.is_file() else None
     if writes_text and classifier:

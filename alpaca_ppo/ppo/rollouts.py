@@ -371,7 +371,7 @@ class RolloutCollector:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         if isinstance(self.teacher, TeacherServer):
             # Evaluations may have another temperature.
-            out |= self.teacher(samples) if temperature == 1 else {}
+            out |= self.teacher(samples, self.preemption.poll) if temperature == 1 else {}
         elif self.teacher is not None:
             with self.teacher.on_device(device) as teacher, engine.autocast():
                 out |= {f"teacher_{name}": value for name, value in run(teacher).items()}

@@ -4,8 +4,7 @@ It is a model of the run, frozen, which may stay in host memory between passes, 
 """
 
 import json
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +43,9 @@ class TeacherModel(Policy):
     ) -> Any:
         outputs = super().outputs_from_states(states, packed, responses, chunk_size=chunk_size, **options)
         tokens = responses[packed.rows, packed.actions]
+        weight, bias = self.head.weight, self.head.bias
         # Scaling and soft caps of logits leave their order.
-        head = partial(linear, weight=self.head.weight, bias=self.head.bias)
-        likeliest = [head(chunk).argmax(dim=-1) for chunk in states.split(chunk_size)]
+        likeliest = [linear(chunk, weight, bias).argmax(dim=-1) for chunk in states.split(chunk_size)]
         hits = torch.cat([*likeliest, tokens[:0]]) == tokens
         return TeacherOutputs(outputs.logprobs, scatter_tokens(hits.float(), packed, responses))
 
@@ -57,8 +56,8 @@ class TeacherServer:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") + ("" if url.rstrip("/").endswith("/v1") else "/v1")
 
-    def __call__(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`teacher_logprobs` and `teacher_top_tokens` (B, R) of sampled rows.
+    def __call__(self, samples: Mapping[str, Tensor], poll: Callable[[], Any] = lambda: None) -> dict[str, Tensor]:
+        """`teacher_logprobs` and `teacher_top_tokens` (B, R) of sampled rows; calls `poll` while it waits.
 
         Raises:
             RequestFailed: if the server gives no usable answer.
@@ -69,7 +68,7 @@ class TeacherServer:
         ]
         answers = [ids[:length].tolist() for ids, length in zip(samples["responses"], lengths, strict=True)]
         rows = list(zip(prompts, answers, strict=True))
-        found = await_all([self._ask(prompt, answer) for prompt, answer in rows])
+        found = await_all([self._ask(prompt, answer) for prompt, answer in rows], poll)
         outputs = torch.zeros(2, *mask.shape)
         for row, entries in enumerate(found):
             if isinstance(entries, BaseException):
