@@ -22,6 +22,8 @@ _FIXED_SUPPORT = when_trait(CRITIC_HEADS, "fixed_support")
 _CACHED = (_CRITIC, when("critic_layout", "cached"))
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
+ADAPTER_RATE_RATIO = 10
+"""The default learning rate of adapters, divided by that of all weights."""
 CRITIC_RATE_RATIO = 3
 """The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
 CACHED_CRITIC_RATE = 3e-4
@@ -29,6 +31,11 @@ CACHED_CRITIC_RATE = 3e-4
 
 HAS_WARMUP = unless("lr_scheduler_type", "constant")
 WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
+
+
+def chosen_rate(given: float | None, *, has_adapter: bool) -> float:
+    """Returns the policy's learning rate: `given`, or the default of an adapter, or of all weights."""
+    return given if given is not None else 1e-6 * (ADAPTER_RATE_RATIO if has_adapter else 1)
 
 
 class RiskLevel(NamedTuple):
@@ -144,7 +151,8 @@ class LearningOptions(RunOptions):
     value_support: list[float] = argument([-10.0, 10.0], min_length=2, max_length=2, needs=_FIXED_SUPPORT)
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
-    """Learning rate of the critic; null = learning_rate, three times that with its own steps, or 3e-4 if cached."""
+    """Learning rate of the critic; null = learning_rate (of all weights if separate), three times that with its own
+    steps, or 3e-4 if cached."""
     critic_lr_warmup_steps: WarmupSteps | None = argument(None, needs=(_CRITIC, HAS_WARMUP))
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)

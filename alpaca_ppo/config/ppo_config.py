@@ -20,6 +20,7 @@ from alpaca_ppo.config.learning_options import (
     HAS_WARMUP,
     LearningOptions,
     WarmupSteps,
+    chosen_rate,
 )
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
@@ -56,8 +57,8 @@ class PPOConfig(LearningOptions):
     model_init_kwargs: dict[str, JsonValue] | None = None
     """Further arguments of from_pretrained for policy, critic and reference, such as {attn_implementation: sdpa}."""
 
-    learning_rate: float = argument(1e-6, ge=0, group="Optimizer")
-    """Learning rate of AdamW."""
+    learning_rate: float | None = argument(None, ge=0, group="Optimizer")
+    """Learning rate of AdamW; null = 1e-6, and ten times that for adapters."""
     lr_scheduler_type: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
     ] = "linear"
@@ -132,13 +133,18 @@ class PPOConfig(LearningOptions):
     def num_critic_epochs(self) -> int:
         return (self.separate_critic_steps and self.critic_epochs) or self.ppo_epochs
 
-    @property
-    def critic_rate(self) -> float:
+    def policy_rate(self, *, has_adapter: bool) -> float:
+        return chosen_rate(self.learning_rate, has_adapter=has_adapter)
+
+    def critic_rate(self, *, has_adapter: bool) -> float:
+        """The learning rate of the critic of a policy that has an adapter or not."""
         if self.critic_learning_rate is not None:
             return self.critic_learning_rate
         if self.critic_layout == "cached":
             return CACHED_CRITIC_RATE
-        return self.learning_rate * (CRITIC_RATE_RATIO if self.separate_critic_steps else 1)
+        # All weights of a separate critic are trained, whatever those of the policy.
+        rate = self.policy_rate(has_adapter=has_adapter and self.critic_layout != "separate")
+        return rate * (CRITIC_RATE_RATIO if self.separate_critic_steps else 1)
 
     @property
     def critic_batch_rows(self) -> int:

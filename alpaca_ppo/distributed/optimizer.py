@@ -39,15 +39,19 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
 
     On CPU and CUDA a fused kernel computes in float32 (float64 weights: float64) and rounds once at its end.
     """
+    has_adapter = model.policy.adapters is not None
+    rate = args.policy_rate(has_adapter=has_adapter)
+    if args.learning_rate is None and has_adapter and launched_rank() == 0:
+        print(f"learning_rate: {rate:g}, ten times the default, because an adapter is trained")
     common = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     groups: list[dict[str, Any]] = []
-    parts = ((model.policy_parameters(), args.learning_rate), (model.critic_parameters(), args.critic_rate))
-    for parameters, rate in parts:
+    of_critic = args.critic_rate(has_adapter=has_adapter)
+    for parameters, part_rate in ((model.policy_parameters(), rate), (model.critic_parameters(), of_critic)):
         for are_matrices, decay in ((True, args.weight_decay), (False, 0.0)):
             if members := [p for p in parameters if (p.dim() >= 2) == are_matrices]:
-                groups.append({"params": members, "weight_decay": decay, "lr": rate, **common})
+                groups.append({"params": members, "weight_decay": decay, "lr": part_rate, **common})
     # With None, not False, torch chooses between its loop and its foreach implementation.
-    return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True if device.type in _FUSED_DEVICES else None)
+    return torch.optim.AdamW(groups, lr=rate, fused=True if device.type in _FUSED_DEVICES else None)
 
 
 def prepared_optimizer(given: Optimizer | None, model: ActorCritic, args: PPOConfig, device: torch.device) -> Optimizer:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from alpaca_ppo.config.learning_options import chosen_rate
 from alpaca_ppo.registry import DOCTOR_RULES, DoctorSeverity
 
 WINDOW = 5
@@ -72,13 +73,24 @@ class History:
         values = dict(self.series(name)[-64:])
         return [values.get(step, 0.0) for step in steps]
 
+    @property
+    def has_adapter(self) -> bool:
+        return bool(self.config.get("use_peft"))
+
+    @property
+    def learning_rate(self) -> float:
+        """The option or its default; 0 for a run whose options are not known."""
+        if "learning_rate" not in self.config:
+            return 0.0
+        return chosen_rate(self.config.get("learning_rate"), has_adapter=self.has_adapter)
+
     def steps_at_full_rate(self, count: int) -> list[int]:
         """The last `count` steps that trained the policy at half of the largest learning rate or more; empty if there
         are fewer.
         """
         peak = max((rate for _, rate in self.series("objective/lr")[: 4 * count]), default=0.0)
         if self.config.get("warmup_steps"):
-            peak = max(peak, self.config.get("learning_rate") or 0.0)
+            peak = max(peak, self.learning_rate)
         rates = dict(self.series("objective/lr")[-4 * count :])
         trained = [step for step, _ in self.series("ppo/policy/clipfrac")[-4 * count :]]
         steps = [step for step in trained if peak > 0 and rates.get(step, 0.0) >= peak / 2]
@@ -260,8 +272,8 @@ def _learns_from_teacher(history: History) -> bool:
 @_rule(
     "the policy does not move: in ten steps, updates of at most {update:.2g} and a KL to the reference of at most "
     "{kl:.2g} nats per token, with a gradient norm of {norm:.2g} and a learning rate of {rate:.2g}",
-    "raise learning_rate tenfold (docs/getting-started.md#learning-rates has the usual ones), or lower the weight of "
-    "the KL penalty; with a gradient of 0, look at the reward; see docs/troubleshooting.md#my-reward-does-not-rise",
+    "{remedy} (docs/getting-started.md#learning-rates has the usual ones), or lower the weight of the KL penalty; "
+    "with a gradient of 0, look at the reward; see docs/troubleshooting.md#my-reward-does-not-rise",
 )
 def policy_does_not_move(history: History) -> Found | None:
     """After ten steps at the full learning rate, the policy has hardly changed."""
@@ -279,7 +291,10 @@ def policy_does_not_move(history: History) -> Found | None:
     # Rounding in float32 gives updates of 1e-13; k1 has a noise of 1e-5 beside them.
     frozen = update <= 1e-8 and kl <= (1e-4 if several_updates else 1e-5)
     norm, rate = max(history.at("ppo/policy/grad_norm", steps)), max(history.at("objective/lr", steps))
-    return _error_if(frozen, update=update, kl=kl, norm=norm, rate=rate)
+    is_low = history.has_adapter and rate < 1e-5
+    remedy = "set learning_rate: 1e-5 or more, because adapters take ten times the rate of all weights"
+    remedy = remedy if is_low else "raise learning_rate tenfold"
+    return _error_if(frozen, update=update, kl=kl, norm=norm, rate=rate, remedy=remedy)
 
 
 @_rule(
@@ -359,7 +374,7 @@ def update_too_large(history: History) -> Found | None:
     # The largest update of healthy runs is 0.035 nats per token; 0.01 to 0.1 of the tokens are clipped.
     if update <= 0.1 and clipped <= 0.3:
         return None
-    (rate,) = history.last("objective/lr") or [history.config.get("learning_rate") or 0.0]
+    (rate,) = history.last("objective/lr") or [history.learning_rate]
     # An update grows with the square of the rate, and 0.01 nats are usual; clipped tokens hide a part of it.
     rate *= min(1 / 3, math.sqrt(0.01 / max(update, 0.01)))
     return _error_if(clipped > 0.6, update=update, clipped=clipped, rate=f"{rate:.1g}" if rate else "a third")

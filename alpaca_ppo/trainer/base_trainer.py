@@ -193,7 +193,9 @@ class BaseTrainer(ABC):
     def built_in_callbacks(self) -> list[TrainerCallback]:
         """The callbacks of every run, in the order in which they are notified."""
         args, log = self.args, self.run_log
-        callbacks: list[TrainerCallback] = [Console(args, log), RunDoctor(args, self.accelerator, log)]
+        has_adapter = self.actor_critic.policy.adapters is not None
+        doctor = RunDoctor(args, self.accelerator, log, has_adapter=has_adapter)
+        callbacks: list[TrainerCallback] = [Console(args, log), doctor]
         on_any_rank = partial(collectives.any_rank, accelerator=self.accelerator)
         stop_at = partial(StopAt, on_any_rank=on_any_rank, say=log.message)
         if args.stop_at is not None:

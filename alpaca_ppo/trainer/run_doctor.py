@@ -26,9 +26,10 @@ class RunDoctor(TrainerCallback):
         ended_by: the findings that have ended the run.
     """
 
-    def __init__(self, args: PPOConfig, accelerator: Accelerator, log: RunLog) -> None:
+    def __init__(self, args: PPOConfig, accelerator: Accelerator, log: RunLog, *, has_adapter: bool) -> None:
         self._args, self._accelerator, self._log = args, accelerator, log
-        self.doctor = Doctor(History(asdict(args)))
+        self._options = {**asdict(args), "use_peft": has_adapter}
+        self.doctor = Doctor(History(self._options))
         self.ended_by: list[Finding] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
@@ -39,7 +40,7 @@ class RunDoctor(TrainerCallback):
             found = list(read_lines(folder / "metrics.jsonl")), read_findings(folder)
         # Other nodes may not see the main process's disk.
         rows, known = gather_list(found, self._accelerator)[0]
-        self.doctor = Doctor(History(asdict(self._args)), known)
+        self.doctor = Doctor(History(self._options), known)
         for row in rows:
             self.doctor.history.add(row["step"], row)
 

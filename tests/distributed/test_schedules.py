@@ -1,11 +1,14 @@
 """The learning rates of policy and critic, each counted in optimizer steps of its own: hand-worked."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 
+from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.distributed.optimizer import RATES as USUAL_RATES
 from alpaca_ppo.distributed.optimizer import Schedules, StepCounts, make_optimizer, unusual_rate
 from alpaca_ppo.models import build_actor_critic
@@ -160,6 +163,26 @@ def test_a_run_begins_with_a_warning_of_its_unusual_rate(tmp_path, capsys, own, 
     trainer.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: learning_rate")]
     assert [f"learning_rate is {rate:g}, " in line for line in lines] == ([True] if rate else [])
+
+
+@pytest.mark.parametrize(
+    ("layout", "critic_rate"), [("adapter", 3e-5), ("shared", 1e-5), ("separate", 3e-6), ("cached", 3e-4)]
+)
+def test_adapters_take_ten_times_the_default_of_all_weights(capsys, layout, critic_rate):
+    own_steps = {} if layout == "shared" else {"critic_epochs": 2}
+    args = tiny_config("unused", critic_layout=layout, **own_steps, learning_rate=None)
+    adapters = add_policy_adapter(tiny_causal_lm("gpt2"), LoraConfig(r=2, target_modules="all-linear"))
+    model = build_actor_critic(adapters, critic_layout=layout)
+    found = sorted({group["lr"] for group in make_optimizer(model, args, torch.device("cpu")).param_groups})
+    assert found == pytest.approx(sorted({1e-5, critic_rate}))
+    assert capsys.readouterr().out == "learning_rate: 1e-05, ten times the default, because an adapter is trained\n"
+    given = make_optimizer(model, replace(args, learning_rate=2e-6), torch.device("cpu"))
+    assert given.param_groups[0]["lr"] == 2e-6 and capsys.readouterr().out == ""
+
+
+def test_all_weights_take_the_default_and_nothing_is_said(capsys, model):
+    optimizer = make_optimizer(model, tiny_config("unused", learning_rate=None, critic_epochs=2), torch.device("cpu"))
+    assert rates(optimizer) == pytest.approx((1e-6, 3e-6)) and capsys.readouterr().out == ""
 
 
 def test_a_run_says_how_many_optimizer_steps_it_takes():

@@ -300,6 +300,15 @@ def test_a_policy_that_one_step_moves_is_judged_by_its_reference():
     assert examined(lambda t: noise(t) | single)["policy_does_not_move"].severity == "warning"
 
 
+@pytest.mark.parametrize(
+    ("use_peft", "rate", "names_it"), [(True, 2e-6, True), (True, 1e-5, False), (False, 2e-6, False)]
+)
+def test_an_adapter_that_stands_still_is_told_the_rate_of_adapters(use_peft, rate, names_it):
+    still = FAULTS["policy_does_not_move error"](1) | {"objective/lr": rate}
+    remedy = examined(lambda t: still, use_peft=use_peft)["policy_does_not_move"].remedy
+    assert remedy.startswith("set learning_rate: 1e-5 or more" if names_it else "raise learning_rate tenfold")
+
+
 def test_neither_a_warm_up_nor_the_end_of_a_schedule_is_a_policy_that_does_not_move():
     still = FAULTS["policy_does_not_move error"](1)
     # Steps 1 to 9 are below half of the rate.

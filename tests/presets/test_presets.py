@@ -107,7 +107,14 @@ OWN_CHOICES = {
     "trl": {"rollout_batch_size", "init_value_with_reward"},
     "verl": set(),
     "dapo": set(),
-    "cispo": {"query_len", "response_len", "rollout_batch_size", "num_return_sequences", "step_batch_size"}
+    "cispo": {
+        "learning_rate",
+        "query_len",
+        "response_len",
+        "rollout_batch_size",
+        "num_return_sequences",
+        "step_batch_size",
+    }
     | {"ppo_epochs", "cliprange", "lr_scheduler_type", "warmup_steps", "weight_decay"},
     "gspo": set(),
     "vapo": {"query_len", "response_len", "ppo_epochs", "kl_coef", "vf_coef", "critic_epochs", "warmup_steps"},
@@ -120,7 +127,7 @@ EVERYWHERE = {"step_per_device_batch_size", "gradient_checkpointing", "reference
 
 # What the others have: no preset changes when a default does.
 PLAIN = yaml.safe_load("""
-{ num_return_sequences: 1, step_batch_size: 64, temperature: 1.0, learning_rate: 1.0e-06, policy_loss: clip,
+{ num_return_sequences: 1, step_batch_size: 64, temperature: 1.0, learning_rate: null, policy_loss: clip,
   critic_step_batch_size: null, critic_learning_rate: null, critic_lr_warmup_steps: null,
   critic_pretraining_steps: 0, init_value_with_reward: false, lam_policy: null, lam_critic: null, lam_alpha: 0.05,
   cliprange_high: null, clip_ratio_c: null, positive_nll_coef: 0.0, positive_nll_threshold: 0.0, whiten_rewards: false,
@@ -213,7 +220,7 @@ def test_the_prompt_on_gsm8k_is_messages_with_the_system_prompt_that_qwens_templ
 def test_the_example_on_gsm8k_gives_the_critic_a_larger_rate_and_a_start():
     _, args = parse_args([ScriptArguments, PPOConfig], ["--config", str(ROOT / "examples/configs/gsm8k_qwen.yaml")])
     # The default's three times.
-    assert args.critic_rate == pytest.approx(3e-6)
+    assert args.critic_rate(has_adapter=False) == pytest.approx(3e-6)
     assert args.critic_pretraining_steps > 0
     # transformers' schedule "constant" has no warm-up.
     assert args.lr_scheduler_type == "constant_with_warmup" and args.warmup_steps > 0
