@@ -14,7 +14,9 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from alpaca_ppo.config.learning_options import chosen_rate
 from alpaca_ppo.config.parser import as_yaml
+from alpaca_ppo.models.saved_critic import has_reader
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.tracking.results import Ends, WeightsStep, better_before_training, means_in_words, start_and_end
 
@@ -71,6 +73,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         base_model=_model_name(base_model),
         data=_model_name(data),
         with_critic="adv_estimator" in config and ADV_ESTIMATORS.trait(config["adv_estimator"], "needs_critic"),
+        rate=chosen_rate(config.get("learning_rate"), has_adapter=adapter),
         steps=max((record["step"] for record in records), default=0),
         figures=_key_figures(records_of_weights),
         means=means_in_words(records_of_weights),
@@ -87,7 +90,8 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
 def write_value_card(folder: Path, *, own_code: bool) -> None:
     """Writes the critic's README.md; for `own_code` see `write_model_card`."""
     front = ModelCardData(library_name="transformers", tags=["alpaca_ppo", "ppo", "value-model"])
-    card = ModelCard.from_template(front, str(_TEMPLATES / "value.md"), own_code=own_code)
+    reads_policy = has_reader(str(folder))
+    card = ModelCard.from_template(front, str(_TEMPLATES / "value.md"), own_code=own_code, reads_policy=reads_policy)
     card.save(folder / "README.md")
 
 

@@ -116,7 +116,7 @@ def _check_learning(config: Any) -> None:
     copies_base = config.reference in ("copy", "copy_offloaded")
     if config.load_in_4bit and (copies_base or (config.uses_critic and config.critic_layout == "separate")):
         copied = f"critic_layout {config.critic_layout!r} or reference {config.reference!r} copies the base"
-        raise ValueError(f"load_in_4bit is True, but {copied}; set critic_layout: adapter or shared, reference: auto")
+        raise ValueError(f"load_in_4bit is True, but {copied}; set critic_layout: auto, reference: auto")
 
 
 def _check_sizes(config: Any) -> None:

@@ -19,7 +19,7 @@ from alpaca_ppo.registry import (
 
 _CRITIC = when_trait(ADV_ESTIMATORS, "needs_critic")
 _FIXED_SUPPORT = when_trait(CRITIC_HEADS, "fixed_support")
-_CACHED = (_CRITIC, when("critic_layout", "cached"))
+_CACHED = (_CRITIC, when("critic_layout", "auto", "cached"))
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
 ADAPTER_RATE_RATIO = 10
@@ -31,6 +31,7 @@ CACHED_CRITIC_RATE = 3e-4
 
 HAS_WARMUP = unless("lr_scheduler_type", "constant")
 WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
+CriticEpochs = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 def chosen_rate(given: float | None, *, has_adapter: bool) -> float:
@@ -135,9 +136,11 @@ class LearningOptions(RunOptions):
     critic: str = argument("scalar", registry=CRITIC_HEADS, group="Critic", needs=_CRITIC)
     """Critic head: scalar predicts the mean return; c51 and hl_gauss predict the probabilities of fixed returns;
     quantile and iqn predict quantiles of the return."""
-    critic_layout: Literal["separate", "shared", "adapter", "cached"] = argument("separate", needs=_CRITIC)
+    critic_layout: Literal["auto", "separate", "shared", "adapter", "cached"] = argument("auto", needs=_CRITIC)
     """separate = its own backbone; shared = a head on the policy's backbone; adapter = a second LoRA on its base;
-    cached = a small transformer on states of the policy, which are computed once for each rollout."""
+    cached = a small transformer on states of the policy, which are computed once for each rollout; auto = cached if it
+    has at most a tenth of the weights of the policy's layers, otherwise separate, as for a critic that starts from a
+    model."""
     critic_layers: list[int] | None = argument(None, min_length=1, needs=_CACHED)
     """Layers of the policy, from 1, whose states a cached critic reads; null = those at 1/2 and 3/4 of the depth."""
     critic_width: int = argument(256, ge=64, multiple_of=64, needs=_CACHED)
@@ -157,15 +160,15 @@ class LearningOptions(RunOptions):
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
-    critic_epochs: int | None = argument(4, ge=1, needs=_OWN_STEPS)
+    critic_epochs: CriticEpochs | None = argument("auto", needs=_OWN_STEPS)
     """Passes of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
-    does not end them. null = ppo_epochs if critic_step_batch_size is set, else none: the critic is trained in the
-    policy's steps, as a shared one always is, and a cached one never."""
+    does not end them. auto = 8 if cached, otherwise 1; null = ppo_epochs if critic_step_batch_size is set, else none:
+    the critic is trained in the policy's steps, as a shared one always is, and a cached one never."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Responses in an optimizer step of the critic, which then always has its own steps; null = step_batch_size."""
     critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)
     """First steps, in which the critic alone learns, with lam_critic 1; the policy's schedule begins after them."""
-    init_value_with_reward: bool = argument(False, needs=(_CRITIC, when("critic_layout", "separate")))
+    init_value_with_reward: bool = argument(False, needs=(_CRITIC, when("critic_layout", "auto", "separate")))
     """Initialize the critic from the reward model (a distributional one from its backbone), not from the policy."""
     quantile_huber_kappa: float = argument(1.0, gt=0, needs=when("critic", "quantile", "iqn"))
     """Error at which the loss of the quantile and iqn critics turns from quadratic to linear."""

@@ -131,7 +131,11 @@ class PPOConfig(LearningOptions):
 
     @property
     def num_critic_epochs(self) -> int:
-        return (self.separate_critic_steps and self.critic_epochs) or self.ppo_epochs
+        """Passes of the critic over a rollout; those of `critic_layout: auto` are known when it has been chosen."""
+        if not self.separate_critic_steps or self.critic_epochs is None:
+            return self.ppo_epochs
+        automatic = 8 if self.critic_layout == "cached" else 1
+        return automatic if self.critic_epochs == "auto" else self.critic_epochs
 
     def policy_rate(self, *, has_adapter: bool) -> float:
         return chosen_rate(self.learning_rate, has_adapter=has_adapter)

@@ -18,8 +18,9 @@ from alpaca_ppo.config.script_arguments import RESERVE_GIB, EstimateArguments, L
 from alpaca_ppo.distributed.deepspeed_config import check_four_bit
 from alpaca_ppo.distributed.fsdp_config import check_fsdp
 from alpaca_ppo.distributed.held_memory import CAUSES, Measured, PhaseMemory, Sharding, phases, sharding_of
-from alpaca_ppo.estimate_memory.fake_models import Models
+from alpaca_ppo.estimate_memory.fake_models import Models, build, fake_runs
 from alpaca_ppo.estimate_memory.passes import measure
+from alpaca_ppo.models.factory import with_chosen_layout
 
 GIB = 2**30
 
@@ -116,10 +117,13 @@ class _Run:
         if args.reference not in REFERENCES:
             args = replace(args, reference=model_folder("reference", args.reference))
         # Only a separate critic has another size if it starts from a value model.
-        value = script.value_model_name_or_path if args.critic_layout == "separate" else None
+        value = script.value_model_name_or_path if args.critic_layout in ("auto", "separate") else None
         value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
         policy = model_folder("model_name_or_path", script.model_name_or_path)
         models = Models(policy, lora.peft_config("CAUSAL_LM"), value, script.reward_model_name_or_path or [])
+        if args.critic_layout == "auto":
+            with fake_runs(policy):
+                args = with_chosen_layout(args, build(models, args)[0])
         return cls(script, lora, args, models, sharding)
 
     def predict(self, shardings: Sequence[Sharding]) -> list[Prediction]:

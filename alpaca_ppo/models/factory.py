@@ -5,6 +5,7 @@ reference is made in `reference`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,15 @@ from transformers import PreTrainedModel
 from alpaca_ppo.adapters import adapter_set
 from alpaca_ppo.adapters.adapter_set import POLICY, VALUE, AdapterSet
 from alpaca_ppo.adapters.files import read_policy_adapter
+from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models.actor_critic import ActorCritic, Critic
 from alpaca_ppo.models.critic_heads import CriticHead, ScalarHead, build_head
 from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
-from alpaca_ppo.models.saved_critic import has_adapter, load_value_model, name_of, start_on_policy
-from alpaca_ppo.models.state_reader import StateReader
+from alpaca_ppo.models.saved_critic import has_adapter, has_reader, load_value_model, name_of, start_on_policy
+from alpaca_ppo.models.state_reader import StateReader, decoder_layers
 from alpaca_ppo.models.trial import fit_rows
 from alpaca_ppo.registry import CRITIC_HEADS
 
@@ -100,6 +102,34 @@ def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
     return next(models, None)
 
 
+LAYERS_TO_READER = 10
+"""How many times as many weights as a cached critic the policy's layers have at least where `critic_layout: auto`
+chooses it: its eight passes then cost less than a single one through a backbone of its own."""
+
+
+def with_chosen_layout(args: PPOConfig, model: ActorCritic) -> PPOConfig:
+    """Returns `args` with the critic's layout in `model` in the place of `critic_layout: auto`."""
+    is_open = model.critic is not None and args.critic_layout == "auto"
+    return replace(args, critic_layout=model.critic.layout) if is_open and model.critic else args
+
+
+def _choose_layout(policy: PreTrainedModel, critic_start: ModelSource | None, args: PPOConfig) -> str:
+    """The critic's layout that `critic_layout: auto` stands for."""
+    if critic_start is not None:
+        return "cached" if isinstance(critic_start, str) and has_reader(critic_start) else "separate"
+    options, sizes = options_of(PPOConfig), ("critic_layers", "critic_width", "critic_depth")
+    if args.load_in_4bit or any(getattr(args, name) != options[name].default for name in sizes):
+        return "cached"
+    try:
+        with torch.device("meta"):
+            reader = _make_reader(args)(policy)
+    except ValueError:
+        return "separate"
+    layers = decoder_layers(policy, range(1, policy.config.get_text_config().num_hidden_layers + 1))
+    weights, of_reader = (sum(p.numel() for m in modules for p in m.parameters()) for modules in (layers, [reader]))
+    return "cached" if weights >= LAYERS_TO_READER * of_reader else "separate"
+
+
 def make_actor_critic(
     model: ModelSource | ActorCritic,
     value_model: ModelSource | None,
@@ -126,11 +156,12 @@ def make_actor_critic(
         return _prepare(model, args)
     critic_start = _critic_start(value_model, reward_funcs, args)
     policy = _load_policy(model, peft_config, args)
-    backbone_start = None
-    if critic_start is not None and args.critic_layout == "separate":
-        language_model = policy.model if isinstance(policy, AdapterSet) else policy
+    language_model = policy.model if isinstance(policy, AdapterSet) else policy
+    backbone_start, layout = None, args.critic_layout if args.uses_critic else None
+    if layout == "auto":
+        layout = _choose_layout(language_model, critic_start, args)
+    if critic_start is not None and layout == "separate":
         backbone_start = load_value_model(critic_start, language_model, args)
-    layout = args.critic_layout if args.uses_critic else None
     with torch.random.fork_rng():
         # Random weights of the critic's head and adapter must be the same on every rank.
         torch.manual_seed(args.seed)
@@ -151,7 +182,7 @@ def _check_actor_critic(
     if given := [name for name, value in parts.items() if value is not None]:
         raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(given)} out")
     layout, needed = model.critic and model.critic.layout, args.critic_layout if args.uses_critic else None
-    if layout != needed:
+    if layout != needed and (layout is None or needed != "auto"):
         raise ValueError(f"model is an ActorCritic with critic_layout {layout!r}, the options need {needed!r}")
     if model.critic is not None:
         with torch.random.fork_rng():

@@ -39,6 +39,11 @@ def is_critic_folder(name: str) -> bool:
     return (Path(name) / HEAD_SETTINGS).is_file()
 
 
+def has_reader(name: str) -> bool:
+    """Whether `name` is a folder that `write_critic` wrote of a cached critic."""
+    return (Path(name) / READER_SETTINGS).is_file()
+
+
 def has_adapter(model: Any) -> bool:
     """Whether `model` is a model in memory with adapters of PEFT, or the name of such an adapter."""
     return isinstance(model, PeftModel) or (isinstance(model, str) and is_adapter(model))
@@ -113,11 +118,10 @@ def _load_head(folder: str) -> CriticHead:
 
 def _load_reader(folder: str, backbone: PreTrainedModel) -> StateReader | None:
     """The reader in a critic's folder, if there is one, for the layers of `backbone`; raises as `load_critic`."""
-    path = Path(folder) / READER_SETTINGS
-    if not path.is_file():
+    if not has_reader(folder):
         return None
     with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
-        reader = StateReader(backbone, **json.loads(path.read_text(encoding="utf-8")))
+        reader = StateReader(backbone, **json.loads((Path(folder) / READER_SETTINGS).read_text(encoding="utf-8")))
         reader.load_state_dict(load_file(Path(folder) / READER_WEIGHTS))
     return reader
 
@@ -165,13 +169,14 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
     """
     assert built.critic is not None and built.critic.backbone is None
     adapters = built.policy.adapters
+    layout = built.critic.layout
     fits = isinstance(value_model, str) and is_critic_folder(value_model)
     fits = fits and is_adapter(str(value_model)) == (adapters is not None)
     reader = _load_reader(str(value_model), built.policy.model) if fits else None
     if not fits or not isinstance(value_model, str) or (reader is None) != (built.critic.reader is None):
         raise ValueError(
             f"value_model {name_of(value_model)!r} is not the final/value of a run with critic_layout "
-            f"{args.critic_layout!r} and {'adapters' if adapters else 'no adapters'}; use one, or leave value_model out"
+            f"{layout!r} and {'adapters' if adapters else 'no adapters'}; use one, or leave value_model out"
         )
     head = _load_head(value_model)
     built.critic.head.check_like(head)

@@ -168,6 +168,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     schedule = PromptSchedule(len(train_prompts), args)
 
     actor_critic = _make_actor_critic(given, model, value_model, processing_class, args)
+    args = factory.with_chosen_layout(args, actor_critic)
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
     checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
     sampling_params = make_sampling_params(actor_critic, processing_class, args, chat=chat)
@@ -252,7 +253,8 @@ def _make_actor_critic(
     actor_critic = factory.make_actor_critic(model, value_model, given.reward_funcs, given.peft_config, args)
     critic_start = factory.first_reward_model(given.reward_funcs) if args.init_value_with_reward else value_model
     # The tokenizer of a model in memory is not known.
-    if args.uses_critic and args.critic_layout == "separate" and isinstance(critic_start, str):
+    layout = actor_critic.critic and actor_critic.critic.layout
+    if layout == "separate" and isinstance(critic_start, str):
         remedy, trust = "start the critic from another model", args.trust_remote_code
         check_same_tokenizer("value_model", critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
     return actor_critic

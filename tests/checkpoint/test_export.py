@@ -79,6 +79,28 @@ def test_a_saved_critic_gives_the_same_values(tmp_path, arch):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "value")) == 64
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_card_of_a_cached_critic_gives_its_values(tmp_path, adapted):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    if adapted:
+        model = add_policy_adapter(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        for name, parameter in model.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    built = with_critic(model, critic_layout="cached")
+    save_final(tmp_path, built, tiny_tokenizer(), RUN)
+    program = (tmp_path / "value/README.md").read_text().split("```python\n")[1].split("```")[0]
+    program = program.replace("path/to/this/folder", f"{tmp_path}/value")
+    program = program.replace("path/to/the/policy", f"{tmp_path}/policy")
+    mask = torch.ones_like(IDS, dtype=torch.bool)
+    names = {"queries": IDS, "query_attn_masks": mask, "responses": IDS.flip(1), "response_mask": mask}
+    exec(program, names)
+    with torch.no_grad():
+        expected = built(*list(names.values())[:4], temperature=1.0, chunk_size=8).values
+    torch.testing.assert_close(names["values"], expected)
+
+
 def test_a_folder_without_a_critic_is_refused(tmp_path):
     with pytest.raises(ValueError, match="critic_head.json"):
         load_critic(str(tmp_path))

@@ -29,7 +29,11 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     run.mkdir()
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     (run / "run.yaml").write_text(yaml.safe_dump({"dataset_name": "/data/secret/questions.jsonl"}))
-    config = asdict(PPOConfig(output_dir=str(run), reward_weights=[1.0, 0.5], learning_rate=3e-4, kl_coef=0.12))
+    config = asdict(
+        PPOConfig(
+            output_dir=str(run), reward_weights=[1.0, 0.5], learning_rate=3e-4, kl_coef=0.12, critic_layout="cached"
+        )
+    )
     # As in metrics.jsonl, by name. The sources are in another order.
     metrics = {"objective/scores/brevity": 0.1, "objective/scores/grade": 0.5}
     sources = {"grade": 1.0, "brevity": 0.5}
@@ -38,7 +42,7 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     assert "- **Base model**: `sft`\n- **Data**: `questions.jsonl`\n" in text
     assert "- **Reward**: `grade` (weight 1), `brevity` (weight 0.5)\n" in text
     assert (
-        "- **Recipe**: `gae` advantages, the `clip` loss, a scalar critic (separate), a scaled KL penalty of 0.12 in "
+        "- **Recipe**: `gae` advantages, the `clip` loss, a scalar critic (cached), a scaled KL penalty of 0.12 in "
         f"the reward; {config['rollout_batch_size']} prompts with 1 response(s) a step, learning rate 0.0003, 4 steps\n"
     ) in text
     assert "| Reward on held-out prompts | -1 | 1 |\n| Reward on training prompts | -0.5 | 0.5 |\n" in text

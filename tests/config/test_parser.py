@@ -69,9 +69,9 @@ def test_null_by_flag_takes_the_files_value_away(tmp_path):
 
 
 def test_null_is_refused_where_it_is_no_value(tmp_path):
-    path = write(tmp_path, "learning_rate: null\n")
+    path = write(tmp_path, "weight_decay: null\n")
     for types in ([PPOConfig], [SFTArguments, TrainingArguments]):
-        assert refusal(types, ["--config", path]).startswith(f"learning_rate is null in the --config file {path}; ")
+        assert refusal(types, ["--config", path]).startswith(f"weight_decay is null in the --config file {path}; ")
     assert refusal([PPOConfig], ["--seed", "null"]).startswith("seed is null; ")
 
 

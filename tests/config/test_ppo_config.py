@@ -51,7 +51,7 @@ GRPO = {"adv_estimator": "grpo", "num_return_sequences": 2}
         ({"reference": "none"}, "reference is 'none'; kl_coef"),
         ({"reference": "none", "kl_coef": 0, "kl_loss_coef": 0.001}, "reference is 'none'; kl_loss_coef"),
         ({"kl_loss_coef": 0.001, "kl_loss_type": "abs"}, "kl_loss_type is 'abs'; k1 k2 k3 k1+ k3+"),
-        ({"load_in_4bit": True}, "load_in_4bit is True; critic_layout 'separate' auto"),
+        ({"load_in_4bit": True, "critic_layout": "separate"}, "load_in_4bit is True; critic_layout 'separate' auto"),
         (
             {"load_in_4bit": True, "critic_layout": "adapter", "reference": "copy_offloaded"},
             "reference 'copy_offloaded'",

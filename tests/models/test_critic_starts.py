@@ -1,6 +1,7 @@
 """A critic that a run saved (final/value) is the start of another: it has the same values, or is refused."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,25 @@ def test_a_critic_starts_with_the_values_that_it_was_saved_with(layout, adapters
     fresh = {name: parameter.requires_grad for name, parameter in untrained.named_parameters()}
     if not reads_policy or not adapters:
         assert {name: p.requires_grad for name, p in again.named_parameters()} == fresh
+
+
+@pytest.mark.parametrize(("layout", "adapters"), [("separate", False), ("cached", False), ("cached", True)])
+def test_a_critic_that_starts_from_a_saved_one_has_its_layout(layout, adapters, saved):
+    folder, save = saved
+    final, before = save(layout, adapters, "scalar")
+    model = str(final / "policy") if layout == "cached" else None
+    again, _ = make(folder, "auto", adapters=adapters, model=model, value_model=str(final / "value"))
+    assert again.critic.layout == layout
+    torch.testing.assert_close(values(again), before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_critic_that_starts_from_a_model_has_a_backbone_of_its_own(saved, tmp_path):
+    folder, _ = saved
+    tiny_sequence_classifier("llama").save_pretrained(tmp_path)
+    assert make(folder, "auto", adapters=False, value_model=str(tmp_path))[0].critic.layout == "separate"
+    assert make(folder, "auto", adapters=False, adv_estimator="reinforce_plus_plus")[0].critic is None
+    given, args = make(folder, "cached", adapters=False)
+    assert make_actor_critic(given, None, [], None, replace(args, critic_layout="auto")) is given
 
 
 def test_an_adapter_of_the_critic_keeps_a_rank_and_layers_of_its_own(saved, tmp_path):

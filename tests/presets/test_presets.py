@@ -25,6 +25,7 @@ PPO_FIELDS = {field.name for field in dataclasses.fields(PPOConfig)}
 # the others, from the sections of papers, the scripts and the log that their comments name.
 PUBLISHED = yaml.safe_load("""
 alpaca_farm: {
+  critic_layout: separate,
   query_len: 192, response_len: 300, rollout_batch_size: 512, step_batch_size: 256, ppo_epochs: 2,
   total_epochs: 10, learning_rate: 3.0e-06, lr_scheduler_type: linear, warmup_steps: 5, adam_epsilon: 1.0e-05,
   max_grad_norm: 1.0, temperature: 1.0, gamma: 1.0, lam: 1.0, whiten_rewards: true, whiten_advantages: true,
@@ -32,12 +33,14 @@ alpaca_farm: {
   old_policy: recompute, kl_controller: fixed, init_value_with_reward: true, critic_epochs: null,
 }
 trl: {
+  critic_layout: separate,
   response_len: 53, temperature: 0.7, ppo_epochs: 4, learning_rate: 3.0e-06, lr_scheduler_type: linear,
   max_grad_norm: 1.0, gamma: 1.0, lam: 0.95, whiten_rewards: false, whiten_advantages: true, cliprange: 0.2,
   cliprange_value: 0.2, vf_coef: 0.1, kl_coef: 0.05, kl_estimator: k1, old_policy: rollout,
   kl_controller: fixed, adam_epsilon: 1.0e-08, critic_epochs: null,
 }
 verl: {
+  critic_layout: separate,
   query_len: 512, response_len: 512, rollout_batch_size: 1024, step_batch_size: 256, ppo_epochs: 1,
   learning_rate: 1.0e-06, critic_learning_rate: 1.0e-05, lr_scheduler_type: constant, max_grad_norm: 1.0,
   temperature: 1.0, gamma: 1.0, lam: 1.0, whiten_advantages: true, cliprange: 0.2, clip_ratio_c: 3.0,
@@ -74,6 +77,7 @@ gspo: {
   warmup_steps: 100, weight_decay: 0.1, max_grad_norm: 1.0,
 }
 vapo: {
+  critic_layout: separate,
   rollout_batch_size: 512, num_return_sequences: 16, step_batch_size: 512, eval_temperature: 1.0,
   eval_top_p: 0.7, temperature: 1.0, adv_estimator: gae, gamma: 1.0, lam_policy: adaptive, lam_alpha: 0.05,
   lam_critic: 1.0, policy_loss: clip, cliprange: 0.2, cliprange_high: 0.28, loss_agg_mode: token-mean,
@@ -81,6 +85,7 @@ vapo: {
   lr_scheduler_type: constant_with_warmup,
 }
 vc_ppo: {
+  critic_layout: separate,
   lam_policy: 0.95, lam_critic: 1.0,
   # The plain PPO of VAPO's paper.
   rollout_batch_size: 8192, num_return_sequences: 1, step_batch_size: 512, adv_estimator: gae, gamma: 1.0,
@@ -89,6 +94,7 @@ vc_ppo: {
   lr_scheduler_type: constant_with_warmup,
 }
 orz: {
+  critic_layout: separate,
   query_len: 2048, response_len: 8000, penalty_reward_value: 0.0, rollout_batch_size: 128,
   num_return_sequences: 64,
   # One optimizer step of the policy on all responses.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from alpaca_ppo.models.factory import build_actor_critic
 from alpaca_ppo.models.state_reader import StateReader
@@ -42,6 +43,40 @@ def test_more_passes_of_the_critic_are_no_passes_of_the_policy(tmp_path):
 def test_by_default_it_reads_the_layers_at_half_and_three_quarters_of_the_depth():
     layers = [StateReader(tiny_causal_lm("qwen2", num_hidden_layers=count)).layers for count in (1, 2, 4, 30)]
     assert layers == [[1], [1], [2, 3], [15, 22]]
+
+
+# Weights of the reader of the tiny model: the map 32 x 256 and its bias, three blocks with 4 x 256 x 256 in the
+# attention, 3 x 256 x 1024 in the perceptron and two norms of 256, and a last norm.
+READER = 32 * 256 + 256 + 3 * (4 * 256 * 256 + 3 * 256 * 1024 + 2 * 256) + 256
+
+
+@pytest.mark.parametrize(("weights", "layout"), [(10 * READER - 1, "separate"), (10 * READER, "cached")])
+def test_by_default_a_critic_is_cached_where_the_policys_layers_have_ten_times_its_weights(weights, layout, tmp_path):
+    policy = tiny_causal_lm("llama")
+    (stack,) = (module for module in policy.modules() if isinstance(module, torch.nn.ModuleList))
+    present = sum(parameter.numel() for parameter in stack.parameters())
+    stack[0].register_parameter("ballast", torch.nn.Parameter(torch.zeros(weights - present)))
+    trainer = tiny_trainer(tmp_path, model=policy, reference="none", kl_coef=0.0)
+    assert trainer.args.critic_layout == trainer.actor_critic.critic.layout == layout
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "passes"),
+    [
+        ({}, "separate", 1),
+        ({"critic_width": 64}, "cached", 8),
+        ({"critic_depth": 1, "critic_epochs": 2}, "cached", 2),
+        ({"critic_layers": [1], "critic_epochs": None}, "cached", 3),
+        ({"critic_layout": "shared"}, "shared", 3),
+        ({"critic_layout": "adapter", "critic_step_batch_size": 2, "critic_epochs": None}, "adapter", 3),
+    ],
+)
+def test_sizes_of_a_cached_critic_ask_for_one_and_passes_follow_the_layout(settings, layout, passes, tmp_path):
+    given = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])} if layout == "adapter" else {}
+    settings = {"critic_epochs": "auto", "ppo_epochs": 3, **settings}
+    trainer = tiny_trainer(tmp_path, trainer_arguments=given, **settings)
+    assert trainer.args.critic_layout == trainer.actor_critic.critic.layout == layout
+    assert trainer.args.num_critic_epochs == passes
 
 
 @pytest.mark.parametrize("layers", [[0], [1, 9]])
