@@ -46,8 +46,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """The columns. In bfloat16, runs that train all weights keep them in float32 and make their passes in bfloat16."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("all weights train; separate critic, copied reference", {"reference": "copy"}),
-    "separate": ("LoRA; separate critic, reference: adapter off", {"reference": "adapter_off"}),
+    "full": (
+        "all weights train; separate critic, copied reference",
+        {"critic_layout": "separate", "reference": "copy"},
+    ),
+    "full_cached": (
+        "all weights train; cached critic, copied reference",
+        {"critic_layout": "cached", "reference": "copy"},
+    ),
+    "separate": (
+        "LoRA; separate critic, reference: adapter off",
+        {"critic_layout": "separate", "reference": "adapter_off"},
+    ),
+    "cached": ("LoRA; cached critic, adapter off", {"critic_layout": "cached", "reference": "adapter_off"}),
     "shared": ("LoRA; shared critic, adapter off", {"critic_layout": "shared", "reference": "adapter_off"}),
     "adapter": ("LoRA; critic adapter, adapter off", {"critic_layout": "adapter", "reference": "adapter_off"}),
     "reward": (
@@ -108,8 +119,8 @@ def settings(column: dict[str, Any], layout: str, folder: str, *, use_cpu: bool)
         step_batch_size=rows,
         step_per_device_batch_size=column["micro_rows"],
         gradient_checkpointing=column["gradient_checkpointing"],
-        dtype="float32" if layout == "full" else column["dtype"],
-        bf16=layout == "full" and column["dtype"] == "bfloat16",
+        dtype="float32" if layout.startswith("full") else column["dtype"],
+        bf16=layout.startswith("full") and column["dtype"] == "bfloat16",
         reward_adapter=f"{folder}/reward" if layout == "reward" else None,
         output_dir=f"{folder}/run",
         save_steps=0,
@@ -129,7 +140,7 @@ def estimated(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
     model_config(column).save_pretrained(folder)
     models = Models(
         folder,
-        lora=None if layout == "full" else adapter(column, "CAUSAL_LM"),
+        lora=None if layout.startswith("full") else adapter(column, "CAUSAL_LM"),
         rewards=() if layout == "reward" else (folder,),
     )
     [(phases, _)] = predict(models, args, [Sharding()])
@@ -151,7 +162,7 @@ def measured(column: dict[str, Any], layout: str, args: PPOConfig) -> float:
         args=args,
         train_dataset=Dataset.from_list([{"prompt": prompt}] * (2 * args.rollout_batch_size)),
         processing_class=tokenizer(),
-        peft_config=None if layout == "full" else adapter(column, "CAUSAL_LM"),
+        peft_config=None if layout.startswith("full") else adapter(column, "CAUSAL_LM"),
     )
     del policy, sources
     # The first step creates the optimizer's state, which the second one has from its start.

@@ -162,7 +162,7 @@ class LearningOptions(RunOptions):
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
     critic_epochs: CriticEpochs | None = argument("auto", needs=_OWN_STEPS)
     """Passes of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
-    does not end them. auto = 8 if cached, otherwise 1; null = ppo_epochs if critic_step_batch_size is set, else none:
+    does not end them. auto = 8 if cached, otherwise 4; null = ppo_epochs if critic_step_batch_size is set, else none:
     the critic is trained in the policy's steps, as a shared one always is, and a cached one never."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Responses in an optimizer step of the critic, which then always has its own steps; null = step_batch_size."""

@@ -134,7 +134,7 @@ class PPOConfig(LearningOptions):
         """Passes of the critic over a rollout; those of `critic_layout: auto` are known when it has been chosen."""
         if not self.separate_critic_steps or self.critic_epochs is None:
             return self.ppo_epochs
-        automatic = 8 if self.critic_layout == "cached" else 1
+        automatic = 8 if self.critic_layout == "cached" else 4
         return automatic if self.critic_epochs == "auto" else self.critic_epochs
 
     def policy_rate(self, *, has_adapter: bool) -> float:

@@ -419,8 +419,8 @@ def logprobs_disagree(history: History) -> Found | None:
 
 @_rule(
     "the critic does not learn: its explained variance is {mean:.3g} on average in twenty steps",
-    "set critic_learning_rate to ten times learning_rate, critic_pretraining_steps: 10 to 50, more critic_epochs, or "
-    "use no critic (adv_estimator: grpo, num_return_sequences: 8); see "
+    "raise critic_learning_rate threefold or critic_epochs, set critic_pretraining_steps: 10 to 50, or use no critic ("
+    "adv_estimator: grpo, num_return_sequences: 8); see "
     "docs/troubleshooting.md#the-critic-does-not-learn",
 )
 def critic_useless(history: History) -> Found | None:

@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
     "step_per_device_batch_size": 3,
     "ppo_epochs": 2,
     # The critic steps with the policy.
+    "critic_layout": "separate",
     "critic_epochs": None,
     "kl_coef": 0.05,
     "kl_controller": "fixed",

@@ -63,7 +63,7 @@ def test_by_default_a_critic_is_cached_where_the_policys_layers_have_ten_times_i
 @pytest.mark.parametrize(
     ("settings", "layout", "passes"),
     [
-        ({}, "separate", 1),
+        ({}, "separate", 4),
         ({"critic_width": 64}, "cached", 8),
         ({"critic_depth": 1, "critic_epochs": 2}, "cached", 2),
         ({"critic_layers": [1], "critic_epochs": None}, "cached", 3),

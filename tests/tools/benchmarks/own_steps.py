@@ -49,7 +49,7 @@ def make_trainer(
         "use_cpu": True,
     }
     args = PPOConfig(**{**own, **settings})
-    has_backbone = args.uses_critic and args.critic_layout == "separate"
+    has_backbone = args.uses_critic and args.critic_layout in ("auto", "separate")
     return PPOTrainer(
         model=workloads.policy(workload),
         value_model=workloads.classifier(workload, 1) if has_backbone else None,
