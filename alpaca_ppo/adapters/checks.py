@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+_WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _OWNED = "_adapters_made_by_a_run"
 
 
@@ -29,10 +30,13 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
     targets = [] if isinstance(config.target_modules, str | None) else sorted(config.target_modules)
     to_save = sorted(config.modules_to_save or ())
     problem = f"target_modules (--lora_target_modules) is {targets or config.target_modules}"
-    remedy = f"name linear layers ({_linear(model)}), or leave it out for every linear layer"
+    remedy = f"name linear layers ({_linear(model)})"
+    # A copy, because PEFT writes resolved names into the configuration, which the user may reuse.
+    config = copy.deepcopy(config)
+    if config.target_modules == "all-linear" and config.exclude_modules is None:
+        config.exclude_modules = _read_past_adapters(model) or None
     try:
-        # A copy, because PEFT writes resolved names into the configuration, which the user may reuse.
-        peft = make(model, copy.deepcopy(config))
+        peft = make(model, config)
     except ValueError as error:
         raise ValueError(f"{problem}, which PEFT cannot adapt on {kind} ({error}); {remedy}") from error
     adapted = [f".{name}" for name, module in peft.named_modules() if isinstance(module, BaseTunerLayer)]
@@ -70,7 +74,12 @@ def _linear(model: PreTrainedModel) -> list[str]:
     """Last name components of the layers that PEFT can adapt, without the output head."""
     head = model.get_output_embeddings()
     layers = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
-    return sorted({name.rpartition(".")[2] for name, part in layers if part is not head})
+    return sorted({name.rpartition(".")[2] for name, part in layers if part is not head} - _read_past_adapters(model))
+
+
+def _read_past_adapters(model: PreTrainedModel) -> set[str]:
+    """Names of linear layers whose weights fused kernels of `model` take, past an adapter, which PEFT refuses then."""
+    return {"out_proj"} if model.config.model_type in _WITH_FUSED_KERNELS else set()
 
 
 def mark_as_owned(name: str, peft: PeftModel) -> None:

@@ -114,6 +114,7 @@ class FunctionJudge:
         is_complete = isinstance(verdicts, list | tuple) and len(verdicts) == len(comparisons)
         if not is_complete or not all(v is None or (isinstance(v, int | float) and 0 <= v <= 1) for v in verdicts):
             raise ValueError(
-                f"eval_judge {self._name} returned {shown(verdicts)} for {len(comparisons)} pairs; return 0 to 1 each"
+                f"eval_judge {self._name} returned {shown(verdicts)} for {len(comparisons)} pairs; return for each a "
+                "number from 0 (the opponent's is better) to 1, or None"
             )
         return [None if verdict is None else float(verdict) for verdict in verdicts]

@@ -141,7 +141,8 @@ def _truncate_token(processing_class: PreTrainedTokenizerBase, token: str | int)
     ids = continuing(processing_class)(token)
     if len(ids) != 1 or ids[0] == processing_class.unk_token_id:
         pieces = processing_class.convert_ids_to_tokens(ids)
-        raise ValueError(f"truncate_tokens holds {token!r}, which splits into {len(ids)} tokens {pieces}; use one")
+        remedy = "give a text that is one token, or a token's id"
+        raise ValueError(f"truncate_tokens holds {token!r}, which the tokenizer reads as {pieces}; {remedy}")
     return int(ids[0])
 
 

@@ -210,7 +210,7 @@ def test_every_plain_field_of_a_lora_configuration_is_taken():
             {"target_modules": ["nosuch"]},
             r"target_modules \(--lora_target_modules\) is \['nosuch'\], which PEFT .*'q_p",
         ),
-        ({"target_modules": ["input_layernorm"]}, "LlamaRMSNorm.* is not supported.* or leave it out for every linear"),
+        ({"target_modules": ["input_layernorm"]}, "LlamaRMSNorm.* is not supported.*name linear layers"),
         ({"target_modules": ["q_proj", "v_prj"]}, r"but LlamaForCausalLM has no layers \['v_prj'\] .*'v_proj'"),
         ({"modules_to_save": ["embed_tokens", "nrom"]}, r"but LlamaForCausalLM has no layers \['nrom'\]; "),
     ],
