@@ -30,7 +30,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 def asked_of(run: Run) -> Run:
     """Returns the arguments of `examples.defaults.run` for `run`."""
     sizes = TASKS[run["task"]].sizes
-    evaluations = 4 if run["task"] == "sentences" else EVALUATIONS
+    evaluations = 2 if run["task"] == "sentences" else EVALUATIONS
     evaluated = {"eval_steps": -(-sizes["total_episodes"] // sizes["rollout_batch_size"] // evaluations)}
     settings = {**evaluated, **SETTINGS[run["row"]], **(grpo(run["task"]) if run["row"] == GRPO else {})}
     return {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}

@@ -131,9 +131,12 @@ def _sentences(root: Path, seed: int) -> Options:
     fetch_model(model := root.parent / "SmolLM2-135M-Instruct")
 
     def write_data(folder: Path) -> None:
-        for split, count in ((PROMPTS, SENTENCES["total_episodes"]), (HELD_OUT, 200)):
+        for split, count in ((PROMPTS, SENTENCES["total_episodes"]), (HELD_OUT, 100)):
             named = sentences.TRAINING if split == PROMPTS else sentences.HELD_OUT
-            write_rows(folder / split, sentences.draw_prompts(count, split=named, seed=seed))
+            rows = sentences.draw_prompts(count, split=named, seed=seed)
+            # The chat template without the system message that it adds, which is half of the prompt.
+            texts = [f"<|im_start|>user\n{row['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n" for row in rows]
+            write_rows(folder / split, [{**row, "prompt": text} for row, text in zip(rows, texts, strict=True)])
 
     sources = [Path(sentences.__file__)]
     data = run_stage(root / "data", "sentences: data", write_data, settings={"seed": seed}, sources=sources)
@@ -159,10 +162,10 @@ def _sizes(*, lengths: tuple[int, int], rollout: int, step: int, responses: int,
 
 CHAIN = _sizes(lengths=(chain.QUERY_LEN, chain.RESPONSE_LEN), rollout=128, step=64, responses=6400)
 SENTENCES = _sizes(
-    lengths=(96, 32),
-    rollout=48,
-    step=24,
-    responses=768,
+    lengths=(48, 32),
+    rollout=32,
+    step=16,
+    responses=512,
     learning_rate=5e-6,
     ppo_epochs=1,
     temperature=0.7,
