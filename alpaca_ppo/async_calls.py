@@ -40,6 +40,13 @@ def error_text(error: BaseException) -> str:
         return type(error).__name__
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, of that in a `functools.partial`, or of the class of a callable object."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
 class Parameters(NamedTuple):
     """The arguments that a function takes by name; `required` are those without a default, and `any_others` says
     whether it has `**kwargs`.
@@ -124,8 +131,7 @@ def _event_loop() -> _Loop:
     """The process's event loop; a new one if a function blocks it."""
     if _loops and (blocker := _loops[0].blocking_function()):
         warnings.warn(
-            f"{blocker} is async, but works without await, so that no other async function can go on; later ones run "
-            "in a new event loop. Await what takes long there, or make it a sync function",
+            f"{blocker} is async, but works without await, which blocks others; await in it, or make it sync",
             stacklevel=2,
         )
         _loops.clear()

@@ -1,11 +1,12 @@
 """Checks of what the trainer's hooks return, so that an error names the hook."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 _LOSS_HOOKS = {"policy": "compute_policy_loss", "critic": "compute_value_loss"}
@@ -15,30 +16,21 @@ RETURNED = {
 }
 
 
-def complete_samples(
-    samples: Any,
-    prompts: PromptBatch,
-    *,
-    num_return_sequences: int,
-    max_new_tokens: int,
-    sample_ids: Sequence[int] | None = None,
-) -> dict[str, Tensor]:
+def complete_samples(samples: Any, prompts: PromptBatch, params: SamplingParams) -> dict[str, Tensor]:
     """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added.
 
     Args:
         samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
         prompts: the P prompts that the hook was called with; each has n neighbouring rows.
-        num_return_sequences: n of the hook's sampling parameters.
-        max_new_tokens: R of the same.
-        sample_ids: the number of each row among its prompt's samples; None = 0 to n - 1.
+        params: those of the hook: n is `num_return_sequences`, R `max_new_tokens`.
 
     Raises:
         ValueError: for a missing key, a wrong shape or dtype, a response without a chosen token, or a prompt that is
             not left-padded.
         FloatingPointError: for log-probs under the mask that are not finite.
     """
-    n, count = num_return_sequences, len(prompts["rows"])
-    row_shape, shape = (count * n,), (count * n, max_new_tokens)
+    n, count = params.num_return_sequences, len(prompts["rows"])
+    row_shape, shape = (count * n,), (count * n, params.max_new_tokens)
     prompt_shape = (count * n, prompts["queries"].size(1))
     shapes = {"responses": shape, "response_mask": shape, "rollout_logprobs": shape, "stopped": row_shape}
     complete: Any = samples
@@ -49,7 +41,7 @@ def complete_samples(
             **samples,
             # These replace what the hook returned under the same names.
             "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
-            "sample_ids": torch.arange(n).repeat(count) if sample_ids is None else torch.tensor(sample_ids),
+            "sample_ids": torch.tensor(params.sample_ids or [*range(n)] * count, dtype=torch.long),
         }
     _check("_generate", complete, {**shapes, "queries": prompt_shape, "query_attn_masks": prompt_shape}, row_shape)
     mask, attention = complete["response_mask"], complete["query_attn_masks"].bool()
@@ -88,15 +80,16 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     return {**scores, "rewards": torch.where(samples["response_mask"], rewards, 0.0)}
 
 
-def check_rollouts(rollouts: Any) -> None:
-    """Checks that every entry of what `rollout` returned is a tensor with one row for each response.
+def checked_rollouts(rollouts: Any) -> Rollouts:
+    """The checked result of `rollout`.
 
     Raises:
-        ValueError: if one is not.
+        ValueError: unless every entry is a tensor with one row for each response.
     """
     responses = rollouts.get("responses") if isinstance(rollouts, Mapping) else None
     shape = tuple(responses.shape) if isinstance(responses, Tensor) else ()
     _check("rollout", rollouts, {"responses": shape}, shape[:1])
+    return cast(Rollouts, rollouts)
 
 
 def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:

@@ -79,6 +79,8 @@ class Registry(Generic[T]):
             raise ValueError(f"{self.field} cannot be named {name!r}; use a word without spaces, commas and colons")
         if name in self.built_in:
             raise ValueError(f"{self.field} {name!r} exists already; choose another name")
+        if unknown := [trait for trait in traits if trait not in self.defaults]:
+            raise TypeError(f"{self.field} {name!r} is given {unknown[0]}; it takes {', '.join(self.defaults)}")
         self.traits[name] = traits
         return self.implement(name)
 

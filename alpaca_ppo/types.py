@@ -62,6 +62,10 @@ class Rollouts(Queries, total=False):
     with `old_policy: rollout`, and in steps in which `auto` takes the sampler's."""
     ref_logprobs: Required[Tensor]
     """(B, R) float32, log-probabilities under the reference policy; without one, a copy of `logprobs`."""
+    teacher_logprobs: NotRequired[Tensor]
+    """(B, R) float32, log-probabilities under the teacher of a distillation."""
+    teacher_top_tokens: NotRequired[Tensor]
+    """(B, R) float32, 1 = the token is the teacher's likeliest."""
     entropies: NotRequired[Tensor]
     """(B, R) float32, entropy of the old policy at each token; absent without `recomputed`, and in steps that log no
     entropies (`ppo.metrics.ENTROPY_STEPS`)."""

@@ -47,11 +47,12 @@ def test_every_raise_statement_of_a_source_is_listed():
 
 
 def test_the_package_itself_is_recorded():
+    from alpaca_ppo.config import PPOConfig
     from alpaca_ppo.data import schedule
 
     raise_record.reached.discard((schedule.__file__, 0))
     with pytest.raises(ValueError, match="outside the schedule") as caught:
-        schedule.PromptSchedule(4, 1, seed=0, total_epochs=1).prompts_of(9)
+        schedule.PromptSchedule(4, PPOConfig(total_epochs=1)).prompts_of(9)
     assert (schedule.__file__, caught.traceback[-1].lineno + 1) in raise_record.reached
 
 

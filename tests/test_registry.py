@@ -32,6 +32,12 @@ def test_a_registered_name_comes_last_and_has_its_traits(colours):
     assert colours.names_with(warm=True, weight=2) == ("orange",)
 
 
+def test_a_trait_that_the_registry_does_not_have_is_refused(colours):
+    with pytest.raises(TypeError, match="colour 'orange' is given wram; it takes warm, weight"):
+        colours.register("orange", wram=True)
+    assert "orange" not in colours.names
+
+
 @pytest.mark.parametrize("ask", [lambda r: r.get("pink"), lambda r: r.trait("pink", "warm"), lambda r: r.check("pink")])
 def test_an_unknown_name_is_refused_with_the_choices(colours, ask):
     message = "^colour is 'pink'; choose one of red, blue, or register your own and add its file to import_modules$"

@@ -89,9 +89,8 @@ class AdapterSet:
             lora_config(config, f"{field} {folder}")
             weights = {key: value for key, value in tensors.items() if not is_head(key)}
             if different := sorted(set(get_peft_model_state_dict(self.peft, adapter_name=name)) ^ set(weights)):
-                raise ValueError(
-                    f"the adapter in {folder} does not fit its base: {', '.join(different[:3])} missing or unexpected"
-                )
+                names = ", ".join(different[:3])
+                raise ValueError(f"the adapter in {folder} does not fit its base: {names} missing or unexpected")
             set_peft_model_state_dict(self.peft, weights, adapter_name=name)
         except ValueError:
             self.peft.delete_adapter(name)
@@ -128,11 +127,8 @@ def warn_of_other_base(folder: str, config: LoraConfig, model: PreTrainedModel) 
     """Warns if the adapter in `folder`, of `config`, names another base than `model`."""
     trained_on, here = config.base_model_name_or_path, model.config.name_or_path
     if trained_on and here and trained_on != here:
-        warnings.warn(
-            f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}; make sure that both "
-            "are the same weights",
-            stacklevel=3,
-        )
+        difference = f"the adapter in {folder} was trained on {trained_on}, but the base here is {here}"
+        warnings.warn(f"{difference}; make sure that both are the same weights", stacklevel=3)
 
 
 def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
@@ -145,10 +141,9 @@ def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
     config = lora_config(config)
     if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
         # PEFT would silently initialize them again; it keeps its table of them on the base model as well.
-        raise ValueError(
-            f"{type(model).__name__} already has adapters {sorted(vars(model).get('peft_config', ()))} in its layers; "
-            "pass their PeftModel without peft_config to train them further, or remove them (base = peft.unload())"
-        )
+        problem = f"already has adapters {sorted(vars(model).get('peft_config', ()))} in its layers"
+        remedy = "pass their PeftModel without peft_config, or remove them (base = peft.unload())"
+        raise ValueError(f"{type(model).__name__} {problem}; {remedy}")
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     adapters = AdapterSet(checks.inject_adapter(PeftModel, model, config))
     try:

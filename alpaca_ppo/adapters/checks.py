@@ -99,10 +99,8 @@ def check_active_adapter(name: str, peft: PeftModel) -> None:
     layers = [layer for layer in peft.modules() if isinstance(layer, BaseTunerLayer)]
     active = sorted({other for layer in layers if not layer.disable_adapters for other in layer.active_adapters})
     if active != [name] or any(layer.disable_adapters for layer in layers):
-        raise ValueError(
-            f"the model's adapter {name!r} must be the only active one, but the active ones are {active}: call "
-            f"model.base_model.enable_adapter_layers() and model.set_adapter({name!r}) first"
-        )
+        problem = f"the model's adapter {name!r} must be the only active one, but the active ones are {active}"
+        raise ValueError(f"{problem}: call model.base_model.enable_adapter_layers() and model.set_adapter({name!r})")
     if not any(parameter.requires_grad for key, parameter in peft.named_parameters() if belongs_to(name, key)):
         raise ValueError("the model's adapter is frozen; load it with is_trainable=True")
 
@@ -112,10 +110,9 @@ def check_head(model: PreTrainedModel, config: LoraConfig) -> None:
     head = model.get_output_embeddings()
     # PEFT's layers have children.
     if not isinstance(head, nn.Linear) or list(head.children()):
-        raise ValueError(
-            f"the adapter adapts the language-model head (target_modules {config.target_modules}, modules_to_save "
-            f"{config.modules_to_save}), whose logits are computed without one; leave the head out"
-        )
+        # Logits are computed without an adapter.
+        names = f"target_modules {config.target_modules}, modules_to_save {config.modules_to_save}"
+        raise ValueError(f"the adapter adapts the language-model head ({names}); leave the head out")
 
 
 def raise_precision(peft: PeftModel) -> None:
@@ -127,9 +124,8 @@ def raise_precision(peft: PeftModel) -> None:
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             if "lora_" not in name:
-                raise ValueError(
-                    f"{name} would train in {parameter.dtype}; leave it out of modules_to_save, or set dtype: float32"
-                )
+                problem = f"{name} would train in {parameter.dtype}"
+                raise ValueError(f"{problem}; leave it out of modules_to_save, or set dtype: float32")
             parameter.data = parameter.data.float()
 
 

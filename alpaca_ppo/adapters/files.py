@@ -23,7 +23,7 @@ from alpaca_ppo.saved_models import loading
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Names of a sequence classifier's head, which PEFT saves as a whole module beside the adapter.
-_HEADS = {"score", "classifier"}
+CLASSIFIER_HEADS = {"score", "classifier"}
 # Fields of a LoraConfig that need not have PEFT's default. All others select variants of LoRA, of which some train or
 # rewrite the base and some depend on the tokens.
 _PLAIN_FIELDS = set(
@@ -65,10 +65,8 @@ def lora_config(config: Any, field: str = "peft_config") -> LoraConfig:
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(f"{field} is a {type(config).__name__}; use a peft.LoraConfig (LoRA, DoRA or rsLoRA)")
     if config.init_lora_weights not in (True, "gaussian"):
-        raise ValueError(
-            f"{field} has init_lora_weights {config.init_lora_weights!r}, with which training would not start from "
-            "the base, the reference; set it to True or 'gaussian'"
-        )
+        # Training would not start from the base, the reference.
+        raise ValueError(f"{field} has init_lora_weights {config.init_lora_weights!r}; set it to True or 'gaussian'")
     plain = LoraConfig()
     for name in sorted({entry.name for entry in dataclasses.fields(config)} - _PLAIN_FIELDS):
         value, default = getattr(config, name), getattr(plain, name, None)
@@ -119,7 +117,7 @@ def read_policy_adapter(name: str) -> LoraConfig:
     """
     field = f"model_name_or_path {name}"
     config = lora_config(read_adapter(field, name), field)
-    if config.task_type == "SEQ_CLS" or _HEADS & set(config.modules_to_save or ()):
+    if config.task_type == "SEQ_CLS" or CLASSIFIER_HEADS & set(config.modules_to_save or ()):
         raise ValueError(f"{field} is the adapter of a classifier, not of a language model; pass it as reward_adapter")
     adapter_base(field, config)
     return config
@@ -134,14 +132,12 @@ def read_reward_adapter(name: str) -> LoraConfig:
     if not is_adapter(name):
         raise ValueError(f"reward_adapter is {name!r}, no adapter; pass a whole reward model in reward_funcs")
     config = lora_config(read_adapter(f"reward_adapter {name}", name), f"reward_adapter {name}")
-    if saved := sorted(set(config.modules_to_save or ()) - _HEADS):
+    if saved := sorted(set(config.modules_to_save or ()) - CLASSIFIER_HEADS):
         raise ValueError(f"reward_adapter {name} has modules_to_save {saved} beside its score head; train without them")
     heads = {key: shape for key, shape in weight_shapes("reward_adapter", name).items() if is_head(key)}
     if len(heads) != 1 or any(len(shape) != 2 or shape[0] != 1 for shape in heads.values()):
-        raise ValueError(
-            f"reward_adapter {name} has no score head with one label (its heads: {heads or 'none'}); train it with "
-            "alpaca-ppo reward --use_peft"
-        )
+        problem = f"has no score head with one label (its heads: {heads or 'none'})"
+        raise ValueError(f"reward_adapter {name} {problem}; train it with alpaca-ppo reward --use_peft")
     config.modules_to_save = config.task_type = None
     config.inference_mode = True
     config.lora_dropout = 0.0
@@ -163,7 +159,7 @@ def read_value_adapter(name: str) -> LoraConfig:
 
 def is_head(key: str) -> bool:
     """Whether the tensor `key` of an adapter file is the weight of a classifier's head."""
-    return key.endswith(".weight") and bool(_HEADS & set(key.split(".")))
+    return key.endswith(".weight") and bool(CLASSIFIER_HEADS & set(key.split(".")))
 
 
 def weights_file(field: str, name: str) -> Path:
@@ -204,10 +200,8 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
         needed = _needed_shape(key, shape, layers, hidden)
         if shape != needed:
             here = "is not there" if needed is None else f"needs {needed}"
-            raise ValueError(
-                f"{field} {name} does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer "
-                f"{here}; use an adapter of this base"
-            )
+            problem = f"does not fit {type(model).__name__}: its {key} has shape {shape}, but the layer {here}"
+            raise ValueError(f"{field} {name} {problem}; use an adapter of this base")
 
 
 def _needed_shape(key: str, shape: Shape, layers: Mapping[str, nn.Module], hidden: int) -> Shape | None:

@@ -31,7 +31,7 @@ FREE_TO_CHANGE = frozenset(
     num_inspected_prompts report stop_on save_steps save_total_limit load_best_model_at_end metric_for_best_model
     greater_is_better ignore_changes eval_steps eval_temperature eval_top_p eval_top_k eval_num_samples
     eval_success_above eval_success_by eval_opponent eval_judge
-    total_epochs total_episodes max_steps max_kl_to_ref max_skipped_updates
+    total_epochs total_episodes max_steps stop_at max_kl_to_ref max_skipped_updates
     rollout_per_device_batch_size step_per_device_batch_size max_tokens_per_micro_batch gradient_checkpointing
     padding_free logprob_chunk_size use_cpu deepspeed fsdp ddp_timeout
     tool_timeout trust_remote_code reward_retries failed_rewards mismatch_action
@@ -51,7 +51,11 @@ _MAX_NAMED, _ABSENT = 5, "absent"
 
 
 def start_identity(
-    actor_critic: ActorCritic, reference: Reference | None, scorer: RewardScorer, environments: Environments | None
+    actor_critic: ActorCritic,
+    reference: Reference | None,
+    teacher: Any,
+    scorer: RewardScorer,
+    environments: Environments | None,
 ) -> dict[str, Any]:
     """The models, rewards and environments that a run starts from, as plain values.
 
@@ -65,6 +69,8 @@ def start_identity(
     for kind in () if environments is None else environments.kinds.values():
         tools = [callable_identity(tool.function) for tool in kind.tools if tool.function is not None]
         kinds[kind.name] = {"environment": callable_identity(kind.environment_class), "tools": tools}
+    if isinstance(teacher, CopiedReference):
+        rewards["teacher"] = {"weights": tensors_fingerprint(model_state(teacher.policy.model))}
     return {"weights": _frozen_weights(actor_critic, reference), "rewards": rewards, "environments": kinds}
 
 
@@ -163,10 +169,9 @@ def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, An
         more = f" and {len(changes) - _MAX_NAMED} more differences" if len(changes) > _MAX_NAMED else ""
         kinds = [kind for entry, kind in _IGNORED_BY.items() if any(line.startswith(f"{entry}.") for line in changes)]
         remedy = f"set ignore_changes: [{', '.join(dict.fromkeys(kinds))}], " if kinds else ""
-        raise ValueError(
-            f"checkpoint {folder} does not match this run: {', '.join(changes[:_MAX_NAMED])}{more}; change it back, "
-            f"{remedy}or start a new run in another output_dir"
-        )
+        problem = f"does not match this run: {', '.join(changes[:_MAX_NAMED])}{more}"
+        remedy = f"change it back, {remedy}or start a new run in another output_dir"
+        raise ValueError(f"checkpoint {folder} {problem}; {remedy}")
 
 
 def differences(name: str, saved: Any, here: Any) -> Iterator[str]:

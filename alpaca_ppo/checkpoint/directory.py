@@ -84,10 +84,8 @@ def check_no_earlier_run(output_dir: StrPath) -> None:
     else:
         return
     resume = "" if newest is None else f"continue it with {RESUME}, "
-    raise ValueError(
-        f"output_dir ({output_dir}) holds {found}; {resume}choose another output_dir, or let a new trainer delete it "
-        "with overwrite_output_dir: true"
-    )
+    remedy = f"{resume}choose another output_dir, or let a new trainer delete it with overwrite_output_dir: true"
+    raise ValueError(f"output_dir ({output_dir}) holds {found}; {remedy}")
 
 
 def remove_run(output_dir: StrPath) -> None:
@@ -155,9 +153,8 @@ class FolderLock:
             try:
                 self._lock.acquire(timeout=WAIT_SECONDS)
             except Timeout:
-                raise ValueError(
-                    f"output_dir ({self._folder}) is in use, locked {holder}; end that run, or choose another folder"
-                ) from None
+                problem = f"output_dir ({self._folder}) is in use, locked {holder}"
+                raise ValueError(f"{problem}; end that run, or choose another folder") from None
         if self._lock.lock_counter == 1:
             since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
             holder = f"by process {os.getpid()} on {platform.node()}, since {since}"

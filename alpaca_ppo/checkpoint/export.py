@@ -87,16 +87,12 @@ def check_login() -> None:
     # requests, httpx or huggingface_hub raise their own errors, depending on the version.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"hub_model_id is set, but the hub does not know who you are ({type(error).__name__}: {reason}); log in "
-            f"(hf auth login, or HF_TOKEN), {_WITHOUT_UPLOAD}"
-        ) from error
+        problem = f"the hub does not know who you are ({type(error).__name__}: {reason})"
+        raise ValueError(f"hub_model_id is set, but {problem}; log in (hf auth login), {_WITHOUT_UPLOAD}") from error
     token = user.get("auth", {}).get("accessToken", {})
     if token.get("role") == "read":
-        raise ValueError(
-            f"hub_model_id is set, but the token {token.get('displayName')!r} of {user.get('name')!r} may only read; "
-            f"make one that may write (huggingface.co/settings/tokens), {_WITHOUT_UPLOAD}"
-        )
+        problem = f"the token {token.get('displayName')!r} of {user.get('name')!r} may only read"
+        raise ValueError(f"hub_model_id is set, but {problem}; make one that may write, {_WITHOUT_UPLOAD}")
 
 
 def push_folder(folder: StrPath, hub_model_id: str) -> str:

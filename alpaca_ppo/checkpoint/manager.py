@@ -81,11 +81,8 @@ class BestCheckpoint:
         if best.is_dir():
             self.set(saved["stats"], saved["step"], best)
         else:
-            warnings.warn(
-                f"{best}, the best checkpoint so far ({self.metric} = {saved['stats'][self.metric]}), is gone; the "
-                "best checkpoint will be chosen among later ones",
-                stacklevel=6,
-            )
+            gone = f"{best}, the best checkpoint so far ({self.metric} = {saved['stats'][self.metric]}), is gone"
+            warnings.warn(f"{gone}; the best checkpoint will be chosen among later ones", stacklevel=6)
 
 
 class CheckpointManager:
@@ -127,10 +124,8 @@ class CheckpointManager:
         """
         folder = self.folder(step)
         if self.best_is_loaded:
-            raise ValueError(
-                f"{folder} cannot be saved: load_best_model_at_end has put the weights of {self.best.folder} into the "
-                "models, and the optimizer has gone on; save before the end of train(), or use save_model"
-            )
+            problem = f"load_best_model_at_end has put the weights of {self.best.folder} into the models"
+            raise ValueError(f"{folder} cannot be saved: {problem}; save before the end of train(), or use save_model")
         if self.is_best(stats):
             self.best.set(stats, step, folder)
         # All ranks gather the sharded state; the main process writes it.
@@ -181,10 +176,9 @@ class CheckpointManager:
         components = self._components()
         with collectives.raise_on_all_ranks(self._accelerator):
             if saved.components.keys() != components.keys():
-                raise ValueError(
-                    f"checkpoint {folder} holds the components {', '.join(sorted(saved.components))}, but this trainer "
-                    f"has {', '.join(sorted(components))}; resume with the trainer class that wrote it"
-                )
+                then, now = (", ".join(sorted(names)) for names in (saved.components, components))
+                problem = f"holds the components {then}, but this trainer has {now}"
+                raise ValueError(f"checkpoint {folder} {problem}; resume with the trainer class that wrote it")
             # The saved identity is the main process's. Those of other ranks may differ, for example in the device or
             # port of a reward function.
             if self._accelerator.is_main_process:

@@ -91,9 +91,8 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"{folder} has no readable manifest.json of a checkpoint; {_REMEDY}") from error
     if written_format != FORMAT:
-        raise ValueError(
-            f"{folder}/manifest.json has {shown(written_format)}, not {FORMAT}; install the version that wrote it"
-        )
+        found = f"{folder}/manifest.json has {shown(written_format)}, not {FORMAT}"
+        raise ValueError(f"{found}; install the version that wrote it")
     for name, (size, digest) in files.items():
         if problem := _file_problem(committed / name, size, digest if name in hashed else None):
             raise ValueError(f"checkpoint file {folder / name} {problem}; {_REMEDY}")

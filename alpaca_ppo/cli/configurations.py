@@ -4,11 +4,19 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.parser import parse_args, read_preset
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import EstimateArguments, LoraArguments, ScriptArguments
+from alpaca_ppo.config.script_arguments import (
+    DeviceArguments,
+    EstimateArguments,
+    LoraArguments,
+    ScriptArguments,
+    SupervisedLoraArguments,
+)
+from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.library_output import say_loading
 from alpaca_ppo.migrate import translate
 from alpaca_ppo.presets import preset_names, preset_path
@@ -49,12 +57,33 @@ def migrate(argv: Sequence[str]) -> int:
 
 
 def estimate_memory(argv: Sequence[str]) -> int:
-    """Prints the estimated memory of a run."""
+    """Prints the estimated memory of a run of `train`, or, after their names, of `sft` or `reward`."""
+    supervised = {"sft": SFTArguments, "reward": RewardModelArguments}
+    if argv and argv[0] in supervised:
+        result, as_json = _estimate_of_supervised(argv[0], supervised[argv[0]], argv[1:])
+    else:
+        result, as_json = _estimate_of_train(argv)
+    from alpaca_ppo.estimate_memory.estimator import table
+
+    print(json.dumps(result, indent=2) if as_json else table(result))
+    return 0
+
+
+def _estimate_of_train(argv: Sequence[str]) -> tuple[dict[str, Any], bool]:
     types = [EstimateArguments, LoraArguments, PPOConfig]
     script, lora, args = parse_args(types, argv, prog="alpaca-ppo estimate-memory")
     say_loading()
-    from alpaca_ppo.estimate_memory.estimator import estimate, table
+    from alpaca_ppo.estimate_memory.estimator import estimate
 
-    result = estimate(script, lora, args)
-    print(json.dumps(result, indent=2) if script.json else table(result))
-    return 0
+    return estimate(script, lora, args), script.json
+
+
+def _estimate_of_supervised(command: str, arguments: type, argv: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    from transformers import TrainingArguments
+
+    types = [DeviceArguments, arguments, SupervisedLoraArguments, TrainingArguments]
+    device, *given = parse_args(types, argv, prog=f"alpaca-ppo estimate-memory {command}")
+    say_loading()
+    from alpaca_ppo.estimate_memory.supervised import estimate_training
+
+    return estimate_training(device, *given), device.json

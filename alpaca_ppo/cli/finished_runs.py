@@ -40,10 +40,7 @@ def report(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     """Writes the models of a checkpoint, or of a run's newest one, as folders."""
-    description = (
-        "Writes the models of a checkpoint into FOLDER, which then looks like a run's final: policy (an adapter, if "
-        "one was trained), value and, with --merge, merged."
-    )
+    description = "Writes the models of a checkpoint into FOLDER, which then looks like a run's final."
     parser = argparse.ArgumentParser(prog="alpaca-ppo export", description=description, allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="RUN/checkpoint-40, or RUN for its newest one")

@@ -52,10 +52,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     if not given:
         return None, rest
     if "WORLD_SIZE" in os.environ:
-        raise ValueError(
-            f"--{', --'.join(given)} would start processes, but a launcher has started this one already (WORLD_SIZE is "
-            "set); leave the flags to that launcher, or call alpaca-ppo train without it"
-        )
+        raise ValueError(f"--{', --'.join(given)} starts processes, but a launcher has (WORLD_SIZE is set); drop it")
     check_fields(LaunchArguments(**given))
     if given == {"num_processes": 1}:
         return None, rest

@@ -59,10 +59,7 @@ def reward(argv: Sequence[str]) -> int:
 def _print_help_if_asked(types: Sequence[type], prog: str, argv: Sequence[str]) -> None:
     """If `argv` asks for the help, prints it and exits, without importing transformers, which takes seconds."""
     if {"--help", "-h"} & set(argv):
-        epilog = (
-            "Every field of transformers.TrainingArguments is an option too, such as --output_dir, --learning_rate, "
-            "--num_train_epochs, --per_device_train_batch_size and --eval_strategy; --help-all describes them."
-        )
+        epilog = "Every field of transformers.TrainingArguments is an option too; --help-all describes them."
         parse_options(types, ["--help"], prog=prog, epilog=epilog)
 
 

@@ -5,13 +5,17 @@ register too.
 """
 
 import json
+import operator
+import re
 from collections.abc import Mapping
 from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.config.foreign_names import check_keywords
 from alpaca_ppo.config.learning_options import RiskLevel
+from alpaca_ppo.config.names import check_url, is_server
 from alpaca_ppo.registry import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 
 REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
@@ -19,6 +23,7 @@ REFERENCES = ("auto", "adapter_off", "copy", "copy_offloaded", "none")
 
 LENGTHS = ("total_epochs", "total_episodes", "max_steps")
 """The length of a run: at most one may be set; on the command line, a later one replaces an earlier one."""
+COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +54,15 @@ def without_nulls(value: Any, *, deep: bool = True) -> Any:
     return [without_nulls(entry, deep=deep) for entry in value] if isinstance(value, list) else value
 
 
+def stop_condition(option: str, condition: str) -> tuple[str, str, float]:
+    """Metric, comparison and number of a condition. Raises a ValueError that begins with `option` if it is none."""
+    found = re.fullmatch(rf"\s*(\S+)\s*({'|'.join(COMPARISONS)})\s*(\S+)\s*", condition)
+    with suppress(ValueError):
+        if found is not None and isfinite(bound := float(found[3])):
+            return found[1], found[2], bound
+    raise ValueError(f"{option}; write a metric, one of {' '.join(COMPARISONS)} and a number, as in eval/scores >= 0.8")
+
+
 def check_combinations(config: Any) -> None:
     """Raises ValueError for options of a `PPOConfig` that exclude each other."""
     check_keywords("chat_template_kwargs", config.chat_template_kwargs)
@@ -58,29 +72,37 @@ def check_combinations(config: Any) -> None:
     if config.metric_for_best_model is not None and not config.metric_for_best_model.startswith("eval/"):
         # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
         raise ValueError(f"metric_for_best_model is {shown(config.metric_for_best_model)}; set one such as eval/scores")
+    teacher = config.teacher_model_name_or_path
+    if teacher is not None and is_server(teacher):
+        check_url("teacher_model_name_or_path", teacher)
+        if config.temperature != 1:
+            raise ValueError(
+                f"temperature is {config.temperature}, but a teacher behind a server gives log-probs of temperature 1; "
+                "set temperature: 1, or name the teacher's folder"
+            )
+    if config.stop_at is not None:
+        metric, *_ = stop_condition(f"stop_at is {shown(config.stop_at)}", config.stop_at)
+        if metric.startswith("eval/") and not config.eval_steps:
+            raise ValueError(f"stop_at is {shown(config.stop_at)}, but eval_steps is {config.eval_steps}; set it to 10")
     if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError("eval_opponent is 'reference', but reference is 'none'; set reference, or compare with a file")
 
 
 def _check_learning(config: Any) -> None:
     if ADV_ESTIMATORS.trait(config.adv_estimator, "needs_group") and config.num_return_sequences == 1:
-        raise ValueError(
-            f"adv_estimator is {config.adv_estimator!r}, but num_return_sequences is 1; set it to 2 or more, or choose "
-            f"one of {', '.join(ADV_ESTIMATORS.names_with(needs_group=False))}"
-        )
+        problem = f"adv_estimator is {config.adv_estimator!r}, but num_return_sequences is 1"
+        others = ", ".join(ADV_ESTIMATORS.names_with(needs_group=False))
+        raise ValueError(f"{problem}; set it to 2 or more, or choose one of {others}")
     mode = POLICY_LOSSES.trait(config.policy_loss, "loss_agg_mode")
     if mode is not None and config.loss_agg_mode != mode:
         raise ValueError(f"policy_loss {config.policy_loss!r} needs loss_agg_mode {mode}, not {config.loss_agg_mode}")
     if config.kl_loss_coef and KL_ESTIMATORS.trait(config.kl_loss_type, "kink_at_zero"):
         # A tolerance around 0 would have to know the rounding of the model's dtype and kernels.
-        raise ValueError(
-            f"kl_loss_type is {config.kl_loss_type!r}, whose gradient jumps where the policy equals the reference; "
-            f"set kl_loss_type to one of {', '.join(KL_ESTIMATORS.names_with(kink_at_zero=False))}"
-        )
-    if config.kl_controller == "horizon" and config.responses_per_step >= 5 * config.kl_horizon:
-        raise ValueError(
-            f"kl_horizon is {config.kl_horizon}; below {config.responses_per_step // 5 + 1}, kl_coef may be negative"
-        )
+        smooth = " or ".join(KL_ESTIMATORS.names_with(kink_at_zero=False))
+        raise ValueError(f"kl_loss_type is {config.kl_loss_type!r}, whose gradient jumps at 0; set it to {smooth}")
+    least_horizon = config.responses_per_step // 5 + 1
+    if config.kl_controller == "horizon" and config.kl_horizon < least_horizon:
+        raise ValueError(f"kl_horizon is {config.kl_horizon}; below {least_horizon}, kl_coef may be negative")
     if config.reference == "none" and (config.kl_loss_coef or config.kl_coef):
         both = f"kl_coef is {config.kl_coef} and kl_loss_coef is {config.kl_loss_coef}"
         raise ValueError(f"reference is 'none', but {both}; set both to 0, or keep a reference")
@@ -90,10 +112,8 @@ def _check_learning(config: Any) -> None:
         raise ValueError(f"value_support is {config.value_support}; give the lowest return first, such as [-10, 10]")
     copies_base = config.reference in ("copy", "copy_offloaded")
     if config.load_in_4bit and (copies_base or (config.uses_critic and config.critic_layout == "separate")):
-        raise ValueError(
-            f"load_in_4bit is True, but critic_layout {config.critic_layout!r} or reference {config.reference!r} "
-            "copies the base; use critic_layout: adapter or shared, and reference: auto"
-        )
+        copied = f"critic_layout {config.critic_layout!r} or reference {config.reference!r} copies the base"
+        raise ValueError(f"load_in_4bit is True, but {copied}; set critic_layout: adapter or shared, reference: auto")
 
 
 def _check_sizes(config: Any) -> None:

@@ -193,11 +193,9 @@ def check_argument_names(cls: type, args: Sequence[Any], kwargs: Mapping[str, An
     if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     missing = [p.name for p in parameters[len(args) :] if p.default is p.empty and p.name not in kwargs]
-    raise ValueError(
-        f"{cls.__name__} does not take {', '.join(unknown)} (help({cls.__name__}) has its names):\n"
-        + explain_names(kwargs, names, sections)
-        + (f"\nThe arguments {', '.join(missing)} are missing." if missing else "")
-    )
+    problem = f"{cls.__name__} does not take {', '.join(unknown)} (help({cls.__name__}) has its names)"
+    lacking = f"\nThe arguments {', '.join(missing)} are missing." if missing else ""
+    raise ValueError(f"{problem}:\n{explain_names(kwargs, names, sections)}{lacking}")
 
 
 def check_keywords(field: str, given: Mapping[str, Any] | None) -> None:

@@ -76,8 +76,7 @@ class LearningOptions(RunOptions):
 
     policy_loss: str = argument("clip", registry=POLICY_LOSSES, group="Policy loss")
     """clip is PPO's; gspo clips one ratio per sequence, gmpo the ratios of a geometric mean; cispo clips importance
-    weights and keeps every gradient; sapo has a smooth gate; dppo bounds the change of probabilities, dppo_kl its
-    binary KL."""
+    weights, not gradients; sapo has a smooth gate; dppo bounds the change of probabilities, dppo_kl its binary KL."""
     cliprange: float = argument(0.2, gt=0, lt=1, needs=when_trait(POLICY_LOSSES, "clips"))
     """Clip range of the policy ratio (gmpo: of its logarithm; dppo: of the change; dppo_kl: of the KL)."""
     cliprange_high: float | None = argument(None, gt=0, needs=when_trait(POLICY_LOSSES, "clips"))
@@ -113,9 +112,8 @@ class LearningOptions(RunOptions):
     kl_estimator: str = argument("k1", registry=KL_ESTIMATORS)
     """KL estimator in the reward."""
     kl_controller: Literal["fixed", "proportional", "horizon", "scaled"] = argument("scaled", needs=_KL_IN_REWARD)
-    """scaled multiplies kl_coef by the standard deviation of a step's scores, averaged over the steps so far, to suit
-    rewards of any scale; fixed keeps kl_coef; proportional (AlpacaFarm) and horizon (arXiv:1909.08593) adapt it to
-    target_kl."""
+    """scaled multiplies kl_coef by the standard deviation of a step's scores, averaged over the steps so far; fixed
+    keeps kl_coef; proportional (AlpacaFarm) and horizon (arXiv:1909.08593) adapt it to target_kl."""
     target_kl: float = argument(6.0, gt=0, needs=when("kl_controller", "proportional", "horizon"))
     """Target of the KL controllers, in nats per sequence; Stable-Baselines3's target_kl is target_kl_stop."""
     kl_horizon: int = argument(10000, ge=1, needs=when("kl_controller", "horizon"))
@@ -146,8 +144,7 @@ class LearningOptions(RunOptions):
     value_support: list[float] = argument([-10.0, 10.0], min_length=2, max_length=2, needs=_FIXED_SUPPORT)
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
-    """Learning rate of the critic; null = learning_rate, three times that if the critic has its own steps, or 3e-4 if
-    it is cached."""
+    """Learning rate of the critic; null = learning_rate, three times that with its own steps, or 3e-4 if cached."""
     critic_lr_warmup_steps: WarmupSteps | None = argument(None, needs=(_CRITIC, HAS_WARMUP))
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
@@ -159,8 +156,7 @@ class LearningOptions(RunOptions):
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Responses in an optimizer step of the critic, which then always has its own steps; null = step_batch_size."""
     critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)
-    """Initial steps in which the policy is frozen and the critic learns Monte-Carlo returns (lam_critic 1); the
-    policy's schedule begins after them."""
+    """First steps, in which the critic alone learns, with lam_critic 1; the policy's schedule begins after them."""
     init_value_with_reward: bool = argument(False, needs=(_CRITIC, when("critic_layout", "separate")))
     """Initialize the critic from the reward model (a distributional one from its backbone), not from the policy."""
     quantile_huber_kappa: float = argument(1.0, gt=0, needs=when("critic", "quantile", "iqn"))

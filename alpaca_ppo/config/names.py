@@ -30,16 +30,13 @@ def check_model_name(field: str, name: str | None) -> None:
     """
     if name is None or os.path.isdir(name):
         return
+    problem = path_problem(name)
     if _HUB_ID.fullmatch(name) is None:
-        raise ValueError(
-            f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{path_problem(name)}"
-        )
+        raise ValueError(f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{problem}")
     is_misspelt = "/" not in name and not os.path.isfile(name) and _similar_path(name, "folder")
     would_be_in_a_folder = os.path.isdir(os.path.dirname(name))
     if is_misspelt or would_be_in_a_folder:
-        raise ValueError(
-            f"{field} is {name!r}, but{path_problem(name)} (for one on the hub, start from another folder)"
-        )
+        raise ValueError(f"{field} is {name!r}, but{problem} (for one on the hub, start from another folder)")
 
 
 def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
@@ -67,13 +64,12 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
         say(f"{field} is {name!r}, a run, whose final/{part} is taken")
         folder = final
     config = Path(folder, "config.json")
-    has_model = config.is_file() or Path(folder, "adapter_config.json").is_file()
-    if not has_model and part is None:
-        remedy = "name one with a config.json, such as alpaca-ppo reward writes"
-        raise ValueError(f"{field} is {name!r}, a folder without a model; {remedy}")
-    if not has_model:
-        remedy = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
-        raise ValueError(f"{field} is {name!r}, a folder without a model or a run's final/{part}; {remedy}")
+    if not config.is_file() and not Path(folder, "adapter_config.json").is_file():
+        remedy = "; name one with a config.json, such as alpaca-ppo reward writes"
+        if part is not None:
+            make = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
+            remedy = f" or a run's final/{part}; {make}"
+        raise ValueError(f"{field} is {name!r}, a folder without a model{remedy}")
     classifier = _CLASSIFIER.search(config.read_text(errors="replace")) if config.is_file() else None
     if writes_text and classifier:
         raise ValueError(f"{field} is {name!r}, a {classifier[1]}, which writes no text; name a causal language model")
@@ -102,9 +98,8 @@ def _ask_hub(field: str, name: str) -> None:
     # Which HTTP library raises depends on the version.
     except Exception as error:
         reason = f"cannot be asked ({error})"
-    raise ValueError(
-        f"{field} is {name!r}, but{path_problem(name)}, and the hub {reason}; give a folder, or owner/name"
-    )
+    problem = f"{field} is {name!r}, but{path_problem(name)}, and the hub {reason}"
+    raise ValueError(f"{problem}; give a folder, or owner/name")
 
 
 def check_folder(field: str, name: str) -> Path:
@@ -152,10 +147,14 @@ def check_url(name: str, url: str) -> None:
     except ValueError:
         valid = False
     if not valid or not url.isprintable():
-        # Cut by hand, because urlsplit does not recognise user and password in an address without a scheme.
-        raise ValueError(
-            f"{name} holds {url.rpartition('@')[2].partition('?')[0]!r}, no address such as http://localhost:8000/score"
-        )
+        # By hand, because urlsplit does not recognise user and password in an address without a scheme.
+        without_credentials = url.rpartition("@")[2].partition("?")[0]
+        raise ValueError(f"{name} holds {without_credentials!r}, no address such as http://localhost:8000/score")
+
+
+def is_server(name: str) -> bool:
+    """Whether an option that names a model holds the address of a server instead."""
+    return name.startswith(("http://", "https://"))
 
 
 def is_this_machine(url: str) -> bool:

@@ -94,10 +94,9 @@ def parse_options(
         print(_help(options, prog, epilog, common if asked[-1] == "help" else ()))
         sys.exit(0)
     if unknown := {flag: " ".join(words) for flag, words in flags if flag not in {*options, *_SOURCES}}:
-        raise ValueError(
-            f"unknown command-line arguments: {', '.join(unknown)}; --help-all lists the valid ones\n"
-            + explain_names(unknown, [*_valid_names(options, unknown), *_SOURCES], CONFIG_SECTIONS)
-        )
+        problem = f"unknown command-line arguments: {', '.join(unknown)}; --help-all lists the valid ones"
+        valid = [*_valid_names(options, unknown), *_SOURCES]
+        raise ValueError(f"{problem}\n{explain_names(unknown, valid, CONFIG_SECTIONS)}")
     instances = [cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types]
     presets = tuple(words[0] for flag, words in flags if flag == "preset")
     return ParsedOptions(tuple(instances), presets, files)
@@ -176,10 +175,8 @@ def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], sour
         # One of verl's sections has the name of an option: `critic`.
         foreign = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
         names = flattened(foreign) | {k: v for k, v in given.items() if k not in foreign}
-        raise ValueError(
-            f"unknown keys in {source}: {', '.join(unknown)}; --help-all lists the valid ones\n"
-            + explain_names(names, _valid_names(options, unknown), CONFIG_SECTIONS)
-        )
+        problem = f"unknown keys in {source}: {', '.join(unknown)}; --help-all lists the valid ones"
+        raise ValueError(f"{problem}\n{explain_names(names, _valid_names(options, unknown), CONFIG_SECTIONS)}")
     values = {}
     for name, value in given.items():
         option = options[name]
@@ -232,11 +229,9 @@ def read_preset(name: str) -> dict[str, Any]:
     """The mapping of the preset `name`."""
     names = preset_names()
     if name not in names:
-        file = f" did you mean --config {name}?" if os.path.isfile(name) else ""
-        raise ValueError(
-            f"--preset is {shown(name)}, but there is no preset of that name;{file or did_you_mean(name, names)} the "
-            f"presets are {', '.join(names)}"
-        )
+        meant = f" did you mean --config {name}?" if os.path.isfile(name) else did_you_mean(name, names)
+        problem = f"--preset is {shown(name)}, but there is no preset of that name"
+        raise ValueError(f"{problem};{meant} the presets are {', '.join(names)}")
     return _read_mapping(preset_path(name), f"the preset {name}")
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_combinations
-from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.fields import argument, when
 from alpaca_ppo.config.learning_options import (
     CACHED_CRITIC_RATE,
     CRITIC_RATE_RATIO,
@@ -40,6 +40,17 @@ class PPOConfig(LearningOptions):
     """Data type in which the policy is loaded; bfloat16 needs LoRA."""
     load_in_4bit: bool = False
     """Load the policy's base in 4 bits; needs LoRA, CUDA and bitsandbytes."""
+    teacher_model_name_or_path: str | None = None
+    """Teacher of an on-policy distillation, with the policy's tokenizer: a folder, a hub id, or the address of a vLLM
+    server that has it; null = none."""
+    teacher_coef: float = argument(1.0, gt=0, needs=when("teacher_model_name_or_path"))
+    """Weight, in the reward of each token, of its log-prob under the teacher minus that under the policy."""
+    teacher_dtype: Literal["float32", "bfloat16", "4bit"] = argument(
+        "float32", needs=when("teacher_model_name_or_path")
+    )
+    """Data type of the teacher's weights; 4bit needs CUDA and bitsandbytes."""
+    teacher_offloaded: bool = argument(False, needs=when("teacher_model_name_or_path"))
+    """Keep the teacher in host memory outside of its own pass."""
     trust_remote_code: bool = False
     """Run code that comes with a model, reward models included."""
     model_init_kwargs: dict[str, JsonValue] | None = None

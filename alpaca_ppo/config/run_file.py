@@ -56,16 +56,12 @@ def check_run_files(
                     flags[f"--{options[0]}"] = None
         if lost:
             remedy = f"Give {', '.join(flags)}" if flags else f"Delete those lines of {PROVENANCE}.{IN_MEMORY}"
-            raise ValueError(
-                f"--config {source} is of a run that was given objects in a Python program, which no file can bring "
-                f"back: {'; '.join(lost)}. {remedy}, or run that program again"
-            )
+            problem = "is of a run that was given objects in a Python program, which no file can bring back"
+            raise ValueError(f"--config {source} {problem}: {'; '.join(lost)}. {remedy}, or run that program again")
         values = {name: value for name, value in content.items() if name != PROVENANCE}
         # As YAML, where a value that aliases repeat many times stands once.
         texts = {name: yaml.safe_dump(value, width=1e9) for name, value in values.items() if name not in replaced}
         if removed := [name for name, text in texts.items() if REMOVED in text]:
-            raise ValueError(
-                f"--config {source} lacks a credential in {', '.join(removed)}, which a run does not write down; give "
-                f"it as an option (--{removed[0]} ...), or put it into a copy of the file"
-            )
+            problem = f"lacks a credential in {', '.join(removed)}, which a run does not write down"
+            raise ValueError(f"--config {source} {problem}; give it as an option (--{removed[0]} ...)")
         replaced |= {name for name, value in values.items() if value not in (None, "")}

@@ -38,14 +38,16 @@ class RunOptions(CheckedArguments):
     """Write report.html into output_dir at the end of the run, and refresh it while the run trains."""
     stop_on: list[DoctorSeverity | DoctorRule] | None = None
     """Findings of the doctor that end the run: severities (error, warning) or rules (docs/doctor.md)."""
+    stop_at: str | None = None
+    """Condition that ends the run, with a checkpoint and the final models: a metric of steps or evaluations, >=, <=, >
+    or <, and a number, such as eval/scores >= 0.8."""
 
     save_steps: int = argument(20, ge=0, group="Checkpoints")
     """Steps between two checkpoints; the last step is saved too. 0 = only the final models are saved."""
     save_total_limit: int | None = argument(2, ge=1, needs=when("save_steps"))
     """Checkpoints to keep, including the newest and the best (1 keeps both); null = all."""
     metric_for_best_model: str | None = argument(None, needs=(when("save_steps"), when("eval_steps")))
-    """Metric of evaluations (eval/*) that selects the best checkpoint: each evaluation that is the best so far saves
-    one; null = none is selected."""
+    """Metric of evaluations (eval/*) that selects the best checkpoint; each new best saves one. null = none."""
     greater_is_better: bool = argument(True, needs=when("metric_for_best_model"))
     """Whether a higher metric_for_best_model is better."""
     load_best_model_at_end: bool = argument(False, needs=when("metric_for_best_model"))
@@ -71,14 +73,12 @@ class RunOptions(CheckedArguments):
     eval_success_above: float | None = argument(None, needs=when("eval set"))
     """A response whose eval_success_by is above this is correct, for pass@k and avg@n; null = neither."""
     eval_success_by: str = argument("scores", needs=when("eval_success_above"))
-    """What eval_success_above is compared with: scores, rewards (with penalties), a reward source (scores/<source>) or
-    one of metric_funcs."""
+    """What eval_success_above limits: scores, rewards (with penalties), scores/<source> or one of metric_funcs."""
     eval_opponent: str | None = argument(None, needs=when("eval set"))
     """Whose answers the policy's are compared with: reference, column:<name> of the eval set, or a .jsonl file with
     prompt and response, as alpaca-ppo evaluate writes it; null = no win-rate."""
     eval_judge: str = argument("scores", needs=when("eval_opponent"))
-    """What decides which answer is better: scores, a reward source, one of metric_funcs, or a function, as
-    module:function or file.py:function."""
+    """Judge of the answers: scores, a reward source, one of metric_funcs, module:function or file.py:function."""
 
     query_len: int = argument(192, ge=1, group="Prompts")
     """Maximum length of a prompt, in tokens."""

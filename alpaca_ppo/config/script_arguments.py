@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import CheckedArguments, argument, check_needs, when
-from alpaca_ppo.config.names import check_model_name, check_url
+from alpaca_ppo.config.names import check_model_name, check_url, is_server
 
 MODELS = frozenset({"model", "value_model", "peft_config"})
 """The arguments of `PPOTrainer` on which a run's weights depend."""
@@ -74,17 +74,13 @@ class ScriptArguments(CheckedArguments):
         for spec in self.reward_funcs or []:
             module, _, function = spec.rpartition(":")
             if not module or not function.isidentifier():
-                raise ValueError(
-                    f"reward_funcs holds {spec!r}, which is not a function; write module:function or "
-                    "file.py:function, and put models into reward_model_name_or_path"
-                )
+                problem = f"reward_funcs holds {spec!r}, which is not module:function or file.py:function"
+                raise ValueError(f"{problem}; put models into reward_model_name_or_path")
         for url in self.reward_url or []:
             check_url("reward_url", url)
         if self.eval_datasets and (self.eval_dataset_name or self.dataset_test_split):
-            raise ValueError(
-                f"eval_datasets is {self.eval_datasets}, but eval_dataset_name ({self.eval_dataset_name!r}) or "
-                f"dataset_test_split ({self.dataset_test_split!r}) is set too; name every eval set in eval_datasets"
-            )
+            also = f"eval_dataset_name ({self.eval_dataset_name!r}) or dataset_test_split ({self.dataset_test_split!r})"
+            raise ValueError(f"eval_datasets is {self.eval_datasets}, but {also} is set; name all in eval_datasets")
 
     def check_before_loading(self, args: Any) -> None:
         """Checks that there is a reward, that the options of `args`, a `PPOConfig`, have an effect, and that each
@@ -92,8 +88,10 @@ class ScriptArguments(CheckedArguments):
         """
         rewards = ("reward_model_name_or_path", "reward_funcs", "reward_url")
         # An environment may give a reward; that shows once it is loaded.
-        if not (any(getattr(self, name) for name in rewards) or args.reward_adapter or self.environments):
-            raise ValueError(f"there is no reward; give at least one of --{', --'.join(rewards)} and --reward_adapter")
+        others = (args.reward_adapter, args.teacher_model_name_or_path, self.environments)
+        if not any(getattr(self, name) for name in rewards) and not any(others):
+            flags = ", --".join((*rewards, "reward_adapter", "teacher_model_name_or_path"))
+            raise ValueError(f"there is no reward; give at least one of --{flags}")
         check_needs(
             args,
             eval_set=bool(self.eval_dataset_name or self.eval_datasets or self.dataset_test_split),
@@ -101,6 +99,8 @@ class ScriptArguments(CheckedArguments):
         )
         check_model_name("reference", None if args.reference in REFERENCES else args.reference)
         check_model_name("reward_adapter", args.reward_adapter)
+        if not is_server(args.teacher_model_name_or_path or ""):
+            check_model_name("teacher_model_name_or_path", args.teacher_model_name_or_path)
         for name in ("model_name_or_path", "value_model_name_or_path"):
             check_model_name(name, getattr(self, name))
         for source in self.reward_model_name_or_path or []:
@@ -157,3 +157,23 @@ class LoraArguments(CheckedArguments):
         # PEFT takes "all-linear" as a string only, not in a list.
         target = modules if modules and "all-linear" not in modules else "all-linear"
         return LoraConfig(task_type=task_type, r=self.lora_r, lora_alpha=self.lora_alpha, target_modules=target)
+
+
+@dataclass(frozen=True)
+class SupervisedLoraArguments(LoraArguments):
+    """`LoraArguments`, and the precision of the frozen base, for `alpaca-ppo sft` and `reward`."""
+
+    dtype: Literal["float32", "bfloat16"] = argument("float32", needs=when("use_peft"))
+    """Data type of the frozen base; adapters and a score head stay in float32."""
+    load_in_4bit: bool = argument(False, needs=when("use_peft"))
+    """Load the frozen base in 4 bits; needs CUDA and bitsandbytes."""
+
+
+@dataclass(frozen=True)
+class DeviceArguments(CheckedArguments):
+    """For which device the memory of `alpaca-ppo sft` or `reward` is estimated."""
+
+    device_gib: float | None = argument(None, gt=RESERVE_GIB)
+    """Memory of a device in GiB, of which 1 is reserved; the output then shows whether the run fits."""
+    json: bool = False
+    """Print JSON, in bytes, instead of a table."""

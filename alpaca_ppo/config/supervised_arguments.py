@@ -10,7 +10,9 @@ from alpaca_ppo.config.foreign_names import check_keywords
 
 
 @dataclass(frozen=True)
-class _SupervisedArguments(CheckedArguments):
+class SupervisedArguments(CheckedArguments):
+    """What both commands load."""
+
     dataset_config: str | None = None
     """Configuration of a hub dataset."""
     dataset_train_split: str = "train"
@@ -36,7 +38,7 @@ class _SupervisedArguments(CheckedArguments):
 
 
 @dataclass(frozen=True)
-class SFTArguments(_SupervisedArguments):
+class SFTArguments(SupervisedArguments):
     """Model and demonstrations of `alpaca-ppo sft`."""
 
     chat_template_kwargs: dict[str, JsonValue] | None = None
@@ -50,7 +52,7 @@ class SFTArguments(_SupervisedArguments):
 
 
 @dataclass(frozen=True)
-class RewardModelArguments(_SupervisedArguments):
+class RewardModelArguments(SupervisedArguments):
     """Model and preferences of `alpaca-ppo reward`: rows with a prompt and the completions `chosen` and `rejected`, or
     with these as whole conversations.
     """

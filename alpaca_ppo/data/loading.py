@@ -60,8 +60,7 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
             name, _, source = entry.partition("=")
             if not name or not source or name in eval_datasets:
                 raise ValueError(
-                    f"eval_datasets has {entry!r}, which is not of the form set=dataset with a new name; write "
-                    "gsm8k=data/gsm8k.jsonl, gsm8k=openai/gsm8k@test or gsm8k=openai/gsm8k:main@test"
+                    f"eval_datasets has {entry!r}; write set=dataset, each set once: gsm8k=openai/gsm8k:main@test"
                 )
             eval_datasets[name] = _load_eval_dataset(source)
         return eval_datasets

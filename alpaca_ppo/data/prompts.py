@@ -204,9 +204,7 @@ def _prompts_of_rows(
             options.append(form.options_of(row) if isinstance(prompt, list) else {})
             for name in options[-1] if tokenizer.chat_template else ():
                 if name != "tools" and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                    raise ValueError(
-                        f"chat_template_kwargs has {name!r}, which the chat template never reads; remove it"
-                    )
+                    raise ValueError(f"chat_template_kwargs has {name!r}, which the template never reads; remove it")
             for name in ("tools", "chat_template_kwargs") if isinstance(prompt, str) else ():
                 if row.get(name) and name not in form.columns:
                     raise ValueError(f"column {name!r} is set, but the prompt is text; drop it, or write messages")
@@ -251,8 +249,7 @@ def introduction(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> 
     lines = [f"prompts are {kind}, of {prompts.form}; the first: {_shortened(text)}"]
     if prompts.form.template is not None and "\\n" in prompts.form.template.text:
         lines.append(
-            f"{prompts.form} has a backslash and an n, which is no line break; for one, write the text in double "
-            "quotes in YAML, and as $'...' on the command line"
+            f"{prompts.form} has a backslash and an n; for a line break, write double quotes in YAML, $'...' in a shell"
         )
     if difference := prompts.other_wording(tokenizer):
         lines.append(difference)
@@ -303,9 +300,7 @@ def well_formed_messages(value: Any) -> bool:
 def _check_prompt(prompt: Any, number: int, *, may_be_blank: bool) -> None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not well_formed_messages(messages):
-        raise ValueError(
-            f"the prompt in row {number} is {shown(prompt)}; pass text, or messages whose role and content are text"
-        )
+        raise ValueError(f"the prompt in row {number} is {shown(prompt)}; pass text, or messages of role and content")
     if messages[-1]["role"] == "user" and not messages[-1]["content"].strip() and not may_be_blank:
         raise ValueError(f"the prompt in row {number} is empty; drop such rows")
     if messages[-1]["role"] == "assistant":

@@ -4,6 +4,7 @@ independent of the number of processes.
 
 from collections.abc import Collection, Iterator
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.rng import seeded_permutation
 
 
@@ -16,30 +17,19 @@ class PromptSchedule:
     `epoch_at` does not count them.
 
     Args:
-        rollout_batch_size: prompts per step.
-        total_epochs: passes over the dataset; or give one of the following.
-        total_episodes: prompts in total.
-        num_steps: steps in total (`max_steps`).
+        num_prompts: of the dataset, at least one.
+        args: the seed, `rollout_batch_size`, the prompts of a step, and the length of the run: `total_epochs`,
+            `total_episodes` (prompts) or `max_steps`, by default one epoch.
     """
 
-    def __init__(
-        self,
-        num_prompts: int,
-        rollout_batch_size: int,
-        *,
-        seed: int,
-        total_epochs: int | None = None,
-        total_episodes: int | None = None,
-        num_steps: int | None = None,
-    ) -> None:
-        assert num_prompts >= 1 and [total_epochs, total_episodes, num_steps].count(None) == 2
-        self.num_prompts, self.rollout_batch_size, self.seed = num_prompts, rollout_batch_size, seed
-        self._steps_per_epoch = -(-num_prompts // rollout_batch_size)
-        if num_steps is not None:
-            total_episodes = self._start_of(num_steps)
-        self.num_episodes = total_episodes if total_episodes is not None else num_prompts * (total_epochs or 0)
+    def __init__(self, num_prompts: int, args: PPOConfig) -> None:
+        self.num_prompts, self.rollout_batch_size, self.seed = num_prompts, args.rollout_batch_size, args.seed
+        self._steps_per_epoch = -(-num_prompts // args.rollout_batch_size)
+        self.num_episodes = args.total_episodes or num_prompts * (args.total_epochs or 1)
+        if args.max_steps is not None:
+            self.num_episodes = self._start_of(args.max_steps)
         epochs, rest = divmod(self.num_episodes, num_prompts)
-        self.num_steps = epochs * self._steps_per_epoch + -(-rest // rollout_batch_size)
+        self.num_steps = epochs * self._steps_per_epoch + -(-rest // args.rollout_batch_size)
 
     def epoch_at(self, step: int) -> float:
         """Returns the epochs completed after `step` steps, as a fraction."""

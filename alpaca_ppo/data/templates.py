@@ -221,8 +221,5 @@ def _field_names(text: str) -> list[str]:
         raise ValueError(f"is not a valid format string ({error}); double each literal brace") from error
     # Attribute access, indexing and conversions would let a template read an object's internals.
     if not parts or any(not str(name).isidentifier() or spec or conversion for _, name, spec, conversion in parts):
-        raise ValueError(
-            f"needs a field, and each field must be a plain column name, such as {{question}}; a named template is one "
-            f"of {', '.join(sorted(PROMPT_TEMPLATES))}"
-        )
+        raise ValueError(f"must name columns in braces, as {{question}}, or be one of {', '.join(PROMPT_TEMPLATES)}")
     return list(dict.fromkeys(str(name) for _, name, _, _ in parts))

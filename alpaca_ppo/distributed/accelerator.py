@@ -7,8 +7,8 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, parse_flag_from_env, patch_environment
+from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, patch_environment
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -17,21 +17,24 @@ from alpaca_ppo.distributed.collectives import drain_at_exit
 from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin
 from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
 from alpaca_ppo.distributed.engine import Engine
-from alpaca_ppo.distributed.fsdp_config import check_fsdp, check_launch
+from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp, check_fsdp, check_launch
 from alpaca_ppo.distributed.fsdp_engine import FSDPEngine
 from alpaca_ppo.distributed.launcher import watch_launcher
 from alpaca_ppo.distributed.threads import limit_threads
 from alpaca_ppo.library_output import ignore_known_lines
 from alpaca_ppo.models import ActorCritic
 
-# A run gets the first whose `is_chosen` is True. For a new one, `make_accelerator` refuses options that it excludes,
-# and keeps Accelerate from sharding.
-ENGINES: tuple[type[Engine], ...] = (FSDPEngine, DeepSpeedEngine, Engine)
-
 
 def make_engine(accelerator: Accelerator, actor_critic: ActorCritic, optimizer: Optimizer, args: PPOConfig) -> Engine:
-    """The engine of a run; raises what its class does."""
-    engine = next(engine for engine in ENGINES if engine.is_chosen(args, accelerator))
+    """The engine of a run; raises what its class does. For a new one, `make_accelerator` refuses options that it
+    excludes, and keeps Accelerate from sharding.
+    """
+    engine = Engine
+    # One process has nothing to shard.
+    if asks_for_fsdp(args) and accelerator.num_processes > 1:
+        engine = FSDPEngine
+    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+        engine = DeepSpeedEngine
     return engine(accelerator, actor_critic, optimizer, args)
 
 
@@ -54,8 +57,11 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
         raise ValueError(f"bf16 is {args.bf16} but the accelerator's mixed_precision is {has!r}; use bf16: true or no")
     if accelerator is None:
         accelerator = _new_accelerator(args)
-    else:
-        _check_given(accelerator, args)
+    elif accelerator.log_with and not accelerator.trackers:
+        names = [str(name) for name in accelerator.log_with]
+        raise ValueError(f"the accelerator has log_with {names} without trackers; call init_trackers, or set report_to")
+    elif args.deepspeed is not None:
+        raise ValueError(f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; leave one out")
     # Otherwise transformers would load parts of models under ZeRO 3 and FSDP. The engine shards them later.
     unset_hf_deepspeed_config()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -84,21 +90,8 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
     except ValueError as error:
         # The only one that these arguments can raise: Accelerate keeps one state per process, so a second trainer in it
         # cannot have other settings.
-        raise ValueError(
-            f"bf16 is {args.bf16} and use_cpu is {args.use_cpu}, but this process already has an Accelerator with "
-            "other settings; use the same settings, or start a new process"
-        ) from error
-
-
-def _check_given(accelerator: Accelerator, args: PPOConfig) -> None:
-    """Checks the user's accelerator; raises as `make_accelerator`."""
-    if accelerator.log_with and not accelerator.trackers:
-        raise ValueError(
-            f"the accelerator has log_with {[str(name) for name in accelerator.log_with]} without trackers; call "
-            "accelerator.init_trackers(...) first, or name them in report_to instead"
-        )
-    if args.deepspeed is not None:
-        raise ValueError(f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; leave one out")
+        problem = f"bf16 is {args.bf16} and use_cpu is {args.use_cpu}, but this process already has an Accelerator"
+        raise ValueError(f"{problem} with other settings; start a new process") from error
 
 
 def hardware(accelerator: Accelerator) -> dict[str, Any]:

@@ -139,9 +139,8 @@ def gather_rows(
     for key, first in nonempty[0].items():
         if any(part[key].shape[1:] != first.shape[1:] for part in nonempty):
             shapes = ", ".join(str(tuple(part[key].shape)) for part in nonempty)
-            raise ValueError(
-                f"{key} differs in shape between processes: {shapes}; return per-token values for every row or for none"
-            )
+            problem = f"{key} differs in shape between processes: {shapes}"
+            raise ValueError(f"{problem}; return per-token values for every row or for none")
     return {key: torch.cat([part[key] for part in nonempty])[order] for key in nonempty[0]}
 
 

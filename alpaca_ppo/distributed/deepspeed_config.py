@@ -43,10 +43,7 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
     if not is_deepspeed_available():
         raise ValueError("DeepSpeed is requested but not installed; pip install 'alpaca_ppo[deepspeed]'")
     if "LOCAL_RANK" not in os.environ:
-        raise ValueError(
-            f"DeepSpeed is requested (deepspeed: {file}), but no launcher started this process; use accelerate launch "
-            "--config_file examples/accelerate_configs/ddp.yaml, or torchrun"
-        )
+        raise ValueError(f"DeepSpeed ({file}) is set, but no launcher started this process; use accelerate launch")
     file = file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     # Accelerate would write 1 for an absent number of accumulation steps.
     content = None if file is None else {"gradient_accumulation_steps": "auto", **read_deepspeed_file(file)}
@@ -70,20 +67,16 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
     if unread:
         say(f"settings of the DeepSpeed configuration without effect on this run: {', '.join(sorted(unread))}")
     if args.use_cpu and torch.cuda.is_available():
-        raise ValueError(
-            "use_cpu is True, but DeepSpeed uses any GPU it finds; hide it by starting with CUDA_VISIBLE_DEVICES= "
-            "DS_ACCELERATOR=cpu, or leave use_cpu out"
-        )
+        raise ValueError("use_cpu is True, but DeepSpeed takes GPUs; set CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu")
     return plugin
 
 
 def check_four_bit(stage: int, args: PPOConfig) -> None:
     """Raises a ValueError for 4-bit weights under ZeRO 3."""
-    if args.load_in_4bit and stage == 3:
-        raise ValueError(
-            "load_in_4bit is True, but ZeRO 3 would shard the 4-bit weights without their scales; use ZeRO 1 or 2, or "
-            "dtype: bfloat16"
-        )
+    if stage == 3 and (args.load_in_4bit or args.teacher_dtype == "4bit"):
+        option = "load_in_4bit is True" if args.load_in_4bit else "teacher_dtype is '4bit'"
+        # It would shard the weights without their scales.
+        raise ValueError(f"{option}, which ZeRO 3 excludes; use ZeRO 1 or 2, or bfloat16")
 
 
 def read_deepspeed_file(file: str) -> dict[str, Any]:
@@ -97,10 +90,7 @@ def read_deepspeed_file(file: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"deepspeed is {file!r}, which is not a readable JSON file ({error})") from error
     if not isinstance(content, dict):
-        raise ValueError(
-            f"deepspeed is {file!r}, which contains {shown(content)}, which is not a JSON object; write settings like "
-            "those in examples/deepspeed_configs"
-        )
+        raise ValueError(f"deepspeed is {file!r}, which holds {shown(content)}; make it an object, such as {{}}")
     sections = {name: content.get(name, {}) for name in ("zero_optimization", "data_types", "aio", *_PRECISIONS)}
     zero = sections["zero_optimization"] if isinstance(sections["zero_optimization"], Mapping) else {}
     sections |= {name: zero.get(name) or {} for name in ("offload_param", "offload_optimizer")}
@@ -113,10 +103,7 @@ def read_deepspeed_file(file: str) -> dict[str, Any]:
 def check_stage(stage: Any, source: str) -> None:
     """Raises a ValueError, in which `source` names the configuration, for a ZeRO stage that is not 1, 2 or 3."""
     if stage not in (1, 2, 3):
-        raise ValueError(
-            f"{source} has ZeRO stage {shown(stage)}; set zero_optimization.stage to 1, 2 or 3, or run without "
-            "DeepSpeed"
-        )
+        raise ValueError(f"{source} has ZeRO stage {shown(stage)}; set zero_optimization.stage to 1, 2 or 3")
 
 
 def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, hidden_size: int) -> dict[str, Any]:
@@ -154,24 +141,18 @@ def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args:
     nested = (f"{section}.{key}" for section in ("data_types", "aio") for key in config.get(section, {}))
     for name in (*config, *nested):
         if name not in (*_PRECISIONS, *_ENTRIES):
-            raise ValueError(
-                f"the DeepSpeed configuration has {name!r}; remove it: it is misspelt, or the run's options decide it"
-            )
+            raise ValueError(f"the DeepSpeed configuration has {name!r}; remove it: misspelt, or an option decides it")
     given = {name: config.get(name, "auto") for name in from_run}
     given |= {f"{name}.enabled": config.get(name, {}).get("enabled", "auto") for name in _PRECISIONS}
     precisions = {f"{name}.enabled": is_bf16 and args.bf16 for name, is_bf16 in _PRECISIONS.items()}
     for name, expected in {**from_run, **precisions}.items():
         if given[name] not in ("auto", expected):
-            raise ValueError(
-                f"the DeepSpeed configuration has {name} {shown(given[name])}, but the run's configuration makes it "
-                f'{expected!r}; write "auto" there'
-            )
+            found = f"the DeepSpeed configuration has {name} {shown(given[name])}"
+            raise ValueError(f'{found}, but the run makes it {expected!r}; write "auto" there')
     zero = config.get("zero_optimization", {})
     if zero.get("stage") != 3 and (zero.get("offload_param") or {}).get("device") not in (None, "none"):
         raise ValueError("the DeepSpeed configuration has offload_param, which needs stage 3; remove one of them")
     gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
     if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and "offload_optimizer" not in zero:
-        raise ValueError(
-            "the DeepSpeed configuration has data_types.grad_accum_dtype 'fp32', whose optimizer under ZeRO 1 in bf16 "
-            "cannot be read; remove the entry, or set zero_optimization.stage to 2"
-        )
+        # Its optimizer cannot be read.
+        raise ValueError("DeepSpeed's grad_accum_dtype 'fp32' excludes ZeRO 1 in bf16; remove it, or set stage to 2")

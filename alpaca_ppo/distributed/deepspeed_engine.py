@@ -10,8 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -28,17 +26,11 @@ class DeepSpeedEngine(Engine):
     DeepSpeed configuration that contradicts the run.
     """
 
-    @staticmethod
-    def is_chosen(args: PPOConfig, accelerator: Accelerator) -> bool:
-        return accelerator.distributed_type == DistributedType.DEEPSPEED
-
     def _wrap(self, args: PPOConfig) -> Any:
         if "both" in self._parts:
             # DeepSpeed flattens each group into one tensor.
-            raise ValueError(
-                f"group {self._parts.index('both')} of the optimizer has parameters of policy and critic, which "
-                "DeepSpeed cannot clip or freeze separately; make a group for each"
-            )
+            group = f"group {self._parts.index('both')} of the optimizer"
+            raise ValueError(f"{group} has parameters of policy and critic; for DeepSpeed make a group for each")
         self._configure(args)
         # DeepSpeed replaces the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]

@@ -1,7 +1,7 @@
 """`Engine`: how models are distributed over processes, and how gradients and optimizer steps are computed there.
 
-The base class is the engine for one process and for DDP; those that shard are its subclasses, listed in
-`accelerator.ENGINES`. What an optimizer step consists of is in `ppo.updates`.
+The base class is the engine for one process and for DDP; those that shard are its subclasses, of which
+`accelerator.make_engine` chooses. What an optimizer step consists of is in `ppo.updates`.
 """
 
 import math
@@ -69,11 +69,6 @@ class Engine:
     # Whether all ranks must make the same forward passes, also without gradients, because these gather parameters.
     synced_forwards = False
     weights_version = 0  # how often the weights have changed
-
-    @staticmethod
-    def is_chosen(args: PPOConfig, accelerator: Accelerator) -> bool:
-        """Whether this engine can train the run."""
-        return True
 
     def __init__(
         self, accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig

@@ -58,6 +58,8 @@ def check_fsdp(args: PPOConfig, accelerator: Accelerator | None = None) -> None:
     given = None if accelerator is None else accelerator.distributed_type
     _refuse_if(bool(deepspeed), "deepspeed", deepspeed, "use one of the two")
     _refuse_if(args.load_in_4bit, "load_in_4bit", args.load_in_4bit, "use DDP or ZeRO 2, or dtype: bfloat16")
+    _refuse_if(args.teacher_dtype == "4bit", "teacher_dtype", args.teacher_dtype, "use bfloat16")
+    _refuse_if(args.teacher_offloaded, "teacher_offloaded", True, "set it to false, or use ZeRO 3")
     _refuse_if(args.reference == "copy_offloaded", "reference", args.reference, "set reference: copy, or use ZeRO 3")
     _refuse_if(given == DistributedType.FSDP, "the accelerator's distributed_type", given, "pass one without FSDP")
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +22,6 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.engine import Engine, clip_above
-from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp
 from alpaca_ppo.distributed.sampler import Sampler
 from alpaca_ppo.models import Policy
 
@@ -36,18 +34,11 @@ class FSDPEngine(Engine):
 
     synced_forwards = True
 
-    @staticmethod
-    def is_chosen(args: PPOConfig, accelerator: Accelerator) -> bool:
-        # One process has nothing to shard.
-        return asks_for_fsdp(args) and accelerator.num_processes > 1
-
     def _wrap(self, args: PPOConfig) -> Any:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self.actor_critic.parameters() if p.requires_grad}
         if len(dtypes) > 1:
-            raise ValueError(
-                f"trained parameters are {' and '.join(sorted(dtypes))}, which FSDP2 cannot shard together; train all "
-                "of them in float32"
-            )
+            kinds = " and ".join(sorted(dtypes))
+            raise ValueError(f"trained parameters are {kinds}, which FSDP2 cannot shard together; train all in float32")
         policy, critic = self.actor_critic.policy, self.actor_critic.critic
         self._mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         unsharded = dict(self.actor_critic.named_parameters())
@@ -80,10 +71,7 @@ class FSDPEngine(Engine):
         names = set(model._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         if not layers:
-            raise ValueError(
-                f"{type(model).__name__} names no layers (_no_split_modules) that FSDP2 could shard; use ZeRO 3 "
-                "(--accelerate_config zero3)"
-            )
+            raise ValueError(f"{type(model).__name__} names no layers (_no_split_modules) to shard; use ZeRO 3")
         # From the inside out, as `fully_shard` must be applied: `modules()` lists a module before those within it.
         for module in [*reversed(layers), root]:
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
@@ -132,10 +120,9 @@ class FSDPEngine(Engine):
             whole = [_full(tensor) for tensor in tensors]
         except torch.OutOfMemoryError as error:
             size = sum(tensor.nbytes for tensor in tensors) / 2**30
-            raise torch.OutOfMemoryError(
-                f"process {self.accelerator.process_index} cannot hold all weights of the policy ({size:.3g} GiB), as "
-                f"sampling needs; set generation_backend: vllm, or use a smaller model. {error}"
-            ) from error
+            problem = f"process {self.accelerator.process_index} cannot hold all weights of the policy ({size:.3g} GiB)"
+            remedy = "as sampling needs; set generation_backend: vllm, or use a smaller model"
+            raise torch.OutOfMemoryError(f"{problem}, {remedy}. {error}") from error
         yield whole
 
     @contextmanager

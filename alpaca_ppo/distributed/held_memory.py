@@ -39,9 +39,8 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
     file_stage = zero.get("stage", 0)
     check_stage(file_stage, f"deepspeed {args.deepspeed!r}")
     if stage not in (0, file_stage):
-        raise ValueError(
-            f"zero_stage is {stage}, but deepspeed {args.deepspeed!r} has stage {file_stage}; leave zero_stage out"
-        )
+        given = f"zero_stage is {stage}, but deepspeed {args.deepspeed!r} has stage {file_stage}"
+        raise ValueError(f"{given}; leave zero_stage out")
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     offload_optimizer = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     offload_weights = (zero.get("offload_param") or {}).get("device", "none") != "none"
@@ -102,6 +101,8 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     """The peak of each phase on one device, in the order of PHASES; and the bytes offloaded to host memory."""
     offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
     offloaded = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
+    if args.teacher_offloaded and not args.use_cpu:
+        offloaded += measured.weights.get("teacher", 0.0)
     weights = sum(measured.weights.values()) - offloaded
     if sharding.fsdp:
         held = _held_by_fsdp(measured, weights, sharding.processes)

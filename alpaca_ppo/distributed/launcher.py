@@ -77,12 +77,9 @@ def _end_with(launcher: int) -> None:
         return
     # The launcher may have been the reader of stderr.
     with suppress(OSError):
-        message = (
-            f"\nprocess {os.getpid()}: the launcher (process {launcher}) has died, so this rank ends too; "
-            "everything saved is intact: continue with --resume_from_checkpoint, or "
-            "resume_from_checkpoint: true in YAML\n"
-        )
-        os.write(2, message.encode())
+        cause = f"process {os.getpid()}: the launcher (process {launcher}) has died, so this rank ends too"
+        advice = "everything saved is intact: continue with --resume_from_checkpoint"
+        os.write(2, f"\n{cause}; {advice}\n".encode())
     # Interrupts a blocking call of the main thread. Without a handler it ends the process.
     main = threading.main_thread().ident
     assert main is not None, "the main thread has started"

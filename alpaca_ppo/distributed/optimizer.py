@@ -57,17 +57,13 @@ def prepared_optimizer(given: Optimizer | None, model: ActorCritic, args: PPOCon
     if given is None:
         return make_optimizer(model, args, device)
     if args.critic_learning_rate is not None:
-        raise ValueError(
-            f"critic_learning_rate is {args.critic_learning_rate}, but the optimizer in `optimizers` has rates of its "
-            "own; give the critic's parameters a group with theirs, and set critic_learning_rate: null"
-        )
+        rate = f"critic_learning_rate is {args.critic_learning_rate}"
+        raise ValueError(f"{rate}, but the optimizer in `optimizers` has rates of its own; set it to null")
     covered = {id(p) for group in given.param_groups for p in group["params"]}
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
     if missing:
-        raise ValueError(
-            f"the optimizer leaves out {len(missing)} trainable parameters, the first is {missing[0]}; create it from "
-            "build_actor_critic(...).parameters() and pass that ActorCritic as the model"
-        )
+        remedy = "create it from build_actor_critic(...).parameters() and pass that ActorCritic as the model"
+        raise ValueError(f"the optimizer leaves out {len(missing)} trained parameters, such as {missing[0]}; {remedy}")
     # DeepSpeed has no state for frozen parameters.
     for group in given.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]

@@ -109,13 +109,13 @@ class PreemptionHandler:
         Raises:
             Interrupted: on all ranks, if it did.
         """
-        self._stoppable = self._in_part = can_stop
+        self._in_part = can_stop
         try:
-            with suppress(SamplingStopped):
+            with self.rollout(can_stop=can_stop):
                 yield
                 return
         finally:
-            self._stoppable = self._in_part = False
+            self._in_part = False
         self.poll_all_ranks()
 
     @contextmanager

@@ -47,10 +47,8 @@ def limit_threads(accelerator: Accelerator) -> None:
             reason = "1 core is usable" if usable == 1 else f"{usable} cores are usable"
         else:
             reason = f"other programs keep {len(busy & allowed)} of {len(allowed)} cores busy"
-        print(
-            f"torch computes with {share} of {threads} threads{in_each}, because {reason}; for another number, set "
-            "OMP_NUM_THREADS"
-        )
+        choice = f"torch computes with {share} of {threads} threads{in_each}, because {reason}"
+        print(f"{choice}; for another number, set OMP_NUM_THREADS")
 
 
 @functools.cache
@@ -93,22 +91,14 @@ def cpu_quota(root: Path = Path("/")) -> float:
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        read_quota = _quota_of_version_1 if controllers else _quota_of_version_2
         top = root / "sys/fs/cgroup" / controllers
         innermost = top / group.lstrip("/")
-        quotas += [read_quota(folder) for folder in (innermost, *innermost.parents) if folder.is_relative_to(top)]
+        quotas += [_quota(folder) for folder in (innermost, *innermost.parents) if folder.is_relative_to(top)]
     return min(quotas)
 
 
-def _quota_of_version_1(folder: Path) -> float:
-    """In cores; a file holds -1 if there is no limit."""
-    files = (folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
-    quota, period = (int(file.read_text()) if file.exists() else -1 for file in files)
-    return math.inf if -1 in (quota, period) else quota / period
-
-
-def _quota_of_version_2(folder: Path) -> float:
-    """In cores; the file holds "150000 100000", or "max 100000" if there is no limit."""
-    file = folder / "cpu.max"
-    quota, period = file.read_text().split() if file.exists() else ("max", "100000")
-    return math.inf if quota == "max" else int(quota) / int(period)
+def _quota(folder: Path) -> float:
+    """In cores. In version 2 a file holds quota and period, in version 1 each has its own; no limit is max or -1."""
+    files = [folder / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    quota, period = " ".join(file.read_text() for file in files if file.exists()).split() or ("max", "100000")
+    return math.inf if quota in ("max", "-1") else int(quota) / int(period)

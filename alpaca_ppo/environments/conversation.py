@@ -270,10 +270,8 @@ class Conversation:
         return forms[0]
 
     def _error(self, problem: str) -> ValueError:
-        return ValueError(
-            f"the chat template of {self.tokenizer.name_or_path or 'the tokenizer'} {problem}; set "
-            "tokenizer.chat_template to one that only appends (docs/environments.md)"
-        )
+        name = self.tokenizer.name_or_path or "the tokenizer"
+        return ValueError(f"the chat template of {name} {problem}; set one that only appends (docs/environments.md)")
 
     def _render(self, messages: Sequence[Message], schemas: Schemas, *, add_generation_prompt: bool = False) -> str:
         tools = {"tools": list(schemas)} if schemas else {}

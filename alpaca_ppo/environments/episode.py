@@ -18,7 +18,6 @@ from alpaca_ppo.environments.conversation import Conversation, Message, tool_cal
 from alpaca_ppo.environments.kinds import EnvironmentKind
 from alpaca_ppo.environments.tool_calls import ToolCall, ToolCallParser, call_problem, encodable, find_parsed_calls
 from alpaca_ppo.generation.turns import Reply, Turn
-from alpaca_ppo.rewards.batch import copied
 
 T = TypeVar("T")
 # Yields calls of the user's functions, and is sent each once it has ended.
@@ -116,7 +115,7 @@ class Episode:
                 raise self._failure(problem)
             self.environment = made
         # Samples of a prompt share the row.
-        columns = {name: copied(value) for name, value in self.row.items()}
+        columns = {name: deepcopy(value) for name, value in self.row.items()}
         if self.kind.routed:
             del columns["environment"]
         arguments = self.kind.reset_arguments(columns, seed)
@@ -264,9 +263,7 @@ class Episode:
                 return find_parsed_calls(parser, text)
             # ValueError is about the policy's text; anything else is a defect of the parser.
             except Exception as error:
-                raise self._failure(
-                    f"tool_call_parser raised {error_text(error)}; let it raise ValueError for a malformed call"
-                ) from error
+                raise self._failure(f"tool_call_parser raised {error_text(error)}; let it raise ValueError") from error
         return conversation.find_calls(text, self.prompt_end, self.schemas)
 
     def _call_tool(self, call: ToolCall) -> Steps[str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
 
-from alpaca_ppo.async_calls import error_text, parameters_of
+from alpaca_ppo.async_calls import error_text, name_of, parameters_of
 
 # Makes an environment; usually its class.
 EnvironmentFactory = Callable[[], Any]
@@ -61,7 +61,7 @@ class EnvironmentKind:
             instance = factory()
         except Exception as error:
             raise ValueError(
-                f"environment_factory {name or _name(factory)!r} raised {error_text(error)}; let it need no arguments"
+                f"environment_factory {name or name_of(factory)!r} raised {error_text(error)}; let it need no arguments"
             ) from error
         self.environment_class = type(instance)
         self.name = name or self.class_name
@@ -109,10 +109,7 @@ class EnvironmentKind:
         self._made.append(instance)
         if type(instance) is self.environment_class:
             return None
-        return (
-            f"environment_factory returned a {type(instance).__name__} after a {self.class_name}; name a factory for "
-            'each class, {"name": factory}'
-        )
+        return f"environment_factory returned a {type(instance).__name__} after a {self.class_name}; name one for each"
 
     def release(self, instance: Any, *, reusable: bool) -> None:
         """Ends an episode's use of `instance`, which is kept for later ones if `reusable`."""
@@ -156,7 +153,7 @@ def make_kinds(
     Raises:
         ValueError: for a tool without type hints or a docstring, duplicate names, or a factory that makes nothing.
     """
-    shared = [Tool(_name(tool), tool_schema(tool, f"the tool {_name(tool)}"), tool) for tool in tools or ()]
+    shared = [Tool(name_of(tool), tool_schema(tool, f"the tool {name_of(tool)}"), tool) for tool in tools or ()]
     if isinstance(environment_factory, Mapping):
         if not environment_factory:
             raise ValueError("environment_factory is an empty dictionary; name at least one environment")
@@ -170,10 +167,6 @@ def make_kinds(
 def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
     """The classes that give rewards; each is a reward source."""
     return list(dict.fromkeys(kind.class_name for kind in kinds.values() if kind.rewards))
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:

@@ -81,15 +81,21 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         result["peak_by_zero_stage"] = {name: prediction.peak.total for name, prediction in predictions.items()}
     if offloaded:
         result["offloaded"] = offloaded
-    if script.device_gib is not None:
-        limit = (script.device_gib - (0.0 if args.use_cpu else RESERVE_GIB)) * GIB
-        result |= {"device_gib": script.device_gib, "limit": limit, "fits": peak.total <= limit}
-        if not result["fits"]:
-            result["changes"] = [
-                {"change": json.dumps(change).replace('"', "")[1:-1], "peak": then, "fits": then <= limit}
-                for then, change in run.best_changes(below=peak.total)
-            ]
+    result |= on_device(peak.total, script.device_gib, use_cpu=args.use_cpu)
+    if not result.get("fits", True):
+        result["changes"] = [
+            {"change": json.dumps(change).replace('"', "")[1:-1], "peak": then, "fits": then <= result["limit"]}
+            for then, change in run.best_changes(below=peak.total)
+        ]
     return result
+
+
+def on_device(peak: float, device_gib: float | None, *, use_cpu: bool) -> dict[str, Any]:
+    """Whether `peak` bytes fit into a device of `device_gib`, if that is given; the process keeps its reserve of it."""
+    if device_gib is None:
+        return {}
+    limit = (device_gib - (0.0 if use_cpu else RESERVE_GIB)) * GIB
+    return {"device_gib": device_gib, "limit": limit, "fits": peak <= limit}
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,8 @@ def _checked_sharding(script: EstimateArguments, args: PPOConfig) -> Sharding:
 
 def table(result: dict[str, Any]) -> str:
     """The result of `estimate` as text, in GiB."""
-    lines = [f"{result['model']}: peak memory of one device in each phase of a PPO step, in GiB", ""]
+    step = "PPO step" if "processes" in result else "training step"
+    lines = [f"{result['model']}: peak memory of one device in each phase of a {step}, in GiB", ""]
     rows = [["phase", *(cause.replace("kv_cache", "KV cache") for cause in CAUSES), "total"]]
     for phase in result["phases"]:
         rows.append([phase["phase"], *(f"{phase[cause] / GIB:.2f}" for cause in (*CAUSES, "total"))])

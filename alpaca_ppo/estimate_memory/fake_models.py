@@ -5,6 +5,7 @@ those of a reward or a reference, are left out.
 """
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from alpaca_ppo import saved_models
 from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, read_policy_adapter
+from alpaca_ppo.config.names import is_server
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic
@@ -61,12 +63,20 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
         mock.patch.object(loading, "load_complete", without_weights),
         mock.patch.object(saved_critic, "load_complete", without_weights),
         # bitsandbytes needs a GPU, which an estimate does not; `passes` counts linear layers in 4 bits.
-        mock.patch.object(loading, "_four_bit", dict),
+        mock.patch.object(loading, "four_bit", dict),
     ):
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
         reference = make_reference(actor_critic, None, args)
         copied = reference.policy if isinstance(reference, CopiedReference) else None
-        roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied}
+        teacher = args.teacher_model_name_or_path
+        dtype = torch.float32 if args.teacher_dtype == "float32" else torch.bfloat16
+        trust = args.trust_remote_code
+        here = (
+            None
+            if teacher is None or is_server(teacher)
+            else without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
+        )
+        roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied, "teacher": here}
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
         if cast_to_bf16:
             # As in `DeepSpeedEngine`, buffers and reward models keep their type.
@@ -115,6 +125,21 @@ def make_fake(roots: Collection[nn.Module], mode: FakeTensorMode) -> None:
         for module in root.modules():
             for table in cast(Any, (module._parameters, module._buffers)):
                 table.update({name: fakes.get(tensor, tensor) for name, tensor in table.items()})
+
+
+@contextmanager
+def fake_runs(model: str) -> Iterator[None]:
+    """Lets `model` run on fake tensors. Raises a ValueError that names it if it cannot."""
+    try:
+        # The run itself will show deprecation warnings of transformers.
+        with warnings.catch_warnings(action="ignore"), fake_values():
+            yield
+    # What models raise that read values of tensors.
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"model_name_or_path {model!r} cannot run without weights ({str(error)[:200]}); start a short run and read "
+            "memory/peak_gib in its metrics.jsonl"
+        ) from error
 
 
 @contextmanager

@@ -5,7 +5,6 @@ backward, all with responses of full length. Models whose passes depend on the v
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from transformers import DynamicCache
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.held_memory import Measured
-from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models, build, fake_values, make_fake, size_of
+from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models, build, fake_runs, make_fake, size_of
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.models.policy import eval_mode
@@ -53,21 +52,25 @@ def measure(
     Raises:
         ValueError: when a model cannot run on fake tensors, or models contradict each other.
     """
-    try:
-        # The run itself will show deprecation warnings of transformers.
-        with warnings.catch_warnings(action="ignore"), fake_values():
-            actor_critic, modules = build(models, args, cast_to_bf16=cast_to_bf16)
-            passes = _Passes(actor_critic, replace(args, bf16=args.bf16 and not cast_to_bf16), processes)
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            make_fake(modules.values(), mode)
-            with mode, passes.live:
-                return passes.measure(modules, replies=replies)
-    # What models raise that read values of tensors.
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(
-            f"model_name_or_path {models.policy!r} cannot run without weights ({str(error)[:200]}); start a short run "
-            "and read memory/peak_gib in its metrics.jsonl"
-        ) from error
+    with fake_runs(models.policy):
+        actor_critic, modules = build(models, args, cast_to_bf16=cast_to_bf16)
+        passes = _Passes(actor_critic, replace(args, bf16=args.bf16 and not cast_to_bf16), processes)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        make_fake(modules.values(), mode)
+        with mode, passes.live:
+            return passes.measure(modules, replies=replies)
+
+
+def bytes_saved_by_four_bit(model: nn.Module, head: nn.Module | None) -> float:
+    """What 4 bits save of the linear layers of a base, whose `head` keeps its type. The copy of the one layer that is
+    dequantized at a time is not counted.
+    """
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "lora_" not in name and module is not head
+    ]
+    return sum(layer.weight.numel() * (layer.weight.element_size() - _FOUR_BIT) for layer in layers)
 
 
 class _Passes:
@@ -124,11 +127,10 @@ class _Passes:
         outside = size_of([policy.model.get_input_embeddings().weight, policy.head.weight])
         layer = outside + (weights["policy"] - outside) / policy.model.config.get_text_config().num_hidden_layers
         if self._args.load_in_4bit:
-            # The copy of the one layer that is dequantized at a time is not counted.
-            for name, module in policy.named_modules():
-                if isinstance(module, nn.Linear) and "lora_" not in name and module is not policy.head:
-                    weight = module.weight
-                    weights["policy"] -= weight.numel() * (weight.element_size() - _FOUR_BIT)
+            weights["policy"] -= bytes_saved_by_four_bit(policy, policy.head)
+        if self._args.teacher_dtype == "4bit" and "teacher" in modules:
+            teacher: Any = modules["teacher"]
+            weights["teacher"] -= bytes_saved_by_four_bit(teacher, teacher.get_output_embeddings())
         elements = float(sum(parameter.numel() for parameter in trained))
         return Measured(weights=weights, gradients=size_of(trained), elements=elements, layer=layer)
 

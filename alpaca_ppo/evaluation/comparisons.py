@@ -51,8 +51,7 @@ def _answers_in_file(opponent: str) -> dict[str, str]:
     path = Path(opponent)
     if not path.is_file():
         raise ValueError(
-            f"eval_opponent is {opponent!r}, which is no file (relative paths count from {Path.cwd()}); use "
-            f"{REFERENCE}, {_COLUMN}<name>, or a .jsonl file of alpaca-ppo evaluate"
+            f"eval_opponent is {opponent!r}, no file in {Path.cwd()}; use {REFERENCE}, {_COLUMN}<name> or a .jsonl file"
         )
     answers: dict[str, str] = {}
     for row in read_lines(path, key="prompt"):
@@ -115,7 +114,6 @@ class FunctionJudge:
         is_complete = isinstance(verdicts, list | tuple) and len(verdicts) == len(comparisons)
         if not is_complete or not all(v is None or (isinstance(v, int | float) and 0 <= v <= 1) for v in verdicts):
             raise ValueError(
-                f"eval_judge {self._name} returned {shown(verdicts)} for {len(comparisons)} pairs; it must return a "
-                "list with one verdict for each, from 0 (the opponent's answer is better) to 1, or None"
+                f"eval_judge {self._name} returned {shown(verdicts)} for {len(comparisons)} pairs; return 0 to 1 each"
             )
         return [None if verdict is None else float(verdict) for verdict in verdicts]

@@ -81,6 +81,15 @@ def shape_rewards(
     return ShapedRewards(non_score_rewards + zero_outside(token_scores, response_mask), non_score_rewards, kl)
 
 
+def distill(rewards: Tensor, logprobs: Tensor, teacher_logprobs: Tensor, response_mask: Tensor, coef: float) -> Tensor:
+    """(B, R): rewards (B,) or (B, R), plus `coef` times the log-ratio of teacher and policy on every masked token.
+
+    Summed over a response and averaged over the policy's own, the log-ratios are minus the KL of the policy to the
+    teacher (arXiv:2306.13649, the reverse KL of on-policy distillation). Log-probs are in nats.
+    """
+    return per_token(rewards, response_mask) + coef * zero_outside(teacher_logprobs - logprobs, response_mask)
+
+
 def overlong_penalty(lengths: Tensor, *, max_len: int, buffer_len: int, factor: float = 1.0) -> Tensor:
     """(B,), to be added to scores: 0 up to `max_len - buffer_len` tokens, then linearly down to `-factor` at `max_len`
     and the same beyond it (soft overlong punishment of DAPO, arXiv:2503.14476).

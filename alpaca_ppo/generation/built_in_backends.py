@@ -8,26 +8,15 @@ from typing import Unpack
 from transformers import PreTrainedModel
 
 from alpaca_ppo.generation.backends import Backend, GenerateOptions
-from alpaca_ppo.generation.hf_generate import sample_with_generate
+from alpaca_ppo.generation.hf_generate import GenerateBackend
 from alpaca_ppo.generation.responses import Generation, SamplingParams
-from alpaca_ppo.generation.slots import sample_in_slots, slot_problem
+from alpaca_ppo.generation.slots import SlotLoop, slot_problem
 from alpaca_ppo.generation.vllm.backend import VLLMBackend
 from alpaca_ppo.registry import GENERATION_BACKENDS
 from alpaca_ppo.types import PromptBatch
 
+GENERATION_BACKENDS.implement("generate")(GenerateBackend)
 GENERATION_BACKENDS.implement("vllm")(VLLMBackend)
-
-
-@GENERATION_BACKENDS.implement("generate")
-class GenerateBackend(Backend):
-    """See `hf_generate`."""
-
-    takes_stop_strings = True
-
-    def generate(
-        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
-    ) -> Generation:
-        return sample_with_generate(model, prompts, params, **options)
 
 
 @GENERATION_BACKENDS.implement("slots")
@@ -45,7 +34,7 @@ class SlotsBackend(Backend):
         if problem := slot_problem(model):
             remedy = "set generation_backend: auto" if options["turns"] is None else "several turns need slots"
             raise ValueError(f"generation_backend {self.name} cannot run {type(model).__name__}: {problem}; {remedy}")
-        return sample_in_slots(model, prompts, params, **options)
+        return SlotLoop(model, prompts, params, options).run()
 
 
 @GENERATION_BACKENDS.implement("auto")
@@ -61,5 +50,5 @@ class AutoBackend(SlotsBackend):
         self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
         if options["turns"] is None and (self.fallback_reason or slot_problem(model)):
-            return sample_with_generate(model, prompts, params, **options)
+            return GenerateBackend(self.args).generate(model, prompts, params, **options)
         return super().generate(model, prompts, params, **options)

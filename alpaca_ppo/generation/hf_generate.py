@@ -9,36 +9,40 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from alpaca_ppo.generation.backends import GenerateOptions
+from alpaca_ppo.generation.backends import Backend, GenerateOptions
 from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingHooks, SamplingParams
 from alpaca_ppo.types import PromptBatch
 
 
-def sample_with_generate(
-    model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
-) -> Generation:
-    """Returns responses of one turn to `prompts`, from the float32 logits of `model.generate`.
+class GenerateBackend(Backend):
+    """Samples responses of one turn, from the float32 logits of `model.generate`.
 
     Prompts of similar length are sampled together, each with all n responses unless `rows_at_once` is less.
     """
-    keys, n = params.random_keys(prompts["prompt_ids"]), params.num_return_sequences
-    rows = ResponseRows(params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
-    rows.rows[:] = torch.arange(len(keys), device=keys.device)
-    rows.keys[:] = keys
-    rows.limits[:] = params.max_new_tokens
-    rows.running[:] = True
-    lengths = prompts["query_attn_masks"].sum(dim=1).repeat_interleave(n)
-    order = lengths.argsort(descending=True, stable=True)
-    most = options["rows_at_once"] or len(keys)
-    chunk_size = most - most % n if most >= n else most
-    for chunk in order.split(chunk_size):
-        # The longest comes first.
-        width = int(lengths[chunk[0]])
-        queries = prompts["queries"][chunk // n, -width:]
-        mask = prompts["query_attn_masks"][chunk // n, -width:]
-        _generate(model, queries, mask, rows, chunk, options["hooks"])
-        options["hooks"].on_finished(chunk.tolist(), rows.outputs[chunk])
-    return rows.outputs[: len(keys)]
+
+    takes_stop_strings = True
+
+    def generate(
+        self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
+    ) -> Generation:
+        keys, n = params.random_keys(prompts["prompt_ids"]), params.num_return_sequences
+        rows = ResponseRows(params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
+        rows.rows[:] = torch.arange(len(keys), device=keys.device)
+        rows.keys[:] = keys
+        rows.limits[:] = params.max_new_tokens
+        rows.running[:] = True
+        lengths = prompts["query_attn_masks"].sum(dim=1).repeat_interleave(n)
+        order = lengths.argsort(descending=True, stable=True)
+        most = options["rows_at_once"] or len(keys)
+        chunk_size = most - most % n if most >= n else most
+        for chunk in order.split(chunk_size):
+            # The longest comes first.
+            width = int(lengths[chunk[0]])
+            queries = prompts["queries"][chunk // n, -width:]
+            mask = prompts["query_attn_masks"][chunk // n, -width:]
+            _generate(model, queries, mask, rows, chunk, options["hooks"])
+            options["hooks"].on_finished(chunk.tolist(), rows.outputs[chunk])
+        return rows.outputs[: len(keys)]
 
 
 def _generate(

@@ -66,7 +66,10 @@ class SlotCache(Cache):
         (1, kv_heads, N, d); they read a copy (k, kv_heads, columns, d), or only themselves.
         """
         if layer_idx not in self._storage:
-            self._storage[layer_idx] = (_zeros(key_states, self), _zeros(value_states, self))
+            heads = key_states.size(1)
+            keys = key_states.new_zeros(self.slots, heads, self.columns, key_states.size(-1))
+            values = value_states.new_zeros(self.slots, heads, self.columns, value_states.size(-1))
+            self._storage[layer_idx] = keys, values
         keys, values = self._storage[layer_idx]
         index = self._index(key_states.size(1))
         for stored, states in ((keys, key_states), (values, value_states)):
@@ -101,18 +104,6 @@ class SlotCache(Cache):
             states = stored[one, :, :columns].clone()
             stored[one, :, :columns].copy_(stored[other, :, :columns])
             stored[other, :, :columns].copy_(states)
-
-    def reserve(self, columns: int) -> None:
-        """Enlarges the cache to `columns` columns, and copies the states."""
-        filled, self.columns = self.columns, columns
-        for layer, storage in self._storage.items():
-            keys, values = (_zeros(stored, self) for stored in storage)
-            keys[:, :, :filled], values[:, :, :filled] = storage
-            self._storage[layer] = (keys, values)
-
-
-def _zeros(states: Tensor, cache: SlotCache) -> Tensor:
-    return states.new_zeros(cache.slots, states.size(1), cache.columns, states.size(3))
 
 
 def visible_columns(at: Tensor, columns: int, *, sliding_window: int | None) -> Tensor:
@@ -182,7 +173,32 @@ def _forward(
     return logits
 
 
-class ExtendAttention:
+class _SlotAttention:
+    """Attention over the columns of slots, whose masks are made once for all layers of a pass.
+
+    Args:
+        at: (k, N) int64, the columns of the N new tokens in each of k slots.
+        columns: how many columns of the slots are read.
+    """
+
+    def __init__(self, at: Tensor, columns: int) -> None:
+        self._at, self._columns = at, columns
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def _mask(self, sliding_window: int | None, dtype: torch.dtype = torch.bool) -> Tensor:
+        """(k, 1, N, columns) bool, True = the new token sees this column; in another dtype 0 or -inf, which is added to
+        the scores: torch would convert a boolean mask in every layer.
+        """
+        kind = (sliding_window, dtype)
+        if kind not in self._masks:
+            mask = visible_columns(self._at, self._columns, sliding_window=sliding_window).unsqueeze(1)
+            if dtype != torch.bool:
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+            self._masks[kind] = mask
+        return self._masks[kind]
+
+
+class ExtendAttention(_SlotAttention):
     """The attention of `extend`: a new token sees its slot's earlier tokens, and the new ones up to itself. Queries are
     padded to the row with the most new tokens.
 
@@ -193,15 +209,14 @@ class ExtendAttention:
     """
 
     def __init__(self, past: Sequence[int], counts: Sequence[int], columns: int, device: torch.device) -> None:
-        self._past, self._columns = torch.tensor(past, device=device), columns
+        offsets = torch.arange(max(counts), device=device)
+        super().__init__(torch.tensor(past, device=device).unsqueeze(1) + offsets, columns)
         sizes = torch.tensor(counts, device=device)
         starts = sizes.cumsum(0) - sizes
-        self._offsets = torch.arange(max(counts), device=device)
         # Padded queries repeat the row's last token.
-        self._tokens = starts.unsqueeze(1) + torch.minimum(self._offsets, sizes.unsqueeze(1) - 1)
+        self._tokens = starts.unsqueeze(1) + torch.minimum(offsets, sizes.unsqueeze(1) - 1)
         rows = torch.arange(len(counts), device=device).repeat_interleave(sizes, output_size=sum(counts))
         self._cells = rows * max(counts) + torch.arange(len(rows), device=device) - starts[rows]
-        self._allowed: dict[int | None, Tensor] = {}
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
@@ -210,14 +225,6 @@ class ExtendAttention:
         padded = query[0][:, self._tokens].transpose(0, 1)
         attended = dense_attention(padded, key, value, self._mask(settings.sliding_window), settings)
         return attended.transpose(1, 2).flatten(0, 1)[self._cells].unsqueeze(0)
-
-    def _mask(self, sliding_window: int | None) -> Tensor:
-        """(k, 1, padded, columns) bool, True = the query sees the column."""
-        if sliding_window not in self._allowed:
-            at = self._past.unsqueeze(1) + self._offsets
-            allowed = visible_columns(at, self._columns, sliding_window=sliding_window)
-            self._allowed[sliding_window] = allowed.unsqueeze(1)
-        return self._allowed[sliding_window]
 
 
 def read_next(
@@ -234,16 +241,12 @@ def read_next(
     """
     first_slots = torch.arange(len(lengths), device=lengths.device)
     cache.start(Pass(first_slots, lengths, len(lengths), columns))
-    attention = StepAttention(lengths, columns)
+    attention = StepAttention(lengths.unsqueeze(1), columns)
     return _forward(model, cache, tokens.unsqueeze(1), position_ids.unsqueeze(1), attention)[:, -1]
 
 
-class StepAttention:
-    """The attention of `read_next`, with its arguments: the new token of each slot sees the tokens of its slot."""
-
-    def __init__(self, lengths: Tensor, columns: int) -> None:
-        self._lengths, self._columns = lengths, columns
-        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+class StepAttention(_SlotAttention):
+    """The attention of `read_next`: the new token of each slot sees the tokens of its slot."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
@@ -254,15 +257,3 @@ class StepAttention:
         plain = settings.softcap is None and settings.sinks is None
         mask = self._mask(settings.sliding_window, query.dtype if plain else torch.bool)
         return dense_attention(query, key, value, mask, settings).transpose(1, 2)
-
-    def _mask(self, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
-        """(slots, 1, 1, columns) bool, True = the new token sees this column; in another dtype 0 or -inf, which is
-        added to the scores: torch would convert a boolean mask in every layer.
-        """
-        kind = (sliding_window, dtype)
-        if kind not in self._masks:
-            mask = visible_columns(self._lengths, self._columns, sliding_window=sliding_window)[:, None, None]
-            if dtype != torch.bool:
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
-            self._masks[kind] = mask
-        return self._masks[kind]

@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Unpack
 from weakref import WeakSet
 
 import torch
@@ -34,20 +33,18 @@ _REPLY_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class StepShapes:
-    """How many slots and columns a step may have, and how often the host allocates and reads results.
+    """How many slots and columns a step may have, and how often the host reads results.
 
     Attributes:
         slot_unit: from the number of busy rows to the number of slots of a step.
         column_unit: columns are rounded up to a multiple of it.
         check_every: steps after which the host reads which rows have ended.
-        growth: columns beyond the longest prompt that are allocated at once.
         admission_cost: fixed cost of a pass over waiting prompts, in decode steps.
     """
 
     slot_unit: Callable[[int], int]
     column_unit: int
     check_every: int
-    growth: int
     admission_cost: float
 
     def columns(self, count: int) -> int:
@@ -56,34 +53,16 @@ class StepShapes:
 
 
 # For a CPU, where new shapes cost nothing, but unused slots and columns do.
-EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, growth=64, admission_cost=0.5)
+EXACT = StepShapes(slot_unit=lambda rows: rows, column_unit=1, check_every=1, admission_cost=0.5)
 
-# For an accelerator, where synchronization and allocation should be rare.
-BUCKETED = StepShapes(
-    slot_unit=lambda n: 1 << (n - 1).bit_length(), column_unit=256, check_every=8, growth=1 << 30, admission_cost=4.0
-)
-
-
-def sample_in_slots(
-    model: PreTrainedModel,
-    prompts: PromptBatch,
-    params: SamplingParams,
-    *,
-    shapes: StepShapes | None = None,
-    **options: Unpack[GenerateOptions],
-) -> Generation:
-    """Returns responses to `prompts`, as `Backend.generate` does, from a model without a `slot_problem`; reports rows
-    as soon as they have ended. `rows_at_once` is the number of slots. `shapes`: None chooses by the device.
-    """
-    if shapes is None:
-        shapes = EXACT if model.device.type == "cpu" else BUCKETED
-    return _SlotLoop(model, prompts, params, shapes, options).run()
+# For an accelerator, where synchronization should be rare.
+BUCKETED = StepShapes(slot_unit=lambda n: 1 << (n - 1).bit_length(), column_unit=256, check_every=8, admission_cost=4.0)
 
 
 @dataclass
 class _Row:
     """What the host knows of the row in a slot. `length`, `position`, `turn_start` and `limit` are those of
-    `ResponseRows`; during a turn the first two may be too large, until `_SlotLoop._end_turns` corrects them.
+    `ResponseRows`; during a turn the first two may be too large, until `SlotLoop._end_turns` corrects them.
 
     Attributes:
         chosen: tokens that the policy chose in earlier turns.
@@ -101,8 +80,9 @@ class _Row:
     unread: list[int] | None = None
 
 
-class _SlotLoop:
-    """The rows that wait, the rows in slots, and the tensors of the steps.
+class SlotLoop:
+    """Samples the responses of one call of `Backend.generate`, from a model without a `slot_problem`; reports rows as
+    soon as they have ended. `rows_at_once` is the number of slots. `shapes`: None chooses by the device.
 
     Each row in a slot is either in `_busy`, if steps advance it, or in `_between_turns`; both are keyed by slot.
     """
@@ -112,9 +92,10 @@ class _SlotLoop:
         model: PreTrainedModel,
         prompts: PromptBatch,
         params: SamplingParams,
-        shapes: StepShapes,
         options: GenerateOptions,
+        shapes: StepShapes | None = None,
     ) -> None:
+        shapes = shapes or (EXACT if model.device.type == "cpu" else BUCKETED)
         self._model, self._params, self._shapes = model, params, shapes
         self._turns, self._hooks = options["turns"], options["hooks"]
         self._keys = params.random_keys(prompts["prompt_ids"])
@@ -125,9 +106,7 @@ class _SlotLoop:
         tokens = unpadded(prompts)
         groups = group_prompts(tokens)
         self._lengths = [len(prompt) for prompt in tokens]
-        longest = max(self._lengths)
-        self._max_columns = shapes.columns(longest + params.max_new_tokens)
-        columns = min(shapes.columns(longest + shapes.growth), self._max_columns)
+        columns = shapes.columns(max(self._lengths) + params.max_new_tokens)
         self._cache = SlotCache(self._slots + SlotPrompts.extra_slots(groups, n), columns)
         self._prompts = SlotPrompts(model, self._cache, tokens, groups, n)
 
@@ -201,7 +180,6 @@ class _SlotLoop:
             appended.append(NewTokens(slot, row.length, row.unread))
             row.length += len(row.unread)
             row.unread = None
-            self._reserve(row.length + 1)
         self._idle_steps = 0
         next_prompt = self._waiting[0] // n if self._waiting else None
         self._choose(self._prompts.read(placed, appended, next_prompt))
@@ -258,9 +236,7 @@ class _SlotLoop:
             self._hooks.before_token()
             # Counts also rows that have ended on the device since the host last read it.
             longest = max(row.length for row in self._busy.values())
-            # One column more than this step needs: if a row ends in it, later steps write into the next column.
-            self._reserve(longest + 2)
-            columns = min(self._shapes.columns(1 + longest), self._max_columns)
+            columns = min(self._shapes.columns(1 + longest), self._cache.columns)
             # A row that has ended stays at its last position: the next one may be more than the model has.
             positions = (lengths + running - 1).clamp(min=0)
             logits = read_next(self._model, self._cache, tokens, lengths, positions, columns=columns)
@@ -269,12 +245,6 @@ class _SlotLoop:
             for row in self._busy.values():
                 row.length += 1
                 row.position += 1
-
-    def _reserve(self, columns: int) -> None:
-        """Enlarges the cache for rows of `columns` columns, rounded up."""
-        columns = min(self._shapes.columns(columns), self._max_columns)
-        if columns > self._cache.columns:
-            self._cache.reserve(min(columns + self._shapes.growth, self._max_columns))
 
     def _collect_ended(self) -> None:
         """Ends the turns of rows that no longer run: finishes these rows, or asks how they go on."""

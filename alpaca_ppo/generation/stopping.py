@@ -140,10 +140,8 @@ def _truncate_token(processing_class: PreTrainedTokenizerBase, token: str | int)
         return vocabulary[token]
     ids = continuing(processing_class)(token)
     if len(ids) != 1 or ids[0] == processing_class.unk_token_id:
-        raise ValueError(
-            f"truncate_tokens holds {token!r}, which the tokenizer splits into {len(ids)} tokens "
-            f"{processing_class.convert_ids_to_tokens(ids)}; use a string that is exactly one known token, or its id"
-        )
+        pieces = processing_class.convert_ids_to_tokens(ids)
+        raise ValueError(f"truncate_tokens holds {token!r}, which splits into {len(ids)} tokens {pieces}; use one")
     return int(ids[0])
 
 
@@ -162,26 +160,14 @@ class StopStrings:
         texts = token_bytes(processing_class, vocab_size)
         steps = _token_steps(_byte_steps([text.encode() for text in self.strings]), texts)
         self.completed = len(steps) - 1
-        # Nearly all tokens lead from every state but the completed one back to the start, so equal columns are stored
-        # once; theirs is the first.
-        moving = steps[:-1].any(axis=0)
-        columns, kinds = np.unique(steps[:, moving], axis=1, return_inverse=True)
-        start = np.zeros((len(steps), 1), dtype=np.int64)
-        start[-1] = self.completed
-        self._steps = torch.from_numpy(np.hstack([start, columns]))
-        self._kinds = torch.zeros(len(texts), dtype=torch.long)
-        self._kinds[torch.from_numpy(moving)] = torch.from_numpy(kinds.reshape(-1) + 1)
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._steps = torch.from_numpy(steps)
 
     def advance(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Returns the states (N,) int64 after `tokens` (N,) of rows in `states` (N,): 0 at a response's start,
         `completed` from the token on that completes a string.
         """
-        device = tokens.device
-        if device not in self._on_device:
-            self._on_device[device] = self._steps.to(device), self._kinds.to(device)
-        steps, kinds = self._on_device[device]
-        return steps[states, kinds[tokens]]
+        self._steps = self._steps.to(tokens.device)
+        return self._steps[states, tokens].long()
 
 
 def token_bytes(processing_class: PreTrainedTokenizerBase, vocab_size: int) -> list[bytes]:
@@ -219,10 +205,8 @@ def _check_concatenation(
     expected = start + "".join(texts[token] for token in checked)
     (decoded,) = _decoded(processing_class, [[*before, *checked]])
     if decoded != expected:
-        raise ValueError(
-            f"stop_strings: {type(processing_class).__name__} writes tokens in another way together than one after the "
-            f"other ({decoded!r} for {expected!r}); use truncate_tokens, or another tokenizer"
-        )
+        kind = type(processing_class).__name__
+        raise ValueError(f"stop_strings: {kind} writes {decoded!r} for the tokens {expected!r}; use truncate_tokens")
 
 
 def _part_of_character(name: str) -> bytes:
@@ -235,7 +219,7 @@ def _part_of_character(name: str) -> bytes:
 
 
 def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
-    """Returns (S, 256) int64, the next state for each state and byte. State 0 is the start; the last one, of a
+    """Returns (S, 256) int32, the next state for each state and byte. State 0 is the start; the last one, of a
     completed text, is never left.
     """
     children: list[dict[int, int]] = [{}]
@@ -248,7 +232,7 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
                 children[state][byte] = len(children) - 1
             state = children[state][byte]
         complete.add(state)
-    steps = np.zeros((len(children) + 1, 256), dtype=np.int64)
+    steps = np.zeros((len(children) + 1, 256), dtype=np.int32)
     steps[-1] = len(children)
     for byte, child in children[0].items():
         steps[0, byte] = child
@@ -269,10 +253,10 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
 
 
 def _token_steps(byte_steps: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
-    """Returns (S, V) int64, the next state for each state and token."""
+    """Returns (S, V) int32, the next state for each state and token."""
     lengths = np.array([len(text) for text in texts])
     order = np.argsort(-lengths, kind="stable")
-    steps = np.repeat(np.arange(len(byte_steps))[:, None], len(texts), axis=1)
+    steps = np.repeat(np.arange(len(byte_steps), dtype=np.int32)[:, None], len(texts), axis=1)
     for position in range(int(lengths.max(initial=0))):
         longer = order[: int((lengths > position).sum())]
         read = np.array([texts[token][position] for token in longer])

@@ -200,10 +200,8 @@ def _grpo(result: Translation, processes: int) -> int:
     batch = device_batch * processes * accumulation
     generated = result.values.get("generation_batch_size") or device_batch * processes * per_generation
     if generated % group:
-        raise ValueError(
-            f"a generation of {generated} completions is not a multiple of num_generations ({group}), so TRL refuses; "
-            "give --num_processes, or change per_device_train_batch_size"
-        )
+        problem = f"a generation of {generated} completions is not a multiple of num_generations ({group})"
+        raise ValueError(f"{problem}; give --num_processes, or change per_device_train_batch_size")
     completions = max(generated, batch)
     result.set("rollout_batch_size", completions // group, f"prompts: {completions} completions / {group}")
     result.set("step_batch_size", batch, f"responses: {device_batch} * {processes} processes * {accumulation}")

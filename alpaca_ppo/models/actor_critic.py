@@ -75,11 +75,6 @@ class Critic(nn.Module):
         return "adapter" if self.has_adapter else "shared"
 
     @property
-    def shares_states(self) -> bool:
-        """Whether the head reads and trains the hidden states of the language-model head: one pass serves both."""
-        return self.layout == "shared"
-
-    @property
     def reads_policy(self) -> bool:
         """Whether it needs a pass of the policy for the values of new responses."""
         return self.layout in ("shared", "cached")
@@ -160,7 +155,7 @@ class ActorCritic(nn.Module):
         if reader is not None:
             assert policy_states is not None
             states = reader(policy_states, rows)
-        elif not critic.shares_states:
+        elif critic.layout != "shared":
             states = self._critic_states(critic, critic_rows)
         flat = critic.head(states, value_taus)
         values = scatter_tokens(flat.values, critic_rows, responses)

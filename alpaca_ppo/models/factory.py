@@ -25,7 +25,7 @@ from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.models.saved_critic import has_adapter, load_value_model, name_of, start_on_policy
 from alpaca_ppo.models.state_reader import StateReader
 from alpaca_ppo.models.trial import fit_rows
-from alpaca_ppo.registry import ADV_ESTIMATORS, CRITIC_HEADS
+from alpaca_ppo.registry import CRITIC_HEADS
 
 
 def build_actor_critic(
@@ -53,18 +53,13 @@ def build_actor_critic(
             `adapter`, if the policy has none.
     """
     if critic_layout != "separate" and value_model is not None:
-        raise ValueError(
-            f"value_model is given, but critic_layout is {critic_layout!r}; leave value_model out, or choose separate"
-        )
+        raise ValueError(f"value_model is given, but critic_layout is {critic_layout!r}; drop it, or use separate")
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     if critic_layout is None:
         return ActorCritic(wrapped, None)
     if isinstance(value_model, Critic):
         if value_model.layout != "separate":
-            raise ValueError(
-                f"value_model is a critic of the layout {value_model.layout!r}, but critic_layout is 'separate'; set "
-                f"critic_layout: {value_model.layout}"
-            )
+            raise ValueError(f"value_model is a {value_model.layout} critic; set critic_layout: {value_model.layout}")
         head(value_model.head.hidden_size).check_like(value_model.head)
         return ActorCritic(wrapped, value_model)
     dtype = wrapped.model.dtype
@@ -155,12 +150,9 @@ def _check_actor_critic(
     parts["init_value_with_reward"] = args.init_value_with_reward or None
     if given := [name for name, value in parts.items() if value is not None]:
         raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(given)} out")
-    layout = None if model.critic is None else model.critic.layout
-    if layout != (args.critic_layout if args.uses_critic else None):
-        raise ValueError(
-            f"model is an ActorCritic with critic_layout {layout!r}, but critic_layout is {args.critic_layout!r} and "
-            f"adv_estimator {args.adv_estimator!r}; change one"
-        )
+    layout, needed = model.critic and model.critic.layout, args.critic_layout if args.uses_critic else None
+    if layout != needed:
+        raise ValueError(f"model is an ActorCritic with critic_layout {layout!r}, the options need {needed!r}")
     if model.critic is not None:
         with torch.random.fork_rng():
             make_head(model.critic.head.hidden_size).check_like(model.critic.head)
@@ -175,10 +167,7 @@ def _make_reader(args: PPOConfig) -> Callable[[PreTrainedModel], StateReader]:
 def _critic_start(value_model: ModelSource | None, reward_funcs: Any, args: PPOConfig) -> ModelSource | None:
     """What the critic starts from: `value_model`, the first reward model, or None."""
     if value_model is not None and not args.uses_critic:
-        raise ValueError(
-            f"value_model is given, but adv_estimator {args.adv_estimator!r} uses no critic; leave it out, or choose "
-            f"one of {', '.join(ADV_ESTIMATORS.names_with(needs_critic=True))}"
-        )
+        raise ValueError(f"value_model is given, but adv_estimator {args.adv_estimator!r} has no critic; leave it out")
     if not args.init_value_with_reward:
         return value_model
     if value_model is not None:
@@ -213,10 +202,8 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
             torch.manual_seed(args.seed)
             return adapter_set.add_policy_adapter(language_model, peft_config)
     if language_model.dtype in (torch.float16, torch.bfloat16) or args.load_in_4bit:
-        raise ValueError(
-            f"the policy's weights are {'4-bit' if args.load_in_4bit else language_model.dtype} and all of them would "
-            "be trained; use LoRA (peft_config, --use_peft), or dtype: float32 with bf16: true"
-        )
+        kind = "4-bit" if args.load_in_4bit else language_model.dtype
+        raise ValueError(f"{kind} weights cannot all be trained; use LoRA, or dtype: float32 with bf16: true")
     return language_model
 
 

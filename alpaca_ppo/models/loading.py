@@ -26,10 +26,7 @@ from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.saved_models import loading, remote_code
 
 ModelSource: TypeAlias = str | PreTrainedModel | PeftModel  # a folder, a hub id, or a model in memory
-LOADING_REMEDY = (
-    "check model_name_or_path, reference and value_model_name_or_path: each is an existing folder with safetensors "
-    "weights, or a hub id that can be downloaded"
-)
+LOADING_REMEDY = "check model_name_or_path, reference, value_model_name_or_path: a folder with safetensors, or a hub id"
 
 
 def load_causal_lm(
@@ -56,13 +53,13 @@ def load_causal_lm(
         given = dict(arguments or {})
         # Not an explicit None: from_pretrained would write it over the configuration of a model stored quantized.
         if load_in_4bit:
-            given["quantization_config"] = _four_bit()
+            given["quantization_config"] = four_bit()
         model = load_complete(AutoModelForCausalLM, model, trust_remote_code=trust_remote_code, dtype=dtype, **given)
     disable_dropout(model)
     return model
 
 
-def _four_bit() -> BitsAndBytesConfig:
+def four_bit() -> BitsAndBytesConfig:
     if not torch.cuda.is_available() or not find_spec("bitsandbytes"):
         raise ValueError("load_in_4bit is True, but needs a CUDA device and bitsandbytes; use dtype: bfloat16 instead")
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
@@ -129,11 +126,8 @@ def load_complete(
             name, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True, **arguments
         )
     model, info = loaded
-    if info["missing_keys"]:
-        raise ValueError(
-            f"{name} has no weights for {', '.join(sorted(info['missing_keys'])[:3])}, which would be random; use a "
-            f"checkpoint that was saved as {type(model).__name__}"
-        )
+    if missing := sorted(info["missing_keys"])[:3]:
+        raise ValueError(f"{name} has no weights for {', '.join(missing)}, which would be random; load another model")
     return model
 
 
@@ -211,20 +205,21 @@ def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the to
         unused = i in added and added[i].special and i not in in_use and token not in str(tokenizer.chat_template)
         if i >= embeddings and not unused:
             raise ValueError(
-                f"{owner} has {len(tokenizer)} tokens but the model has {embeddings} embeddings, none for {token!r} "
-                f"(id {i}); use the model's own tokenizer, or call model.resize_token_embeddings first"
+                f"{owner} has {token!r} (id {i}), but the model has {embeddings} embeddings; take the model's tokenizer"
             )
 
 
-def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remote_code: bool = False) -> None:
-    """Checks that the tokenizer of `value_model`, a folder or hub id, has the policy's ids. Special tokens and those
-    that only one of the two has may differ; a model without a tokenizer passes.
+def check_same_tokenizer(
+    field: str, model: str, processing_class: Any, *, remedy: str, trust_remote_code: bool = False
+) -> None:
+    """Checks that the tokenizer of `model`, a folder or hub id that the option `field` names, has the policy's ids.
+    Special tokens and those that only one of the two has may differ; a model without a tokenizer passes.
 
     Raises:
         ValueError: if an id stands for another token.
     """
     try:
-        tokenizer = load_processing_class(value_model, trust_remote_code=trust_remote_code)
+        tokenizer = load_processing_class(model, trust_remote_code=trust_remote_code)
     except ValueError:
         return
     special = {*tokenizer.all_special_ids, *processing_class.all_special_ids}
@@ -234,6 +229,6 @@ def check_same_tokenizer(value_model: str, processing_class: Any, *, trust_remot
     if different:
         number, token = min(different)
         raise ValueError(
-            f"value_model {value_model!r} has another tokenizer than the policy: {len(different)} ids stand for other "
-            f"tokens, {number} for {token_of[number]!r} instead of {token!r}; start the critic from another model"
+            f"{field} {model!r} has another tokenizer than the policy: {len(different)} ids stand for other tokens, "
+            f"{number} for {token_of[number]!r} instead of {token!r}; {remedy}"
         )

@@ -160,10 +160,7 @@ class Policy(nn.Module):
         logits = (transform(logits) if transform else logits).float() * scale
         atol = 1e-3 * float(expected.abs().max())
         if drawn or not torch.allclose(again, expected, rtol=1e-3, atol=atol):
-            raise ValueError(
-                f"{type(self.model).__name__} draws random numbers also in eval mode: two passes over the same tokens "
-                "can give other logits, which PPO would take for a change of the policy; remove the noise from it"
-            )
+            raise ValueError(f"{type(self.model).__name__} draws random numbers also in eval mode; remove the noise")
         if not torch.allclose(logits, expected, rtol=1e-3, atol=atol):
             raise ValueError(f"{type(self.model).__name__}'s logits are not its head's; override outputs_from_states")
 

@@ -100,21 +100,14 @@ def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapp
 
 def _load_head(folder: str) -> CriticHead:
     """The head in a critic's folder; raises as `load_critic`."""
-    path = Path(folder) / HEAD_SETTINGS
     with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
-        settings = dict(json.loads(path.read_text(encoding="utf-8")))
+        settings = dict(json.loads((Path(folder) / HEAD_SETTINGS).read_text(encoding="utf-8")))
         kind, hidden_size = settings.pop("kind"), settings.pop("hidden_size")
     if kind not in CRITIC_HEADS.names:
-        raise ValueError(
-            f"{folder} holds a critic of the kind {kind!r}, which is not registered ({', '.join(CRITIC_HEADS.names)} "
-            "are); name the file that registers it in import_modules, or import it before"
-        )
-    head_class: type[CriticHead] = CRITIC_HEADS.get(kind)
-    with loading(f"{path} has settings that a critic of the kind {kind!r} cannot have", folder, _REMEDY):
-        head = build_head(partial(head_class, **settings), hidden_size, torch.float32)
-    weights = Path(folder) / HEAD_WEIGHTS
-    with loading(f"{weights} cannot be loaded as the weights of the critic's head", folder, _REMEDY):
-        head.load_state_dict(load_file(weights))
+        raise ValueError(f"{folder} has a critic {kind!r}, which is not registered; name its file in import_modules")
+    with loading(f"no critic {kind!r} can be loaded from {folder!r}", folder, _REMEDY):
+        head = build_head(partial(CRITIC_HEADS.get(kind), **settings), hidden_size, torch.float32)
+        head.load_state_dict(load_file(Path(folder) / HEAD_WEIGHTS))
     return head
 
 
@@ -140,8 +133,7 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
     options: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.model_init_kwargs}
     if has_adapter(value_model):
         raise ValueError(
-            f"value_model {name_of(value_model)!r} is an adapter, but critic_layout is {args.critic_layout!r}; set "
-            "critic_layout: adapter for the final/value of such a run, or merge the adapter into its base"
+            f"value_model {name_of(value_model)!r} is an adapter; set critic_layout: adapter, or merge it into its base"
         )
     if isinstance(value_model, str) and is_critic_folder(value_model):
         start: Any = load_critic(value_model, **options)
@@ -158,8 +150,7 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
     # Larger is fine: models of one tokenizer pad their embeddings differently.
     if vocabulary < needed:
         raise ValueError(
-            f"the critic's vocabulary ({vocabulary}) is smaller than the policy's ({needed}); start it from "
-            f"another model, or enlarge its embeddings (model.resize_token_embeddings({needed})) and save it"
+            f"the critic's vocabulary ({vocabulary}) is smaller than the policy's ({needed}); start it from another"
         )
     return start.requires_grad_(True)
 
@@ -192,8 +183,7 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
         adapters.load(VALUE, "value_model", value_model, read_value_adapter(value_model), trainable=True)
     elif different := _differences_from_policy(value_model, built.policy, args):
         raise ValueError(
-            f"value_model {value_model!r} reads the states of another policy than this one ({different[0]} differs); "
-            "start the policy from the final/policy beside it, or leave value_model out"
+            f"value_model {value_model!r} reads another policy ({different[0]} differs); take final/policy beside it"
         )
 
 

@@ -86,10 +86,7 @@ def padding_reason(model: PreTrainedModel, choice: str | bool) -> str | None:
         return "padding_free is false"
     problem = packing_problem(model)
     if problem is not None and choice != "auto":
-        raise ValueError(
-            f"padding_free is true, but {type(model).__name__} (model_type {model.config.model_type!r}) cannot compute "
-            f"rows without padding: {problem}; set padding_free: auto or false, or use another model"
-        )
+        raise ValueError(f"padding_free is true, but {type(model).__name__} needs padding: {problem}; set it to auto")
     return problem
 
 

@@ -4,17 +4,21 @@ Each process tries what its models can do, with results that may differ between 
 libraries. Processes with different micro-batches would wait for each other forever.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from accelerate import Accelerator
 
 from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.generation import Backend
-from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
+from alpaca_ppo.models import ActorCritic, CopiedReference, Policy
 from alpaca_ppo.models.actor_critic import Critic
 
 
-def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, accelerator: Accelerator) -> str:
-    """Pads the rows of policy, critic or copied reference on every process if the model needs it on any process.
+def agree_on_padding(actor_critic: ActorCritic, frozen: Mapping[str, Any], accelerator: Accelerator) -> str:
+    """Pads the rows of policy, critic or a copied model among the `frozen` ones on every process if the model needs it
+    on any process.
 
     Returns which models have padding and why, as text; empty if none has. Every rank must call it.
     """
@@ -22,8 +26,7 @@ def agree_on_padding(actor_critic: ActorCritic, reference: Reference | None, acc
     if actor_critic.critic is not None and actor_critic.critic.backbone is not None:
         # Any other critic reads the policy's rows.
         models["critic"] = actor_critic.critic
-    if isinstance(reference, CopiedReference):
-        models["reference"] = reference.policy
+    models |= {name: model.policy for name, model in frozen.items() if isinstance(model, CopiedReference)}
     local = {name: model.padding_reason for name, model in models.items() if model.padding_reason is not None}
     first_reasons: dict[str, tuple[int, str]] = {}
     for rank, reasons in enumerate(gather_list(local, accelerator)):

@@ -2,7 +2,7 @@
 little padding and equal work for each process.
 """
 
-import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,8 +69,7 @@ def plan_packed_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tok
     order = _longest_first(lengths)
     count = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
     while True:
-        bins = _fill_bins(order, lengths, num_ranks * count)
-        costs = [sum(lengths[i] for i in rows) for rows in bins]
+        bins, costs = _fill_bins(order, lengths, num_ranks * count)
         if all(cost <= max_tokens or len(rows) == 1 for rows, cost in zip(bins, costs, strict=True)):
             return _deal(bins, costs, num_ranks)
         count += 1
@@ -83,17 +82,12 @@ def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tok
     limited: a limit would leave micro-batches of short rows small.
     """
     order = _longest_first(lengths)
-    count = -(-max(1, len(_cut_runs(order, lengths, max_tokens))) // num_ranks)
-    # Bisection: the smallest budget for which `count` micro-batches a rank are enough.
-    low, high = 1, max_tokens
-    while low < high:
-        middle = (low + high) // 2
-        if len(_cut_runs(order, lengths, middle)) <= num_ranks * count:
-            high = middle
-        else:
-            low = middle + 1
-    bins = _cut_runs(order, lengths, high)
-    bins += [[] for _ in range(num_ranks * count - len(bins))]
+    budgets = range(1, max_tokens + 1)
+    most = -(-max(1, len(_cut_runs(order, lengths, max_tokens))) // num_ranks) * num_ranks
+    # The smallest budget for which as many micro-batches are enough.
+    smallest = bisect_left(budgets, True, key=lambda budget: len(_cut_runs(order, lengths, budget)) <= most)
+    bins = _cut_runs(order, lengths, budgets[smallest])
+    bins += [[] for _ in range(most - len(bins))]
     return _deal(bins, [len(rows) * max((lengths[i] for i in rows), default=0) for rows in bins], num_ranks)
 
 
@@ -107,14 +101,15 @@ def _longest_first(costs: Sequence[int]) -> list[int]:
     return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
 
 
-def _fill_bins(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+def _fill_bins(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> tuple[list[list[int]], list[int]]:
+    """The rows of each bin, and their tokens."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, i) for i in range(num_bins)]
+    tokens = [0] * num_bins
     for row in order:
-        tokens, i = heap[0]
-        bins[i].append(row)
-        heapq.heapreplace(heap, (tokens + lengths[row], i))
-    return bins
+        emptiest = tokens.index(min(tokens))
+        bins[emptiest].append(row)
+        tokens[emptiest] += lengths[row]
+    return bins, tokens
 
 
 def _cut_runs(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -21,35 +21,29 @@ class DeviceBatch(NamedTuple):
     device: dict[str, Tensor]
 
 
-class DeviceRows:
-    """Batches of rows, copied to the device at once; each batch is a view of the copy.
+def device_batches(
+    tensors: Mapping[str, Tensor], batches: Sequence[Sequence[int]], device: torch.device
+) -> Iterator[DeviceBatch]:
+    """Yields batches of rows, copied to the device at once; each batch is a view of the copy.
 
     A batch without rows, on a rank that has to make as many forward passes as others, gets one row with an empty
     `response_mask`. `tensors` are (B, ...), on the CPU; `batches` are row indices.
     """
-
-    def __init__(self, tensors: Mapping[str, Tensor], batches: Sequence[Sequence[int]], device: torch.device) -> None:
-        self._tensors, self._sizes, self._device = tensors, [len(batch) for batch in batches], device
-        order = torch.tensor([row for batch in batches for row in batch], dtype=torch.long)
-        self._host = {key: value[order] for key, value in tensors.items()}
-        self._uploaded = {key: upload(value, device) for key, value in self._host.items()}
-
-    def __iter__(self) -> Iterator[DeviceBatch]:
-        start = 0
-        for size in self._sizes:
-            rows = slice(start, start + size)
-            start += size
-            if size:
-                yield DeviceBatch(_select(self._host, rows), _select(self._uploaded, rows))
-            else:
-                # Copies: a loss may change its batch in place.
-                host = {key: value[:1].clone() for key, value in self._tensors.items()}
-                host["response_mask"] = torch.zeros_like(host["response_mask"])
-                yield DeviceBatch(host, {key: upload(value, self._device) for key, value in host.items()})
-
-
-def _select(tensors: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    return {key: value[rows] for key, value in tensors.items()}
+    order = torch.tensor([row for batch in batches for row in batch], dtype=torch.long)
+    host = {key: value[order] for key, value in tensors.items()}
+    uploaded = {key: upload(value, device) for key, value in host.items()}
+    start = 0
+    for batch in batches:
+        rows = slice(start, start + len(batch))
+        start = rows.stop
+        if batch:
+            views = ({key: value[rows] for key, value in copies.items()} for copies in (host, uploaded))
+            yield DeviceBatch(*views)
+        else:
+            # Copies: a loss may change its batch in place.
+            dummy = {key: value[:1].clone() for key, value in tensors.items()}
+            dummy["response_mask"] = torch.zeros_like(dummy["response_mask"])
+            yield DeviceBatch(dummy, {key: upload(value, device) for key, value in dummy.items()})
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

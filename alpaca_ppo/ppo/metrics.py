@@ -32,16 +32,23 @@ _DIGITS = {"mismatch/logprob_abs_mean": 4, "mismatch/k3": 5, "mismatch/ratio_max
 ENTROPY_STEPS = 10
 
 
-class Timers:
-    """Wall-clock seconds by phase.
+class StepRecord:
+    """Timings and logged values of a step or an evaluation.
 
     Args:
         during: from a phase's name and number of parts to a context manager around it.
+
+    Attributes:
+        seconds: wall-clock time by phase.
+        logged: sum and number of the values of each metric that reward functions have logged, on all ranks.
+        redraw_stats: the metrics of `dynamic_sampling`.
     """
 
     def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
-        self.seconds: dict[str, float] = {}
         self._during = during
+        self.seconds: dict[str, float] = {}
+        self.logged: dict[str, list[float]] = {}
+        self.redraw_stats: dict[str, float] = {}
 
     @contextmanager
     def measure(self, phase: str, parts: int | None = None) -> Iterator[Callable[[int], None]]:
@@ -53,24 +60,6 @@ class Timers:
             yield count
         synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
-class StepRecord:
-    """Timings and logged values of a step or an evaluation.
-
-    Args:
-        during: as for `Timers`.
-
-    Attributes:
-        timers: seconds by phase.
-        logged: sum and number of the values of each metric that reward functions have logged, on all ranks.
-        redraw_stats: the metrics of `dynamic_sampling`.
-    """
-
-    def __init__(self, during: Callable[[str, int | None], AbstractContextManager[Any]]) -> None:
-        self.timers = Timers(during)
-        self.logged: dict[str, list[float]] = {}
-        self.redraw_stats: dict[str, float] = {}
 
     def logged_means(self) -> dict[str, float]:
         """The means of `logged`, as `reward/*`."""
@@ -161,6 +150,7 @@ def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[
     for name in ("entropies", "ref_entropies"):
         if name in scored:
             stats[f"objective/{name}"] = float(masked_mean(scored[name], mask))
+    stats |= {f"teacher/{name}": value for name, value in teacher_stats(scored).items()}
     if "overlong_penalties" in scored:
         stats["objective/overlong_penalty"] = float(scored["overlong_penalties"].mean())
     if "baseline_scores" in scored:
@@ -236,6 +226,20 @@ def response_stats(scored: Rollouts) -> dict[str, float]:
     return stats
 
 
+def teacher_stats(rollouts: Rollouts) -> dict[str, float]:
+    """Returns, with a teacher, the KL of the policy to it (k1), in nats per token and per response, and the share of
+    tokens that are the teacher's likeliest.
+    """
+    if "teacher_logprobs" not in rollouts:
+        return {}
+    mask, kl = rollouts["response_mask"], rollouts["logprobs"] - rollouts["teacher_logprobs"]
+    return {
+        "kl": float(masked_mean(kl, mask)),
+        "kl_sum_seq": float(kl.sum(dim=1).mean()),
+        "top_token": float(masked_mean(rollouts["teacher_top_tokens"], mask)),
+    }
+
+
 def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
     """Returns metrics of an evaluation, without `eval/`: `response_stats`, the number of responses without a reward
     (`masked_rows`), and the KL to the reference (k1) in nats, summed over a response.
@@ -243,6 +247,7 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
     scored = with_reward(rollouts)
     kl = (scored["logprobs"] - scored["ref_logprobs"]).sum(dim=1)
     stats = {**response_stats(scored), "kl_sum_seq": float(kl.mean())}
+    stats |= {f"teacher_{name}": value for name, value in teacher_stats(scored).items()}
     if "trained_rows" in rollouts:
         stats["masked_rows"] = float((~rollouts["trained_rows"]).sum())
     return stats

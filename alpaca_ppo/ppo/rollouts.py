@@ -24,9 +24,10 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.generation import Backend, Generation, SamplingHooks, SamplingParams, Turns, generate
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy, Reference
 from alpaca_ppo.ppo.batch_packing import chunks_by_length, chunks_by_tokens, row_lengths
-from alpaca_ppo.ppo.device_rows import DeviceBatch, DeviceRows, row_tensors
+from alpaca_ppo.ppo.device_rows import DeviceBatch, device_batches, row_tensors
 from alpaca_ppo.ppo.failed_rewards import rewards_shaped_alike
 from alpaca_ppo.ppo.state_cache import StateCache
+from alpaca_ppo.ppo.teacher import Teacher, TeacherServer
 from alpaca_ppo.rewards import ModelReward, RewardScorer
 from alpaca_ppo.types import PromptBatch, Rollouts
 
@@ -141,7 +142,7 @@ class ForwardRows:
         else:
             chunks = chunks_by_length(lengths, self._batch_size)
         chunks += [[] for _ in range(self._count_of_all_ranks(len(chunks)) - len(chunks))]
-        return list(zip(chunks, DeviceRows(self._rows, chunks, self._device), strict=True))
+        return list(zip(chunks, device_batches(self._rows, chunks, self._device), strict=True))
 
     def _pack(self, batch: DeviceBatch, padding_free: bool, number: int, layout: RowLayout) -> PackedRows:
         """The batch of this number in `layout`."""
@@ -207,6 +208,7 @@ class RolloutCollector:
         engine: of the trained models.
         args: of the run.
         reference: provides the reference policy, if any.
+        teacher: of a distillation, if any.
         scorer: the reward sources.
         metric_scorer: the sources that only measure evaluations.
         backend: samples the responses.
@@ -218,6 +220,7 @@ class RolloutCollector:
     engine: Engine
     args: PPOConfig
     reference: Reference | None
+    teacher: Teacher | None
     scorer: RewardScorer
     metric_scorer: RewardScorer
     backend: Backend
@@ -230,10 +233,11 @@ class RolloutCollector:
         return self.engine.accelerator
 
     def prepare_frozen_models(self) -> None:
-        """Lets the engine prepare the reference and the reward models."""
+        """Lets the engine prepare the reference, the teacher and the reward models."""
         engine = self.engine
-        if isinstance(self.reference, CopiedReference):
-            engine.prepare_frozen_model(self.reference.policy, offload=self.reference.offloaded)
+        for frozen in (self.reference, self.teacher):
+            if isinstance(frozen, CopiedReference):
+                engine.prepare_frozen_model(frozen.policy, offload=frozen.offloaded)
         for source in [*self.scorer.sources, *self.metric_scorer.sources]:
             if isinstance(source, ModelReward):
                 source.prepare(
@@ -327,7 +331,7 @@ class RolloutCollector:
     def forward(
         self, samples: Mapping[str, Tensor], options: RolloutOptions, *, temperature: float
     ) -> dict[str, Tensor]:
-        """Log-probs, entropies and values (B, R) of policy, critic and reference (`ref_*`).
+        """Log-probs, entropies and values (B, R) of policy, critic, teacher (`teacher_*`) and reference (`ref_*`).
 
         With `with_policy` also `recomputed` (B,); without it, `logprobs` are the sampler's. Without a reference,
         `ref_logprobs` are the policy's. Every rank must call it, with equally many rows if forward passes need every
@@ -365,6 +369,12 @@ class RolloutCollector:
             out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
         else:
             out["logprobs"] = samples["rollout_logprobs"].clone()
+        if isinstance(self.teacher, TeacherServer):
+            # Evaluations may have another temperature.
+            out |= self.teacher(samples, self.preemption.poll) if temperature == 1 else {}
+        elif self.teacher is not None:
+            with self.teacher.on_device(device) as teacher, engine.autocast():
+                out |= {f"teacher_{name}": value for name, value in run(teacher).items()}
         if self.reference is None or not options.with_reference:
             return out | {"ref_logprobs": out["logprobs"].clone()}
         with self.reference.on_device(device) as reference, engine.autocast():

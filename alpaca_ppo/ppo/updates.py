@@ -28,7 +28,7 @@ from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
 from alpaca_ppo.models.policy import use_update_mode
 from alpaca_ppo.ppo.batch_packing import plan_micro_batches, row_lengths
-from alpaca_ppo.ppo.device_rows import DeviceRows, row_tensors, upload
+from alpaca_ppo.ppo.device_rows import device_batches, row_tensors, upload
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import BatchStats, StatsAccumulator, StepStats, logs_entropies
 from alpaca_ppo.ppo.row_masks import gradient_rows
@@ -121,7 +121,7 @@ class Updater:
         plan = plans[self.accelerator.process_index]
         self.engine.begin()
         tensors: Any = rollouts
-        batches = DeviceRows(tensors, [rows[positions].tolist() for positions in plan], device)
+        batches = device_batches(tensors, [rows[positions].tolist() for positions in plan], device)
         for number, (positions, batch) in enumerate(zip(plan, batches, strict=True)):
             yield MicroBatch(
                 update,
@@ -169,7 +169,7 @@ class Updater:
             return [(part,)]
         if critic is None:
             return [("policy",)]
-        return [("policy", "critic")] if critic.shares_states else [("critic",), ("policy",)]
+        return [("policy", "critic")] if critic.layout == "shared" else [("critic",), ("policy",)]
 
     def _backward_pass(self, batch: MicroBatch, hooks: Mapping[str, LossHook], *, last: bool) -> dict[str, Terms]:
         """One forward and backward pass for the losses of `hooks`; `last` on this micro-batch."""
@@ -269,11 +269,7 @@ class Updater:
         # Returns at the edges are no problem, such as 0 and 1 with the support [0, 1].
         if outside > 0.01 and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"{outside:.1%} of the returns lie outside the critic's support, so the values are clipped; widen "
-                "value_support, or scale the reward down with reward_weights",
-                stacklevel=3,
-            )
+            warnings.warn(f"{outside:.1%} of the returns are outside value_support and clipped; widen it", stacklevel=3)
 
 
 @contextmanager

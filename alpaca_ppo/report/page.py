@@ -173,9 +173,8 @@ def _choose_rows(runs: Sequence[Run], *, max_bytes: float, left_out: list[str]) 
     chosen = _choose_files(files, max_bytes=max_bytes)
     if len(chosen) < len(files):
         left_out.append(
-            f"Answers of {len(chosen)} of {len(files)} tables are shown, spread over the steps: the tables have "
-            f"{sum(file.size for _, file in files) / 1e6:.0f} MB, and {max_bytes / 1e6:.0f} MB are read at most. "
-            "alpaca-ppo report --token_mb shows more."
+            f"Answers of {len(chosen)} of {len(files)} tables are shown, spread over the steps; at most "
+            f"{max_bytes / 1e6:.0f} MB are read. alpaca-ppo report --token_mb shows more."
         )
     rows = [
         {**values, "run": i, "table": file.table, "step": file.step}
@@ -202,9 +201,7 @@ def _choose_tokens(answers: Answers, rows: Sequence[Mapping[str, Any]], *, token
     if missing := len(candidates) - len(answers.tokens):
         answers.left_out.append(
             f"The tokens of {len(answers.tokens)} of {len(candidates)} answers are in this file; those of {missing} "
-            f"were left out, because the numbers of tokens may take {token_mb:g} MB (--token_mb). Kept first: "
-            "prompts that are followed through training, the best, the worst, the most KL, then answers spread over "
-            "the steps."
+            f"were left out, because the numbers of tokens may take {token_mb:g} MB (--token_mb)."
         )
 
 

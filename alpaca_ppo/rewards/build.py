@@ -88,8 +88,7 @@ def check_columns(reward_funcs: RewardFunc | Sequence[RewardFunc] | None, datase
     for function in functions:
         if missing := [name for name in function.parameters.required if name not in (*available, *OFFERED)]:
             raise ValueError(
-                f"reward source {function.name!r} requires the arguments {missing}, but only {available} are available "
-                f"from the {dataset}; rename the argument, add the column to the dataset, or give it a default"
+                f"reward source {function.name!r} requires {missing}, but the {dataset} has {available}; rename either"
             )
 
 

@@ -7,6 +7,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -16,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alpaca_ppo.async_calls import await_all, parameters_of
+from alpaca_ppo.async_calls import await_all, name_of, parameters_of
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
+from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure
 
 # Arguments that the trainer gives to functions that name them in their signatures.
 OFFERED = ("trainer_state", "log_metric")
@@ -44,17 +45,19 @@ class FunctionReward:
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
-        self.name = name or _name_of(function)
+        self.name = name or name_of(function).strip("<>")
         self.context: dict[str, Any] = {}
         self.parameters = parameters_of(function)
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
-        """Returns the function's arguments for `batch`; columns are copied, because it may change them."""
+        """Returns the function's arguments for `batch`, with copies of the columns, so that no source changes those of
+        others or of the run.
+        """
         columns = batch.arguments()
         accepted, _, takes_any = self.parameters
         wanted = {*accepted, "environments", *columns} if takes_any else {*accepted}
         uncopied = {name: value for name, value in (self.context | batch.objects()).items() if name in wanted}
-        return uncopied | {name: [copied(v) for v in values] for name, values in columns.items() if name in wanted}
+        return uncopied | {name: [deepcopy(v) for v in values] for name, values in columns.items() if name in wanted}
 
 
 @dataclass(frozen=True)
@@ -145,12 +148,6 @@ def _call_all(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         for i, result in zip(pending, await_all([outcomes[i] for i in pending]), strict=True):
             outcomes[i] = result
     return outcomes
-
-
-def _name_of(function: Any) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
 def score_list(name: str, result: Any, batch: RewardBatch) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.shaping import overlong_penalty, per_token, sequence_scores
 from alpaca_ppo.rewards.batch import Prompt, RewardBatch, RowFailure, make_reward_batch
 from alpaca_ppo.rewards.reward_function import (
@@ -187,49 +188,36 @@ class RewardScorer:
         return self
 
 
-class Penalties(NamedTuple):
-    """Penalties for how a response ends.
-
-    Attributes:
-        missing_stop: replaces the reward of a response that did not stop; of a reward per token, that of the last
-            chosen token, and the others become zero.
-        overlong_buffer_len: number of tokens before R, the longest response, over which a penalty grows from 0 to 1. It
-            counts chosen tokens and is subtracted from the reward (of the last chosen token), also from `missing_stop`.
-    """
-
-    missing_stop: float | None = None
-    overlong_buffer_len: int | None = None
-
-
 def score_responses(
-    scorer: RewardScorer,
-    processing_class: Any,
-    samples: dict[str, Tensor],
-    rows: list[dict[str, Any]],
-    *,
-    penalties: Penalties,
+    scorer: RewardScorer, processing_class: Any, samples: dict[str, Tensor], rows: list[dict[str, Any]], args: PPOConfig
 ) -> dict[str, Tensor]:
     """Returns `scores`, `rewards`, `scores_by_source` and, where they apply, `overlong_penalties` and `trained_rows` of
     B sampled responses, on the CPU, as `types.Rollouts` describes them.
 
     Sources see the tokens under `response_mask` only, which may have holes: a token's reward goes to its column.
 
+    `args.penalty_reward_value` replaces the reward of a response that did not stop; of a reward per token, that of the
+    last chosen token, and the others become zero. Over the last `args.overlong_buffer_len` tokens before R, the longest
+    response, a penalty grows from 0 to 1. It counts chosen tokens and is subtracted from the reward (of the last chosen
+    token), also from `penalty_reward_value`.
+
     Args:
         processing_class: the policy's tokenizer.
         samples: `responses`, `response_mask` and `stopped`, on the CPU.
         rows: the dataset row of each response, with its `prompt`.
+        args: of the run.
     """
     mask = samples["response_mask"]
     result = scorer(**scorer_arguments(processing_class, samples, rows))
     rewards = result.rewards if result.rewards.dim() == 1 else _to_columns(result.rewards, mask)
     scores = sequence_scores(rewards)
-    if penalties.missing_stop is not None:
-        penalized = _in_shape_of_rewards(torch.full_like(scores, penalties.missing_stop), rewards, mask)
+    if args.penalty_reward_value is not None:
+        penalized = _in_shape_of_rewards(torch.full_like(scores, args.penalty_reward_value), rewards, mask)
         stopped = samples["stopped"] if rewards.dim() == 1 else samples["stopped"].unsqueeze(1)
         rewards = torch.where(stopped, rewards, penalized)
     by_source = torch.stack(list(result.by_source.values()), dim=1)
     scored = {"scores": scores, "rewards": rewards, "scores_by_source": by_source}
-    if (buffer_len := penalties.overlong_buffer_len) is not None:
+    if (buffer_len := args.overlong_buffer_len) is not None:
         scored["overlong_penalties"] = overlong_penalty(mask.sum(dim=1), max_len=mask.size(1), buffer_len=buffer_len)
         scored["rewards"] = rewards + _in_shape_of_rewards(scored["overlong_penalties"], rewards, mask)
     if scorer.failure_handling.mask_rows:

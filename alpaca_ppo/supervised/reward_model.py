@@ -10,22 +10,21 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalPrediction, set_seed
 
-from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.config.checks import template_options
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
-from alpaca_ppo.config.script_arguments import LoraArguments
+from alpaca_ppo.config.script_arguments import SupervisedLoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments
 from alpaca_ppo.data import PromptDataset
 from alpaca_ppo.data.prompts import well_formed_messages
 from alpaca_ppo.library_output import has_screen, transformers_bars
-from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
+from alpaca_ppo.models.loading import four_bit
+from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data, with_adapter
 
 PAIR = ("chosen", "rejected")
 
@@ -88,7 +87,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def train_reward_model(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the reward model to its `output_dir`."""
-    types = [RewardModelArguments, LoraArguments, TrainingArguments]
+    types = [RewardModelArguments, SupervisedLoraArguments, TrainingArguments]
     arguments, lora, training = parse_args(types, argv, prog="alpaca-ppo reward")
     # `collate` reads columns that the model does not take.
     training.remove_unused_columns = False
@@ -97,16 +96,19 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     tokenizer = data["processing_class"]
     # The trainer would seed after the head and the adapter are initialized.
     set_seed(training.seed)
+    options: Any = {"pad_token_id": tokenizer.pad_token_id, "dtype": getattr(torch, lora.dtype)}
+    if lora.load_in_4bit:
+        options["quantization_config"] = four_bit()
     with transformers_bars(shown=has_screen()):
         model = AutoModelForSequenceClassification.from_pretrained(
-            model_name, num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id, trust_remote_code=False
+            model_name, num_labels=1, trust_remote_code=False, **options
         )
-    if config := lora.peft_config("SEQ_CLS"):
-        model = inject_adapter(get_peft_model, model, config)
+    model = with_adapter(model, lora, "SEQ_CLS")
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         sequences = [row[column] for column in PAIR for row in rows]
         return dict(tokenizer.pad({"input_ids": sequences}, padding_side="right", return_tensors="pt"))
 
     trainer = RewardTrainer(model, training, collate, compute_metrics=accuracy, **data)
-    train(trainer, counts, "alpaca-ppo train --model_name_or_path ... --dataset_name ... --reward_model_name_or_path")
+    option = "--reward_adapter" if lora.use_peft else "--reward_model_name_or_path"
+    train(trainer, counts, f"alpaca-ppo train --model_name_or_path ... --dataset_name ... {option}")

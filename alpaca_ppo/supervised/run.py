@@ -9,17 +9,40 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from peft import get_peft_model
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from alpaca_ppo.adapters.files import is_adapter
+from alpaca_ppo.adapters.checks import inject_adapter
+from alpaca_ppo.adapters.files import CLASSIFIER_HEADS, is_adapter
 from alpaca_ppo.config.checks import without_nulls
+from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.data import PromptDataset, PromptForm, introduction, load_prompt_dataset, prepare_prompts
 from alpaca_ppo.data.prompts import well_formed_messages
 from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.distributed.threads import limit_threads
 from alpaca_ppo.library_output import has_screen, transformers_bars
 from alpaca_ppo.tracking.console import number
+
+
+def with_adapter(model: PreTrainedModel, lora: LoraArguments, task_type: str) -> Any:
+    """The model to train: `model`, or a new adapter on it. Beside an adapter, the head of a classifier is trained too,
+    in float32 whatever the type of the base.
+    """
+    config = lora.peft_config(task_type)
+    if config is None:
+        return model
+    for name, head in model.named_children():
+        if name in CLASSIFIER_HEADS:
+            head.float().register_forward_pre_hook(lambda _, states: (states[0].float(),))
+    return inject_adapter(get_peft_model, model, config)
 
 
 def rows_that_fit(rows: Iterable[dict[str, Any]], max_length: int) -> Dataset:

@@ -9,9 +9,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
-from peft import get_peft_model
 from transformers import (
     DataCollatorForSeq2Seq,
     GenerationConfig,
@@ -21,11 +21,10 @@ from transformers import (
     set_seed,
 )
 
-from alpaca_ppo.adapters.checks import inject_adapter
 from alpaca_ppo.config.checks import without_nulls
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
-from alpaca_ppo.config.script_arguments import LoraArguments
+from alpaca_ppo.config.script_arguments import SupervisedLoraArguments
 from alpaca_ppo.config.supervised_arguments import SFTArguments
 from alpaca_ppo.control_tokens import continuing
 from alpaca_ppo.data import PromptDataset
@@ -33,7 +32,7 @@ from alpaca_ppo.data.prompts import rendered, well_formed_messages
 from alpaca_ppo.data.templates import PROBE
 from alpaca_ppo.generation.stopping import resolve_stop_tokens, resolve_turn_end, write_stop_tokens
 from alpaca_ppo.models import load_causal_lm
-from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data
+from alpaca_ppo.supervised.run import rows_that_fit, split_conversations, train, trainer_data, with_adapter
 
 IGNORED = -100
 # The tag of a thought (group 1, its two parts 2 and 3) at the end of a prompt.
@@ -167,21 +166,21 @@ class _Trainer(Trainer):
 
 def train_sft(argv: Sequence[str] | None = None) -> None:
     """Trains with the options in `argv` (default: the command line) and writes the model to its `output_dir`."""
-    types = [SFTArguments, LoraArguments, TrainingArguments]
+    types = [SFTArguments, SupervisedLoraArguments, TrainingArguments]
     arguments, lora, training = parse_args(types, argv, prog="alpaca-ppo sft")
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path)
     data, counts = trainer_data(model_name, arguments, training, [arguments.completion_column], tokenize, with_prompts)
     # The trainer would seed after the adapter is initialized.
     set_seed(training.seed)
-    model, tokenizer = load_causal_lm(model_name), data["processing_class"]
+    model = load_causal_lm(model_name, dtype=getattr(torch, lora.dtype), load_in_4bit=lora.load_in_4bit)
+    tokenizer = data["processing_class"]
     # The end of a completion, which is learned.
     end = data["train_dataset"][0]["labels"][-1]
     generation_config = model.generation_config
     if generation_config is not None:
         # The trainer changes and saves this one. Of the base's, it may refuse to do so.
         model.generation_config = GenerationConfig()
-    if config := lora.peft_config("CAUSAL_LM"):
-        model = inject_adapter(get_peft_model, model, config)
+    model = with_adapter(model, lora, "CAUSAL_LM")
     trainer = _Trainer(model, training, DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), **data)
     trainer.generation_config = generation_config
     trainer.stop_token_ids = resolve_stop_tokens(tokenizer, generation_config, [end])

@@ -1,4 +1,4 @@
-"""The `transformers.TrainerCallback`s of a run, with its state and control flags, and `StopAboveKL`.
+"""The `transformers.TrainerCallback`s of a run, with its state and control flags, and `StopAt`.
 
 transformers' CallbackHandler expects TrainingArguments and decides itself when to log, evaluate and save.
 """
@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
+
+from alpaca_ppo.config.checks import COMPARISONS, stop_condition
 
 CONTROL_FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 
@@ -21,23 +23,52 @@ class EvaluationMetrics(dict[str, float]):
         return super().get(name, super().get(name.removeprefix("eval_"), default))
 
 
-class StopAboveKL(TrainerCallback):
-    """Ends the run with a checkpoint once the KL to the reference exceeds `max_kl_to_ref`, in nats per response."""
+class StopAt(TrainerCallback):
+    """Ends the run with a checkpoint once a metric of a step, or of an evaluation after a step, is beyond a bound.
 
-    def __init__(self, max_kl_to_ref: float, say: Callable[[str], Any]) -> None:
-        self._limit, self._say = max_kl_to_ref, say
+    Args:
+        option: the option that asks for it, with its value, for messages.
+        condition: the metric, one of COMPARISONS, and a number, such as "eval/scores >= 0.8" (`stop_condition`).
+        on_any_rank: whether its argument is true on any rank; hooks of a user may give each rank its own metrics.
+        remedy: the end of the message, for a bound that nobody wants to reach.
+
+    Attributes:
+        reached: why the run has ended, in words; None as long as it goes on.
+    """
+
+    def __init__(
+        self,
+        option: str,
+        condition: str,
+        *,
+        on_any_rank: Callable[[bool], bool],
+        say: Callable[[str], Any],
+        remedy: str = "",
+    ) -> None:
+        self._option, self._remedy = option, remedy
+        self._metric, self._comparison, self._bound = stop_condition(option, condition)
+        self._on_any_rank, self._say = on_any_rank, say
+        self.reached: str | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Ends the run if the step's KL is above the limit. Raises `ValueError` if the metrics lack it."""
-        if (kl := context["metrics"].get("objective/kl_sum_seq")) is None:
-            raise ValueError(f"max_kl_to_ref is {self._limit}, but record_step_stats() gave no objective/kl_sum_seq")
-        if kl > self._limit:
+        """Raises a `ValueError` if the first metrics lack the one that is asked for."""
+        if not self._metric.startswith("eval/"):
+            self._compare(state.global_step, control, context["metrics"], is_first=state.global_step == 1)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        if self._metric.startswith("eval/"):
+            self._compare(state.global_step, control, context["metrics"], is_first=True)
+
+    def _compare(self, step: int, control: Any, metrics: Mapping[str, float], *, is_first: bool) -> None:
+        value = metrics.get(self._metric)
+        if value is None and is_first:
+            raise ValueError(f"{self._option}, but there is no metric {self._metric}; there are {', '.join(metrics)}")
+        met = value is not None and COMPARISONS[self._comparison](value, self._bound)
+        # A run can only be ended after a step.
+        if step and self._on_any_rank(met):
             control.should_save = control.should_training_stop = True
-            self._say(
-                f"step {state.global_step}: objective/kl_sum_seq is {kl:.4g} nats, above max_kl_to_ref "
-                f"({self._limit}): the run ends here, with a checkpoint. Raise max_kl_to_ref to resume from it, or "
-                "start a new run with a higher kl_coef or a lower learning_rate"
-            )
+            self.reached = f"{self._metric} was {value:.4g} ({self._option})"
+            self._say(f"step {step}: {self.reached}: the run ends here, with a checkpoint{self._remedy}")
 
 
 class CallbackHandler:

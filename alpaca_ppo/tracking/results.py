@@ -77,18 +77,20 @@ class WeightsStep:
         trained_steps: completed steps when they were saved: more than `step` if `load_best_model_at_end` chose earlier
             ones.
         metric: `metric_for_best_model`, if the weights are those of the best checkpoint.
+        ended_by: what has ended the run before its last step, in words.
     """
 
     step: int
     trained_steps: int
     metric: str | None = None
     value: float | None = None
+    ended_by: str | None = None
 
     def __str__(self) -> str:
         """Such as "step 20 of 40, the best evaluation by eval/scores (0.93)"."""
-        if self.metric is None:
-            return f"step {self.step} of {self.trained_steps}"
-        return f"step {self.step} of {self.trained_steps}, the best evaluation by {self.metric} ({self.value:.4g})"
+        best = "" if self.metric is None else f", the best evaluation by {self.metric} ({self.value:.4g})"
+        end = "" if self.ended_by is None else f"; the run ended because {self.ended_by}"
+        return f"step {self.step} of {self.trained_steps}{best}{end}"
 
     def write(self, folder: StrPath) -> None:
         write_text_atomically(Path(folder) / STEP_FILE, json.dumps(asdict(self), indent=2) + "\n")

@@ -224,10 +224,7 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
     """
     path, present = output_dir / "metrics.jsonl", metrics_identity(output_dir, written["lines"])
     if path.exists() and present != written:
-        raise ValueError(
-            f"{path} does not belong to the run that wrote the checkpoint: its first {present['lines']} lines are not "
-            f"the {written['lines']} of that run; choose another output_dir, or move the file away"
-        )
+        raise ValueError(f"{path} belongs to another run than the checkpoint; move it, or choose another output_dir")
 
 
 def _lines(path: Path) -> list[bytes]:

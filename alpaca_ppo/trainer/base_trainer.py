@@ -32,7 +32,7 @@ from alpaca_ppo.ppo.mismatch import SamplerMismatch, last_update
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
-from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAboveKL
+from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAt
 from alpaca_ppo.tracking.console import Console
 from alpaca_ppo.tracking.results import WeightsStep
 from alpaca_ppo.tracking.run_log import check_metrics, metrics_identity
@@ -193,8 +193,16 @@ class BaseTrainer(ABC):
         """The callbacks of every run, in the order in which they are notified."""
         args, log = self.args, self.run_log
         callbacks: list[TrainerCallback] = [Console(args, log), RunDoctor(args, self.accelerator, log)]
-        if args.max_kl_to_ref is not None:
-            callbacks.append(StopAboveKL(args.max_kl_to_ref, log.message))
+        on_any_rank = partial(collectives.any_rank, accelerator=self.accelerator)
+        stop_at = partial(StopAt, on_any_rank=on_any_rank, say=log.message)
+        if args.stop_at is not None:
+            callbacks.append(stop_at(f"stop_at: {args.stop_at}", args.stop_at))
+        if (limit := args.max_kl_to_ref) is not None:
+            remedy = (
+                ". Raise max_kl_to_ref to resume from it, or start a new run with a higher kl_coef or a lower "
+                "learning_rate"
+            )
+            callbacks.append(stop_at(f"max_kl_to_ref: {limit}", f"objective/kl_sum_seq > {limit}", remedy=remedy))
         if args.report:
             callbacks.append(ReportRefresher(args.output_dir, is_main=log.is_main, say=log.message))
         return callbacks
@@ -242,7 +250,7 @@ class BaseTrainer(ABC):
                 raise
             except SamplerMismatch:
                 # Before the first update there is nothing to save.
-                if self.progress.is_current and not self.progress.at_start:
+                if self.progress.is_current and self.progress.step > 0:
                     self._save_interrupted("sampler and trainer disagree")
                 raise
 
@@ -334,9 +342,11 @@ class BaseTrainer(ABC):
     def weights_step(self) -> WeightsStep:
         """Which step of the run the weights in the models are from."""
         best, trained = self.state.best_global_step, self.state.global_step
+        rules = [callback for callback in self.callback_handler.built_in if isinstance(callback, StopAt)]
+        of_last = WeightsStep(trained, trained, ended_by=next((rule.reached for rule in rules if rule.reached), None))
         if best is None or not (self.checkpoints.best_is_loaded or best == trained):
-            return WeightsStep(trained, trained)
-        return WeightsStep(best, trained, metric=self.checkpoints.best.metric, value=self.state.best_metric)
+            return of_last
+        return replace(of_last, step=best, metric=self.checkpoints.best.metric, value=self.state.best_metric)
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
         """Writes `checkpoint-<step>` atomically and returns its path.
@@ -366,7 +376,7 @@ class BaseTrainer(ABC):
         """Restores a resumed run, checks disk and sampler, begins the log, evaluates before the first step, and ends a
         step that was interrupted.
         """
-        folder = self.checkpoints.prepare_folder(resume_from_checkpoint, has_trained=not self.progress.at_start)
+        folder = self.checkpoints.prepare_folder(resume_from_checkpoint, has_trained=self.progress.step > 0)
         seed_random_states(self.args.seed, self.accelerator.process_index)
         lines = self._restore(folder)
         # Also a barrier: every rank has looked for checkpoints before one of them writes to the folder.
@@ -374,7 +384,7 @@ class BaseTrainer(ABC):
             # A run without steps left only writes its final models again.
             if not self._finished:
                 check_room(self.args, self.start.checkpoint_size, self.schedule.num_steps - self.state.global_step)
-        start_is_logged = lines > 0 or not self.progress.at_start
+        start_is_logged = lines > 0 or self.progress.step > 0
         logged_step = self.progress.step if start_is_logged else -1
         provenance = self.start.record.provenance(hardware(self.accelerator), resumed_step=logged_step)
         sets = {"train": self.train_prompts, **{f"eval {name}".strip(): p for name, p in self.eval_prompts.items()}}

@@ -70,7 +70,7 @@ class Evaluator:
             folder = f"eval/{name}" if name else "eval"
             measured = self._evaluate_set(name, folder, step, record) | record.logged_means()
             stats |= {f"{folder}/{metric}": value for metric, value in measured.items()}
-            seconds += sum(record.timers.seconds.values())
+            seconds += sum(record.seconds.values())
         return stats | {"time/eval": seconds}
 
     def answer_texts(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams) -> list[list[str]]:

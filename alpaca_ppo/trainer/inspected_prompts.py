@@ -76,9 +76,7 @@ def greedy_answers(
     NaN.
     """
     params = replace(sampling_params, do_sample=False, num_return_sequences=1)
-    samples = hook_checks.complete_samples(
-        generate(prompts, params), prompts, num_return_sequences=1, max_new_tokens=params.max_new_tokens
-    )
+    samples = hook_checks.complete_samples(generate(prompts, params), prompts, params)
     unscored = torch.full((len(prompts["rows"]),), torch.nan)
     return {**samples, **token_statistics(collector, samples), "scores": unscored}
 

@@ -25,7 +25,7 @@ from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.environments.kinds import EnvironmentFactory
 from alpaca_ppo.environments.tool_calls import ToolCallParser
 from alpaca_ppo.functional import AdvantageInputs, shape_rewards
-from alpaca_ppo.functional.shaping import per_token, sequence_scores
+from alpaca_ppo.functional.shaping import distill, per_token, sequence_scores
 from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
 from alpaca_ppo.ppo import metrics
@@ -42,7 +42,7 @@ from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards.batch import RowFailure
 from alpaca_ppo.rewards.build import RewardFunc
 from alpaca_ppo.rewards.reward_function import merged
-from alpaca_ppo.rewards.scorer import Penalties, score_responses
+from alpaca_ppo.rewards.scorer import score_responses
 from alpaca_ppo.tracking import rollout_tables
 from alpaca_ppo.tracking.console import samples_are_due
 from alpaca_ppo.trainer import setup
@@ -151,12 +151,15 @@ class PPOTrainer(BaseTrainer):
         """A rollout on this rank's prompts and the update on the global rollouts; returns the step's metrics."""
         step, self.last_rollouts = self.state.global_step, None
         rollouts = self.step_rollouts(prompt_batches)
+        rewards, logprobs, mask = rollouts["rewards"], rollouts["logprobs"], rollouts["response_mask"]
+        if "teacher_logprobs" in rollouts:
+            rewards = distill(rewards, logprobs, rollouts["teacher_logprobs"], mask, self.args.teacher_coef)
         shaped = self._shape_reward(
-            rewards=rollouts["rewards"],
+            rewards=rewards,
             responses=rollouts["responses"],
-            logprobs=rollouts["logprobs"],
+            logprobs=logprobs,
             ref_logprobs=rollouts["ref_logprobs"],
-            response_mask=rollouts["response_mask"],
+            response_mask=mask,
         )
         rollouts |= hook_checks.checked("_shape_reward", shaped, rollouts)
         # The hook calls the shaped rewards `rewards`, and those before shaping `scores`.
@@ -176,8 +179,7 @@ class PPOTrainer(BaseTrainer):
     def step_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """The global rollouts of a step (`rollout`), after `dynamic_sampling` has replaced uninformative prompts."""
         step = self.state.global_step
-        rollouts = self.rollout(prompt_batches)
-        hook_checks.check_rollouts(rollouts)
+        rollouts = hook_checks.checked_rollouts(self.rollout(prompt_batches))
         if self.args.dynamic_sampling:
             prompts = self.step_prompts(step)
             rollouts, stats = replace_uninformative(rollouts, prompts, self._redraw, args=self.args)
@@ -187,9 +189,8 @@ class PPOTrainer(BaseTrainer):
 
     def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
         """The global rollouts of dataset indices that `dynamic_sampling` has drawn in a round (from 1)."""
-        rollouts = self.rollout(self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round))
-        hook_checks.check_rollouts(rollouts)
-        return rollouts
+        batches = self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round)
+        return hook_checks.checked_rollouts(self.rollout(batches))
 
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and computes their log-probs
@@ -272,7 +273,7 @@ class PPOTrainer(BaseTrainer):
             rows["baseline_scores"] = sequence_scores(baseline["rewards"]).repeat_interleave(n)
             if "trained_rows" in rows:
                 rows["trained_rows"] = rows["trained_rows"] & baseline["trained_rows"].repeat_interleave(n)
-        with record.timers.measure("logprobs"):
+        with record.measure("logprobs"):
             rows |= self.collector.forward(rows, options, temperature=sampling_params.temperature)
         count = (len(prompts["rows"]) - prompts.get("num_dummies", 0)) * n
         failures = [failure for failure in self.collector.scorer.pop_failures() if (failure.row or 0) < count]
@@ -282,26 +283,19 @@ class PPOTrainer(BaseTrainer):
         self, prompts: PromptBatch, sampling_params: SamplingParams, record: StepRecord, measure: Measure | None = None
     ) -> dict[str, Tensor]:
         """Checked samples of this rank's prompts with their scores, on the CPU."""
-        timers = record.timers
         rows = [row for row in prompts["rows"] for _ in range(sampling_params.num_return_sequences)]
         with ExitStack() as stack:
             if self.environments is not None:
                 begin = self.environments.episodes(prompts, sampling_params, self.collector.preemption.poll)
-                with timers.measure("environments"):
+                with record.measure("environments"):
                     episodes = stack.enter_context(begin)
                 rows, sampling_params = episodes.rows, episodes.sampling_params
                 prompts = {**episodes.prompts, "episodes": episodes}
-            with timers.measure("rollout"):
+            with record.measure("rollout"):
                 samples = self._generate(prompts, sampling_params)
-            samples = hook_checks.complete_samples(
-                samples,
-                prompts,
-                num_return_sequences=sampling_params.num_return_sequences,
-                max_new_tokens=sampling_params.max_new_tokens,
-                sample_ids=sampling_params.sample_ids,
-            )
+            samples = hook_checks.complete_samples(samples, prompts, sampling_params)
             self.collector.preemption.poll()
-            with timers.measure("score"):
+            with record.measure("score"):
                 scores = self._score(samples, rows)
                 scored = hook_checks.check_scores(scores, samples, num_sources=len(self.collector.scorer.names))
                 samples = samples | scored
@@ -339,8 +333,7 @@ class PPOTrainer(BaseTrainer):
             `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
             of the token; `scores_by_source` (C, sources).
         """
-        penalties = Penalties(self.args.penalty_reward_value, self.args.overlong_buffer_len)
-        scored = score_responses(self.collector.scorer, self.processing_class, samples, rows, penalties=penalties)
+        scored = score_responses(self.collector.scorer, self.processing_class, samples, rows, self.args)
         if self.environments is not None and self.environments.reward_per_token:
             scored["rewards"] = per_token(scored["rewards"], samples["response_mask"])
         return scored
@@ -385,7 +378,7 @@ class PPOTrainer(BaseTrainer):
         gives_gradient = gradient_mask(rollouts, self.args).any(dim=1)
         plan = [update for update in planned if gives_gradient[update.rows].any()]
         stats.empty_updates = len(planned) - len(plan)
-        with self.step_record.timers.measure("update", len(plan)) as count_updates:
+        with self.step_record.measure("update", len(plan)) as count_updates:
             for update in plan:
                 count_updates(1)
                 for batch in self.updater.micro_batches(rollouts, update):
@@ -426,7 +419,7 @@ class PPOTrainer(BaseTrainer):
         """
         record, self.step_record = self.step_record, setup.make_step_record(self.run_log)
         self.last_rollouts = rollouts
-        local = {**record.timers.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
+        local = {**record.seconds, "memory/peak_gib": metrics.peak_memory_gib(self.accelerator.device)}
         stats = {
             "objective/kl_coef": self.kl_controller.value,
             **self.updater.learning_rates.stats(),

@@ -62,10 +62,6 @@ class TrainProgress:
         """Whether no step was completed and no optimizer step taken since the last `advance`."""
         return (self.step, self._num_updates) == (self._state.global_step, self._updater.num_updates)
 
-    @property
-    def at_start(self) -> bool:
-        return self.step == 0
-
     def rewind(self) -> None:
         set_random_states(self._random)
 

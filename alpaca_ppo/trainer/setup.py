@@ -45,6 +45,7 @@ from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.metrics import StepRecord
 from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.rollouts import RolloutCollector
+from alpaca_ppo.ppo.teacher import make_teacher
 from alpaca_ppo.ppo.updates import Updater, make_updater
 from alpaca_ppo.rewards import AdapterClassifier, FailureHandling, FunctionReward, ModelReward, RewardScorer
 from alpaca_ppo.rewards.build import RewardFunc, build_reward
@@ -142,6 +143,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         args = replace(args, reference=model_folder("reference", args.reference))
     preflight.check_output_dir(args)
     kinds = make_kinds(given.tools, given.environment_factory)
+    rewarded = given.reward_funcs or args.reward_adapter or any(kind.rewards for kind in kinds.values())
+    if args.teacher_model_name_or_path is not None and not rewarded:
+        given = replace(given, reward_funcs=teacher_alone)
     evaluation = preflight.evaluation_settings(args, given.reward_funcs, given.metric_funcs, kinds)
     if not scores_itself:
         preflight.check_reward_columns(
@@ -161,7 +165,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         environments_or_tools=bool(kinds) or samples_itself,
         prompts_that_are_messages=chat,
     )
-    schedule = make_schedule(len(train_prompts), args)
+    schedule = PromptSchedule(len(train_prompts), args)
 
     actor_critic = _make_actor_critic(given, model, value_model, processing_class, args)
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
@@ -175,10 +179,10 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     if environments is not None:
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)
-    reference = make_reference(actor_critic, ref_model, args)
-    identity = start_identity(actor_critic, reference, scorer, environments)
+    reference, teacher = make_reference(actor_critic, ref_model, args), make_teacher(args, processing_class)
+    identity = start_identity(actor_critic, reference, teacher, scorer, environments)
 
-    padding = agree_on_padding(actor_critic, reference, accelerator)
+    padding = agree_on_padding(actor_critic, {"reference": reference, "teacher": teacher}, accelerator)
     updater = make_updater(accelerator, actor_critic, *given.optimizers, args=args, schedule=schedule)
     multi_turn = environments is not None and environments.answer
     run_log = RunLog(accelerator, args)
@@ -187,6 +191,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         updater.engine,
         args,
         reference,
+        teacher,
         scorer,
         metric_scorer,
         make_backend(args.generation_backend, args),
@@ -246,7 +251,8 @@ def _make_actor_critic(
     critic_start = factory.first_reward_model(given.reward_funcs) if args.init_value_with_reward else value_model
     # The tokenizer of a model in memory is not known.
     if args.uses_critic and args.critic_layout == "separate" and isinstance(critic_start, str):
-        check_same_tokenizer(critic_start, processing_class, trust_remote_code=args.trust_remote_code)
+        remedy, trust = "start the critic from another model", args.trust_remote_code
+        check_same_tokenizer("value_model", critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
     return actor_critic
 
 
@@ -340,19 +346,6 @@ def build_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.d
     return scorer.to(device)
 
 
-def make_schedule(num_prompts: int, args: PPOConfig) -> PromptSchedule:
-    """The prompts of each step; one epoch if none of `total_epochs`, `total_episodes` and `max_steps` is set."""
-    lengths = (args.total_epochs, args.total_episodes, args.max_steps)
-    return PromptSchedule(
-        num_prompts,
-        args.rollout_batch_size,
-        seed=args.seed,
-        total_epochs=1 if lengths == (None, None, None) else args.total_epochs,
-        total_episodes=args.total_episodes,
-        num_steps=args.max_steps,
-    )
-
-
 def make_sampling_params(
     actor_critic: ActorCritic, processing_class: Any, args: PPOConfig, *, chat: bool
 ) -> SamplingParams:
@@ -403,22 +396,26 @@ def make_scorer(sources: Any, tokenizers: Any, args: PPOConfig, device: torch.de
     if args.reward_adapter is not None:
         if weights is not None:
             if len(weights) != len(given) + 1:
-                raise ValueError(
-                    f"reward_weights has {len(weights)} numbers for {len(given)} reward_funcs and a reward_adapter; "
-                    "give one each, the adapter's last"
-                )
+                raise ValueError(f"reward_weights has {len(weights)} numbers; give {len(given) + 1}, the adapter last")
             weights = weights[:-1] or None
         # For their errors, before any model is loaded.
         model_folder("reward_adapter", args.reward_adapter, part=None, writes_text=False)
         read_reward_adapter(args.reward_adapter)
         _reward_tokenizer(args)
     elif not given and not any(kind.rewards for kind in kinds.values()):
-        raise ValueError("there is no reward: pass reward_funcs, or an environment with a method get_reward or reply")
+        raise ValueError(
+            "there is no reward: pass reward_funcs, an environment with a method get_reward or reply, or a teacher"
+        )
     scorer = build_scorer(given, tokenizers, args, device, reward_weights=weights)
     for source in scorer.sources:
         if isinstance(source, ModelReward):
             use_torch_activations(source.model)
     return scorer
+
+
+def teacher_alone(completions: list[Any], **columns: Any) -> list[float]:
+    """The reward where everything that is learned comes from a teacher."""
+    return [0.0] * len(completions)
 
 
 def _reward_tokenizer(args: PPOConfig) -> Any:

@@ -67,7 +67,7 @@ def test_the_best_checkpoint_is_what_trainer_and_final_hold(tmp_path, layout):
     arguments = {"peft_config": lora} if layout == "adapter" else {}
     trainer = best_run(tmp_path, [1, 3, 2], arguments=arguments, critic_layout=layout)
     assert_holds(trainer, tmp_path, 2)
-    entries = {"step": 2, "trained_steps": 3, "metric": NAME, "value": 3.0}
+    entries = {"step": 2, "trained_steps": 3, "metric": NAME, "value": 3.0, "ended_by": None}
     assert json.loads((tmp_path / "final/step.json").read_text()) == entries
     card = (tmp_path / "final/policy/README.md").read_text()
     assert f"the weights are those of step 2 of 3, the best evaluation by {NAME} (3). " in card

@@ -146,7 +146,7 @@ def test_records_of_another_run_are_not_mixed_with_the_checkpoint_s(run, tmp_pat
     )
     mixed = Path(shutil.copytree(run, tmp_path / "mixed"))
     shutil.copy(other / "metrics.jsonl", mixed)
-    refuse(mixed, "metrics.jsonl does not belong to the run that wrote the checkpoint", resume=True)
+    refuse(mixed, "metrics.jsonl belongs to another run than the checkpoint", resume=True)
     (other / "metrics.jsonl").unlink()
     tiny_trainer(other, **RUN).train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert [line["step"] for line in metric_lines(other)] == [3]

@@ -151,8 +151,8 @@ def test_the_answers_of_one_evaluation_are_the_opponent_of_another_and_each_set_
     [
         ({"eval_dataset_name": None}, "there are no eval prompts"),
         ({}, "there is no reward"),
-        ({"eval_datasets": ["a=b"]}, "eval_datasets is .*name every eval set in eval_datasets"),
-        ({"eval_dataset_name": None, "eval_datasets": ["data.jsonl"]}, "not of the form set=dataset"),
+        ({"eval_datasets": ["a=b"]}, "eval_datasets is .*name all in eval_datasets"),
+        ({"eval_dataset_name": None, "eval_datasets": ["data.jsonl"]}, "write set=dataset"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(flags, message, base, tmp_path):
@@ -197,5 +197,5 @@ def test_earlier_results_are_kept_unless_they_are_to_be_replaced(base, tmp_path)
 def test_a_set_is_named_once(base, tmp_path):
     sets = [f"a={base / 'prompts.jsonl'}"] * 2
     argv = options(base, tmp_path, eval_dataset_name=None, eval_datasets=sets, reward_funcs=[REWARD])
-    with pytest.raises(ValueError, match="a=.*with a new name"):
+    with pytest.raises(ValueError, match="a=.*each set once"):
         evaluate([*argv, "--model", str(base / "model")])

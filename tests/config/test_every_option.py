@@ -92,6 +92,10 @@ tracking/test_run_log.py
   test_another_tracker_gets_the_runs_name_configuration_and_metrics: report_to
 trainer/test_algorithms.py
   test_a_run_ends_with_a_checkpoint_where_the_kl_passes_its_bound: max_kl_to_ref
+  test_a_run_ends_where_a_score_is_reached_and_says_why: stop_at
+trainer/test_distillation.py
+  test_its_log_probs_are_those_of_its_model_at_the_run_s_temperature: teacher_model_name_or_path teacher_offloaded
+  test_what_a_teacher_cannot_be_is_said_before_the_run: teacher_coef teacher_dtype
 trainer/test_dynamic_sampling.py
   test_prompts_whose_raw_scores_are_equal_give_their_places_to_the_next_ones: dynamic_sampling
 trainer/test_evaluation.py

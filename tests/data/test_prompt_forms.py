@@ -73,7 +73,7 @@ def test_a_users_message_is_refused_without_a_chat_template_and_with_unknown_col
         prepare([{"question": "Hi"}], byte_tokenizer(), user_template="{question}")
     with pytest.raises(ValueError, match=r"user_template '\{query\}' uses \['query'\], but .* \['question'\]"):
         prepare([{"question": "Hi"}], user_template="{query}")
-    with pytest.raises(ValueError, match=r"user_template 'alpaca' needs a field"):
+    with pytest.raises(ValueError, match=r"user_template 'alpaca' must name columns in braces"):
         prepare([{"question": "Hi"}], user_template="alpaca")
 
 

@@ -37,16 +37,16 @@ def test_format_string_takes_any_columns_and_keeps_doubled_braces():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("vicuna", "prompt_template 'vicuna' needs a field.*; a named template is one of alpaca"),
+        ("vicuna", "prompt_template 'vicuna' must name columns in braces.*, or be one of alpaca"),
         ("Q: {query}", "uses \\['query'\\], but the columns are \\['question', 'answer'\\]"),
         ("Q: {question", "not a valid format string .*double each literal brace"),
-        ("Q: {}", "plain column name"),
-        ("Q: {0}", "plain column name"),
-        ("Q: {question.__class__}", "plain column name"),
-        ("Q: {question[0]}", "plain column name"),
-        ("Q: {question!r}", "plain column name"),
-        ("Q: {question:>9}", "plain column name"),
-        ("Q: {{question}}", "needs a field"),
+        ("Q: {}", "name columns in braces"),
+        ("Q: {0}", "name columns in braces"),
+        ("Q: {question.__class__}", "name columns in braces"),
+        ("Q: {question[0]}", "name columns in braces"),
+        ("Q: {question!r}", "name columns in braces"),
+        ("Q: {question:>9}", "name columns in braces"),
+        ("Q: {{question}}", "must name columns in braces"),
     ],
 )
 def test_an_invalid_template_is_refused_before_any_row_is_read(text, message):

@@ -18,6 +18,7 @@ from alpaca_ppo import LoraArguments, PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.cli.commands import COMMANDS
 from alpaca_ppo.cli.evaluate import EvaluateArguments
 from alpaca_ppo.cli.launch import split_flags
+from alpaca_ppo.config.script_arguments import SupervisedLoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.estimate_memory.estimator import EstimateArguments
 from tests.docs.conftest import RUN
@@ -26,7 +27,7 @@ from tests.docs.markdown import ROOT, all_blocks
 ARGUMENTS: dict[str, list[type]] = {
     "examples/train_ppo.py": [ScriptArguments, LoraArguments, PPOConfig],
     "examples/train_sft.py": [SFTArguments, TrainingArguments],
-    "examples/train_reward_model.py": [RewardModelArguments, LoraArguments, TrainingArguments],
+    "examples/train_reward_model.py": [RewardModelArguments, SupervisedLoraArguments, TrainingArguments],
     "alpaca_ppo.cli.evaluate": [EvaluateArguments, LoraArguments, PPOConfig],
     "alpaca_ppo.estimate_memory": [EstimateArguments, LoraArguments, PPOConfig],
 }

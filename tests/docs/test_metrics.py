@@ -44,6 +44,7 @@ RUNS = {
         },
     },
     "everything in the loss, critic pretraining and an evaluation": {
+        "teacher_model_name_or_path": "a folder",
         "kl_loss_coef": 0.001,
         "entropy_coef": 0.01,
         "positive_nll_coef": 0.1,
@@ -84,6 +85,9 @@ def lines(tmp_path_factory):
     found = []
     for settings in RUNS.values():
         folder = tmp_path_factory.mktemp("run")
+        if "teacher_model_name_or_path" in settings:
+            settings = settings | {"teacher_model_name_or_path": str(folder / "teacher")}
+            tiny_causal_lm("llama", seed=1).save_pretrained(folder / "teacher")
         tiny_trainer(folder, num_logged_rollouts=0, **settings).train()
         found.append(metric_lines(folder, timings=True))
     return found

@@ -296,7 +296,7 @@ def test_an_environment_that_never_returns_stops_the_run_by_name(method):
         (lambda release: 1 / 0, "environment_factory raised ZeroDivisionError: division by zero"),
         (lambda release: release.wait(60), r"environment_factory was not done after 1 seconds; .* tool_timeout"),
         (lambda release: FIRST, "environment_factory returned the same object twice"),
-        (lambda release: Counter(), "environment_factory returned a Counter after a Talks; name a factory for each"),
+        (lambda release: Counter(), "environment_factory returned a Counter after a Talks; name one for each"),
     ],
 )
 def test_an_environment_that_cannot_be_made_in_the_run_stops_it_by_name(made, problem):

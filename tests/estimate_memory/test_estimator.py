@@ -11,10 +11,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.cli.configurations import estimate_memory as main
@@ -22,7 +22,7 @@ from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.script_arguments import LoraArguments
 from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp
 from alpaca_ppo.distributed.held_memory import CAUSES, PHASES, Measured, Sharding, phases
-from alpaca_ppo.estimate_memory.estimator import EstimateArguments, estimate, predict, table
+from alpaca_ppo.estimate_memory.estimator import GIB, EstimateArguments, estimate, predict, table
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models
 from alpaca_ppo.estimate_memory.passes import largest_micro_batch, measure
 from tests.tiny_models import tiny_config, tiny_tokenizer
@@ -218,6 +218,44 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
     assert offloaded == 0
     shared = of_run(None, lora(), critic_layout="shared")["score"]
     assert shared.optimizer == 8 * (ADAPTER + 128)
+
+
+@pytest.mark.parametrize("command", ["sft", "reward"])
+@pytest.mark.parametrize("flags", [[], ["--use_peft", "--lora_r", "8"], ["--use_peft", "--dtype", "bfloat16"]])
+def test_supervised_training_takes_the_memory_that_its_models_need(command, flags, capsys):
+    names = ["--model_name_or_path", saved(llama()), "--dataset_name", "none", "--output_dir", "none", *flags]
+    sizes = ["--max_length", "64", "--per_device_train_batch_size", "4", "--json", "--device_gib", "2"]
+    assert main([command, *names, *sizes]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (phase,) = found["phases"]
+    auto_class = AutoModelForCausalLM if command == "sft" else AutoModelForSequenceClassification
+    dtype = torch.bfloat16 if "bfloat16" in flags else torch.float32
+    model = auto_class.from_config(llama(pad_token_id=0, num_labels=1), dtype=dtype)
+    if flags:
+        config = LoraConfig(
+            r=8 if "8" in flags else 16,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM" if command == "sft" else "SEQ_CLS",
+        )
+        model = get_peft_model(model, config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elements = sum(parameter.numel() for parameter in trained)
+    # The head of an estimate has two labels.
+    assert phase["gradients"] == pytest.approx(4 * elements, rel=0.005)
+    assert phase["optimizer"] == 2 * phase["gradients"]
+    live = LiveBytes()
+    live.track(model.state_dict())
+    assert phase["weights"] == pytest.approx(live.live, rel=0.01)
+    live.track([parameter.grad for parameter in trained if parameter.grad is not None])
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.randint(5, 60, (4 if command == "sft" else 8, 64))
+    with live:
+        labels = ids if command == "sft" else None
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, labels=labels)
+        (output.logits.float().sum() if labels is None else output.loss).backward()
+    assert found["peak"] - phase["optimizer"] - phase["gradients"] == pytest.approx(live.peak, rel=0.1)
+    assert found["fits"] and found["limit"] == GIB
 
 
 def test_four_bits_shrink_the_linear_layers_of_the_base():
@@ -540,7 +578,7 @@ def test_adapters_that_do_not_go_together_are_refused(folder, tmp_path):
     config.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match="model .*adapter' is an adapter; leave peft_config"):
         estimated("--model_name_or_path", str(tmp_path / "adapter"), *FLAGS, "--use_peft")
-    with pytest.raises(ValueError, match="the policy's weights are 4-bit and all of them would"):
+    with pytest.raises(ValueError, match="4-bit weights cannot all be trained"):
         four = ("--load_in_4bit", "--critic_layout=shared", "--reference=none", "--kl_coef=0")
         estimated("--model_name_or_path", folder, *FLAGS[1:], *four)
 

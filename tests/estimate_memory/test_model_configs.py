@@ -76,14 +76,14 @@ def test_a_deepspeed_file_that_is_none_is_refused(folder, tmp_path):
 
 def test_a_deepspeed_file_without_settings_is_refused(folder, tmp_path):
     (tmp_path / "list.json").write_text("[3]")
-    with pytest.raises(ValueError, match=r"deepspeed .*list.json', which contains \[3\], which is not a JSON object"):
+    with pytest.raises(ValueError, match=r"deepspeed .*list.json', which holds \[3\]; make it an object"):
         estimated("--model_name_or_path", folder, *FLAGS, *TWO, "--deepspeed", str(tmp_path / "list.json"))
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((*ON_A_DEVICE, *TWO, *FOUR_BIT, "--zero_stage=3"), "ZeRO 3 would shard the 4-bit weights without their"),
+        ((*ON_A_DEVICE, *TWO, *FOUR_BIT, "--zero_stage=3"), "load_in_4bit is True, which ZeRO 3 excludes"),
         ((*ON_A_DEVICE, *TWO, *FOUR_BIT, "--fsdp=true"), "load_in_4bit is True, which fsdp excludes"),
         ((*FLAGS, *FOUR_BIT), "load_in_4bit and use_cpu are both True"),
         ((*FLAGS, "--query_len=900"), "is more than the model's max_position_embeddings"),

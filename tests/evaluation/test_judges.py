@@ -51,7 +51,7 @@ def test_stored_answers_come_from_a_column_or_a_file(tmp_path):
         stored_answers(str(path), [{"prompt": "r"}])
     with pytest.raises(ValueError, match=r"row 0 has no text in it, only \['prompt', 'gold"):
         stored_answers("column:silver", rows)
-    with pytest.raises(ValueError, match="which is no file"):
+    with pytest.raises(ValueError, match="no file in"):
         stored_answers("no/file.jsonl", rows)
     for line, what in (("{", "line 1 is no JSON"), ("3", "line 1 is no JSON"), ('{"prompt": "p"}', "as response")):
         path.write_text(line + "\n")

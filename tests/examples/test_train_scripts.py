@@ -12,7 +12,13 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    Trainer,
+)
 
 from alpaca_ppo.adapters.adapter_set import add_policy_adapter
 from alpaca_ppo.adapters.files import read_policy_adapter
@@ -572,22 +578,31 @@ def test_reward_training_writes_a_classifier_that_scores_as_the_trainer_will_ask
     assert bool((good > bad).all())
 
 
-@pytest.mark.parametrize("pad_token", ["<pad>", None])
-def test_a_reward_adapter_scores_as_it_was_trained_whatever_pads(pad_token, model_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("pad_token", "dtype", "precision"),
+    [("<pad>", torch.float32, 1e-6), (None, torch.float32, 1e-6), ("<pad>", torch.bfloat16, 1e-2)],
+)
+def test_a_reward_adapter_scores_as_it_was_trained_whatever_pads(
+    pad_token, dtype, precision, model_folder, tmp_path, capsys
+):
     """Conversations end in eos, which pads too where the tokenizer has no pad token."""
     tokenizer, messages = AutoTokenizer.from_pretrained(model_folder), [{"role": "user", "content": "w10 w14"}]
     tokenizer.pad_token = pad_token
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} <eos> {% endfor %}"
     tokenizer.save_pretrained(model_folder)
-    (model := tiny_causal_lm("llama", pad_token_id=None)).save_pretrained(model_folder)
+    (model := tiny_causal_lm("llama", pad_token_id=None).to(dtype)).save_pretrained(model_folder)
     rows = [{**row, "prompt": messages} for row in pairs(tokenizer, 8)]
     data, out = write(tmp_path / "pairs.jsonl", rows), str(tmp_path / "out")
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", out]
-    reward_model.train_reward_model([*names, *QUICK, "--use_peft", "--num_train_epochs", "1"])
+    base = ["--use_peft", "--dtype", str(dtype).removeprefix("torch.")]
+    reward_model.train_reward_model([*names, *QUICK, *base, "--num_train_epochs", "1"])
+    assert capsys.readouterr().out.rstrip().endswith(f"--reward_adapter {out}")
+    with safe_open(f"{out}/adapter_model.safetensors", "pt") as weights:
+        assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.float32}
 
     tokenizer = AutoTokenizer.from_pretrained(out)
     pad = {"pad_token_id": tokenizer.pad_token_id}
-    classifier = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1, **pad)
+    classifier = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1, dtype=dtype, **pad)
     classifier = PeftModel.from_pretrained(classifier, out).merge_and_unload().eval()
     texts = [[{"role": "assistant", "content": text}] for text in ("w20", "w30 w15", "w30")]
     sequences = [tokenizer.apply_chat_template([*messages, *text], return_dict=True)["input_ids"] for text in texts]
@@ -605,8 +620,27 @@ def test_a_reward_adapter_scores_as_it_was_trained_whatever_pads(pad_token, mode
         tiny_config(tmp_path, reward_adapter=out),
         torch.device("cpu"),
     )
-    assert_close(whole, trained, atol=1e-6, rtol=1e-6)
-    assert_close(scorer(*asked).rewards, trained, atol=1e-6, rtol=1e-6)
+    assert_close(whole, trained.float(), atol=precision, rtol=precision)
+    assert_close(scorer(*asked).rewards, trained.float(), atol=precision, rtol=precision)
+
+
+@pytest.mark.parametrize("train", [sft.train_sft, reward_model.train_reward_model])
+def test_the_frozen_base_alone_is_in_bfloat16(train, model_folder, tmp_path, monkeypatch):
+    row = {"prompt": "w10 w11", "completion": "w12", "chosen": " w20", "rejected": " w30"}
+    names = ["--dataset_name", write(tmp_path / "data.jsonl", [row] * 4), "--output_dir", str(tmp_path / "out")]
+    names += ["--model_name_or_path", str(model_folder), *QUICK, "--num_train_epochs", "1", "--dtype", "bfloat16"]
+    with pytest.raises(ValueError, match="dtype is 'bfloat16', .*use_peft"):
+        train(names)
+    kept = []
+    step = Trainer.training_step
+    monkeypatch.setattr(
+        Trainer, "training_step", lambda self, model, *rest: kept.append(model) or step(self, model, *rest)
+    )
+    train([*names, "--use_peft"])
+    for name, parameter in kept[0].named_parameters():
+        # PEFT keeps the head that it has copied.
+        in_float32 = parameter.requires_grad or "score.original_module" in name
+        assert parameter.dtype == (torch.float32 if in_float32 else torch.bfloat16)
 
 
 @pytest.mark.parametrize("flags", [[], ["--use_peft"]])

@@ -19,7 +19,7 @@ from tests.trainer.test_accepted_options import MayLeaveHoles
 # What two tiny steps have not: servers, GPUs, launchers, other models, messages, time to wait, and other templates.
 LEFT_OUT = """
     output_dir report_to hub_model_id deepspeed fsdp load_in_4bit use_cpu model_init_kwargs chat_template_kwargs
-    vllm_python vllm_urls vllm_dtype vllm_gpu_memory_utilization vllm_args reward_adapter
+    vllm_python vllm_urls vllm_dtype vllm_gpu_memory_utilization vllm_args reward_adapter teacher_model_name_or_path
     tool_timeout prompt_column prompt_template user_template system_prompt overwrite_output_dir ddp_timeout
     total_epochs total_episodes max_steps trust_remote_code
 """.split()
@@ -36,6 +36,8 @@ TEXTS = {
     "weight_decay": [0.0, 0.1, 1.0],
     "risk_level": [0.3, "0.5", "upper:0.2", "neutral"],
     "run_name": ["a run"],
+    # None that holds, which would end the run.
+    "stop_at": ["eval/scores < -1e9", "objective/scores > 1e9"],
     "critic_width": [64, 128],
 }
 LISTS = {

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.functional.rng import uniforms
 from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, slot_passes
 from alpaca_ppo.generation.slot_passes import visible_columns
-from alpaca_ppo.generation.slots import EXACT, StepShapes, sample_in_slots, slot_problem
+from alpaca_ppo.generation.slots import EXACT, SlotLoop, StepShapes, slot_problem
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models.packed_attention import is_installed
 from tests.generation.test_generate import NAMES, PROMPTS, assert_same, padded
@@ -21,11 +21,11 @@ COMMON = [13, *range(30, 50)]
 SYSTEM = [COMMON + prompt for prompt in PROMPTS]
 """21 tokens that all prompts begin with."""
 BUCKETS = StepShapes(
-    slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=4, check_every=3, growth=2, admission_cost=1.0
+    slot_unit=lambda rows: 1 << (rows - 1).bit_length(), column_unit=4, check_every=3, admission_cost=1.0
 )
 """Shapes as on an accelerator, for short rows."""
-TIGHT = StepShapes(slot_unit=lambda rows: 32, column_unit=1, check_every=1, growth=0, admission_cost=1.0)
-"""Every slot takes part in every step, idle ones too, and the cache has no column to spare."""
+TIGHT = StepShapes(slot_unit=lambda rows: 32, column_unit=1, check_every=1, admission_cost=1.0)
+"""Every slot takes part in every step, idle ones too."""
 SETTINGS: dict[str, Any] = {
     "max_new_tokens": 12,
     "temperature": 0.9,
@@ -54,8 +54,9 @@ def in_slots(
     hooks = SamplingHooks(**{name: given.pop(name) for name in ("before_token", "on_finished") if name in given})
     # A model with hooks is tried each time, and its passes would be counted.
     assert is_installed(model) or slot_problem(model) is None
-    how = {"turns": None, **given}
-    return sample_in_slots(model, padded(prompts), params, rows_at_once=slots, hooks=hooks, **how)
+    shapes = given.pop("shapes", None)
+    options: Any = {"rows_at_once": slots, "turns": None, "hooks": hooks, **given}
+    return SlotLoop(model, padded(prompts), params, options, shapes).run()
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from alpaca_ppo import PPOConfig
 from alpaca_ppo.generation import Generation, SamplingHooks, SamplingParams, StopStrings, Turns, generate
-from alpaca_ppo.generation.slots import sample_in_slots
+from alpaca_ppo.generation.slots import SlotLoop
 from alpaca_ppo.generation.stopping import token_bytes
 from tests.generation.test_generate import padded
 from tests.generation.test_slots import BUCKETS
@@ -115,7 +115,7 @@ def test_a_tokenizer_whose_tokens_depend_on_the_next_one_is_refused() -> None:
     # The decoder of speech models writes a token that is repeated once.
     letters = Tokenizer(BPE({"a": 0, "b": 1, "c": 2}, []))
     letters.decoder = decoders.CTC()
-    with pytest.raises(ValueError, match="stop_strings: .* another way together .*; use truncate_tokens"):
+    with pytest.raises(ValueError, match="stop_strings: .* for the tokens .*; use truncate_tokens"):
         StopStrings(["ab"], PreTrainedTokenizerFast(tokenizer_object=letters), vocab_size=3)
 
 
@@ -170,8 +170,8 @@ def test_every_backend_ends_responses_at_stop_strings_and_keeps_their_tokens(fre
 @torch.no_grad()
 def in_buckets(model: Any, stop: StopStrings, slots: int | None) -> Generation:
     """Sampled in slots that are looked at every third step only, and in which rows move."""
-    how: Any = {"turns": None, "hooks": SamplingHooks(), "shapes": BUCKETS}
-    return sample_in_slots(model, PROMPTS, replace(PARAMS, stop_strings=stop), rows_at_once=slots, **how)
+    options: Any = {"rows_at_once": slots, "turns": None, "hooks": SamplingHooks()}
+    return SlotLoop(model, PROMPTS, replace(PARAMS, stop_strings=stop), options, BUCKETS).run()
 
 
 class Once:

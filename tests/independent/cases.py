@@ -102,6 +102,7 @@ WITH_KL_LOSS: dict[str, Any] = {"kl_loss_coef": 0.3}
 ADAPTER: dict[str, Any] = {"critic_layout": "adapter", "lora": True}
 CACHED: dict[str, Any] = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "family": "qwen2"}
 GSPO: dict[str, Any] = {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean"}
+TEACHER: dict[str, Any] = {"teacher_model_name_or_path": "a model in memory"}
 CORRECTED: dict[str, Any] = {"old_policy": "correct", "mismatch": 0.4}
 
 CASES: dict[str, Case] = {
@@ -389,6 +390,9 @@ CASES: dict[str, Case] = {
     "stopped by the kl, with a warm-up": case(
         target_kl_stop=0.27, critic_pretraining_steps=1, adv_estimator="gae", holes=True, ppo_epochs=3
     ),
+    "teacher": case(**TEACHER, teacher_coef=0.7, temperature=0.8, holes=True, critic_layout="shared"),
+    "teacher, of each token alone": case(**TEACHER, gamma=0.0, sources=("tokens",), kl_coef=0.0, family="gemma3"),
+    "teacher, no critic": case(**TEACHER, teacher_coef=2.0, adv_estimator="grpo", **PAIRS),
     "one row left over": case(rollout_batch_size=7, step_batch_size=3, step_per_device_batch_size=2, ppo_epochs=1),
     "one batch": case(
         rollout_batch_size=5,

@@ -50,6 +50,7 @@ class Networks:
         layout: `separate`, `shared`, `adapter`, `cached`, or None without a critic.
         lora_scale: lora_alpha / r, or None without adapters.
         layers: the policy's layers that a `cached` critic reads, from 1.
+        teacher: all weights of the teacher of a distillation, likewise.
     """
 
     policy: nn.Module
@@ -58,6 +59,7 @@ class Networks:
     layout: str | None
     lora_scale: float | None
     layers: tuple[int, ...] = ()
+    teacher: Weights | None = None
 
     def weights_of(self, owner: str, weights: Weights) -> Weights:
         """All weights of the policy's model as `owner` sees them: `policy`, or `critic` with an adapter of its own."""
@@ -74,11 +76,11 @@ class Networks:
 
     def policy_row(self, weights: Weights, row: Row, *, temperature: float) -> PolicyRow:
         """The policy with `weights`."""
-        return self._language_model(self.weights_of("policy", weights), row, temperature)
+        return self.language_model(self.weights_of("policy", weights), row, temperature)
 
     def reference_row(self, row: Row, *, temperature: float) -> PolicyRow:
         """The reference policy."""
-        return self._language_model(self.reference, row, temperature)
+        return self.language_model(self.reference, row, temperature)
 
     def critic_states(self, weights: Weights, row: Row) -> Tensor:
         """(C, H): what the critic's head reads, the last hidden state before each chosen token."""
@@ -89,7 +91,7 @@ class Networks:
         if self.layout == "cached":
             return self._cached_states(weights, row)
         owner = {"shared": "policy", "adapter": "critic"}[str(self.layout)]
-        return self._language_model(self.weights_of(owner, weights), row, 1.0).states
+        return self.language_model(self.weights_of(owner, weights), row, 1.0).states
 
     def _cached_states(self, weights: Weights, row: Row) -> Tensor:
         """What a small transformer makes of the policy's states before the chosen tokens, which it does not train."""
@@ -106,7 +108,7 @@ class Networks:
         kwargs = {"inputs_embeds": read.unsqueeze(0), "use_cache": False}
         return functional_call(self.backbone, part(critic, "blocks"), kwargs=kwargs).last_hidden_state[0]
 
-    def _language_model(self, weights: Weights, row: Row, temperature: float) -> PolicyRow:
+    def language_model(self, weights: Weights, row: Row, temperature: float) -> PolicyRow:
         out = functional_call(self.policy, weights, kwargs=_inputs(row) | {"output_hidden_states": True})
         logits = _before_chosen(out.logits, row) / temperature
         log_probabilities = logits - logits.logsumexp(dim=-1, keepdim=True)

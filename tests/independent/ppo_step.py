@@ -190,6 +190,10 @@ class IndependentPPO:
         kl = [kl_values(a - b, config["kl_estimator"]) for a, b in zip(old, reference, strict=True)]
         coef = self.kl_coef
         shaped = [reward - coef * k for reward, k in zip(self._rewards(samples), kl, strict=True)]
+        if self.networks.teacher is not None:
+            for i, row in enumerate(samples.rows):
+                taught = self.networks.language_model(self.networks.teacher, row, temperature).logprobs
+                shaped[i] = shaped[i] + config["teacher_coef"] * (taught - old[i])
         baseline = None if samples.greedy is None else [float(r.sum()) for r in self._rewards(samples.greedy)]
         rewards = whitened(shaped, keep_mean=True) if config["whiten_rewards"] else shaped
         advantages, returns = ESTIMATORS[config["adv_estimator"]](

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from peft import LoraConfig
@@ -20,7 +21,10 @@ from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.functional.rng import seeded_generator
+from alpaca_ppo.models import CopiedReference
+from alpaca_ppo.ppo.teacher import TeacherModel
 from alpaca_ppo.ppo.update_plan import plan_updates
+from alpaca_ppo.trainer import setup
 from tests.independent.cases import SOURCES, Case
 from tests.independent.networks import Networks, Row, Weights
 from tests.independent.ppo_step import IndependentPPO, Randomness, Samples
@@ -160,9 +164,11 @@ def _trainer(folder: Path, case: Case) -> tuple[Any, Networks]:
     if case.lora:
         arguments["peft_config"] = LoraConfig(**LORA)
     trainer_class = type("Recorder", (Recorder,), {"case": case})
-    trainer = tiny_trainer(
-        folder, model=policy, trainer_class=trainer_class, trainer_arguments=arguments, **case.settings()
-    )
+    teacher = _teacher(case)
+    with mock.patch.object(setup, "make_teacher", lambda *args: teacher and CopiedReference(teacher)):
+        trainer = tiny_trainer(
+            folder, model=policy, trainer_class=trainer_class, trainer_arguments=arguments, **case.settings()
+        )
     args = trainer.args
     layout = args.critic_layout if args.uses_critic else None
     backbones = {"separate": plain.base_model}
@@ -177,9 +183,22 @@ def _trainer(folder: Path, case: Case) -> tuple[Any, Networks]:
         lora_scale=LORA["lora_alpha"] / LORA["r"] if case.lora else None,
         # By default those at 1/2 and 3/4 of three layers.
         layers=tuple(args.critic_layers or (1, 2)),
+        teacher=teacher and {name: p.detach().clone() for name, p in teacher.model.named_parameters()},
     )
     _perturb(trainer)
     return trainer, networks
+
+
+def _teacher(case: Case) -> TeacherModel | None:
+    """A model of the policy's family with other weights, if the case has a teacher."""
+    if "teacher_model_name_or_path" not in case.options:
+        return None
+    model = copy.deepcopy(_language_model(case.family))
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    return TeacherModel(model.eval())
 
 
 def _perturb(trainer: Any) -> None:

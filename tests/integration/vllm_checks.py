@@ -24,6 +24,8 @@ from alpaca_ppo.generation import SamplingParams, Turns, generate
 from alpaca_ppo.generation.vllm.backend import VLLMBackend
 from alpaca_ppo.generation.vllm.process import environment
 from alpaca_ppo.generation.vllm.server import Server
+from alpaca_ppo.ppo.device_rows import ROW_KEYS
+from alpaca_ppo.ppo.teacher import TeacherModel, TeacherServer
 from tests.generation.test_generate import full_forward_logprobs, padded
 from tests.generation.test_turns import ANSWERS, Script
 from tests.generation.test_vllm_process import folders, until
@@ -209,6 +211,18 @@ def test_runs_repeat_to_the_bit_and_so_does_one_that_is_resumed(served: tuple[st
     assert metric_lines(tmp_path / "c") == metric_lines(tmp_path / "a")
     for other in (second, resumed):
         assert all(torch.equal(weights(other)[name], tensor) for name, tensor in weights(first).items())
+
+
+def test_a_teacher_behind_a_server_says_what_its_model_does(served: tuple[str, str], tmp_path: Path) -> None:
+    trainer = trained(tmp_path, served[0], vllm_urls=[served[1]], total_episodes=10)
+    trainer.collector.sync()
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    found = TeacherServer(served[1])(rollouts)
+    teacher = TeacherModel(trainer.actor_critic.policy.model)
+    with torch.no_grad():
+        here = teacher(*(rollouts[name] for name in ROW_KEYS), temperature=1.0, chunk_size=64)
+    torch.testing.assert_close(found["teacher_logprobs"], here.logprobs, atol=1e-3, rtol=1e-4)
+    assert (found["teacher_top_tokens"] != here.top_tokens).float().mean() < 0.01
 
 
 def test_an_adapter_is_published_alone(served: tuple[str, str], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from alpaca_ppo.ppo.device_rows import DeviceRows, upload
+from alpaca_ppo.ppo.device_rows import device_batches, upload
 
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
@@ -20,7 +20,7 @@ def test_what_is_changed_in_a_batch_reaches_neither_the_rollouts_nor_another_bat
     mask = torch.tensor([[True, False], [True, True], [True, True]])
     rows = {"advantages": torch.arange(6.0).reshape(3, 2), "response_mask": mask.clone()}
     seen = []
-    for batch in DeviceRows(rows, [[2], [], [0, 1], []], torch.device("cpu")):
+    for batch in device_batches(rows, [[2], [], [0, 1], []], torch.device("cpu")):
         seen.append(batch.device["advantages"].tolist())
         batch.device["advantages"].zero_()
         batch.device["response_mask"].zero_()

@@ -115,7 +115,7 @@ def test_a_prompt_that_is_drawn_for_the_place_of_another_is_in_the_batch_once():
 
 
 def test_a_dataset_that_has_fewer_prompts_left_gives_those():
-    schedule = PromptSchedule(3, 3, seed=1, total_epochs=4)
+    schedule = PromptSchedule(3, PPOConfig(rollout_batch_size=3, step_batch_size=3, seed=1, total_epochs=4))
     step = schedule.prompts_of(0)
     spread = {prompt: [0.0, float(prompt == step.indices[0])] for prompt in step.indices}
     again = {prompt: [0.0, 1.0] for prompt in step.indices[1:]}

@@ -220,9 +220,9 @@ def test_group_stats_count_equal_responses_and_groups_of_one_score():
 def test_seconds_add_up_by_phase_and_memory_is_in_gib(monkeypatch: pytest.MonkeyPatch):
     ticks = iter([1.0, 3.0, 10.0, 10.5, 20.0, 21.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
-    timers = metrics.Timers(lambda phase, parts: nullcontext())
+    record = metrics.StepRecord(lambda phase, parts: nullcontext())
     for phase in ("score", "update", "score"):
-        with timers.measure(phase):
+        with record.measure(phase):
             pass
-    assert timers.seconds == {"score": 3.0, "update": 0.5}
+    assert record.seconds == {"score": 3.0, "update": 0.5}
     assert 0.05 < metrics.peak_memory_gib(torch.device("cpu")) < 50

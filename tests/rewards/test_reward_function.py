@@ -87,7 +87,7 @@ def test_a_wrapper_without_a_signature_of_its_own_gets_what_the_function_names()
     batch = RewardBatch(PROMPTS, COMPLETIONS, IDS, {"level": [0, 1, 2], "answer": ["x", "y", "z"]})
     for function in (cached, functools.partial(cached, bonus=2), Cached()):
         assert FunctionReward(function).keywords(batch).keys() == {"completions", "level"}
-        with pytest.raises(ValueError, match=r"requires the arguments \['level'\]"):
+        with pytest.raises(ValueError, match=r"requires \['level'\]"):
             check_columns(function, "train set", ["prompt"])
 
 

@@ -2,10 +2,12 @@
 and for length.
 """
 
+from types import SimpleNamespace
+
 import torch
 
 from alpaca_ppo.rewards import build_reward
-from alpaca_ppo.rewards.scorer import Penalties, score_responses
+from alpaca_ppo.rewards.scorer import score_responses
 from tests.tiny_models import tiny_tokenizer
 
 
@@ -30,10 +32,10 @@ def with_holes() -> dict[str, torch.Tensor]:
     return samples([[1, 1, 0, 0, 1], [0, 0, 1, 0, 0], [0, 1, 0, 1, 0]], [True, False, False])
 
 
-def score(function, sampled, penalty, **overlong):
-    penalties = Penalties(missing_stop=penalty, **overlong)
+def score(function, sampled, penalty, overlong_buffer_len=None):
+    args = SimpleNamespace(penalty_reward_value=penalty, overlong_buffer_len=overlong_buffer_len)
     rows = [{"prompt": "w20"}] * len(sampled["responses"])
-    return score_responses(build_reward(function), tiny_tokenizer(), sampled, rows, penalties=penalties)
+    return score_responses(build_reward(function), tiny_tokenizer(), sampled, rows, args)
 
 
 def token_ids(completion_ids, **columns):

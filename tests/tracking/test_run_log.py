@@ -94,14 +94,12 @@ def test_a_new_run_removes_the_records_of_an_older_one(tmp_path):
 
 def test_lines_of_another_run_are_refused(tmp_path):
     make_log(tmp_path).log({"x": 1.0}, 1)
-    with pytest.raises(ValueError, match=r"metrics.jsonl does not belong to the run that wrote the checkpoint: its"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl belongs to another run than the checkpoint"):
         check_metrics(tmp_path, {"lines": 1, "sha256": "0"})
     # One that lost its lines, and what is no text.
     for content in (b"", b"\x00\xff\x00", b"\x00\n"):
         (tmp_path / "metrics.jsonl").write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"metrics.jsonl does not belong to the run .* first [01] lines are not the 2"
-        ):
+        with pytest.raises(ValueError, match=r"metrics.jsonl belongs to another run than the checkpoint"):
             check_metrics(tmp_path, {"lines": 2, "sha256": "0"})
     # In an empty folder a run may go on from a checkpoint of another one.
     (tmp_path / "metrics.jsonl").unlink()

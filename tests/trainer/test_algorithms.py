@@ -9,8 +9,9 @@ import torch
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models import C51Head, build_actor_critic
 from alpaca_ppo.ppo.update_plan import plan_updates
+from alpaca_ppo.tracking.results import read_weights_step
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, one_update, prompts, tiny_trainer, weights, with_advantages
+from tests.tiny_runs import metric_lines, one_update, prompts, tiny_config, tiny_trainer, weights, with_advantages
 
 
 def test_without_a_critic_none_is_built_saved_or_logged(tmp_path):
@@ -31,7 +32,7 @@ def test_no_group_of_one_and_no_critic_s_option_without_a_critic(tmp_path):
     with pytest.raises(ValueError, match="critic_pretraining_steps is 3, without effect"):
         tiny_trainer(tmp_path, adv_estimator="remax", critic_pretraining_steps=3)
     given = {"value_model": tiny_causal_lm("llama")}
-    with pytest.raises(ValueError, match="adv_estimator 'remax' uses no critic; .* gae"):
+    with pytest.raises(ValueError, match="adv_estimator 'remax' has no critic"):
         tiny_trainer(tmp_path, adv_estimator="remax", trainer_arguments=given)
     with pytest.raises(ValueError, match="critic_layout is None"):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout=None, value_model=tiny_causal_lm("llama"))
@@ -60,12 +61,54 @@ def test_a_run_ends_with_a_checkpoint_where_the_kl_passes_its_bound(tmp_path, ca
     trainer.train()
     # KL is 0 in the first rollout, and above the bound in the second.
     assert trainer.state.global_step == 2 and (tmp_path / "checkpoint-2").is_dir()
-    assert "above max_kl_to_ref (0.001): the run ends here, with a checkpoint" in capsys.readouterr().out
+    assert "(max_kl_to_ref: 0.001): the run ends here, with a checkpoint. Raise" in capsys.readouterr().out
     # Its last step is evaluated and reported like that of a whole run, and a higher bound lets it go on.
     assert "eval/rewards" in metric_lines(tmp_path)[-1] and trainer.state.log_history[-1]["step"] == 2
     resumed = tiny_trainer(tmp_path, max_kl_to_ref=1e3, **settings)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("condition", "steps"),
+    [("eval/scores >= 2.5", 4), ("eval/scores>2", 4), ("objective/scores < 1e9", 1), ("eval/scores <= 0", 5)],
+)
+def test_a_run_ends_where_a_score_is_reached_and_says_why(condition, steps, tmp_path, capsys):
+    """Evaluations of steps 0, 2 and 4 find the scores 9, 2 and 3."""
+    found = iter([9.0, 2.0, 3.0, 2.0])
+
+    class Scored(PPOTrainer):
+        def evaluate(self):
+            return super().evaluate() | {"eval/scores": next(found)}
+
+    settings = {"stop_at": condition, "total_episodes": 50, "eval_steps": 2, "report": True}
+    trainer = tiny_trainer(tmp_path, trainer_class=Scored, trainer_arguments={"eval_dataset": prompts(3)}, **settings)
+    trainer.train()
+    assert trainer.state.global_step == steps
+    assert (tmp_path / "final/policy").is_dir() and (tmp_path / f"checkpoint-{steps}").is_dir() == (steps < 5)
+    reason = read_weights_step(tmp_path / "final").ended_by
+    if steps == 5:
+        assert reason is None
+    else:
+        assert reason.endswith(f"(stop_at: {condition})")
+        assert f"step {steps}: {reason}: the run ends here" in capsys.readouterr().out
+        assert f"step {steps} of {steps}; the run ended because {reason[:20]}" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("option", ["eval/scores", "0.8 <= eval/scores", "eval/scores >= high", "eval/scores >= nan"])
+def test_a_condition_that_is_none_is_refused(option, tmp_path):
+    with pytest.raises(ValueError, match="stop_at is .*; write a metric, one of >= <= > < and a number"):
+        tiny_config(tmp_path, stop_at=option, eval_steps=2)
+    with pytest.raises(ValueError, match="stop_at is 'eval/scores > 1', but eval_steps is 0; set it to 10"):
+        tiny_config(tmp_path, stop_at="eval/scores > 1")
+
+
+def test_a_score_that_nobody_measures_ends_the_run_before_its_first_step(tmp_path):
+    arguments = {"trainer_arguments": {"eval_dataset": prompts(3)}, "eval_steps": 2, "stop_at": "eval/skore > 1"}
+    trainer = tiny_trainer(tmp_path, **arguments)
+    with pytest.raises(ValueError, match="there is no metric eval/skore; there are .*eval/scores"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_a_bound_of_the_kl_needs_the_metric(tmp_path):
@@ -74,7 +117,9 @@ def test_a_bound_of_the_kl_needs_the_metric(tmp_path):
             return {"mine": 1.0}
 
     tiny_trainer(tmp_path / "free", trainer_class=Silent).train()
-    with pytest.raises(ValueError, match="record_step_stats.. gave no objective/kl_sum_seq"):
+    with pytest.raises(
+        ValueError, match="max_kl_to_ref: 1.0, but there is no metric objective/kl_sum_seq; there are mine"
+    ):
         tiny_trainer(tmp_path, trainer_class=Silent, max_kl_to_ref=1.0).train()
 
 
@@ -104,7 +149,7 @@ def test_an_actor_critic_brings_the_support_and_takes_the_risk_level(tmp_path):
 @pytest.mark.parametrize("kind", ["c51", "hl_gauss"])
 def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
     trainer = tiny_trainer(tmp_path, critic=kind, value_support=[-0.1, 0.1])
-    with pytest.warns(UserWarning, match="widen value_support"):
+    with pytest.warns(UserWarning, match="outside value_support .*widen it"):
         stats = trainer.step(trainer.prompt_batches(0))
     assert stats["ppo/val/outside_support"] > 0.5 and "ppo/val/edge_mass" in stats
     with warnings.catch_warnings():
@@ -114,5 +159,5 @@ def test_returns_beyond_the_support_are_warned_of_once(tmp_path, kind):
 
 def test_the_warning_does_not_need_the_probability_at_the_edges(tmp_path):
     trainer = tiny_trainer(tmp_path, critic="c51")
-    with pytest.warns(UserWarning, match="^25.0% of the returns lie outside the critic's support, so the values"):
+    with pytest.warns(UserWarning, match="^25.0% of the returns are outside value_support"):
         trainer.updater.warn_outside_support({"val/outside_support": 0.25})

@@ -88,10 +88,7 @@ def test_a_critic_without_a_backbone_of_its_own_does_not_start_from_one(tmp_path
 
 
 def test_what_a_critic_cannot_read_or_be_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=r"critic's vocabulary \(60\) is smaller than the policy's \(64\).*resize_token_embeddings\(64\)",
-    ):
+    with pytest.raises(ValueError, match=r"critic's vocabulary \(60\) is smaller than the policy's \(64\)"):
         tiny_trainer(tmp_path, **given(tiny_causal_lm("llama", vocab_size=60)))
     with pytest.raises(ValueError, match=r"cannot be a critic: it has .*decoder of an encoder-decoder"):
         tiny_trainer(tmp_path, **given(tiny_causal_lm("bart")))

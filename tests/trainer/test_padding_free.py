@@ -62,7 +62,7 @@ def test_a_policy_with_outputs_of_its_own_trains_a_model_that_is_refused_otherwi
 
 
 def test_a_model_that_needs_padding_is_refused_where_there_must_be_none(tmp_path):
-    with pytest.raises(ValueError, match=r"padding_free is true, but BloomForCausalLM .* set padding_free: auto"):
+    with pytest.raises(ValueError, match=r"padding_free is true, but BloomForCausalLM .* set it to auto"):
         tiny_trainer(tmp_path, model=tiny_causal_lm("bloom"), padding_free=True)
 
 

@@ -81,11 +81,11 @@ def test_a_name_that_holds_no_model_or_tokenizer_is_named_with_the_remedy(tmp_pa
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["w64"])
-    message = r"the tokenizer has 65 tokens but the model has 64 embeddings, none for 'w64' \(id 64\)"
+    message = r"the tokenizer has 'w64' \(id 64\), but the model has 64 embeddings; take the model's tokenizer"
     refused(tmp_path, message, arguments={"processing_class": tokenizer})
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<new>"})
-    refused(tmp_path, "none for '<new>'", arguments={"processing_class": tokenizer})
+    refused(tmp_path, "the tokenizer has '<new>'", arguments={"processing_class": tokenizer})
 
 
 def test_a_reward_adapters_tokenizer_with_more_tokens_than_the_bases_embeddings_is_refused(tmp_path):
@@ -95,10 +95,7 @@ def test_a_reward_adapters_tokenizer_with_more_tokens_than_the_bases_embeddings_
     tokenizer.add_tokens(["w64"])
     tokenizer.save_pretrained(tmp_path / "reward")
     given = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), "reward_funcs": []}
-    message = (
-        r"the tokenizer of reward_adapter .*reward has 65 tokens but the model has 64 embeddings, none for 'w64' "
-        r"\(id 64\); use the model's own tokenizer"
-    )
+    message = r"the tokenizer of reward_adapter .*reward has 'w64' \(id 64\), but the model has 64 embeddings"
     refused(tmp_path / "run", message, arguments=given, reward_adapter=str(tmp_path / "reward"))
 
 
@@ -108,7 +105,7 @@ def test_a_special_token_that_no_text_holds_needs_no_embedding(tmp_path):
     assert len(tokenizer) == 65
     tiny_trainer(tmp_path, trainer_arguments={"processing_class": tokenizer})
     tokenizer.chat_template = "<image>{{ messages }}"
-    refused(tmp_path, "none for '<image>'", arguments={"processing_class": tokenizer})
+    refused(tmp_path, "the tokenizer has '<image>'", arguments={"processing_class": tokenizer})
 
 
 def test_a_run_starts_in_an_empty_folder_and_resumes_from_one_that_is_there(tmp_path):

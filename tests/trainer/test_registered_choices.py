@@ -72,5 +72,5 @@ def test_a_new_critic_is_one_class_that_trains_is_saved_and_loads_again(layout, 
         torch.testing.assert_close(actual, expected)
         with pytest.raises(ValueError, match="risk_level is '0.5', but the 'gaussian' critic"):
             critic.head.risk_level = "0.5"
-    with pytest.raises(ValueError, match="critic of the kind 'gaussian', which is not registered .*in import_modules"):
+    with pytest.raises(ValueError, match="a critic 'gaussian', which is not registered; .*in import_modules"):
         load_critic(folder)

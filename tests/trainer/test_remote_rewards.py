@@ -48,5 +48,5 @@ def test_options_name_one_source_after_the_others_and_run_yaml_has_no_credential
     assert written == [f"http://{removed}@host:1/x?api_key={removed}", "http://other/"]
     with pytest.raises(ValueError, match="reward_url holds 'host', no address"):
         arguments(reward_url=["host"])
-    with pytest.raises(ValueError, match="no reward; .* --reward_url and --reward_adapter"):
+    with pytest.raises(ValueError, match="no reward; .* --reward_url, --reward_adapter, --teacher_model_name_or_path"):
         arguments().check_before_loading(args)

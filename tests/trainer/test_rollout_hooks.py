@@ -153,9 +153,7 @@ def right_padded(masks):
 )
 def test_what_generate_must_return(change, message, sampled):
     with pytest.raises((ValueError, FloatingPointError), match=message):
-        params = sampled["sampling_params"]
-        sizes = {"num_return_sequences": params.num_return_sequences, "max_new_tokens": params.max_new_tokens}
-        complete_samples(change(sampled["samples"]), sampled["prompts"], **sizes)
+        complete_samples(change(sampled["samples"]), sampled["prompts"], sampled["sampling_params"])
 
 
 @pytest.mark.parametrize(

@@ -243,16 +243,16 @@ def test_a_function_that_needs_a_column_the_dataset_lacks_is_refused_before_a_mo
     # There is no such model: had it been loaded, the error would be about it.
     given = {"model": "no/such-model", "reward_funcs": exact, "train_dataset": Dataset.from_list(rows)}
     expected = (
-        r"reward source 'exact' requires the arguments \['answers'\], but only \['prompts', 'completions', "
-        r"'completion_ids', 'answer', 'level'\] are available from the train set; rename the argument"
+        r"reward source 'exact' requires \['answers'\], but the train set has \['prompts', 'completions', "
+        r"'completion_ids', 'answer', 'level'\]; rename either"
     )
     refused(tmp_path, expected, arguments=given)
     whole = Dataset.from_list([row | {"answers": "w1"} for row in rows])
     lacking = {"train_dataset": whole, "eval_dataset": {"hard": Dataset.from_list(rows)}}
-    refused(tmp_path, r"'exact' requires .* from the eval set 'hard'", arguments=given | lacking)
+    refused(tmp_path, r"'exact' requires .*, but the eval set 'hard' has", arguments=given | lacking)
     # A metric measures eval sets alone.
     of_metric = {"reward_funcs": count_even, "metric_funcs": [exact], "eval_dataset": Dataset.from_list(rows)}
-    refused(tmp_path, r"'exact' requires .* from the eval set; rename", arguments=given | of_metric)
+    refused(tmp_path, r"'exact' requires .*, but the eval set has", arguments=given | of_metric)
     of_metric |= {"model": tiny_causal_lm("llama"), "eval_dataset": whole, "train_dataset": Dataset.from_list(rows)}
     tiny_trainer(tmp_path, trainer_arguments=of_metric)
 

@@ -173,10 +173,7 @@ class VLLMBackend(Backend):
         longest = int(prompts["query_attn_masks"].sum(dim=1).max()) + params.max_new_tokens
         most = min(server.longest_row for server in self.servers)
         if longest > most:
-            raise ValueError(
-                f"prompt and response have up to {longest} tokens, but the vLLM server takes {most}; start it with a "
-                "longer --max-model-len (vllm_args)"
-            )
+            raise ValueError(f"rows have up to {longest} tokens, but the vLLM server takes {most}; set --max-model-len")
         timeout = REQUEST_SHARE * self.args.ddp_timeout
         return Sampling(self.servers, timeout, model, prompts, params, options).run()
 

@@ -124,20 +124,14 @@ class Sampling:
             most = min(most, _PIECE)
         seed = int(uniforms(self._keys[row.index : row.index + 1], position) * 2**52)
         request = self._request | {"max_tokens": most, "seed": seed}
-        arguments = {
-            "row": row,
-            "tokens": row.prompt + row.tokens,
-            "params": request,
-            "vocab_size": self._vocab_size,
-            "delay": delay,
-        }
+        arguments = {"row": row, "tokens": row.prompt + row.tokens, "params": request, "delay": delay}
         self._calls.start(row.index, Call(self._sample, arguments, self._timeout))
 
     async def _sample(self, row: _Row, **arguments: Any) -> tuple[list[int], list[float]]:
         """Rows of one prompt go to the server that has its beginning in the cache, after a failure to another."""
         prompt, servers = row.index // self._params.num_return_sequences, [*self._servers]
         row.server = servers[(prompt + row.failures) % len(servers)]
-        return await row.server.sample(**arguments)
+        return await row.server.sample(**arguments, vocab_size=self._vocab_size)
 
     def _receive(self, call: RowCall) -> None:
         """Appends what a server answers. Without an answer, restarts a server of this process that has ended or hangs,

@@ -155,10 +155,8 @@ class Server:
             config = (await self.ask("/server_info?config_format=json"))["vllm_config"]["model_config"]
             # Rounded to another dtype, a tensor that has changed a little is the same as before.
             if config["dtype"] != str(dtype):
-                raise ValueError(
-                    f"the vLLM server at {self.name} computes in {config['dtype']}, but its weights would be written "
-                    f"in {dtype}; set vllm_dtype to the former, or start it with --dtype and the latter"
-                )
+                problem = f"computes in {config['dtype']}, but its weights would be written in {dtype}"
+                raise ValueError(f"the vLLM server at {self.name} {problem}; set vllm_dtype to the former")
             self.half_precision, self.longest_row = config["dtype"] != "torch.float32", config["max_model_len"]
             if type(self.longest_row) is not int or self.longest_row < 2:
                 raise TypeError(f"max_model_len is {self.longest_row!r}")
@@ -179,10 +177,9 @@ class Server:
         except RequestFailed as error:
             # If it cannot answer at all, this is the problem.
             await self.ask("/health", parse=str)
-            raise ValueError(
-                f"the vLLM server at {self.name} does not see {folder}, where weights are written for it; give its "
-                f"host or container that folder under the same path: {error}"
-            ) from error
+            problem = f"does not see {folder}, where weights are written for it"
+            remedy = "give its host or container that folder under the same path"
+            raise ValueError(f"the vLLM server at {self.name} {problem}; {remedy}: {error}") from error
 
     @_limited
     async def load(self, new: Publication) -> None:
@@ -198,10 +195,9 @@ class Server:
             # The base, which is not loaded anew, may be another one if somebody has started the server again.
             answer = await self._probe([0])
             if (found := _versions(answer["choices"][0])) != [old.version]:
-                raise ValueError(
-                    f"the vLLM server at {self.name} has weights {', '.join(found)} instead of {old.version}: it was "
-                    "started again, or another run uses it; resume from the last checkpoint, with a server for this run"
-                )
+                problem = f"has weights {', '.join(found)} instead of {old.version}"
+                cause = "it was started again, or another run uses it; resume, with a server for this run"
+                raise ValueError(f"the vLLM server at {self.name} {problem}: {cause}")
         if old is None:
             # What it then leaves as it is, is seen to be zero, whatever it held before and however it is stored.
             await self._ask_patiently("/weight_checker", {"action": "reset"})

@@ -56,11 +56,8 @@ def make_folder(shared: Path | None, size: int) -> Path:
             folder = Path(tempfile.mkdtemp(prefix="alpaca_ppo-vllm-", dir=place))
             save_file({}, str(folder / SAFE_WEIGHTS_NAME))
             return folder
-    raise ValueError(
-        f"no room for files of the policy's weights: two versions have {2 * size} bytes, but there are "
-        + " and ".join(f"{free} in {place}" for place, free in room.items())
-        + "; free some, or give the container more shared memory (--shm-size)"
-    )
+    found = " and ".join(f"{free} in {place}" for place, free in room.items())
+    raise ValueError(f"no room for weights: two versions have {2 * size} bytes, but there are {found}; see --shm-size")
 
 
 def bytes_of(policy: Policy, dtype: torch.dtype) -> int:

@@ -50,19 +50,19 @@ def flop_counter() -> FlopCounterMode:
 def count_stages(counter: FlopCounterMode, monkeypatch: Any) -> dict[str, int]:
     """What `counter` counts in each timed stage of this package's trainers from now on, until it is cleared."""
     # Programs of the benchmark import this module where the package is not installed.
-    from alpaca_ppo.ppo.metrics import Timers
+    from alpaca_ppo.ppo.metrics import StepRecord
 
     by_stage: dict[str, int] = {}
-    measure = Timers.measure
+    measure = StepRecord.measure
 
     @contextmanager
-    def counted(timers: Timers, phase: str, *total: int) -> Iterator[Any]:
+    def counted(record: StepRecord, phase: str, *total: int) -> Iterator[Any]:
         before = counter.get_total_flops()
-        with measure(timers, phase, *total) as count:
+        with measure(record, phase, *total) as count:
             yield count
         by_stage[phase] = by_stage.get(phase, 0) + counter.get_total_flops() - before
 
-    monkeypatch.setattr(Timers, "measure", counted)
+    monkeypatch.setattr(StepRecord, "measure", counted)
     return by_stage
 
 

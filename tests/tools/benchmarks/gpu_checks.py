@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from alpaca_ppo.ppo.metrics import Timers
+from alpaca_ppo.ppo.metrics import StepRecord
 from examples.gpu_speed import Peak, build, step_bytes
 from tests.tools.benchmarks.flops import flop_counter
 from tests.tools.benchmarks.gpu import Update, decoding_table, measured_update
@@ -26,16 +26,16 @@ def test_every_way_decodes():
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 def test_an_update_executes_the_flops_that_it_is_judged_by(lora, monkeypatch):
-    steps, measure = [], Timers.measure
+    steps, measure = [], StepRecord.measure
 
     @contextmanager
-    def counted(timers, phase, *how):
+    def counted(record, phase, *how):
         start = time.perf_counter()
-        with flop_counter() as counter, measure(timers, phase, *how) as count:
+        with flop_counter() as counter, measure(record, phase, *how) as count:
             yield count
         steps.append((phase, counter.get_total_flops(), time.perf_counter() - start))
 
-    monkeypatch.setattr(Timers, "measure", counted)
+    monkeypatch.setattr(StepRecord, "measure", counted)
     try:
         # Without autocast: it would only make copies of the weights.
         update = measured_update("tiny", CPU, lora=lora, rows=2, tokens=8, bf16=False)

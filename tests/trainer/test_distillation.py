@@ -1,0 +1,139 @@
+"""On-policy distillation: a policy learns from a teacher of its tokenizer, in this process or behind a server."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alpaca_ppo.checkpoint.compatibility import start_identity
+from alpaca_ppo.functional.shaping import distill
+from alpaca_ppo.http_json import RequestFailed
+from alpaca_ppo.ppo.teacher import TeacherServer
+from tests.http_servers import RawServer, response
+from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
+from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer
+
+ALONE = {"trainer_arguments": {"reward_funcs": None}, "kl_coef": 0.0}
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """The folder of a model with other weights than the policy's, whose distributions are less even."""
+    model = tiny_causal_lm("llama", seed=7)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 2
+    model.save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    return str(tmp_path / "teacher")
+
+
+def test_the_log_ratio_of_each_chosen_token_is_added_to_its_reward():
+    mask = torch.tensor([[True, False, True], [True, False, False]])
+    teacher, policy = torch.tensor([[-1.0, 9.0, -3.0], [-0.5, 9.0, 9.0]]), torch.full((2, 3), -2.0)
+    expected = torch.tensor([[0.5, 0.0, 9.5], [20.75, 0.0, 0.0]])
+    assert_close(distill(torch.tensor([10.0, 20.0]), policy, teacher, mask, 0.5), expected)
+    per_token = torch.tensor([[1.0, 0.0, 2.0], [3.0, 0.0, 0.0]])
+    assert_close(distill(per_token, policy, teacher, mask, 2.0), torch.tensor([[3.0, 0.0, 0.0], [6.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "falls"),
+    [
+        # Summed over a response, the KL also falls if responses end where policy and teacher differ most.
+        ({"critic_epochs": 2, "lam": 1.0}, "eval/teacher_kl_sum_seq"),
+        ({"critic_epochs": 2, "gamma": 0.0}, "eval/teacher_kl"),
+        ({"adv_estimator": "reinforce_plus_plus", "gamma": 0.0}, "eval/teacher_kl"),
+    ],
+)
+def test_a_policy_comes_closer_to_its_teacher(settings, falls, teacher, tmp_path):
+    sizes = {"total_episodes": 600, "rollout_batch_size": 40, "step_batch_size": 20, "learning_rate": 3e-3}
+    held_out = {"trainer_arguments": {"reward_funcs": None, "eval_dataset": prompts(10)}}
+    tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher, **ALONE | held_out | sizes | settings).train()
+    lines = metric_lines(tmp_path / "run")
+    evaluated = [line[falls] for line in lines if falls in line]
+    assert evaluated[-1] < 0.9 * evaluated[0]
+    for line in lines[1:]:
+        assert 0 <= line["teacher/top_token"] <= 1 and line["objective/scores"] == 0
+        assert line["teacher/kl"] > 0 and line["teacher/kl_sum_seq"] > line["teacher/kl"]
+
+
+def test_its_log_probs_are_those_of_its_model_at_the_run_s_temperature(teacher, tmp_path):
+    trainer = tiny_trainer(
+        tmp_path / "run", teacher_model_name_or_path=teacher, teacher_offloaded=True, temperature=0.5
+    )
+    rollouts = trainer.rollout(trainer.prompt_batches(0))
+    model = tiny_causal_lm("llama", seed=7)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 2
+        for i, mask in enumerate(rollouts["response_mask"]):
+            prompt = rollouts["queries"][i][rollouts["query_attn_masks"][i].bool()]
+            response = rollouts["responses"][i][mask]
+            logits = model(torch.cat([prompt, response]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+            logprobs = (logits / 0.5).log_softmax(dim=-1).gather(1, response.unsqueeze(1))[:, 0]
+            assert_close(rollouts["teacher_logprobs"][i][mask], logprobs, atol=1e-5, rtol=1e-5)
+            hits = (logits.argmax(dim=-1) == response).float()
+            assert rollouts["teacher_top_tokens"][i][mask].tolist() == hits.tolist()
+
+
+def test_a_teacher_behind_a_server_says_the_same(teacher, tmp_path):
+    trainer = tiny_trainer(tmp_path / "here", teacher_model_name_or_path=teacher)
+    here = trainer.rollout(trainer.prompt_batches(0))
+    policy = trainer.collector.teacher.policy
+
+    def answer(request):
+        """As vLLM answers: nothing for the first token, and rank 1 for the likeliest."""
+        ids = torch.tensor(request.body["prompt"])
+        with torch.no_grad():
+            logprobs = policy.model(ids.unsqueeze(0)).logits[0].log_softmax(dim=-1)
+        entries = [None]
+        for place, token in enumerate(ids[1:].tolist()):
+            rank = 1 + int((logprobs[place] > logprobs[place, token]).sum())
+            entries.append({str(token): {"logprob": float(logprobs[place, token]), "rank": rank, "decoded_token": "w"}})
+        return response({"choices": [{"prompt_logprobs": entries}]})
+
+    with RawServer(answer) as server:
+        url = f"http://{server.address}"
+        there = tiny_trainer(tmp_path / "there", teacher_model_name_or_path=url)
+        found = there.rollout(there.prompt_batches(0))
+        assert {request.path for request in server.requests} == {"/v1/completions"}
+        assert server.requests[0].body["prompt_logprobs"] == 0
+    for name in ("teacher_logprobs", "teacher_top_tokens"):
+        assert_close(found[name], here[name], atol=1e-5, rtol=1e-5)
+    with (
+        RawServer(lambda request: response({"choices": [{}]})) as server,
+        pytest.raises(RequestFailed, match="no prompt_logprobs"),
+    ):
+        TeacherServer(f"http://{server.address}/v1/")(here)
+
+
+def test_what_a_teacher_cannot_be_is_said_before_the_run(teacher, tmp_path):
+    with pytest.raises(ValueError, match=r"temperature is 0.7, but a teacher behind a server .*; set temperature: 1"):
+        tiny_config(tmp_path, teacher_model_name_or_path="http://localhost:8000", temperature=0.7)
+    with pytest.raises(ValueError, match="teacher_model_name_or_path holds 'http://', no address"):
+        tiny_config(tmp_path, teacher_model_name_or_path="http://")
+    with pytest.raises(ValueError, match="teacher_coef is 0.5, without effect"):
+        tiny_config(tmp_path, teacher_coef=0.5)
+    with pytest.raises(ValueError, match="there is no reward: .* or a teacher"):
+        tiny_trainer(tmp_path / "none", **ALONE)
+    other = tiny_tokenizer([f"v{i}" for i in range(60)])
+    other.save_pretrained(teacher)
+    with pytest.raises(
+        ValueError, match="teacher_model_name_or_path '.*' has another tokenizer .*; learn from a model"
+    ):
+        tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher)
+    with pytest.raises(ValueError, match="needs a CUDA device and bitsandbytes"):
+        tiny_tokenizer().save_pretrained(teacher)
+        tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher, teacher_dtype="4bit")
+
+
+def test_a_run_does_not_go_on_with_another_teacher(teacher, tmp_path):
+    def identity():
+        trainer = tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher)
+        parts = trainer.collector
+        return json.dumps(start_identity(trainer.actor_critic, parts.reference, parts.teacher, parts.scorer, None))
+
+    first = identity()
+    assert identity() == first
+    tiny_causal_lm("llama", seed=8).save_pretrained(teacher)
+    assert identity() != first
