@@ -6,7 +6,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 _LOSS_HOOKS = {"policy": "compute_policy_loss", "critic": "compute_value_loss"}
@@ -16,13 +15,13 @@ RETURNED = {
 }
 
 
-def complete_samples(samples: Any, prompts: PromptBatch, params: SamplingParams) -> dict[str, Tensor]:
+def complete_samples(samples: Any, prompts: PromptBatch, params: Any) -> dict[str, Tensor]:
     """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added.
 
     Args:
         samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
         prompts: the P prompts that the hook was called with; each has n neighbouring rows.
-        params: those of the hook: n is `num_return_sequences`, R `max_new_tokens`.
+        params: the hook's `SamplingParams`: n is `num_return_sequences`, R `max_new_tokens`.
 
     Raises:
         ValueError: for a missing key, a wrong shape or dtype, a response without a chosen token, or a prompt that is
@@ -80,16 +79,15 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     return {**scores, "rewards": torch.where(samples["response_mask"], rewards, 0.0)}
 
 
-def checked_rollouts(rollouts: Any) -> Rollouts:
-    """The checked result of `rollout`.
+def check_rollouts(rollouts: Any) -> None:
+    """Checks that every entry of what `rollout` returned is a tensor with one row for each response.
 
     Raises:
-        ValueError: unless every entry is a tensor with one row for each response.
+        ValueError: if one is not.
     """
     responses = rollouts.get("responses") if isinstance(rollouts, Mapping) else None
     shape = tuple(responses.shape) if isinstance(responses, Tensor) else ()
     _check("rollout", rollouts, {"responses": shape}, shape[:1])
-    return cast(Rollouts, rollouts)
 
 
 def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from alpaca_ppo import PPOTrainer
-from alpaca_ppo.hook_checks import RETURNED, checked, checked_rollouts
+from alpaca_ppo.hook_checks import RETURNED, check_rollouts, checked
 from tests.tiny_runs import tiny_trainer
 
 
@@ -22,7 +22,7 @@ def rollouts():
 )
 def test_rollouts_must_be_tensors_with_a_row_a_response(returned, message):
     with pytest.raises(ValueError, match=message):
-        checked_rollouts(returned)
+        check_rollouts(returned)
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,11 @@ PERMITTED_SKIP = (
 )
 TIERS = (
     {"types", "registry", "presets", "async_calls", "atomic_io", "control_tokens", "saved_models", "library_output"},
-    {"functional", "adapters", "config"},
+    {"functional", "adapters", "config", "hook_checks"},
     {"models", "http_json"},
     {"distributed"},
     {"generation", "data", "rewards", "tracking", "doctor", "migrate"},
-    {"environments", "hook_checks"},
+    {"environments"},
     {"ppo", "checkpoint", "evaluation", "report", "supervised"},
     {"estimate_memory"},
     {"trainer"},

@@ -35,11 +35,11 @@ FREE_TO_CHANGE = frozenset(
     rollout_per_device_batch_size step_per_device_batch_size max_tokens_per_micro_batch gradient_checkpointing
     padding_free logprob_chunk_size use_cpu deepspeed fsdp ddp_timeout
     tool_timeout trust_remote_code reward_retries failed_rewards mismatch_action
-    vllm_python vllm_urls vllm_gpu_memory_utilization
+    vllm_python vllm_urls vllm_gpu_memory_utilization teacher_offloaded
     """.split()
 )
 # Options that name folders, which may be moved: `start_identity` has what the folders hold.
-_COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights"}
+_COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights", "teacher_model_name_or_path"}
 # Location, origin and outputs of a model. transformers changes some when it saves the model.
 _NOT_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
@@ -69,8 +69,10 @@ def start_identity(
     for kind in () if environments is None else environments.kinds.values():
         tools = [callable_identity(tool.function) for tool in kind.tools if tool.function is not None]
         kinds[kind.name] = {"environment": callable_identity(kind.environment_class), "tools": tools}
-    if isinstance(teacher, CopiedReference):
-        rewards["teacher"] = {"weights": tensors_fingerprint(model_state(teacher.policy.model))}
+    if teacher is not None:
+        is_here = isinstance(teacher, CopiedReference)
+        weights = tensors_fingerprint(model_state(teacher.policy.model)) if is_here else "of a server"
+        rewards["teacher"] = {"weights": weights}
     return {"weights": _frozen_weights(actor_critic, reference), "rewards": rewards, "environments": kinds}
 
 

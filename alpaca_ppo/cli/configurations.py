@@ -82,7 +82,8 @@ def _estimate_of_supervised(command: str, arguments: type, argv: Sequence[str]) 
     from transformers import TrainingArguments
 
     types = [DeviceArguments, arguments, SupervisedLoraArguments, TrainingArguments]
-    device, *given = parse_args(types, argv, prog=f"alpaca-ppo estimate-memory {command}")
+    # Or transformers would refuse bf16 on a machine without a GPU, where nothing runs.
+    device, *given = parse_args(types, [*argv, "--use_cpu"], prog=f"alpaca-ppo estimate-memory {command}")
     say_loading()
     from alpaca_ppo.estimate_memory.supervised import estimate_training
 

@@ -30,6 +30,7 @@ _LEFT_OUT_GROUPS = ("Evaluation", "Rewards")
 _LEFT_OUT = (
     *("generation_backend", "vllm_python", "vllm_urls", "vllm_dtype", "vllm_gpu_memory_utilization", "vllm_args"),
     *("deepspeed", "fsdp", "max_tokens_per_micro_batch"),
+    *("teacher_model_name_or_path", "teacher_coef", "teacher_dtype", "teacher_offloaded"),
 )
 
 

@@ -73,6 +73,9 @@ def check_combinations(config: Any) -> None:
         # Those of a step are measured before its update, so they are not of the weights in its checkpoint.
         raise ValueError(f"metric_for_best_model is {shown(config.metric_for_best_model)}; set one such as eval/scores")
     teacher = config.teacher_model_name_or_path
+    if teacher is not None and config.dynamic_sampling:
+        problem = f"dynamic_sampling is {config.dynamic_sampling}, but judges prompts by scores, without the teacher"
+        raise ValueError(f"{problem}; set it to 0, or teacher_model_name_or_path to null")
     if teacher is not None and is_server(teacher):
         check_url("teacher_model_name_or_path", teacher)
         if config.temperature != 1:

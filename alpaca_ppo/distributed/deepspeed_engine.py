@@ -118,8 +118,7 @@ class DeepSpeedEngine(Engine):
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         if offload:
             zero["offload_param"] = {"device": "cpu"}
-        # DeepSpeed's bf16 casts all parameters. Float32 adapters on a bfloat16 base must not be rounded, because those
-        # of the policy are not.
+        # In a run without bf16, float32 adapters on a bfloat16 base are not rounded, as those of the policy are not.
         bf16 = all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "bf16": {"enabled": bf16}}
         engine, *_ = deepspeed.initialize(model=model, config=config)

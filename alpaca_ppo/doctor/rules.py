@@ -141,7 +141,10 @@ def empty_answers(history: History) -> Found | None:
 def constant_reward(history: History) -> Found | None:
     """All responses of several steps score the same."""
     # A single response has no spread.
-    if (history.config.get("rollout_batch_size") or 2) * (history.config.get("num_return_sequences") or 1) < 2:
+    if (
+        _learns_from_teacher(history)
+        or (history.config.get("rollout_batch_size") or 2) * (history.config.get("num_return_sequences") or 1) < 2
+    ):
         return None
     spreads = [value for _, value in history.series(_SPREAD)]
     # Relative to the score: float32 rounds the mean of equal scores below this.
@@ -244,7 +247,14 @@ def _window_means(series: Sequence[tuple[int, float]]) -> Sequence[tuple[int, fl
 def uniform_groups(history: History) -> Found | None:
     """Most prompts give no gradient: their responses all score the same, though not those of all prompts."""
     share = history.mean("objective/uniform_groups")
-    return None if share is None or share <= 0.9 or constant_reward(history) else Found("warning", {"share": share})
+    if share is None or share <= 0.9 or _learns_from_teacher(history) or constant_reward(history):
+        return None
+    return Found("warning", {"share": share})
+
+
+def _learns_from_teacher(history: History) -> bool:
+    """Whether responses with the same score may have different rewards."""
+    return history.config.get("teacher_model_name_or_path") is not None
 
 
 @_rule(

@@ -4,7 +4,7 @@ Models are loaded with an explicit dtype and from safetensors only. What a run l
 saved by a run are in `saved_critic`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
@@ -59,10 +59,16 @@ def load_causal_lm(
     return model
 
 
-def four_bit() -> BitsAndBytesConfig:
+def four_bit(*, without: Collection[str] = ()) -> BitsAndBytesConfig:
+    """How weights are quantized, but for modules of the names in `without`; by default the head of a language model."""
     if not torch.cuda.is_available() or not find_spec("bitsandbytes"):
-        raise ValueError("load_in_4bit is True, but needs a CUDA device and bitsandbytes; use dtype: bfloat16 instead")
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        raise ValueError("4-bit weights are asked for, which need a CUDA device and bitsandbytes; use bfloat16 instead")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=[*without] or None,
+    )
 
 
 def is_causal_lm(model: str | PreTrainedModel, *, trust_remote_code: bool = False) -> bool:

@@ -169,7 +169,8 @@ class SamplerCheck:
     def before_training(self, prompts: PromptBatch, sampling_params: SamplingParams) -> None:
         """Checks short responses to a few prompts, and decides `old_policy: auto`.
 
-        Every rank must call it, with the same prompts. A run ends only if many tokens disagree (`clipped_difference`).
+        Every rank must call it, with the same prompts. A run ends only if many tokens disagree (`clipped_difference`),
+        or if a sampler's own copy of the weights in float32 differs by more than rounding.
 
         Raises:
             ValueError: on every rank, if an update would be meaningless and `mismatch_action` is stop.

@@ -3,6 +3,7 @@
 It is a model of the run, frozen, which may stay in host memory between passes, or one behind a vLLM server.
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from alpaca_ppo.async_calls import await_all
 from alpaca_ppo.config.names import is_server, model_folder, shown_url
@@ -17,7 +19,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.functional.shaping import response_lengths
 from alpaca_ppo.http_json import RequestFailed, ask_json
-from alpaca_ppo.models.loading import check_same_tokenizer, check_token_ids, load_causal_lm
+from alpaca_ppo.models.loading import check_same_tokenizer, load_causal_lm
 from alpaca_ppo.models.policy import Policy, scatter_tokens
 from alpaca_ppo.models.reference import CopiedReference
 from alpaca_ppo.models.trial import fit_rows
@@ -26,6 +28,8 @@ from alpaca_ppo.models.trial import fit_rows
 KEY_VARIABLE = "TEACHER_API_KEY"
 # For one response; servers queue requests.
 _SECONDS, _MAX_BYTES = 600.0, 2**26
+# Seconds before a failed request is sent again.
+_PAUSES = (0.5, 5.0)
 
 
 class TeacherOutputs(NamedTuple):
@@ -38,6 +42,11 @@ class TeacherOutputs(NamedTuple):
 class TeacherModel(Policy):
     """A teacher in this process."""
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        # The override below adds to the log-probs of the class, which must fit the model.
+        self._check_logits()
+
     def outputs_from_states(
         self, states: Tensor, packed: PackedRows, responses: Tensor, *, chunk_size: int, **options: Any
     ) -> Any:
@@ -45,7 +54,7 @@ class TeacherModel(Policy):
         tokens = responses[packed.rows, packed.actions]
         weight, bias = self.head.weight, self.head.bias
         # Scaling and soft caps of logits leave their order.
-        likeliest = [linear(chunk, weight, bias).argmax(dim=-1) for chunk in states.split(chunk_size)]
+        likeliest = [linear(chunk.to(weight.dtype), weight, bias).argmax(dim=-1) for chunk in states.split(chunk_size)]
         hits = torch.cat([*likeliest, tokens[:0]]) == tokens
         return TeacherOutputs(outputs.logprobs, scatter_tokens(hits.float(), packed, responses))
 
@@ -81,7 +90,14 @@ class TeacherServer:
         """Log-prob of each token of `answer`, and 1 if it is the likeliest."""
         body = json.dumps({"prompt": prompt + answer, "max_tokens": 1, "prompt_logprobs": 0}).encode()
         url = f"{self.url}/completions"
-        got = await ask_json(url, body, key_variable=KEY_VARIABLE, seconds=_SECONDS, max_bytes=_MAX_BYTES)
+        for pause in (*_PAUSES, None):
+            try:
+                got = await ask_json(url, body, key_variable=KEY_VARIABLE, seconds=_SECONDS, max_bytes=_MAX_BYTES)
+                break
+            except RequestFailed:
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
         try:
             entries = got["choices"][0]["prompt_logprobs"][len(prompt) :]
             chosen = [entry[str(token)] for entry, token in zip(entries, answer, strict=True)]
@@ -93,11 +109,14 @@ class TeacherServer:
 Teacher = CopiedReference | TeacherServer
 
 
-def make_teacher(args: PPOConfig, processing_class: Any) -> Teacher | None:
+def make_teacher(args: PPOConfig, processing_class: Any, *, vocab_size: int) -> Teacher | None:
     """The teacher that `args` name, or None.
 
+    Args:
+        vocab_size: of the policy, which samples the ids that the teacher reads.
+
     Raises:
-        ValueError: when it cannot be loaded, its tokenizer has other ids, or it has too few positions.
+        ValueError: when it cannot be loaded, its tokenizer has other ids, or it has too few embeddings or positions.
     """
     option, trust = "teacher_model_name_or_path", args.trust_remote_code
     name = args.teacher_model_name_or_path
@@ -111,7 +130,9 @@ def make_teacher(args: PPOConfig, processing_class: Any) -> Teacher | None:
     four_bit = args.teacher_dtype == "4bit"
     dtype = torch.bfloat16 if four_bit else getattr(torch, args.teacher_dtype)
     model = load_causal_lm(name, trust_remote_code=trust, dtype=dtype, load_in_4bit=four_bit)
-    check_token_ids(model, processing_class)
+    if (rows := model.get_input_embeddings().weight.size(0)) < vocab_size:
+        problem = f"has {rows} embeddings and the policy {vocab_size}, so that it may sample ids that are not read"
+        raise ValueError(f"{option} {name!r} {problem}; take a policy with as many, or a larger teacher")
     teacher = TeacherModel(model.eval())
     fit_rows(teacher, model, args, owner="teacher")
     return CopiedReference(teacher, offloaded=args.teacher_offloaded)

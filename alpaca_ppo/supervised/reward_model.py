@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalPrediction, set_seed
 
+from alpaca_ppo.adapters.files import CLASSIFIER_HEADS
 from alpaca_ppo.config.checks import template_options
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
@@ -98,7 +99,7 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     set_seed(training.seed)
     options: Any = {"pad_token_id": tokenizer.pad_token_id, "dtype": getattr(torch, lora.dtype)}
     if lora.load_in_4bit:
-        options["quantization_config"] = four_bit()
+        options["quantization_config"] = four_bit(without=CLASSIFIER_HEADS)
     with transformers_bars(shown=has_screen()):
         model = AutoModelForSequenceClassification.from_pretrained(
             model_name, num_labels=1, trust_remote_code=False, **options

@@ -48,26 +48,31 @@ class StopAt(TrainerCallback):
         self._option, self._remedy = option, remedy
         self._metric, self._comparison, self._bound = stop_condition(option, condition)
         self._on_any_rank, self._say = on_any_rank, say
+        # Some metrics are not in every step.
+        self._is_known = False
         self.reached: str | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Raises a `ValueError` if the first metrics lack the one that is asked for."""
+        """Raises a `ValueError` if no metric has the name, once a step has trained the policy."""
         if not self._metric.startswith("eval/"):
-            self._compare(state.global_step, control, context["metrics"], is_first=state.global_step == 1)
+            trains_policy = state.global_step > args.critic_pretraining_steps
+            self._compare(state.global_step, control, context["metrics"], is_complete=trains_policy)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         if self._metric.startswith("eval/"):
-            self._compare(state.global_step, control, context["metrics"], is_first=True)
+            self._compare(state.global_step, control, context["metrics"], is_complete=True)
 
-    def _compare(self, step: int, control: Any, metrics: Mapping[str, float], *, is_first: bool) -> None:
+    def _compare(self, step: int, control: Any, metrics: Mapping[str, float], *, is_complete: bool) -> None:
         value = metrics.get(self._metric)
-        if value is None and is_first:
+        self._is_known |= value is not None
+        if is_complete and not self._is_known:
             raise ValueError(f"{self._option}, but there is no metric {self._metric}; there are {', '.join(metrics)}")
         met = value is not None and COMPARISONS[self._comparison](value, self._bound)
         # A run can only be ended after a step.
         if step and self._on_any_rank(met):
             control.should_save = control.should_training_stop = True
-            self.reached = f"{self._metric} was {value:.4g} ({self._option})"
+            was = "was reached" if value is None else f"was {value:.4g}"
+            self.reached = f"{self._metric} {was} ({self._option})"
             self._say(f"step {step}: {self.reached}: the run ends here, with a checkpoint{self._remedy}")
 
 

@@ -449,12 +449,13 @@ class BaseTrainer(ABC):
         self.progress.advance(stats, step_ended=False)
         self._notify("on_step_end", metrics=stats)
         args, control = self.args, self.callback_handler.control
-        step, is_last = self.state.global_step, self._finished
-        eval_is_due = is_last or (args.eval_steps and step % args.eval_steps == 0)
+        step = self.state.global_step
+        eval_is_due = self._finished or (args.eval_steps and step % args.eval_steps == 0)
         if self.eval_prompts and (eval_is_due or control.should_evaluate):
             stats = stats | self._evaluate()
             self._notify("on_evaluate", metrics=EvaluationMetrics(stats))
-        report = step % args.logging_steps == 0 or is_last or control.should_log
+        # An evaluation may have ended the run.
+        report = step % args.logging_steps == 0 or self._finished or control.should_log
         self.run_log.log(stats, step, report=report)
         self.progress.advance(stats, step_ended=True)
         if report:

@@ -179,7 +179,8 @@ class PPOTrainer(BaseTrainer):
     def step_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """The global rollouts of a step (`rollout`), after `dynamic_sampling` has replaced uninformative prompts."""
         step = self.state.global_step
-        rollouts = hook_checks.checked_rollouts(self.rollout(prompt_batches))
+        rollouts = self.rollout(prompt_batches)
+        hook_checks.check_rollouts(rollouts)
         if self.args.dynamic_sampling:
             prompts = self.step_prompts(step)
             rollouts, stats = replace_uninformative(rollouts, prompts, self._redraw, args=self.args)
@@ -190,7 +191,9 @@ class PPOTrainer(BaseTrainer):
     def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
         """The global rollouts of dataset indices that `dynamic_sampling` has drawn in a round (from 1)."""
         batches = self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round)
-        return hook_checks.checked_rollouts(self.rollout(batches))
+        rollouts = self.rollout(batches)
+        hook_checks.check_rollouts(rollouts)
+        return rollouts
 
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and computes their log-probs

@@ -179,7 +179,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     if environments is not None:
         for name, function in environments.reward_functions():
             scorer.add(FunctionReward(function, name=name), 1.0)
-    reference, teacher = make_reference(actor_critic, ref_model, args), make_teacher(args, processing_class)
+    reference = make_reference(actor_critic, ref_model, args)
+    embeddings: Any = actor_critic.policy.model.get_input_embeddings()
+    teacher = make_teacher(args, processing_class, vocab_size=embeddings.weight.size(0))
     identity = start_identity(actor_critic, reference, teacher, scorer, environments)
 
     padding = agree_on_padding(actor_critic, {"reference": reference, "teacher": teacher}, accelerator)

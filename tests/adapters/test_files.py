@@ -108,7 +108,18 @@ def test_adapters_may_be_hub_ids(monkeypatch, tmp_path):
     name = next(key for key in saved if "lora_B" in key)
     loaded = dict(adapters.peft.named_parameters())[name.replace(".weight", ".default.weight")]
     assert_close(loaded.data, saved[name])
-    in_hub_cache(monkeypatch, tmp_path / "cache", "they/weightless")
+
+
+def test_missing_weights_are_told_from_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
+    in_hub_cache(monkeypatch, tmp_path / "cache", "they/unseen")
+    with pytest.raises(ValueError, match="they/unseen: adapter_model.* is not in the cache, .*; connect, or give"):
+        files.weights_file("reward_adapter", "they/unseen")
+
+    def download(repo_id, filename):
+        response = httpx2.Response(404, request=httpx2.Request("GET", "https://huggingface.co"))
+        raise RemoteEntryNotFoundError("no such file", response=response)
+
+    monkeypatch.setattr(files, "hf_hub_download", download)
     with pytest.raises(ValueError, match="reward_adapter they/weightless has no adapter_model.safetensors"):
         files.weights_file("reward_adapter", "they/weightless")
 

@@ -165,7 +165,7 @@ def _trainer(folder: Path, case: Case) -> tuple[Any, Networks]:
         arguments["peft_config"] = LoraConfig(**LORA)
     trainer_class = type("Recorder", (Recorder,), {"case": case})
     teacher = _teacher(case)
-    with mock.patch.object(setup, "make_teacher", lambda *args: teacher and CopiedReference(teacher)):
+    with mock.patch.object(setup, "make_teacher", lambda *args, **sizes: teacher and CopiedReference(teacher)):
         trainer = tiny_trainer(
             folder, model=policy, trainer_class=trainer_class, trainer_arguments=arguments, **case.settings()
         )

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.models import Policy, disable_dropout
 from alpaca_ppo.models.policy import logit_scaling
+from alpaca_ppo.ppo.teacher import TeacherModel
 from tests.tiny_models import ARCHITECTURES, tiny_causal_lm
 
 
@@ -63,7 +64,8 @@ def test_a_model_without_a_language_head_is_refused():
         Policy(tiny_causal_lm("llama").base_model)
 
 
-def test_a_model_that_changes_its_logits_in_an_unsupported_way_is_refused():
+@pytest.mark.parametrize("kind", [Policy, TeacherModel])
+def test_a_model_that_changes_its_logits_in_an_unsupported_way_is_refused(kind):
     model = tiny_causal_lm("gemma2", final_logit_softcapping=2.0)
     assert logit_scaling(model.config)[1] is not None
     plain = model.config.final_logit_softcapping
@@ -76,7 +78,7 @@ def test_a_model_that_changes_its_logits_in_an_unsupported_way_is_refused():
 
     model.forward = shifted
     with pytest.raises(ValueError, match="logits are not its head's; override outputs_from_states"):
-        Policy(model)
+        kind(model)
     assert model.config.final_logit_softcapping == plain
 
 

@@ -111,6 +111,26 @@ def test_a_score_that_nobody_measures_ends_the_run_before_its_first_step(tmp_pat
     assert trainer.state.global_step == 0
 
 
+def test_a_misspelt_metric_of_steps_is_named_in_a_resumed_run_too(tmp_path):
+    settings = {"total_episodes": 30, "save_steps": 1}
+    tiny_trainer(tmp_path, **settings).train()
+    for name in ("objective/score", "ppo/policy/approx_kl_k3"):
+        resumed = tiny_trainer(tmp_path, **settings | {"total_episodes": 40}, stop_at=f"{name} >= 1e9")
+        if name == "objective/score":
+            with pytest.raises(ValueError, match="there is no metric objective/score; there are .*objective/scores"):
+                resumed.train(resume_from_checkpoint=True)
+        else:
+            resumed.train(resume_from_checkpoint=True)
+            assert resumed.state.global_step == 4
+
+
+def test_a_metric_that_comes_after_the_critic_s_pretraining_may_end_a_run(tmp_path):
+    settings = {"critic_pretraining_steps": 1, "total_episodes": 40}
+    trainer = tiny_trainer(tmp_path, stop_at="ppo/policy/optimizer_steps >= 1", **settings)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
 def test_a_bound_of_the_kl_needs_the_metric(tmp_path):
     class Silent(PPOTrainer):
         def record_step_stats(self, train_stats, rollouts, step):

@@ -1,14 +1,17 @@
 """On-policy distillation: a policy learns from a teacher of its tokenizer, in this process or behind a server."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from alpaca_ppo.checkpoint.compatibility import start_identity
+from alpaca_ppo.cli.sample import sample
 from alpaca_ppo.functional.shaping import distill
 from alpaca_ppo.http_json import RequestFailed
+from alpaca_ppo.ppo import teacher as teachers
 from alpaca_ppo.ppo.teacher import TeacherServer
 from tests.http_servers import RawServer, response
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
@@ -122,9 +125,60 @@ def test_what_a_teacher_cannot_be_is_said_before_the_run(teacher, tmp_path):
         ValueError, match="teacher_model_name_or_path '.*' has another tokenizer .*; learn from a model"
     ):
         tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher)
-    with pytest.raises(ValueError, match="needs a CUDA device and bitsandbytes"):
+    with pytest.raises(ValueError, match="need a CUDA device and bitsandbytes"):
         tiny_tokenizer().save_pretrained(teacher)
         tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher, teacher_dtype="4bit")
+
+
+def test_what_judges_scores_alone_leaves_a_teacher_s_run_in_peace(teacher, tmp_path):
+    groups = {"adv_estimator": "grpo", "num_return_sequences": 2, "total_episodes": 40, "stop_on": ["error"]}
+    trainer = tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher, **ALONE, **groups)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    found = (tmp_path / "run/findings.jsonl").read_text() if (tmp_path / "run/findings.jsonl").exists() else ""
+    assert "constant_reward" not in found and "uniform_groups" not in found
+    with pytest.raises(ValueError, match="dynamic_sampling is 2, but judges prompts by scores, without the teacher"):
+        tiny_config(tmp_path, teacher_model_name_or_path=teacher, dynamic_sampling=2, num_return_sequences=2)
+
+
+def test_a_teacher_that_cannot_read_every_id_is_refused(tmp_path):
+    tiny_causal_lm("llama").save_pretrained(tmp_path / "small")
+    model = tiny_causal_lm("llama", vocab_size=80)
+    with pytest.raises(ValueError, match="has 64 embeddings and the policy 80, .*; take a policy with as many"):
+        tiny_trainer(tmp_path / "run", model=model, teacher_model_name_or_path=str(tmp_path / "small"))
+
+
+def test_a_failed_request_is_sent_again(monkeypatch):
+    monkeypatch.setattr(teachers, "_PAUSES", (0.0, 0.0))
+    samples = {
+        "queries": torch.tensor([[5, 6]]),
+        "query_attn_masks": torch.ones(1, 2),
+        "responses": torch.tensor([[7]]),
+        "response_mask": torch.tensor([[True]]),
+    }
+    good = {"choices": [{"prompt_logprobs": [None, {}, {"7": {"logprob": -0.5, "rank": 2}}]}]}
+    answers = iter([response(b"no", status="503 Busy"), response(good)])
+    with RawServer(lambda request: next(answers)) as server:
+        found = TeacherServer(f"http://{server.address}")(samples)
+    assert found["teacher_logprobs"].tolist() == [[-0.5]] and found["teacher_top_tokens"].tolist() == [[0.0]]
+    with RawServer(lambda request: response(b"no", status="503 Busy")) as server:
+        with pytest.raises(RequestFailed, match="503"):
+            TeacherServer(f"http://{server.address}")(samples)
+        assert len(server.requests) == 3
+
+
+def test_a_run_goes_on_and_is_sampled_though_its_teacher_has_moved(teacher, tmp_path, capsys):
+    settings = {"total_episodes": 20, "save_steps": 1, "output_dir": tmp_path / "run"}
+    trainer = tiny_trainer(teacher_model_name_or_path=teacher, **settings)
+    trainer.train()
+    Path(teacher).rename(tmp_path / "moved")
+    moved = {"teacher_model_name_or_path": str(tmp_path / "moved"), "teacher_offloaded": True}
+    resumed = tiny_trainer(**settings | {"total_episodes": 30}, **moved)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    (tmp_path / "moved").rename(tmp_path / "gone")
+    assert sample([str(tmp_path / "run"), "--prompt", "w10 w11", "--reference", "none"]) == 0
+    assert "policy: w" in capsys.readouterr().out
 
 
 def test_a_run_does_not_go_on_with_another_teacher(teacher, tmp_path):

@@ -97,10 +97,10 @@ class VLLMBackend(Backend):
         with raise_on_all_ranks(state):
             if base:
                 files.write_model(model, policy, base, self._dtype)
-                self._digests = files.check_written(model, base_sums, base)
+                self._digests = files.digests(files.check_written(model, base_sums, base))
             if adapter:
                 files.write_adapter(folder, policy, adapter)
-                files.check_written(folder, adapter_sums)
+                files.check_written(folder, adapter_sums, {})
         if base_changed:
             self._digests = gather_list(self._digests, state)[self._writer]
         _on_all_ranks(partial(self._load, Publication(version, model, folder if adapted else None, self._digests)))

@@ -116,8 +116,8 @@ class Server:
         return await ask_json(self._url + path, content, key_variable="VLLM_API_KEY", socket=self._socket, **options)
 
     async def _ask_patiently(self, path: str, body: Any, **options: Any) -> Any:
-        """As `ask`, for what may take long. One of the requests fails once the engine has ended, or the server is about
-        to, which leave them without answer.
+        """As `ask`, without a limit of its own: every `_HEALTH_SECONDS` one of the requests that wait also asks for
+        the server's health, and fails if its engine has ended.
         """
         request = asyncio.create_task(self.ask(path, body, **{"seconds": math.inf, **options}))
         try:
@@ -192,14 +192,10 @@ class Server:
         """
         old = self.loaded
         if old is not None and old.adapter is not None:
-            # The base, which is not loaded anew, may be another one if somebody has started the server again.
-            answer = await self._probe([0])
-            if (found := _versions(answer["choices"][0])) != [old.version]:
-                problem = f"has weights {', '.join(found)} instead of {old.version}"
-                cause = "it was started again, or another run uses it; resume, with a server for this run"
-                raise ValueError(f"the vLLM server at {self.name} {problem}: {cause}")
+            # The base is not loaded anew.
+            await self._check_not_restarted(old)
         if old is None:
-            # What it then leaves as it is, is seen to be zero, whatever it held before and however it is stored.
+            # Makes all weights zero, so that the checksums show a tensor that the reload leaves out.
             await self._ask_patiently("/weight_checker", {"action": "reset"})
             self._held = await self._checksums()
         if old is None or old.model != new.model:
@@ -209,16 +205,27 @@ class Server:
             adapter = {"lora_name": new.version, "lora_path": str(new.adapter)}
             await self._ask_patiently("/v1/load_lora_adapter", adapter, parse=str)
         await self.ask("/update_weight_version", {"new_version": new.version})
-        for _ in range(_RESETS):
-            if (await self._ask_patiently("/reset_prefix_cache", {}))["success"] is True:
-                break
-            await asyncio.sleep(0.1)
-        else:
-            raise ValueError(f"the vLLM server at {self.name} still works for somebody; let no other run use it")
+        await self._empty_cache()
         await self._check_loaded(new)
         self.loaded = new
         if old is not None and old.adapter is not None:
             await self.ask("/v1/unload_lora_adapter", {"lora_name": old.version}, parse=str)
+
+    async def _check_not_restarted(self, old: Publication) -> None:
+        """Raises ValueError unless the server still has the weights `old`."""
+        answer = await self._probe([0])
+        if (found := _versions(answer["choices"][0])) != [old.version]:
+            problem = f"has weights {', '.join(found)} instead of {old.version}"
+            cause = "it was started again, or another run uses it; resume, with a server for this run"
+            raise ValueError(f"the vLLM server at {self.name} {problem}: {cause}")
+
+    async def _empty_cache(self) -> None:
+        """Raises ValueError if requests of others keep the cache filled."""
+        for _ in range(_RESETS):
+            if (await self._ask_patiently("/reset_prefix_cache", {}))["success"] is True:
+                return
+            await asyncio.sleep(0.1)
+        raise ValueError(f"the vLLM server at {self.name} still works for somebody; let no other run use it")
 
     async def _check_loaded(self, new: Publication) -> None:
         """Raises ValueError if the server holds other weights than `new`, or results of older ones."""

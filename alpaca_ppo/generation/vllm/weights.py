@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,33 +103,47 @@ def live_tensors(policy: Policy, *, adapter: bool) -> dict[str, Tensor]:
     return {_adapter_name(name): tensor for name, tensor in state.items() if id(tensor) in parameters}
 
 
-def check_written(folder: Path, sums: Mapping[str, int], copies: Mapping[str, Tensor] = {}) -> dict[str, str]:
-    """Compares the tensors in `folder` with the `sums` of the policy's own; returns the SHA-256 of each that is not all
-    zeros, under the name that vLLM gives it. Transformers writes some of the `copies` that it is given under other
-    names or in parts: they are compared themselves.
+def check_written(folder: Path, sums: Mapping[str, int], copies: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in `folder`, after a comparison with the `sums` of the policy's own. Transformers writes some of the
+    `copies` that it is given under other names or in parts.
 
     Raises:
         ValueError: if one differs or is missing.
     """
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    others = {_base_name(name): tensor for name, tensor in copies.items() if _base_name(name) not in tensors}
-    summed = {name: int(bit_sum(tensor)) for name, tensor in {**tensors, **others}.items()}
-    own, written = {*sums.values()}, {summed[name] for name in tensors}
-    # A tied tensor may be written once.
-    stale = [name for name, total in sums.items() if summed.get(name, total if total in written else None) != total]
-    # Which element is in which part is not known.
-    divided = [tensor for name, tensor in others.items() if summed[name] not in written]
-    parts = {name: tensor for name, tensor in tensors.items() if name not in sums and summed[name] not in own}
-    elements = [sum(int(bit_sum(tensor, ordered=False)) for tensor in side) for side in (divided, parts.values())]
-    if (elements[0] - elements[1]) % 2**64:
-        stale += others or parts
+    renamed = {_base_name(name): tensor for name, tensor in copies.items() if _base_name(name) not in tensors}
+    sums_written = {name: int(bit_sum(tensor)) for name, tensor in tensors.items()}
+    sums_renamed = {name: int(bit_sum(tensor)) for name, tensor in renamed.items()}
+    any_written, own = {*sums_written.values()}, {*sums.values()}
+    stale = []
+    for name, total in sums.items():
+        found = sums_written.get(name, sums_renamed.get(name))
+        # A tied tensor may be written once, under another name.
+        is_written_elsewhere = found is None and total in any_written
+        if found != total and not is_written_elsewhere:
+            stale.append(name)
+    # Of tensors in parts, only the sum of all elements can be compared: which of them is in which part is not known.
+    divided = [tensor for name, tensor in renamed.items() if sums_renamed[name] not in any_written]
+    parts = {name: tensor for name, tensor in tensors.items() if name not in sums and sums_written[name] not in own}
+    if _sum_of_elements(divided) != _sum_of_elements(parts.values()):
+        stale += renamed or parts
     if stale:
         raise ValueError(
             f"the weights written for vLLM are not the policy's: {', '.join(stale[:3])} ({len(stale)} of {len(sums)}); "
             "write nothing into the folder, and let engine and sync give whole, current tensors"
         )
+    return tensors
+
+
+def _sum_of_elements(tensors: Iterable[Tensor]) -> int:
+    """The sum of all bits, in any order."""
+    return sum(int(bit_sum(tensor, ordered=False)) for tensor in tensors) % 2**64
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The SHA-256 of each of the `tensors` that is not all zeros, under the name that vLLM gives it."""
     groups = defaultdict[str, list[Tensor]](list)
-    # It joins q, k and v, and gate and up, in these orders.
+    # It joins q, k and v, and gate and up, in these orders: that of the alphabet, but for q.
     for name in sorted(tensors, key=lambda name: name.replace(".q_proj.", ".a_proj.")):
         joined = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name))
         groups[joined].append(tensors[name].flatten().view(torch.uint8))
