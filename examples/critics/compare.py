@@ -109,20 +109,22 @@ def page(runs: Sequence[Run]) -> str:
         return f"{seconds_of(runs, row, task):.0f}" if runs_of(runs, row, task) else ""
 
     seeds = ", ".join(map(str, SEEDS))
-    return (
-        "# Critics compared\n\n"
-        f"Written by `python -m examples.critics.compare`: seeds {seeds} on data of seed {DATA_SEED} (the real model and "
-        f"the large critic on small models: {', '.join(map(str, REAL_SEEDS))}), means and their standard errors, on "
-        f"{machine()}. `cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2; both take "
-        "8 passes. Everything else is the default or, for the real model, `ppo_epochs: 1`; GRPO has its paper's settings.\n"
-        f"\n## At equal samples\n\n{table(lambda row, task: _cell(scores(runs, row, task)))}"
-        f"\n## When GRPO has ended\n\n{table(lambda row, task: _cell(at_the_time_of(GRPO, row, task)))}"
-        f"\n## Ahead of GRPO at equal processor time\n\nWhen the faster of the two has ended.\n\n{table(lead_over_grpo)}"
-        f"\n## Ahead of {SEPARATE} at equal samples\n\n{table(lead_over_separate)}"
-        "\n## What the critic explains\n\nOf the variance of the returns of answers that it has not seen, on average over "
-        f"the second half of the steps.\n\n{table(explained)}"
-        f"\n## Processor seconds of a run\n\nThe least of all seeds.\n\n{table(cost)}"
+    about = (
+        f"seeds {seeds} on data of seed {DATA_SEED} (the real model, and the large critic on small models: "
+        f"{', '.join(map(str, REAL_SEEDS))}), means and their standard errors, on {machine()}. `cached` has the default "
+        "size (width 256, depth 3), `cached, small` width 64 and depth 2; both take 8 passes. Everything else is the "
+        "default or, for the real model, `ppo_epochs: 1`; GRPO has its paper's settings."
     )
+    parts = {
+        "At equal samples": table(lambda row, task: _cell(scores(runs, row, task))),
+        "When GRPO has ended": table(lambda row, task: _cell(at_the_time_of(GRPO, row, task))),
+        "Ahead of GRPO at equal processor time, when the faster of the two has ended": table(lead_over_grpo),
+        f"Ahead of {SEPARATE} at equal samples": table(lead_over_separate),
+        "Explained variance of new answers' returns, on average over the second half of the steps": table(explained),
+        "Processor seconds of a run, the least of all seeds": table(cost),
+    }
+    sections = "".join(f"\n## {title}\n\n{text}" for title, text in parts.items())
+    return f"# Critics compared\n\nWritten by `python -m examples.critics.compare`: {about}\n{sections}"
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
