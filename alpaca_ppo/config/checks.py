@@ -76,7 +76,7 @@ def check_combinations(config: Any) -> None:
     if teacher is not None and config.dynamic_sampling:
         problem = f"dynamic_sampling is {config.dynamic_sampling}, but judges prompts by scores, without the teacher"
         raise ValueError(f"{problem}; set it to 0, or teacher_model_name_or_path to null")
-    if teacher is not None and is_server(teacher):
+    if is_server(teacher):
         check_url("teacher_model_name_or_path", teacher)
         if config.temperature != 1:
             raise ValueError(

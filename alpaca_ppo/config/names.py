@@ -30,13 +30,14 @@ def check_model_name(field: str, name: str | None) -> None:
     """
     if name is None or os.path.isdir(name):
         return
-    problem = path_problem(name)
     if _HUB_ID.fullmatch(name) is None:
-        raise ValueError(f"{field} is {name!r}, neither a folder nor a hub id (name or owner/name):{problem}")
+        problem = f"neither a folder nor a hub id (name or owner/name):{path_problem(name)}"
+        raise ValueError(f"{field} is {name!r}, {problem}")
     is_misspelt = "/" not in name and not os.path.isfile(name) and _similar_path(name, "folder")
     would_be_in_a_folder = os.path.isdir(os.path.dirname(name))
     if is_misspelt or would_be_in_a_folder:
-        raise ValueError(f"{field} is {name!r}, but{problem} (for one on the hub, start from another folder)")
+        problem = f"but{path_problem(name)} (for one on the hub, start from another folder)"
+        raise ValueError(f"{field} is {name!r}, {problem}")
 
 
 def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_text: bool = True) -> Any:
@@ -152,9 +153,9 @@ def check_url(name: str, url: str) -> None:
         raise ValueError(f"{name} holds {without_credentials!r}, no address such as http://localhost:8000/score")
 
 
-def is_server(name: str) -> bool:
+def is_server(name: str | None) -> bool:
     """Whether an option that names a model holds the address of a server instead."""
-    return name.startswith(("http://", "https://"))
+    return name is not None and name.startswith(("http://", "https://"))
 
 
 def is_this_machine(url: str) -> bool:

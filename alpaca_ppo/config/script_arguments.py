@@ -99,7 +99,7 @@ class ScriptArguments(CheckedArguments):
         )
         check_model_name("reference", None if args.reference in REFERENCES else args.reference)
         check_model_name("reward_adapter", args.reward_adapter)
-        if not is_server(args.teacher_model_name_or_path or ""):
+        if not is_server(args.teacher_model_name_or_path):
             check_model_name("teacher_model_name_or_path", args.teacher_model_name_or_path)
         for name in ("model_name_or_path", "value_model_name_or_path"):
             check_model_name(name, getattr(self, name))

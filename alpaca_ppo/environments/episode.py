@@ -18,6 +18,7 @@ from alpaca_ppo.environments.conversation import Conversation, Message, tool_cal
 from alpaca_ppo.environments.kinds import EnvironmentKind
 from alpaca_ppo.environments.tool_calls import ToolCall, ToolCallParser, call_problem, encodable, find_parsed_calls
 from alpaca_ppo.generation.turns import Reply, Turn
+from alpaca_ppo.rewards.batch import copied
 
 T = TypeVar("T")
 # Yields calls of the user's functions, and is sent each once it has ended.
@@ -115,7 +116,7 @@ class Episode:
                 raise self._failure(problem)
             self.environment = made
         # Samples of a prompt share the row.
-        columns = {name: deepcopy(value) for name, value in self.row.items()}
+        columns = {name: copied(value) for name, value in self.row.items()}
         if self.kind.routed:
             del columns["environment"]
         arguments = self.kind.reset_arguments(columns, seed)

@@ -68,15 +68,12 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
         actor_critic = make_actor_critic(policy, models.value, list(models.rewards), lora, args)
         reference = make_reference(actor_critic, None, args)
         copied = reference.policy if isinstance(reference, CopiedReference) else None
+        roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied}
         teacher = args.teacher_model_name_or_path
-        dtype = torch.float32 if args.teacher_dtype == "float32" else torch.bfloat16
-        trust = args.trust_remote_code
-        here = (
-            None
-            if teacher is None or is_server(teacher)
-            else without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
-        )
-        roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied, "teacher": here}
+        if teacher is not None and not is_server(teacher):
+            dtype = torch.float32 if args.teacher_dtype == "float32" else torch.bfloat16
+            trust = args.trust_remote_code
+            roles["teacher"] = without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
         if cast_to_bf16:
             # As in `DeepSpeedEngine`, buffers and reward models keep their type.

@@ -39,7 +39,7 @@ class RolloutOptions:
     Attributes:
         with_policy: the policy's log-probs by the trainer, instead of the sampler's.
         with_critic: the critic's values.
-        with_reference: the reference's log-probs, instead of a copy of the policy's.
+        with_reference: the log-probs of the reference, instead of a copy of the policy's, and of the teacher.
         with_entropies: the entropies of policy and reference.
         greedy_baseline: the score of each prompt's greedy response, as `baseline_scores`.
         compares_group: whether the estimator compares responses to a prompt.
@@ -369,12 +369,13 @@ class RolloutCollector:
             out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
         else:
             out["logprobs"] = samples["rollout_logprobs"].clone()
-        if isinstance(self.teacher, TeacherServer):
+        teacher = self.teacher if options.with_reference else None
+        if isinstance(teacher, TeacherServer):
             # Evaluations may have another temperature.
-            out |= self.teacher(samples, self.preemption.poll) if temperature == 1 else {}
-        elif self.teacher is not None:
-            with self.teacher.on_device(device) as teacher, engine.autocast():
-                out |= {f"teacher_{name}": value for name, value in run(teacher).items()}
+            out |= teacher(samples, self.preemption.poll) if temperature == 1 else {}
+        elif teacher is not None:
+            with teacher.on_device(device) as model, engine.autocast():
+                out |= {f"teacher_{name}": value for name, value in run(model).items()}
         if self.reference is None or not options.with_reference:
             return out | {"ref_logprobs": out["logprobs"].clone()}
         with self.reference.on_device(device) as reference, engine.autocast():

@@ -1,5 +1,6 @@
 """The input of a reward source, and the errors that name the source and the row at fault."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ Prompt = str | list[dict[str, Any]]
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 # Further arguments in runs with environments.
 OF_EPISODES = ("environments", "episodes")
+_IMMUTABLE = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,14 @@ class RewardError(ValueError):
 
 class RowFailure(RewardError):
     """A single row has no usable score: its call raised, or its score is not finite."""
+
+
+def copied(value: Any) -> Any:
+    """Returns a copy of an entry of a source's arguments, so that no source changes those of others or of the run."""
+    # deepcopy takes several times as long for lists of token ids.
+    if type(value) is list and _IMMUTABLE.issuperset(map(type, value)):
+        return value.copy()
+    return copy.deepcopy(value)
 
 
 def make_reward_batch(

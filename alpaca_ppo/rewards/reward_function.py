@@ -7,7 +7,6 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from alpaca_ppo.async_calls import await_all, name_of, parameters_of
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure
+from alpaca_ppo.rewards.batch import RewardBatch, RewardError, RowFailure, copied
 
 # Arguments that the trainer gives to functions that name them in their signatures.
 OFFERED = ("trainer_state", "log_metric")
@@ -57,7 +56,7 @@ class FunctionReward:
         accepted, _, takes_any = self.parameters
         wanted = {*accepted, "environments", *columns} if takes_any else {*accepted}
         uncopied = {name: value for name, value in (self.context | batch.objects()).items() if name in wanted}
-        return uncopied | {name: [deepcopy(v) for v in values] for name, values in columns.items() if name in wanted}
+        return uncopied | {name: [copied(v) for v in values] for name, values in columns.items() if name in wanted}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from alpaca_ppo.config.checks import COMPARISONS, stop_condition
+from alpaca_ppo.config.checks import COMPARISONS
 
 CONTROL_FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 
@@ -28,7 +28,7 @@ class StopAt(TrainerCallback):
 
     Args:
         option: the option that asks for it, with its value, for messages.
-        condition: the metric, one of COMPARISONS, and a number, such as "eval/scores >= 0.8" (`stop_condition`).
+        condition: the metric, one of COMPARISONS, and a number, as `stop_condition` returns them.
         on_any_rank: whether its argument is true on any rank; hooks of a user may give each rank its own metrics.
         remedy: the end of the message, for a bound that nobody wants to reach.
 
@@ -39,14 +39,14 @@ class StopAt(TrainerCallback):
     def __init__(
         self,
         option: str,
-        condition: str,
+        condition: tuple[str, str, float],
         *,
         on_any_rank: Callable[[bool], bool],
         say: Callable[[str], Any],
         remedy: str = "",
     ) -> None:
         self._option, self._remedy = option, remedy
-        self._metric, self._comparison, self._bound = stop_condition(option, condition)
+        self._metric, self._comparison, self._bound = condition
         self._on_any_rank, self._say = on_any_rank, say
         # Some metrics are not in every step.
         self._is_known = False

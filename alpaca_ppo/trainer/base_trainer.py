@@ -20,6 +20,7 @@ from alpaca_ppo.checkpoint.directory import RESUME, RunLock
 from alpaca_ppo.checkpoint.manager import CheckpointManager, Component
 from alpaca_ppo.checkpoint.model_card import TrainedRun
 from alpaca_ppo.checkpoint.serialization import Checkpoint
+from alpaca_ppo.config.checks import stop_condition
 from alpaca_ppo.config.credentials import without_credentials
 from alpaca_ppo.config.foreign_names import CONFIG_SECTIONS, TRAINER_SECTIONS, check_argument_names
 from alpaca_ppo.data.schedule import StepPrompts
@@ -196,13 +197,15 @@ class BaseTrainer(ABC):
         on_any_rank = partial(collectives.any_rank, accelerator=self.accelerator)
         stop_at = partial(StopAt, on_any_rank=on_any_rank, say=log.message)
         if args.stop_at is not None:
-            callbacks.append(stop_at(f"stop_at: {args.stop_at}", args.stop_at))
+            option = f"stop_at: {args.stop_at}"
+            callbacks.append(stop_at(option, stop_condition(option, args.stop_at)))
         if (limit := args.max_kl_to_ref) is not None:
             remedy = (
                 ". Raise max_kl_to_ref to resume from it, or start a new run with a higher kl_coef or a lower "
                 "learning_rate"
             )
-            callbacks.append(stop_at(f"max_kl_to_ref: {limit}", f"objective/kl_sum_seq > {limit}", remedy=remedy))
+            condition = ("objective/kl_sum_seq", ">", limit)
+            callbacks.append(stop_at(f"max_kl_to_ref: {limit}", condition, remedy=remedy))
         if args.report:
             callbacks.append(ReportRefresher(args.output_dir, is_main=log.is_main, say=log.message))
         return callbacks
