@@ -17,10 +17,15 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test docs browser-test check
+.PHONY: quickstart real results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test docs browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
+
+# A real model in half an hour; REAL="--model HuggingFaceTB/SmolLM2-135M-Instruct" for one from the hub.
+REAL ?=
+real: $(VENV)/.installed_for_real
+	$(BIN)/python -m examples.sentences.run $(REAL)
 
 # The same training by TRL, which gets .venv-trl; AGAINST="--seeds 1 2" for fewer seeds, "--quick" for small models.
 AGAINST ?=

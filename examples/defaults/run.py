@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from alpaca_ppo.cli.commands import main as alpaca_ppo
@@ -17,6 +18,7 @@ from examples.defaults.tasks import TASKS, Task
 from examples.games.train import main as play
 from examples.long_horizon.pipeline import flags_of, metrics_of
 
+EXPLAINED = "ppo/val/explained_variance"
 MEASURING: Mapping[str, Any] = {
     "eval_temperature": 1.0,
     "num_logged_rollouts": 0,
@@ -30,13 +32,14 @@ MEASURING: Mapping[str, Any] = {
 
 
 def main(root: Path, *, task: str, settings: Mapping[str, Any], data_seed: int, seed: int) -> dict[str, Any]:
-    """Trains, and returns the task's number before and after, the KL in nats per response, processor seconds, and the
-    curve of all evaluations as (responses, processor seconds, the task's number).
+    """Trains, and returns the task's number before and after, the KL in nats per response, processor seconds, the curve
+    of all evaluations as (responses, processor seconds, the task's number), and how much of the returns of new answers
+    the critic explains, on average over the second half of the steps.
     """
     chosen = TASKS[task]
     given = chosen.prepare(root / task / f"data_{data_seed}", data_seed)
     with tempfile.TemporaryDirectory(dir=root) as output:
-        options = {**given, **chosen.options(settings), **MEASURING, "seed": seed, "output_dir": output}
+        options = {**MEASURING, **given, **chosen.options(settings), "seed": seed, "output_dir": output}
         start = time.process_time()
         if chosen.plays:
             play(flags_of(options))
@@ -45,12 +48,14 @@ def main(root: Path, *, task: str, settings: Mapping[str, Any], data_seed: int, 
         seconds = time.process_time() - start
         lines = metrics_of(Path(output))
     curve = _curve(chosen, lines, seconds)
+    explained = [line[EXPLAINED] for line in lines if EXPLAINED in line]
     return {
         "before": round(chosen.in_points(lines[0][chosen.metric]), 3),
         "after": round(chosen.in_points(lines[-1][chosen.metric]), 3),
         "kl": round(lines[-1]["eval/kl_sum_seq"], 2),
         "processor_seconds": round(curve[-1][1], 1),
         "curve": curve,
+        "explained_variance": round(fmean(explained[len(explained) // 2 :]), 3) if explained else None,
     }
 
 

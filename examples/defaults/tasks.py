@@ -22,6 +22,8 @@ from examples.mini_farm.base import build_model
 from examples.mini_farm.pipeline import GOLD, KEEP_NOTHING, PRESETS, SUPERVISED, Lab, LabArguments
 from examples.mini_farm.splits import write_rows
 from examples.mini_farm.stages import run_stage
+from examples.sentences import task as sentences
+from examples.sentences.model import fetch_model
 
 Options = dict[str, Any]
 RATE_TIMES_WIDTH = 0.048
@@ -51,7 +53,7 @@ class Task:
 
     def options(self, settings: Mapping[str, Any]) -> Options:
         """Returns the options of a run with `settings`, which samples as many responses as any other of the task."""
-        options = {**self.sizes, "learning_rate": RATE_TIMES_WIDTH / self.width, **settings}
+        options = {"learning_rate": RATE_TIMES_WIDTH / self.width, **self.sizes, **settings}
         for name in ("rollout_batch_size", "total_episodes"):
             options[name] //= options.get("num_return_sequences", 1)
         return options
@@ -125,6 +127,24 @@ def _chain(root: Path, seed: int) -> Options:
     return _of_files(pretrained, data) | {"reward_funcs": "examples.defaults.chain:right"}
 
 
+def _sentences(root: Path, seed: int) -> Options:
+    fetch_model(model := root.parent / "SmolLM2-135M-Instruct")
+
+    def write_data(folder: Path) -> None:
+        for split, count in ((PROMPTS, SENTENCES["total_episodes"]), (HELD_OUT, 100)):
+            named = sentences.TRAINING if split == PROMPTS else sentences.HELD_OUT
+            rows = sentences.draw_prompts(count, split=named, seed=seed)
+            # The chat template without the system message that it adds, which is half of the prompt.
+            texts = [
+                f"<|im_start|>user\n{row['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n" for row in rows
+            ]
+            write_rows(folder / split, [{**row, "prompt": text} for row, text in zip(rows, texts, strict=True)])
+
+    sources = [Path(sentences.__file__)]
+    data = run_stage(root / "data", "sentences: data", write_data, settings={"seed": seed}, sources=sources)
+    return _of_files(model, data) | {"reward_funcs": "examples.sentences.task:share_used"}
+
+
 def _of_files(model: Path, data: Path) -> Options:
     return {"model_name_or_path": model, "dataset_name": data / PROMPTS, "eval_dataset_name": data / HELD_OUT}
 
@@ -143,6 +163,21 @@ def _sizes(*, lengths: tuple[int, int], rollout: int, step: int, responses: int,
 
 
 CHAIN = _sizes(lengths=(chain.QUERY_LEN, chain.RESPONSE_LEN), rollout=128, step=64, responses=6400)
+SENTENCES = _sizes(
+    lengths=(48, 32),
+    rollout=32,
+    step=16,
+    responses=512,
+    learning_rate=5e-6,
+    lr_scheduler_type="constant",
+    ppo_epochs=1,
+    temperature=0.7,
+    eval_temperature=0.7,
+    max_tokens_per_micro_batch=2048,
+)
+"""A real model: one pass of the policy over each rollout, because a pass costs something. A run is the first sixteen
+steps of a longer one, so its rate does not fall.
+"""
 TASKS: Mapping[str, Task] = {
     "mini_farm": Task(
         title="RLHF with a reward model",
@@ -187,5 +222,13 @@ TASKS: Mapping[str, Task] = {
     ),
     "chain": Task(
         title="a chain of lookups, right or wrong", width=64, sizes=CHAIN, prepare=_chain, metric="eval/scores"
+    ),
+    "sentences": Task(
+        title="a sentence from given words, SmolLM2-135M",
+        width=576,
+        sizes=SENTENCES,
+        prepare=_sentences,
+        metric="eval/scores",
+        unit="reward of 100",
     ),
 }

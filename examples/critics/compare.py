@@ -1,0 +1,173 @@
+"""The critics compared: `python -m examples.critics.compare` makes what is missing, and writes RESULTS.md.
+
+Six tasks, of which the last has a real model. Data and seeds are those of `examples.defaults.compare`, and so is GRPO.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.config.parser import parse_args
+from examples.defaults.compare import CompareArguments
+from examples.defaults.records import Run, fill, outcome, runs_of
+from examples.defaults.rows import grpo
+from examples.defaults.tasks import TASKS
+from examples.mini_farm.compare import difference
+from examples.mini_farm.report import machine, notes_of
+
+RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
+DATA_SEED, SEEDS, EVALUATIONS = 0, (2, 3, 4, 5, 6), 5
+REAL = "sentences"
+"""Its runs take longest: fewer evaluations and seeds."""
+REAL_SEEDS, REAL_EVALUATIONS = SEEDS[:2], 2
+SEPARATE, GRPO, LARGE = "separate, 4 passes", "GRPO", "cached"
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    LARGE: {"critic_layout": "cached", "critic_epochs": 8},
+    "cached, small": {"critic_layout": "cached", "critic_epochs": 8, "critic_width": 64, "critic_depth": 2},
+    GRPO: {},
+    "separate, 1 pass": {"critic_epochs": 1},
+    "shared": {"critic_layout": "shared"},
+    SEPARATE: {},
+}
+LARGE_SEEDS = SEEDS[:1]
+"""On the small tasks, where a cached critic of the default size is larger than the policy."""
+
+
+def asked_of(run: Run) -> Run:
+    """Returns the arguments of `examples.defaults.run` for `run`."""
+    sizes = TASKS[run["task"]].sizes
+    evaluations = REAL_EVALUATIONS if run["task"] == REAL else EVALUATIONS
+    evaluated = {"eval_steps": -(-sizes["total_episodes"] // sizes["rollout_batch_size"] // evaluations)}
+    settings = {**evaluated, **SETTINGS[run["row"]], **(grpo(run["task"]) if run["row"] == GRPO else {})}
+    return {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}
+
+
+def seconds_of(runs: Sequence[Run], row: str, task: str) -> float:
+    """Returns the processor seconds of a run: the least of all seeds, because other work on the machine only adds."""
+    return min(run["processor_seconds"] for run in runs_of(runs, row, task))
+
+
+def score_at(run: Run, share: float) -> float:
+    """Returns the score of `run` after a `share` of its processor time, on a straight line between evaluations."""
+    curve = run["curve"]
+    seconds = share * curve[-1][1]
+    for (_, start, before), (_, end, after) in pairwise(curve):
+        if seconds <= end:
+            return float(before + (after - before) * (seconds - start) / (end - start))
+    return float(curve[-1][2])
+
+
+def scores(runs: Sequence[Run], row: str, task: str, *, seconds: float | None = None) -> list[float]:
+    """Returns the scores of the seeds at the end or, with `seconds`, after so much processor time."""
+    if seconds is None:
+        return [run["after"] for run in runs_of(runs, row, task)]
+    found = runs_of(runs, row, task)
+    return [score_at(run, min(1.0, seconds / seconds_of(runs, row, task))) for run in found]
+
+
+def _cell(numbers: Sequence[float], digits: int = 2) -> str:
+    if not numbers:
+        return ""
+    error = f" ± {stdev(numbers) / len(numbers) ** 0.5:.{digits}f}" if len(numbers) > 1 else ""
+    return f"{fmean(numbers):.{digits}f}{error}"
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Returns the tables of all runs."""
+    rows, tasks = list(SETTINGS), [task for task in TASKS if any(run["task"] == task for run in runs)]
+    head = f"| | {' | '.join(rows)} |\n{'|---' * (len(rows) + 1)}|\n"
+
+    def table(cell: Any) -> str:
+        lines = [f"| {TASKS[task].title} | {' | '.join(cell(row, task) for row in rows)} |" for task in tasks]
+        return head + "\n".join(lines) + "\n"
+
+    def at_the_time_of(other: str, row: str, task: str) -> list[float]:
+        if not runs_of(runs, other, task) or not runs_of(runs, row, task):
+            return []
+        return scores(runs, row, task, seconds=seconds_of(runs, other, task))
+
+    def lead_over_grpo(row: str, task: str) -> str:
+        if row == GRPO or not runs_of(runs, GRPO, task) or not runs_of(runs, row, task):
+            return ""
+        until = min(seconds_of(runs, row, task), seconds_of(runs, GRPO, task))
+        return difference(*(scores(runs, name, task, seconds=until) for name in (row, GRPO)))
+
+    def lead_over_separate(row: str, task: str) -> str:
+        pair = [scores(runs, name, task) for name in (row, SEPARATE)]
+        return difference(*pair) if row != SEPARATE and all(pair) else ""
+
+    def explained(row: str, task: str) -> str:
+        return _cell([run["explained_variance"] for run in runs_of(runs, row, task) if row != GRPO])
+
+    def cost(row: str, task: str) -> str:
+        return f"{seconds_of(runs, row, task):.0f}" if runs_of(runs, row, task) else ""
+
+    seeds = ", ".join(map(str, SEEDS))
+    about = (
+        f"seeds {seeds} on data of seed {DATA_SEED} (the real model, and the large critic on small models: "
+        f"{', '.join(map(str, REAL_SEEDS))}), means and their standard errors, on {machine()}. `cached` has the default "
+        "size (width 256, depth 3), `cached, small` width 64 and depth 2; both take 8 passes. Everything else is the "
+        "default or, for the real model, `ppo_epochs: 1`; GRPO has its paper's settings."
+    )
+    parts = {
+        "At equal samples": table(lambda row, task: _cell(scores(runs, row, task))),
+        "When GRPO has ended": table(lambda row, task: _cell(at_the_time_of(GRPO, row, task))),
+        "Ahead of GRPO at equal processor time, when the faster of the two has ended": table(lead_over_grpo),
+        f"Ahead of {SEPARATE} at equal samples": table(lead_over_separate),
+        "Explained variance of new answers' returns, on average over the second half of the steps": table(explained),
+        "Processor seconds of a run, the least of all seeds": table(cost),
+    }
+    sections = "".join(f"\n## {title}\n\n{text}" for title, text in parts.items())
+    return f"# Critics compared\n\nWritten by `python -m examples.critics.compare`: {about}\n{sections}"
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Writes the mean curves of all tasks by processor time."""
+    tasks = [task for task in TASKS if any(run["task"] == task for run in runs)]
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    for axes, task in zip(figure.subplots(2, 3).flat, tasks, strict=False):
+        for row in SETTINGS:
+            if not (found := runs_of(runs, row, task)):
+                continue
+            shares = np.linspace(0, 1, 21)
+            means = [fmean(score_at(run, share) for run in found) for share in shares]
+            axes.plot(shares * seconds_of(runs, row, task), means, label=row)
+        axes.set(title=TASKS[task].title, xlabel="processor seconds", ylabel=TASKS[task].unit)
+        axes.set_xlim(
+            0,
+            1.05
+            * max((seconds_of(runs, row, task) for row in (SEPARATE, GRPO) if runs_of(runs, row, task)), default=1),
+        )
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Makes the missing runs, seed by seed, and writes the page and the picture."""
+    (arguments,) = parse_args([CompareArguments], argv)
+    root, record, report = Path(arguments.root).resolve(), Path(arguments.record), Path(arguments.report)
+    for task in arguments.tasks:
+        TASKS[task].prepare(root / task / f"data_{DATA_SEED}", DATA_SEED)
+    asked = [
+        {"row": row, "task": task, "seed": seed}
+        for seed in SEEDS
+        for task in arguments.tasks
+        for row in SETTINGS
+        if seed in (REAL_SEEDS if task == REAL else LARGE_SEEDS if row == LARGE else SEEDS)
+        and (row, task) != (LARGE, "mini_farm")
+    ]
+    asked.sort(key=lambda run: run["task"] == REAL and run["row"] in (SEPARATE, "cached, small"))
+    runs = fill(record, asked, lambda run: outcome("examples.defaults.run", root, asked_of(run)), jobs=arguments.jobs)
+    write_text_atomically(report, page(runs) + notes_of(report))
+    plot(runs, report.with_name("critics.png"))
+
+
+if __name__ == "__main__":
+    main()

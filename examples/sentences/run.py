@@ -1,0 +1,126 @@
+"""`make real`: fetches the model, trains it with examples/configs/sentences.yaml, and shows what it has learned.
+
+Every option of the trainer is a flag. An interrupted training continues at its last checkpoint.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from datasets import Dataset
+
+from alpaca_ppo import PPOConfig, PPOTrainer
+from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.parser import parse_args
+from examples.sentences.model import fetch_model
+from examples.sentences.plots import plot_run
+from examples.sentences.task import HELD_OUT, TRAINING, all_used, draw_prompts, share_used
+
+CONFIG = Path(__file__).parents[1] / "configs/sentences.yaml"
+BEST_OF = 8
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class SentencesArguments:
+    """What is trained, and judged on what."""
+
+    model: str | None = argument(
+        None, "Folder or hub id of a chat model; without one, SmolLM2-135M-Instruct is fetched."
+    )
+    held_out: int = argument(200, "Prompts that are held out.")
+    prompts_seed: int = argument(0, "Of the prompts.")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table: a score for each held-out prompt, and the KL to the start in nats per answer."""
+
+    scores: Sequence[float]
+    all_used: Sequence[float]
+    kl: float | None = None
+
+    def line(self, title: str) -> str:
+        """This line of the table."""
+        error = stdev(self.scores) / len(self.scores) ** 0.5
+        kl = "" if self.kl is None else f"{self.kl:.2f}"
+        return f"{title:24} {fmean(self.scores):8.3f} ±{error:.3f} {100 * fmean(self.all_used):13.1f} % {kl:>8}"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
+    """Trains as the command line says, writes results.txt and results.png, and returns the lines of the table."""
+    given = sys.argv[1:] if argv is None else argv
+    run, args = parse_args([SentencesArguments, PPOConfig], ["--config", str(CONFIG), *given])
+    start, folder = time.perf_counter(), Path(args.output_dir)
+    model = run.model or str(folder.parent / "SmolLM2-135M-Instruct")
+    if run.model is None:
+        fetch_model(Path(model))
+    steps = args.max_steps or 0
+    prompts = draw_prompts(steps * args.rollout_batch_size, split=TRAINING, seed=run.prompts_seed)
+    held_out = draw_prompts(run.held_out, split=HELD_OUT, seed=run.prompts_seed)
+    trainer = PPOTrainer(
+        model=model,
+        args=args,
+        reward_funcs=share_used,
+        metric_funcs=all_used,
+        train_dataset=Dataset.from_list(prompts),
+        eval_dataset=Dataset.from_list(held_out),
+    )
+    print(f"best of {BEST_OF} answers before training, as a mark: {BEST_OF * len(held_out)} answers", flush=True)
+    best = best_of(trainer, held_out)
+    trainer.train()
+    tables = [_read(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]
+    results = {"before": _result(tables[0]), f"before, best of {BEST_OF}": best, "after": _result(tables[1])}
+    metrics = _read(folder / "metrics.jsonl")
+    plot_run(metrics, fmean(best.scores), folder / "results.png")
+    text = report(results, *tables)
+    write_text_atomically(folder / "results.txt", text)
+    print(f"\n{text}\nFigure: {folder / 'results.png'}\nReport: {folder / 'report.html'} (open it in a browser)")
+    print(f"Total time: {(time.perf_counter() - start) / 60:.1f} minutes")
+    return results
+
+
+def best_of(trainer: PPOTrainer, rows: Sequence[Mapping[str, Any]]) -> Result:
+    """The best of several answers of the present policy to each prompt."""
+    answers = trainer.generate([row["prompt"] for row in rows], num_return_sequences=BEST_OF)
+    words = [row["words"] for row in rows]
+    scores = [share_used(given, [chosen] * len(given)) for given, chosen in zip(answers, words, strict=True)]
+    best = [max(given) for given in scores]
+    return Result(best, [float(score == 1) for score in best])
+
+
+def report(results: Mapping[str, Result], before: Sequence[Any], after: Sequence[Any]) -> str:
+    """The table, and the first answers before and after the training."""
+    titles = f"{'':24} {'reward':>15} {'all words':>15} {'KL':>8}"
+    lines = [titles, *(result.line(title) for title, result in results.items())]
+    lines += [
+        "",
+        f"{len(before)} prompts of topics that the training has not, ± standard error; KL in nats per answer",
+        "",
+    ]
+    for old, new in list(zip(before, after, strict=True))[:_SHOWN]:
+        lines += [", ".join(old["columns"]["words"]), f"  before: {_short(old)}", f"  after:  {_short(new)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    return " ".join(row["response"].removesuffix("<|im_end|>").split())
+
+
+def _result(table: Sequence[Mapping[str, Any]]) -> Result:
+    columns = {name: [float(row[name]) for row in table] for name in ("score", "all_used", "kl")}
+    return Result(columns["score"], columns["all_used"], fmean(columns["kl"]))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""One sentence that uses three or four given words of one topic, and a rule with partial credit that grades it.
+
+Prompts for training are of 30 topics, those of the evaluation of six others.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+TRAINING, HELD_OUT = "train", "held_out"
+BROKEN = 0.3
+"""The part of its score that an answer keeps which is not one sentence."""
+LONGEST = 160
+"""Characters of a sentence."""
+_TOPICS = [line.split() for line in Path(__file__).with_name("words.txt").read_text("utf-8").splitlines()]
+_FORMS = dict(entry.split("=") for topic in _TOPICS for entry in topic if "=" in entry)
+"""Irregular forms, with commas between them."""
+
+
+def draw_prompts(number: int, *, split: str, seed: int) -> list[dict[str, Any]]:
+    """Returns `number` different rows, each a `prompt` of messages and its `words`; `split` is TRAINING or HELD_OUT.
+
+    Raises:
+        ValueError: if there are not so many.
+    """
+    topics = _TOPICS[::6] if split == HELD_OUT else [topic for i, topic in enumerate(_TOPICS) if i % 6]
+    words = [[entry.partition("=")[0] for entry in topic] for topic in topics]
+    sets = [chosen for topic in words for size in (3, 4) for chosen in combinations(topic, size)]
+    if number > len(sets):
+        raise ValueError(f"{number} prompts are asked for, but there are {len(sets)}; take fewer steps, or more topics")
+    return [_row(chosen) for chosen in random.Random(seed).sample(sets, number)]
+
+
+def _row(words: Sequence[str]) -> dict[str, Any]:
+    text = f"Write one short sentence that uses all of these words: {', '.join(words)}."
+    return {"prompt": [{"role": "user", "content": text}], "words": list(words)}
+
+
+def used(word: str, text: str) -> bool:
+    """Whether `text` has `word` or a form of it: plural, past, participle, person."""
+    short = re.sub("(e|(?<![aeiou])y)$", "", word)
+    regular = rf"{word}(e?s|ing|{word[-1]}?(ed|er|ers|ing))?|{short}(es|ed|er|ers|ies|ied|ier|ing)"
+    return re.search(rf"\b({regular}|{_FORMS.get(word, word).replace(',', '|')})\b", text.lower()) is not None
+
+
+def is_sentence(text: str, words: Sequence[str]) -> bool:
+    """Whether `text` is one whole sentence of at most `LONGEST` characters, with more words than the given `words`
+    twice, and no list of them.
+    """
+    text = text.strip()
+    whole = re.fullmatch(r"[A-Z\"'][^.!?\n]*[.!?][\"']?", text) is not None and len(text) <= LONGEST
+    return whole and len(text.split()) > len(words) + 1 and text.count(",") < len(words) - 1
+
+
+def share_used(completions: Sequence[Any], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
+    """The reward: the share of the row's `words` that an answer uses; of an answer that is no sentence a part of it."""
+    graded = []
+    for text, given in zip(map(_text, completions), words, strict=True):
+        share = sum(used(word, text) for word in given) / len(given)
+        graded.append(share if is_sentence(text, given) else BROKEN * share)
+    return graded
+
+
+def all_used(completions: Sequence[Any], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
+    """The metric: 1 for a sentence with all words, else 0."""
+    return [float(score == 1) for score in share_used(completions, words)]
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
