@@ -7,7 +7,7 @@ reference is made in `reference`.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -109,11 +109,15 @@ chooses it: its eight passes then cost less than a single one through a backbone
 
 def with_chosen_layout(args: PPOConfig, model: ActorCritic) -> PPOConfig:
     """Returns `args` with the critic's layout in `model` in the place of `critic_layout: auto`."""
-    is_open = model.critic is not None and args.critic_layout == "auto"
-    return replace(args, critic_layout=model.critic.layout) if is_open and model.critic else args
+    if model.critic is None or args.critic_layout != "auto":
+        return args
+    layout: Any = model.critic.layout
+    return replace(args, critic_layout=layout)
 
 
-def _choose_layout(policy: PreTrainedModel, critic_start: ModelSource | None, args: PPOConfig) -> str:
+def _choose_layout(
+    policy: PreTrainedModel, critic_start: ModelSource | None, args: PPOConfig
+) -> Literal["separate", "cached"]:
     """The critic's layout that `critic_layout: auto` stands for."""
     if critic_start is not None:
         return "cached" if isinstance(critic_start, str) and has_reader(critic_start) else "separate"
