@@ -5,7 +5,6 @@ Six tasks, of which the last has a real model. Data and seeds are those of `exam
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -15,7 +14,7 @@ from matplotlib.figure import Figure
 
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.parser import parse_args
-from examples.defaults.compare import CompareArguments
+from examples.defaults.compare import CompareArguments, score_at
 from examples.defaults.records import Run, fill, outcome, runs_of
 from examples.defaults.rows import grpo
 from examples.defaults.tasks import TASKS
@@ -54,14 +53,9 @@ def seconds_of(runs: Sequence[Run], row: str, task: str) -> float:
     return min(run["processor_seconds"] for run in runs_of(runs, row, task))
 
 
-def score_at(run: Run, share: float) -> float:
-    """Returns the score of `run` after a `share` of its processor time, on a straight line between evaluations."""
-    curve = run["curve"]
-    seconds = share * curve[-1][1]
-    for (_, start, before), (_, end, after) in pairwise(curve):
-        if seconds <= end:
-            return float(before + (after - before) * (seconds - start) / (end - start))
-    return float(curve[-1][2])
+def score_after(run: Run, share: float) -> float:
+    """Returns the score of `run` after a `share` of its processor time."""
+    return score_at(run["curve"], share * run["curve"][-1][1])
 
 
 def scores(runs: Sequence[Run], row: str, task: str, *, seconds: float | None = None) -> list[float]:
@@ -69,7 +63,7 @@ def scores(runs: Sequence[Run], row: str, task: str, *, seconds: float | None = 
     if seconds is None:
         return [run["after"] for run in runs_of(runs, row, task)]
     found = runs_of(runs, row, task)
-    return [score_at(run, min(1.0, seconds / seconds_of(runs, row, task))) for run in found]
+    return [score_after(run, min(1.0, seconds / seconds_of(runs, row, task))) for run in found]
 
 
 def _cell(numbers: Sequence[float], digits: int = 2) -> str:
@@ -137,7 +131,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         for number, row in enumerate(SETTINGS):
             if found := runs_of(runs, row, task):
                 shares = np.linspace(0, 1, 21)
-                means = [fmean(score_at(run, share) for run in found) for share in shares]
+                means = [fmean(score_after(run, share) for run in found) for share in shares]
                 (lines[row],) = axes.plot(shares * seconds_of(runs, row, task), means, color=f"C{number}")
         shown = SETTINGS if task == REAL else (SEPARATE, GRPO)
         ends = [seconds_of(runs, row, task) for row in shown if runs_of(runs, row, task)]

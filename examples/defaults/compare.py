@@ -18,15 +18,15 @@ from alpaca_ppo.config.parser import parse_args
 from examples import trl_virtualenv
 from examples.defaults.plots import plot_task
 from examples.defaults.records import Run, fill, outcome, runs_of
-from examples.defaults.rows import BEFORE, Settings, grpo
-from examples.defaults.tasks import RATE_TIMES_WIDTH, TASKS
+from examples.defaults.rows import Settings, grpo
+from examples.defaults.tasks import RATE_TIMES_WIDTH, SMALL_TASKS, TASKS
 from examples.mini_farm.compare import difference, standard_error
 from examples.mini_farm.report import machine, notes_of
 
 RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
 DATA_SEED, SEEDS, EVALUATIONS = 0, (2, 3, 4, 5, 6), 5
-OURS, OLD, GRPO, TRL = "these defaults", "the old defaults", "GRPO", f"TRL {trl_virtualenv.VERSION}"
-ROWS = (OURS, OLD, GRPO, TRL)
+OURS, GRPO, TRL = "these defaults", "GRPO", f"TRL {trl_virtualenv.VERSION}"
+ROWS = (OURS, GRPO, TRL)
 LORA = "these defaults, LoRA"
 """For a recipe's picture alone, on mini_farm: the critic is a second adapter, and the rate five times the rule's."""
 INTRODUCTION = f"""\
@@ -56,7 +56,7 @@ class CompareArguments:
 
     root: str = argument("outputs/defaults", "Folder for models and data.")
     jobs: int = argument(2, "Runs at once, each with one thread.")
-    tasks: list[str] = field(default_factory=lambda: list(TASKS), metadata={"help": "Tasks to make runs of."})
+    tasks: list[str] = field(default_factory=lambda: list(SMALL_TASKS), metadata={"help": "Tasks to make runs of."})
     record: str = argument(str(RECORD), "File of the runs that have ended.")
     report: str = argument(str(PAGE), "File to write.")
 
@@ -71,7 +71,7 @@ def settings_of(row: str, task: str) -> Settings:
             "critic_layout": "adapter",
             "learning_rate": 5 * TASKS[task].options({})["learning_rate"],
         }
-    return dict(BEFORE) if row == OLD else {}
+    return {}
 
 
 def belongs(row: str, task: str) -> bool:
@@ -106,7 +106,7 @@ def score_at(curve: Sequence[Sequence[float]], seconds: float) -> float:
 
 def scores(runs: Sequence[Run], *, same_time: bool, rows: Sequence[str] = ROWS) -> Scores:
     """Returns the scores of `rows` at equal samples or, with `same_time`, when the fastest of them has ended."""
-    found: dict[str, dict[str, list[float]]] = {task: {} for task in TASKS}
+    found: dict[str, dict[str, list[float]]] = {task: {} for task in SMALL_TASKS}
     ends: dict[tuple[str, int], float] = {}
     compared = [run for run in runs if run["row"] in rows]
     for run in compared:
@@ -146,7 +146,7 @@ def pairs(runs: Sequence[Run], *, same_time: bool) -> Pairs:
 def leads(found: Pairs) -> str:
     """Returns by how much `OURS` is ahead of each other program, with the standard error of the difference."""
     lines = [f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
-    for task in TASKS:
+    for task in SMALL_TASKS:
         cells = [difference(*of[task]) if task in of else "" for of in found.values()]
         lines.append(f"| {TASKS[task].title} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -171,7 +171,7 @@ def verdict(found: Pairs) -> str:
 def spent(runs: Sequence[Run]) -> str:
     """Returns the table of processor seconds, KL and the worst seed of each task and program."""
     lines = ["| | program | processor seconds | KL (nats per response) | worst seed |", "|---" * 5 + "|"]
-    for task in TASKS:
+    for task in SMALL_TASKS:
         for row in (*ROWS, LORA):
             if made := runs_of(runs, row, task):
                 seconds, kl = (fmean(run[name] for run in made) for name in ("processor_seconds", "kl"))

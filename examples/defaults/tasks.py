@@ -232,3 +232,5 @@ TASKS: Mapping[str, Task] = {
         unit="reward of 100",
     ),
 }
+SMALL_TASKS = [name for name in TASKS if name != "sentences"]
+"""Those with a model that is made here."""

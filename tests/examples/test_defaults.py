@@ -10,7 +10,7 @@ from examples.defaults import compare, search
 from examples.defaults.chain import QUERY_LEN, RESPONSE_LEN, STEPS, TABLE, Teacher, build_tokenizer, draw_prompt, right
 from examples.defaults.records import fill, outcome, recorded, runs_of
 from examples.defaults.rows import GIVEN_UP, KL_RULES, OF_SCALES, ROWS, of_scale, settings_of
-from examples.defaults.tasks import TASKS
+from examples.defaults.tasks import SMALL_TASKS, TASKS
 from examples.long_horizon.pipeline import flags_of
 from tests.docs.markdown import ROOT
 
@@ -53,7 +53,7 @@ def test_every_row_is_a_valid_configuration_with_as_many_responses_as_the_others
         assert args.rollout_batch_size * args.num_return_sequences == TASKS[task].sizes["rollout_batch_size"]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", SMALL_TASKS)
 @pytest.mark.parametrize("row", [row for row in compare.ROWS if row != compare.TRL])
 def test_every_compared_program_samples_as_many_responses_and_is_evaluated_five_times(row, task):
     asked = compare.asked_of({"row": row, "task": task, "seed": 1})
@@ -68,7 +68,7 @@ def test_the_search_asks_for_every_row_and_keeps_the_fifth_task():
     asked = search.asked()
     assert len(asked) == len({tuple(run.values()) for run in asked})
     assert {run["row"] for run in asked} == {*ROWS, *OF_SCALES} - set(GIVEN_UP)
-    assert {run["task"] for run in asked} == set(TASKS) - {"chain"}
+    assert {run["task"] for run in asked} == set(SMALL_TASKS) - {"chain"}
 
 
 def test_runs_that_a_record_has_are_not_made_again(tmp_path):
@@ -132,23 +132,23 @@ def test_programs_are_compared_when_the_fastest_has_ended():
 
     # The second program takes twice as long: at its half it has the score of its second evaluation.
     runs = [run(compare.OURS, 1, 20.0, [0, 4, 8]), run(compare.OURS, 2, 20.0, [0, 6, 10]),
-            run(compare.OLD, 1, 10.0, [0, 3, 5]), run(compare.OLD, 2, 10.0, [0, 3, 7])]  # fmt: skip
-    assert compare.scores(runs, same_time=False)["chain"] == {compare.OURS: [8, 10], compare.OLD: [5, 7]}
-    assert compare.scores(runs, same_time=True)["chain"] == {compare.OURS: [4, 6], compare.OLD: [5, 7]}
+            run(compare.TRL, 1, 10.0, [0, 3, 5]), run(compare.TRL, 2, 10.0, [0, 3, 7])]  # fmt: skip
+    assert compare.scores(runs, same_time=False)["chain"] == {compare.OURS: [8, 10], compare.TRL: [5, 7]}
+    assert compare.scores(runs, same_time=True)["chain"] == {compare.OURS: [4, 6], compare.TRL: [5, 7]}
     page = compare.page(runs)
     # The standard error of each mean is 1, that of their difference the root of 2.
     chain = TASKS["chain"].title
-    assert f"| {chain}: right (%) | 0.00 | 9.00 ± 1.00 | 6.00 ± 1.00 |  |  |" in page
-    assert f"| {chain} | +3.00 ± 1.41 |  |  |" in page and f"| {chain} | -1.00 ± 1.41 |  |  |" in page
-    assert f"| {chain} | {compare.OLD} | 10 | 1.0 | 5.00 |" in page
-    ahead, behind = f"- Ahead of {compare.OLD} by more than two standard errors on", "behind by more than one on"
+    assert f"| {chain}: right (%) | 0.00 | 9.00 ± 1.00 |  | 6.00 ± 1.00 |" in page
+    assert f"| {chain} |  | +3.00 ± 1.41 |" in page and f"| {chain} |  | -1.00 ± 1.41 |" in page
+    assert f"| {chain} | {compare.TRL} | 10 | 1.0 | 5.00 |" in page
+    ahead, behind = f"- Ahead of {compare.TRL} by more than two standard errors on", "behind by more than one on"
     assert f"{ahead} 1 of 1 tasks, {behind} none." in page and f"{ahead} 0 of 1 tasks, {behind} none." in page
-    worse = {compare.OLD: {"chain": ([1.0, 2.0], [3.0, 4.0])}}
+    worse = {compare.TRL: {"chain": ([1.0, 2.0], [3.0, 4.0])}}
     assert f"{ahead} 0 of 1 tasks, {behind} {chain}." in compare.verdict(worse)
     # A third program that ends earlier moves the table, but not how the two stand to each other.
     third = [run(compare.GRPO, seed, 5.0, [0, 1, 1]) for seed in (1, 2)]
     assert compare.scores([*runs, *third], same_time=True)["chain"][compare.OURS] == [2, 3]
-    assert compare.pairs([*runs, *third], same_time=True)[compare.OLD] == {"chain": ([4, 6], [5, 7])}
+    assert compare.pairs([*runs, *third], same_time=True)[compare.TRL] == {"chain": ([4, 6], [5, 7])}
 
 
 def test_between_two_evaluations_a_score_is_on_a_straight_line():
@@ -162,6 +162,6 @@ def test_the_pages_show_the_recorded_runs():
     samples = compare.table(compare.scores(runs, same_time=False), runs)
     assert samples in compare.PAGE.read_text("utf-8") and samples in README.read_text("utf-8")
     for row in (*compare.ROWS, compare.LORA):
-        for task in filter(partial(compare.belongs, row), TASKS):
+        for task in filter(partial(compare.belongs, row), SMALL_TASKS):
             seeds = [run["seed"] for run in runs_of(runs, row, task)]
             assert sorted(seeds) == list(compare.SEEDS), (row, task)

@@ -1,0 +1,52 @@
+"""The comparison of critics: its runs, and that its page shows them."""
+
+import pytest
+
+from alpaca_ppo import PPOConfig
+from alpaca_ppo.config.parser import parse_args
+from examples.critics import compare
+from examples.defaults.records import recorded
+from examples.defaults.tasks import TASKS
+from examples.long_horizon.pipeline import flags_of
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("row", compare.SETTINGS)
+def test_every_critic_samples_as_many_responses(row, task):
+    asked = compare.asked_of({"row": row, "task": task, "seed": 1})
+    (args,) = parse_args([PPOConfig], flags_of({**TASKS[task].options(asked["settings"]), "output_dir": "unused"}))
+    assert args.total_episodes * args.num_return_sequences == TASKS[task].sizes["total_episodes"]
+    assert args.uses_critic == (row != compare.GRPO) and row.startswith(args.critic_layout) == args.uses_critic
+    evaluations = compare.REAL_EVALUATIONS if task == compare.REAL else compare.EVALUATIONS
+    assert -(-args.total_episodes // args.rollout_batch_size // args.eval_steps) == evaluations
+
+
+def test_critics_are_compared_at_equal_samples_and_at_equal_time():
+    def run(row, seed, seconds, scores):
+        curve = [(size * 100, size * seconds / 2, score) for size, score in enumerate(scores)]
+        ends = {"before": scores[0], "after": scores[-1], "processor_seconds": seconds, "explained_variance": 0.25}
+        return {"row": row, "task": "chain", "seed": seed, "curve": curve, **ends}
+
+    # Half as long: the other has the score of its second evaluation then. The second seed's clock was slow.
+    runs = [run(compare.SEPARATE, 2, 20.0, [0, 4, 8]), run(compare.SEPARATE, 3, 40.0, [0, 6, 10]),
+            run(compare.GRPO, 2, 10.0, [0, 3, 5]), run(compare.GRPO, 3, 10.0, [0, 3, 7])]  # fmt: skip
+    assert compare.scores(runs, compare.SEPARATE, "chain") == [8, 10]
+    assert compare.scores(runs, compare.SEPARATE, "chain", seconds=10.0) == [4, 6]
+    page = compare.page(runs)
+    # The columns: two sizes of a cached critic, GRPO, separate with a pass, shared, separate with four.
+    title = TASKS["chain"].title
+    rows = [line for line in page.splitlines() if line.startswith(f"| {title} |")]
+    assert rows == [
+        f"| {title} |  |  | 6.00 ± 1.00 |  |  | 9.00 ± 1.00 |",
+        f"| {title} |  |  | 6.00 ± 1.00 |  |  | 5.00 ± 1.00 |",
+        f"| {title} |  |  |  |  |  | -1.00 ± 1.41 |",
+        f"| {title} |  |  | -3.00 ± 1.41 |  |  |  |",
+        f"| {title} |  |  |  |  |  | 0.25 ± 0.00 |",
+        f"| {title} |  |  | 10 |  |  | 20 |",
+        f"| {title} |  |  | 2, 3 |  |  | 2, 3 |",
+    ]
+
+
+def test_the_page_shows_the_recorded_runs():
+    tables = compare.page(recorded(compare.RECORD)).partition("\n## ")[2]
+    assert tables in compare.PAGE.read_text("utf-8")
