@@ -48,6 +48,7 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("objective/rewards", "reward", 9),
     Column("objective/kl_sum_seq", "KL", 8),
+    Column("teacher/kl_sum_seq", "teacher", 8),
     Column("objective/response_length", "length", 7, ".1f"),
     Column("objective/turns", "turns", 6, ".2f"),
     Column("objective/truncated_fraction", "cut off", 7, ".1%"),
@@ -55,7 +56,7 @@ COLUMNS = (
     Column("tokens/per_second", "tok/s", 7, ",.0f"),
     Column("time/step", "sec", 6, ".1f"),
 )
-_CHANGES = tuple(column for column in COLUMNS if column.title in ("reward", "KL", "length", "cut off"))
+_CHANGES = tuple(column for column in COLUMNS if column.title in ("reward", "KL", "teacher", "length", "cut off"))
 _EMPTY = Column("objective/empty_fraction", "empty", 7, ".1%")
 _EVALUATED = {column.key.removeprefix("objective/"): column for column in (*_CHANGES, _EMPTY)}
 

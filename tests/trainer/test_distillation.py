@@ -49,7 +49,7 @@ def test_the_log_ratio_of_each_chosen_token_is_added_to_its_reward():
         ({"adv_estimator": "reinforce_plus_plus", "gamma": 0.0}, "eval/teacher_kl"),
     ],
 )
-def test_a_policy_comes_closer_to_its_teacher(settings, falls, teacher, tmp_path):
+def test_a_policy_comes_closer_to_its_teacher(settings, falls, teacher, tmp_path, capsys):
     sizes = {"total_episodes": 600, "rollout_batch_size": 40, "step_batch_size": 20, "learning_rate": 3e-3}
     held_out = {"trainer_arguments": {"reward_funcs": None, "eval_dataset": prompts(10)}}
     tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher, **ALONE | held_out | sizes | settings).train()
@@ -59,6 +59,10 @@ def test_a_policy_comes_closer_to_its_teacher(settings, falls, teacher, tmp_path
     for line in lines[1:]:
         assert 0 <= line["teacher/top_token"] <= 1 and line["objective/scores"] == 0
         assert line["teacher/kl"] > 0 and line["teacher/kl_sum_seq"] > line["teacher/kl"]
+    printed = capsys.readouterr().out.splitlines()
+    titles = next(row for row, line in enumerate(printed) if line.split()[:3] == ["step", "reward", "KL"])
+    assert printed[titles].split()[3] == "teacher"
+    assert float(printed[titles + 1].split()[3]) == pytest.approx(lines[1]["teacher/kl_sum_seq"], abs=1e-3)
 
 
 def test_its_log_probs_are_those_of_its_model_at_the_run_s_temperature(teacher, tmp_path):
