@@ -33,6 +33,8 @@ PADDED = ["bloom", "falcon", "gptj", "stablelm", "lfm2", "mamba", "rwkv"]
 """Families with an attention of their own, or a state that runs from row to row: they need rows with padding."""
 PACKED = [name for kind in ("main", "mixtures", "further") for name in _FAMILIES[kind] if name not in PADDED]
 """Families whose rows can be laid end to end."""
+READ_BY_CRITICS = [*PACKED, *HYBRIDS, *sorted({*PADDED} - {"rwkv"})]
+"""Families whose layers return one state for each token."""
 
 
 def tiny_config(arch: str, *, vocab_size: int = 64, **overrides: Any) -> PreTrainedConfig:

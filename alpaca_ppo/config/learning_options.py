@@ -22,8 +22,6 @@ _FIXED_SUPPORT = when_trait(CRITIC_HEADS, "fixed_support")
 _CACHED = (_CRITIC, when("critic_layout", "auto", "cached"))
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
-ADAPTER_RATE_RATIO = 10
-"""The default learning rate of adapters, divided by that of all weights."""
 CRITIC_RATE_RATIO = 3
 """The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
 CACHED_CRITIC_RATE = 3e-4
@@ -36,7 +34,7 @@ CriticEpochs = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 def chosen_rate(given: float | None, *, has_adapter: bool) -> float:
     """Returns the policy's learning rate: `given`, or the default of an adapter, or of all weights."""
-    return given if given is not None else 1e-6 * (ADAPTER_RATE_RATIO if has_adapter else 1)
+    return given if given is not None else 1e-5 if has_adapter else 1e-6
 
 
 class RiskLevel(NamedTuple):
@@ -104,7 +102,7 @@ class LearningOptions(RunOptions):
     old_policy: Literal["auto", "recompute", "rollout", "correct"] = "auto"
     """Old log-probabilities: recompute runs the trainer's forward pass; rollout takes the sampler's; correct recomputes
     them and weights the loss by their ratio. auto compares the two before the first rollout: rollout from the second
-    step on if they agree in float32, else recompute."""
+    step on if they agree in float32 and the critic does not read the policy, else recompute."""
     rollout_correction_level: RolloutCorrectionLevel = argument("token", needs=when("old_policy", "correct"))
     """Whether the loss has one weight per token or one per sequence."""
     rollout_correction_threshold: float = argument(2.0, gt=0, allow_inf_nan=True, needs=when("old_policy", "correct"))
@@ -154,8 +152,8 @@ class LearningOptions(RunOptions):
     value_support: list[float] = argument([-10.0, 10.0], min_length=2, max_length=2, needs=_FIXED_SUPPORT)
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
-    """Learning rate of the critic; null = learning_rate (of all weights if separate), three times that with its own
-    steps, or 3e-4 if cached."""
+    """Learning rate of the critic; null = 3e-4 if cached, else learning_rate, three times that with its own steps. If
+    learning_rate is null too, a separate critic has three times the rate of all weights, also beside an adapter."""
     critic_lr_warmup_steps: WarmupSteps | None = argument(None, needs=(_CRITIC, HAS_WARMUP))
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)

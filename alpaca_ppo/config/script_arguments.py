@@ -30,8 +30,9 @@ class ScriptArguments(CheckedArguments):
     model_name_or_path: str = argument("", group="Models, rewards and data")
     """Policy to train: a hub id or a folder. Required."""
     value_model_name_or_path: str | None = None
-    """Critic to start from: final/value of a run with the same critic_layout, or, with separate, a sequence classifier
-    with one label or a causal language model with the policy's tokenizer; null = the policy."""
+    """Critic to start from: final/value of a run with the same critic_layout, or, for a separate one, a sequence
+    classifier with one label or a causal language model with the policy's tokenizer. null = the policy if separate;
+    random weights if cached."""
     reward_model_name_or_path: list[str] | None = None
     """Reward models: sequence classifiers with one label."""
     reward_funcs: list[str] | None = None

@@ -75,7 +75,9 @@ class History:
 
     @property
     def has_adapter(self) -> bool:
-        return bool(self.config.get("use_peft"))
+        """Whether an adapter is trained, as far as the options say."""
+        objects = (self.config.get("provenance") or {}).get("in_memory") or {}
+        return bool(self.config.get("use_peft")) or "peft_config" in objects
 
     @property
     def learning_rate(self) -> float:
@@ -291,7 +293,7 @@ def policy_does_not_move(history: History) -> Found | None:
     # Rounding in float32 gives updates of 1e-13; k1 has a noise of 1e-5 beside them.
     frozen = update <= 1e-8 and kl <= (1e-4 if several_updates else 1e-5)
     norm, rate = max(history.at("ppo/policy/grad_norm", steps)), max(history.at("objective/lr", steps))
-    is_low = history.has_adapter and rate < 1e-5
+    is_low = history.has_adapter and 0 < history.learning_rate < 1e-5
     remedy = "set learning_rate: 1e-5 or more, because adapters take ten times the rate of all weights"
     remedy = remedy if is_low else "raise learning_rate tenfold"
     return _error_if(frozen, update=update, kl=kl, norm=norm, rate=rate, remedy=remedy)

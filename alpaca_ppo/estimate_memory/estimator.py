@@ -21,6 +21,7 @@ from alpaca_ppo.distributed.held_memory import CAUSES, Measured, PhaseMemory, Sh
 from alpaca_ppo.estimate_memory.fake_models import Models, build, fake_runs
 from alpaca_ppo.estimate_memory.passes import measure
 from alpaca_ppo.models.factory import with_chosen_layout
+from alpaca_ppo.models.saved_critic import has_reader
 
 GIB = 2**30
 
@@ -121,6 +122,8 @@ class _Run:
         value = model_folder("value_model_name_or_path", value, part="value", writes_text=False)
         policy = model_folder("model_name_or_path", script.model_name_or_path)
         models = Models(policy, lora.peft_config("CAUSAL_LM"), value, script.reward_model_name_or_path or [])
+        if args.critic_layout == "auto" and value is not None and has_reader(value):
+            args, models = replace(args, critic_layout="cached"), replace(models, value=None)
         if args.critic_layout == "auto":
             with fake_runs(policy):
                 args = with_chosen_layout(args, build(models, args)[0])

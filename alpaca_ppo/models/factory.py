@@ -25,8 +25,8 @@ from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.models.saved_critic import has_adapter, has_reader, load_value_model, name_of, start_on_policy
-from alpaca_ppo.models.state_reader import StateReader, decoder_layers
-from alpaca_ppo.models.trial import fit_rows
+from alpaca_ppo.models.state_reader import StateReader, all_decoder_layers, captured_outputs
+from alpaca_ppo.models.trial import Trial, fit_rows
 from alpaca_ppo.registry import CRITIC_HEADS
 
 
@@ -119,19 +119,44 @@ def _choose_layout(
     policy: PreTrainedModel, critic_start: ModelSource | None, args: PPOConfig
 ) -> Literal["separate", "cached"]:
     """The critic's layout that `critic_layout: auto` stands for."""
-    if critic_start is not None:
-        return "cached" if isinstance(critic_start, str) and has_reader(critic_start) else "separate"
-    options, sizes = options_of(PPOConfig), ("critic_layers", "critic_width", "critic_depth")
-    if args.load_in_4bit or any(getattr(args, name) != options[name].default for name in sizes):
+    options, names = options_of(PPOConfig), ("load_in_4bit", "critic_layers", "critic_width", "critic_depth")
+    asked = [name for name in names if getattr(args, name) != options[name].default]
+    if isinstance(critic_start, str) and has_reader(critic_start):
         return "cached"
-    try:
-        with torch.device("meta"):
-            reader = _make_reader(args)(policy)
-    except ValueError:
+    if critic_start is not None and asked:
+        raise ValueError(
+            f"{asked[0]} is {getattr(args, asked[0])}, which asks for a cached critic, but the critic starts from "
+            f"{name_of(critic_start)}, which is none; leave value_model and init_value_with_reward out, or {asked[0]}"
+        )
+    if asked:
+        return "cached"
+    if critic_start is not None or states_problem(policy) is not None:
         return "separate"
-    layers = decoder_layers(policy, range(1, policy.config.get_text_config().num_hidden_layers + 1))
+    with torch.device("meta"):
+        reader = _make_reader(args)(policy)
+    layers = all_decoder_layers(policy)
     weights, of_reader = (sum(p.numel() for m in modules for p in m.parameters()) for modules in (layers, [reader]))
     return "cached" if weights >= LAYERS_TO_READER * of_reader else "separate"
+
+
+def _try_states(model: PreTrainedModel) -> str | None:
+    """Why no critic can read the states of `model`, or None."""
+    layers, size = all_decoder_layers(model), model.config.get_text_config().hidden_size
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    with captured_outputs(layers) as outputs:
+        model.base_model(input_ids=ids, use_cache=False)
+    wrong = [tuple(output.shape) for output in outputs if output.shape != (1, 2, size)]
+    if wrong or len(outputs) != len(layers):
+        return f"the layers of {type(model).__name__} do not return a state of {size} numbers for each token"
+    return None
+
+
+_states_trial = Trial(_try_states)
+
+
+def states_problem(model: PreTrainedModel) -> str | None:
+    """Why no cached critic can read `model`, or None; None too for a model without weights, which cannot be tried."""
+    return None if model.device.type == "meta" else _states_trial(model)
 
 
 def make_actor_critic(
@@ -164,6 +189,8 @@ def make_actor_critic(
     backbone_start, layout = None, args.critic_layout if args.uses_critic else None
     if layout == "auto":
         layout = _choose_layout(language_model, critic_start, args)
+    if layout == "cached" and (problem := states_problem(language_model)) is not None:
+        raise ValueError(f"the critic is cached, but {problem}; set critic_layout: separate or shared")
     if critic_start is not None and layout == "separate":
         backbone_start = load_value_model(critic_start, language_model, args)
     with torch.random.fork_rng():

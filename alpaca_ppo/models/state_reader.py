@@ -96,6 +96,11 @@ def decoder_layers(model: Any, numbers: Sequence[int]) -> list[nn.Module]:
     return [stacks[0][number - 1] for number in numbers]
 
 
+def all_decoder_layers(model: Any) -> list[nn.Module]:
+    """Returns all layers of a language model, as `decoder_layers`."""
+    return decoder_layers(model, range(1, model.config.get_text_config().num_hidden_layers + 1))
+
+
 @contextmanager
 def captured_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Yields the list of the outputs (B, L, H) of `modules` in the passes of the block, in their order."""

@@ -64,9 +64,9 @@ class PPOTrainer(BaseTrainer):
         train_dataset: rows with a prompt column, or the columns that `args.prompt_template` names.
         eval_dataset: held-out rows of the same form, for `evaluate`; or several eval sets by name.
         processing_class: the policy's tokenizer; loaded from the model's folder by default.
-        value_model: what the critic starts from, by default the policy: the `final/value` folder of a run with the same
-            `critic_layout`, or, for a critic with a separate backbone, a sequence classifier with one label or a causal
-            language model of any size with the policy's tokenizer.
+        value_model: what the critic starts from: the `final/value` folder of a run with the same `critic_layout`, or,
+            for a critic with a separate backbone, a sequence classifier with one label or a causal language model of
+            any size with the policy's tokenizer. By default a separate critic starts from the policy.
         ref_model: the reference policy; by default chosen by `args.reference`.
         peft_config: a `peft.LoraConfig`: the policy's base is frozen, and adapters are trained.
         reward_processing_classes: the tokenizers of reward models in memory, one or a list as long as `reward_funcs`;

@@ -5,6 +5,7 @@ Six tasks, of which the last has a real model. Data and seeds are those of `exam
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -13,13 +14,26 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
-from examples.defaults.compare import CompareArguments, score_at
+from examples.defaults.compare import score_at
 from examples.defaults.records import Run, fill, outcome, runs_of
 from examples.defaults.rows import grpo
 from examples.defaults.tasks import TASKS
 from examples.mini_farm.compare import difference
 from examples.mini_farm.report import machine, notes_of
+
+
+@dataclass(frozen=True)
+class CriticArguments:
+    """Which part to make, where the models lie, and how many runs go at once."""
+
+    root: str = argument("outputs/defaults", "Folder for models and data.")
+    jobs: int = argument(2, "Runs at once, each with one thread.")
+    tasks: list[str] = field(default_factory=lambda: list(TASKS), metadata={"help": "Tasks to make runs of."})
+    record: str = argument(str(Path(__file__).with_name("results.jsonl")), "File of the runs that have ended.")
+    report: str = argument(str(Path(__file__).with_name("RESULTS.md")), "File to write.")
+
 
 RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
 DATA_SEED, SEEDS, EVALUATIONS = 0, (2, 3, 4, 5, 6), 5
@@ -149,7 +163,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Makes the missing runs, seed by seed, and writes the page and the picture."""
-    (arguments,) = parse_args([CompareArguments], argv)
+    (arguments,) = parse_args([CriticArguments], argv)
     root, record, report = Path(arguments.root).resolve(), Path(arguments.record), Path(arguments.report)
     for task in arguments.tasks:
         TASKS[task].prepare(root / task / f"data_{DATA_SEED}", DATA_SEED)

@@ -301,11 +301,14 @@ def test_a_policy_that_one_step_moves_is_judged_by_its_reference():
 
 
 @pytest.mark.parametrize(
-    ("use_peft", "rate", "names_it"), [(True, 2e-6, True), (True, 1e-5, False), (False, 2e-6, False)]
+    ("use_peft", "rate", "names_it"),
+    [(True, 2e-6, True), (True, 1e-5, False), (True, None, False), (False, 2e-6, False)],
 )
 def test_an_adapter_that_stands_still_is_told_the_rate_of_adapters(use_peft, rate, names_it):
-    still = FAULTS["policy_does_not_move error"](1) | {"objective/lr": rate}
-    remedy = examined(lambda t: still, use_peft=use_peft)["policy_does_not_move"].remedy
+    still = FAULTS["policy_does_not_move error"](1)
+    # By the option: the rate itself falls.
+    decaying = examined(lambda t: still | {"objective/lr": 1e-5 - 5e-8 * t}, use_peft=use_peft, learning_rate=rate)
+    remedy = decaying["policy_does_not_move"].remedy
     assert remedy.startswith("set learning_rate: 1e-5 or more" if names_it else "raise learning_rate tenfold")
 
 

@@ -47,6 +47,12 @@ def test_critics_are_compared_at_equal_samples_and_at_equal_time():
     ]
 
 
+def test_by_default_it_goes_on_with_its_own_record():
+    (arguments,) = parse_args([compare.CriticArguments], [])
+    assert (arguments.record, arguments.report) == (str(compare.RECORD), str(compare.PAGE))
+    assert compare.REAL in arguments.tasks
+
+
 def test_the_page_shows_the_recorded_runs():
     tables = compare.page(recorded(compare.RECORD)).partition("\n## ")[2]
     assert tables in compare.PAGE.read_text("utf-8")

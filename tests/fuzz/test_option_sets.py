@@ -33,6 +33,7 @@ TEXTS = {
     # With larger ones, weights diverge, which ends a run.
     "learning_rate": [0.0, 1e-9, 1e-4, 0.1],
     "critic_learning_rate": [0.0, 1e-9, 1e-4, 0.1],
+    "critic_epochs": ["auto", 1, 2, 3],
     "weight_decay": [0.0, 0.1, 1.0],
     "risk_level": [0.3, "0.5", "upper:0.2", "neutral"],
     "run_name": ["a run"],

@@ -4,11 +4,12 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from alpaca_ppo.models.factory import build_actor_critic
+from alpaca_ppo.models import factory
+from alpaca_ppo.models.factory import build_actor_critic, make_actor_critic
 from alpaca_ppo.models.state_reader import StateReader
 from alpaca_ppo.ppo.state_cache import StateCache
-from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, tiny_trainer
+from tests.tiny_models import READ_BY_CRITICS, tiny_causal_lm, tiny_sequence_classifier
+from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer
 
 CACHED = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1}
 
@@ -77,6 +78,48 @@ def test_sizes_of_a_cached_critic_ask_for_one_and_passes_follow_the_layout(setti
     trainer = tiny_trainer(tmp_path, trainer_arguments=given, **settings)
     assert trainer.args.critic_layout == trainer.actor_critic.critic.layout == layout
     assert trainer.args.num_critic_epochs == passes
+
+
+@pytest.mark.parametrize("family", READ_BY_CRITICS)
+def test_it_reads_every_family_whose_layers_return_a_state_for_each_token(family, tmp_path):
+    args = tiny_config(tmp_path, **CACHED)
+    model = make_actor_critic(tiny_causal_lm(family), None, [], None, args)
+    tokens, mask = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    responses, response_mask = torch.tensor([[10, 11], [12, 0]]), torch.tensor([[True, True], [True, False]])
+    with torch.no_grad():
+        values = model.eval()(tokens, mask, responses, response_mask, temperature=1.0, chunk_size=8).values
+        alone = model(
+            tokens[1:, 1:], mask[1:, 1:], responses[1:, :1], response_mask[1:, :1], temperature=1.0, chunk_size=8
+        )
+    assert values[response_mask].isfinite().all()
+    torch.testing.assert_close(values[1:, :1], alone.values, rtol=1e-4, atol=1e-5)
+
+
+def test_a_family_with_several_states_for_a_token_gets_a_separate_critic_or_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(factory, "LAYERS_TO_READER", 0)
+    for family, layout in (("gemma3n", "separate"), ("llama", "cached")):
+        args = tiny_config(tmp_path)
+        assert make_actor_critic(tiny_causal_lm(family), None, [], None, args).critic.layout == layout
+    message = (
+        "the critic is cached, but the layers of .* do not return a state of 32 numbers for each token; set critic_la"
+    )
+    for settings in (CACHED, {"critic_width": 64}):
+        with pytest.raises(ValueError, match=message):
+            make_actor_critic(tiny_causal_lm("gemma3n"), None, [], None, tiny_config(tmp_path, **settings))
+
+
+@pytest.mark.parametrize("setting", [{"critic_width": 64}, {"critic_depth": 1}, {"critic_layers": [1]}])
+def test_a_cached_critic_that_should_start_from_a_model_is_refused_by_name(setting, tmp_path):
+    reward_model = tiny_sequence_classifier("llama")
+    (name,) = setting
+    for given, settings in (([reward_model], {"init_value_with_reward": True}), ([], {})):
+        value_model = None if given else reward_model
+        with pytest.raises(
+            ValueError, match=f"{name} is .*, which asks for a cached critic, but the critic starts from"
+        ):
+            make_actor_critic(
+                tiny_causal_lm("llama"), value_model, given, None, tiny_config(tmp_path, **setting, **settings)
+            )
 
 
 @pytest.mark.parametrize("layers", [[0], [1, 9]])
