@@ -324,7 +324,7 @@ def in_memory_adapter():
             {},
             "torch.bfloat16 weights cannot all be trained",
         ),
-        ({}, {"load_in_4bit": True}, "load_in_4bit is True, but critic_layout 'separate'"),
+        ({}, {"load_in_4bit": True, "critic_layout": "separate"}, "load_in_4bit is True, but critic_layout 'separate'"),
         (
             {},
             {"load_in_4bit": True, "critic_layout": "adapter"},

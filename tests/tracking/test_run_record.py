@@ -163,7 +163,7 @@ def test_a_python_program_s_run_names_its_objects_and_no_file_of_it_holds_a_cred
     ):
         parse_args(types, ["--config", str(path), *named])
     keys = ["--judge_api_key", SECRET, "--judge_url", url]
-    assert parse_args(types, ["--config", str(path), *named, *keys])[2] == replace(config)
+    assert parse_args(types, ["--config", str(path), *named, *keys])[2] == replace(config, critic_layout="separate")
 
 
 def test_an_estimate_needs_the_models_of_a_run_alone(tmp_path):
