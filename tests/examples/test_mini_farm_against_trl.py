@@ -76,7 +76,7 @@ def test_trl_with_its_defaults_has_the_same_samples_steps_and_optimizer():
 
 def test_what_trl_always_does_is_no_option_that_it_lacks():
     assert without_counterpart(options(kl_controller="fixed", critic_epochs=None)) == []
-    assert without_counterpart(options()) == ["kl_controller: scaled", "critic_epochs: 4"]
+    assert without_counterpart(options()) == ["kl_controller: scaled", "critic_epochs: auto"]
 
 
 @pytest.mark.parametrize(
