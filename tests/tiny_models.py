@@ -29,7 +29,7 @@ _FAMILIES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
 )
 MAX_POSITIONS = 512
 ARCHITECTURES, MIXTURES, HYBRIDS = (list(_FAMILIES[kind]) for kind in ("main", "mixtures", "hybrids"))
-PADDED = ["bloom", "falcon", "gptj", "stablelm", "lfm2", "mamba", "rwkv"]
+PADDED = ["bloom", "falcon", "stablelm", "lfm2", "mamba", "rwkv"]
 """Families with an attention of their own, or a state that runs from row to row: they need rows with padding."""
 PACKED = [name for kind in ("main", "mixtures", "further") for name in _FAMILIES[kind] if name not in PADDED]
 """Families whose rows can be laid end to end."""

@@ -22,6 +22,7 @@ from alpaca_ppo.distributed.held_memory import Measured
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes, Models, build, fake_runs, make_fake, size_of
 from alpaca_ppo.generation.slots import BUCKETED, EXACT
 from alpaca_ppo.models import ActorCritic
+from alpaca_ppo.models.packed_attention import cache_argument
 from alpaca_ppo.models.policy import eval_mode
 from alpaca_ppo.ppo.device_rows import ROW_KEYS, row_tensors
 from alpaca_ppo.ppo.rollouts import ForwardRows, forward_responses
@@ -156,7 +157,7 @@ class _Passes:
         cache: Any = DynamicCache(config=model.config)
         with eval_mode(model), self._autocast:
             ids = torch.zeros(rows, columns, dtype=torch.long)
-            read = partial(model, input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            read = partial(model, input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
             measured.prefill = self._peak(read)
             cache_bytes = size_of(states for layer in cache.layers for states in (layer.keys, layer.values))
             del read, cache

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from alpaca_ppo.functional.packing import Span
-from alpaca_ppo.models.packed_attention import AttentionSettings, PackedSequences, Packing, dense_attention
+from alpaca_ppo.models.packed_attention import (
+    AttentionSettings,
+    PackedSequences,
+    Packing,
+    cache_argument,
+    dense_attention,
+)
 
 
 class Pass(NamedTuple):
@@ -41,7 +47,7 @@ class Pass(NamedTuple):
 class SlotCache(Cache):
     """Keys and values of `slots` rows of up to `columns` tokens, for every layer of a model.
 
-    The model gets it as `past_key_values`, after `start`. The first pass allocates the storage, in the dtype of its
+    The model gets it as its `cache_argument`, after `start`. The first pass allocates the storage, in the dtype of its
     states, with zeros, because masked columns must be finite. Layers with a sliding window keep all columns.
     """
 
@@ -165,7 +171,7 @@ def _forward(
         position_ids=position_ids,
         # `models.packed_attention.DUMMY_MASK`, made on the device: copying it there would wait for the device.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
-        past_key_values=cache,
+        **{cache_argument(model): cache},
         use_cache=True,
         packing=attention,
         **keywords,

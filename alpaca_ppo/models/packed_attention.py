@@ -10,6 +10,7 @@ precision one call of torch's variable-length kernel, otherwise a batch for each
 transformers take the lengths of the rows instead. Which models can have rows without padding is decided in `trial`.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -327,3 +328,13 @@ def kernel_works(
             # torch 2.11 has the function without some of the keywords.
             return False
     return all(torch.allclose(a.float().cpu(), b, rtol=0.05, atol=0.05) for a, b in zip(found, expected, strict=True))
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Returns the name by which `model` takes a cache, which transformers 5.24 has changed."""
+    return _cache_argument(type(model))
+
+
+@lru_cache
+def _cache_argument(kind: type[PreTrainedModel]) -> str:
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"

@@ -1,6 +1,7 @@
 """Which models are sampled in slots, and what happens with the others."""
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,33 @@ def test_other_families_are_not_and_auto_generates_them() -> None:
         run(model, backend="slots")
 
 
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
 class Forgetful(LlamaForCausalLM):
     """Reads the cache, and stores nothing in the one that was passed."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        return super().forward(input_ids=input_ids, past_key_values=copy.deepcopy(past_key_values), **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **{**kwargs, CACHE: copy.deepcopy(kwargs.get(CACHE))})
+
+    forward.__signature__ = inspect.signature(LlamaForCausalLM.forward)
 
 
 class Strict(LlamaForCausalLM):
     """Knows no further keywords."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None) -> Any:  # type: ignore[override]
-        return super().forward(input_ids=input_ids, past_key_values=past_key_values)
+    def forward(self, input_ids: Any = None, cache: Any = None) -> Any:  # type: ignore[override]
+        return super().forward(input_ids=input_ids, **{CACHE: cache})
 
 
 class Failing(LlamaForCausalLM):
     """Cannot do what it is asked to."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        past_key_values = kwargs.pop("past_key_values", None)
-        assert past_key_values is None, "no cache"
+        assert kwargs.pop(CACHE, None) is None, "no cache"
         return super().forward(*args, **kwargs)
 
-    forward.__signature__ = __import__("inspect").signature(LlamaForCausalLM.forward)
+    forward.__signature__ = inspect.signature(LlamaForCausalLM.forward)
 
 
 def of_class(kind: type[PreTrainedModel]) -> PreTrainedModel:
