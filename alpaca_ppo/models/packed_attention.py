@@ -332,7 +332,8 @@ def kernel_works(
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Returns the name by which `model` takes a cache, which transformers 5.24 has changed."""
-    return _cache_argument(type(model))
+    kind: Any = type(model)
+    return _cache_argument(kind)
 
 
 @lru_cache
