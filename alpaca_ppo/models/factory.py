@@ -29,6 +29,10 @@ from alpaca_ppo.models.state_reader import StateReader, all_decoder_layers, capt
 from alpaca_ppo.models.trial import Trial, fit_rows
 from alpaca_ppo.registry import CRITIC_HEADS
 
+LAYERS_TO_READER = 10
+"""How many times as many weights as a cached critic the policy's layers have at least where `critic_layout: auto`
+chooses it: its eight passes then cost less than a single one through a backbone of its own."""
+
 
 def build_actor_critic(
     policy: PreTrainedModel | AdapterSet,
@@ -100,11 +104,6 @@ def first_reward_model(reward_funcs: Any) -> str | PreTrainedModel | None:
     sources = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     models = (s for s in sources if isinstance(s, PreTrainedModel) or (isinstance(s, str) and ":" not in s))
     return next(models, None)
-
-
-LAYERS_TO_READER = 10
-"""How many times as many weights as a cached critic the policy's layers have at least where `critic_layout: auto`
-chooses it: its eight passes then cost less than a single one through a backbone of its own."""
 
 
 def with_chosen_layout(args: PPOConfig, model: ActorCritic) -> PPOConfig:

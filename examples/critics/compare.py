@@ -16,27 +16,14 @@ from matplotlib.figure import Figure
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
-from examples.defaults.compare import score_at
+from examples.defaults.compare import DATA_SEED, EVALUATIONS, SEEDS, CompareArguments, eval_steps, prepare, score_at
 from examples.defaults.records import Run, fill, outcome, runs_of
 from examples.defaults.rows import grpo
 from examples.defaults.tasks import TASKS
 from examples.mini_farm.compare import difference
 from examples.mini_farm.report import machine, notes_of
 
-
-@dataclass(frozen=True)
-class CriticArguments:
-    """Which part to make, where the models lie, and how many runs go at once."""
-
-    root: str = argument("outputs/defaults", "Folder for models and data.")
-    jobs: int = argument(2, "Runs at once, each with one thread.")
-    tasks: list[str] = field(default_factory=lambda: list(TASKS), metadata={"help": "Tasks to make runs of."})
-    record: str = argument(str(Path(__file__).with_name("results.jsonl")), "File of the runs that have ended.")
-    report: str = argument(str(Path(__file__).with_name("RESULTS.md")), "File to write.")
-
-
 RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
-DATA_SEED, SEEDS, EVALUATIONS = 0, (2, 3, 4, 5, 6), 5
 REAL = "sentences"
 """Its runs take longest: fewer evaluations and seeds."""
 REAL_SEEDS, REAL_EVALUATIONS = SEEDS[:2], 2
@@ -53,12 +40,23 @@ LARGE_SEEDS = SEEDS[:1]
 """On the small tasks, where a cached critic of the default size is larger than the policy; not on the longest."""
 
 
+@dataclass(frozen=True)
+class CriticArguments(CompareArguments):
+    """Which part to make, where the models lie, and how many runs go at once."""
+
+    tasks: list[str] = field(default_factory=lambda: list(TASKS), metadata={"help": "Tasks to make runs of."})
+    record: str = argument(str(RECORD), "File of the runs that have ended.")
+    report: str = argument(str(PAGE), "File to write.")
+
+
 def asked_of(run: Run) -> Run:
     """Returns the arguments of `examples.defaults.run` for `run`."""
-    sizes = TASKS[run["task"]].sizes
     evaluations = REAL_EVALUATIONS if run["task"] == REAL else EVALUATIONS
-    evaluated = {"eval_steps": -(-sizes["total_episodes"] // sizes["rollout_batch_size"] // evaluations)}
-    settings = {**evaluated, **SETTINGS[run["row"]], **(grpo(run["task"]) if run["row"] == GRPO else {})}
+    settings = {
+        "eval_steps": eval_steps(run["task"], evaluations),
+        **SETTINGS[run["row"]],
+        **(grpo(run["task"]) if run["row"] == GRPO else {}),
+    }
     return {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}
 
 
@@ -165,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Makes the missing runs, seed by seed, and writes the page and the picture."""
     (arguments,) = parse_args([CriticArguments], argv)
     root, record, report = Path(arguments.root).resolve(), Path(arguments.record), Path(arguments.report)
-    for task in arguments.tasks:
-        TASKS[task].prepare(root / task / f"data_{DATA_SEED}", DATA_SEED)
+    prepare(arguments.tasks, root)
     asked = [
         {"row": row, "task": task, "seed": seed}
         for seed in SEEDS

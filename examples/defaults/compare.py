@@ -79,11 +79,21 @@ def belongs(row: str, task: str) -> bool:
     return not TASKS[task].plays if row == TRL else row != LORA or task == "mini_farm"
 
 
+def prepare(tasks: Sequence[str], root: Path) -> None:
+    """Makes the models and data of `tasks`, unless they are there."""
+    for task in tasks:
+        TASKS[task].prepare(root / task / f"data_{DATA_SEED}", DATA_SEED)
+
+
+def eval_steps(task: str, evaluations: int) -> int:
+    """Returns the steps between so many evaluations of a run on `task`."""
+    sizes = TASKS[task].sizes
+    return int(-(-sizes["total_episodes"] // sizes["rollout_batch_size"] // evaluations))
+
+
 def asked_of(run: Run) -> Run:
     """Returns the arguments of `examples.defaults.run` for `run`."""
-    sizes = TASKS[run["task"]].sizes
-    evaluated = {"eval_steps": -(-sizes["total_episodes"] // sizes["rollout_batch_size"] // EVALUATIONS)}
-    settings = {**evaluated, **settings_of(run["row"], run["task"])}
+    settings = {"eval_steps": eval_steps(run["task"], EVALUATIONS), **settings_of(run["row"], run["task"])}
     return {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}
 
 
@@ -199,8 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Makes the missing runs, seed by seed, and writes the page."""
     (arguments,) = parse_args([CompareArguments], argv)
     root, record = Path(arguments.root).resolve(), Path(arguments.record)
-    for task in arguments.tasks:
-        TASKS[task].prepare(root / task / f"data_{DATA_SEED}", DATA_SEED)
+    prepare(arguments.tasks, root)
     asked = [
         {"row": row, "task": task, "seed": seed}
         for seed in SEEDS
