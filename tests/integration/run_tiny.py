@@ -264,7 +264,9 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
         found = (path for path in Path(output_dir).rglob("*") if path.name not in (LOCK_FILE, HOLDER_FILE))
         return sorted((path, path.stat().st_mtime_ns) for path in found)
 
+    # While a rank looks, no other one goes on: the main process's writes pass through files of their own.
     before = files()
+    other.accelerator.wait_for_everyone()
     refused = ValueError if other.accelerator.is_main_process else RuntimeError
     try:
         other.train(resume_from_checkpoint=resume)
@@ -274,6 +276,7 @@ def refuse_another_policy(output_dir: str, resume: bool | str, overrides: dict[s
         raise AssertionError("a run resumed from the weights of another model")
     other.accelerator.wait_for_everyone()
     assert files() == before
+    other.accelerator.wait_for_everyone()
 
 
 def run(output_dir: str, *settings: str) -> None:
