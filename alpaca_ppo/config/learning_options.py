@@ -102,7 +102,7 @@ class LearningOptions(RunOptions):
     old_policy: Literal["auto", "recompute", "rollout", "correct"] = "auto"
     """Old log-probabilities: recompute runs the trainer's forward pass; rollout takes the sampler's; correct recomputes
     them and weights the loss by their ratio. auto compares the two before the first rollout: rollout from the second
-    step on if they agree in float32 and the critic does not read the policy, else recompute."""
+    step on if they agree in float32 and the critic is not shared, else recompute."""
     rollout_correction_level: RolloutCorrectionLevel = argument("token", needs=when("old_policy", "correct"))
     """Whether the loss has one weight per token or one per sequence."""
     rollout_correction_threshold: float = argument(2.0, gt=0, allow_inf_nan=True, needs=when("old_policy", "correct"))

@@ -14,7 +14,7 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.critic_heads import CriticHead
 from alpaca_ppo.models.packed_attention import row_layout
 from alpaca_ppo.models.policy import Policy, before_tokens, response_states, scatter_tokens, use_torch_activations
-from alpaca_ppo.models.state_reader import StateReader, captured_outputs, decoder_layers
+from alpaca_ppo.models.state_reader import StateReader, captured_outputs, decoder_layers, ended_after
 
 
 class ActorCriticOutputs(NamedTuple):
@@ -142,8 +142,11 @@ class ActorCritic(nn.Module):
         reader = None if critic is None else critic.reader
         read = [] if reader is None or policy_states is not None else decoder_layers(self.policy.model, reader.layers)
         if with_policy or (critic is not None and critic.reads_policy and policy_states is None):
+            ends = reader is not None and reader.ends_pass and not with_policy
+            last = ended_after(self.policy.model, reader.layers[-1]) if reader is not None and ends else nullcontext()
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy), captured_outputs(read) as outputs:
-                states = self.policy.states(rows)
+                with last:
+                    states = self.policy.states(rows)
             if read:
                 policy_states = torch.stack([before_tokens(output, rows) for output in outputs], dim=1).detach()
         if with_policy:

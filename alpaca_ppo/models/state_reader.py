@@ -40,6 +40,8 @@ class StateReader(nn.Module):
         self.width, self.depth = width, depth
         # For its errors.
         decoder_layers(policy, self.layers)
+        # Whether a pass for its states may end after the last of these layers.
+        self.ends_pass = False
         self.input = nn.Linear(len(self.layers) * policy.config.get_text_config().hidden_size, width)
         config = LlamaConfig(
             vocab_size=1,
@@ -85,20 +87,41 @@ class StateReader(nn.Module):
 
 def decoder_layers(model: Any, numbers: Sequence[int]) -> list[nn.Module]:
     """The layers of a language model with these `numbers`, from 1. Raises a ValueError if it does not have them."""
-    count = model.config.get_text_config().num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not stacks or not set(numbers) <= set(range(1, count + 1)):
+    stack = _layer_stack(model)
+    if stack is None or not set(numbers) <= set(range(1, len(stack) + 1)):
         raise ValueError(
             f"critic_layers is {list(numbers)}, but {type(model).__name__} has "
-            f"{f'the layers 1 to {count}' if stacks else 'no list of its layers'}; name others, or choose another "
-            "critic_layout"
+            f"{'no list of its layers' if stack is None else f'the layers 1 to {len(stack)}'}; name others, or choose "
+            "another critic_layout"
         )
-    return [stacks[0][number - 1] for number in numbers]
+    return [stack[number - 1] for number in numbers]
 
 
 def all_decoder_layers(model: Any) -> list[nn.Module]:
     """Returns all layers of a language model, as `decoder_layers`."""
     return decoder_layers(model, range(1, model.config.get_text_config().num_hidden_layers + 1))
+
+
+def _layer_stack(model: Any) -> nn.ModuleList | None:
+    """The list of the layers of a language model, or None."""
+    count = model.config.get_text_config().num_hidden_layers
+    return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
+
+
+@contextmanager
+def ended_after(model: Any, number: int) -> Iterator[None]:
+    """A block in which a pass of `model` goes from its layer of this `number` to its last norm; the factory tries
+    whether a model can.
+    """
+    stack = _layer_stack(model)
+    assert stack is not None
+    # Slices keep the layers themselves, with the hooks of whoever shards them.
+    (owner,) = ((m, name) for m in model.modules() for name, child in m.named_children() if child is stack)
+    setattr(*owner, stack[:number])
+    try:
+        yield
+    finally:
+        setattr(*owner, stack)
 
 
 @contextmanager

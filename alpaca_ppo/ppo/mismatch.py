@@ -114,7 +114,7 @@ class SamplerCheck:
     rollout. A checkpoint keeps the decision, unless backend, dtype or engine change. They are never used
 
     - in half precision;
-    - with a critic that reads the policy's hidden states: its pass computes all of the policy but the head;
+    - with a `shared` critic: its pass computes all of the policy but the head;
     - with environments: the rounding then depends on when they reply;
     - with a backend that has its own copy of the weights.
 
@@ -130,8 +130,8 @@ class SamplerCheck:
         engine, backend, args = collector.engine, collector.backend, collector.args
         self._collector, self._args, self._report = collector, args, report
         critic = engine.actor_critic.critic
-        reads_policy = critic is not None and critic.reads_policy
-        needs_recomputing = backend.has_own_weights or multi_turn or reads_policy or self.half_precision
+        is_shared = critic is not None and critic.layout == "shared"
+        needs_recomputing = backend.has_own_weights or multi_turn or is_shared or self.half_precision
         self._may_use_sampler_logprobs = args.old_policy == "auto" and not needs_recomputing
         self._uses_sampler_logprobs: bool | None = None
         self._conditions = [backend.name, args.dtype, engine.accelerator.mixed_precision, type(engine).__name__]

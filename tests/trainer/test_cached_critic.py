@@ -6,7 +6,7 @@ from peft import LoraConfig
 
 from alpaca_ppo.models import factory
 from alpaca_ppo.models.factory import build_actor_critic, make_actor_critic
-from alpaca_ppo.models.state_reader import StateReader
+from alpaca_ppo.models.state_reader import StateReader, all_decoder_layers
 from alpaca_ppo.ppo.state_cache import StateCache
 from tests.tiny_models import READ_BY_CRITICS, tiny_causal_lm, tiny_sequence_classifier
 from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer
@@ -93,6 +93,44 @@ def test_it_reads_every_family_whose_layers_return_a_state_for_each_token(family
         )
     assert values[response_mask].isfinite().all()
     torch.testing.assert_close(values[1:, :1], alone.values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", READ_BY_CRITICS)
+def test_a_pass_for_its_values_alone_ends_with_the_last_layer_that_it_reads(family, tmp_path):
+    policy = tiny_causal_lm(family)
+    layers = all_decoder_layers(policy)
+    assert len(layers) > 1
+    model = make_actor_critic(policy, None, [], None, tiny_config(tmp_path, **CACHED, critic_layers=[1])).eval()
+    ran = []
+    for number, layer in enumerate(layers, start=1):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    rows = torch.tensor([[5, 6, 7]]), torch.ones(1, 3), torch.tensor([[10, 11]]), torch.tensor([[True, True]])
+    with torch.no_grad():
+        whole = model(*rows, temperature=1.0, chunk_size=8)
+        assert sorted({*ran}) == list(range(1, len(layers) + 1))
+        ran.clear()
+        alone = model(*rows, temperature=1.0, chunk_size=8, with_policy=False)
+    assert ran == [1] and all_decoder_layers(policy) == layers
+    assert torch.equal(alone.policy_states, whole.policy_states) and torch.equal(alone.values, whole.values)
+
+
+def test_a_model_that_needs_all_its_layers_for_those_below_has_whole_passes(tmp_path, monkeypatch):
+    policy = tiny_causal_lm("llama")
+    count, inner = len(all_decoder_layers(policy)), policy.base_model.forward
+
+    def of_so_many_layers(*args, **keywords):
+        assert len(policy.base_model.layers) == count
+        return inner(*args, **keywords)
+
+    monkeypatch.setattr(policy.base_model, "forward", of_so_many_layers)
+    trainer = tiny_trainer(tmp_path, model=policy, **CACHED, critic_layers=[1])
+    assert not trainer.actor_critic.critic.reader.ends_pass
+    trainer.train()
+
+
+def test_the_samplers_log_probs_are_the_old_ones_from_the_second_step_on(tmp_path):
+    run(tmp_path, old_policy="auto", total_episodes=30)
+    assert [line["mismatch/recomputed"] for line in metric_lines(tmp_path) if line["step"]][:3] == [1, 0, 0]
 
 
 def test_a_family_with_several_states_for_a_token_gets_a_separate_critic_or_is_refused(tmp_path, monkeypatch):

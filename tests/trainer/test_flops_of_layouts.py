@@ -59,6 +59,21 @@ def test_a_cached_critic_executes_nothing_but_its_small_transformer(epochs, few,
         assert tokens * of_token <= more[stage] <= most * of_token
 
 
+def test_without_the_policys_log_probs_a_pass_for_states_costs_the_layers_up_to_the_last_that_is_read(
+    few, tmp_path, monkeypatch
+):
+    logprobs = {}
+    for layers in ([1], [2]):
+        count = CountSteps(monkeypatch)
+        sizes = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "critic_layers": layers}
+        folder = str(tmp_path / str(layers))
+        make_trainer(few, folder, steps=1, callbacks=[count], **sizes, old_policy="rollout").train()
+        logprobs[layers[0]] = count.by_stage["logprobs"]
+    policy_pass = needed(few, critic="none").logprobs - needed(few, critic="none", old_policy_pass=False).logprobs
+    head = 2 * 1024 * 96 * sum(few.lengths)
+    assert logprobs[2] - logprobs[1] == pytest.approx((policy_pass - head) / 2, rel=0.02)
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["fc2", "k_proj", "dense"]])
 def test_the_formula_is_what_a_plain_pass_with_adapters_executes(targets):
     workload = workloads.realistic(4, 8, **SMALL)
