@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
 
 def best_of(trainer: PPOTrainer, rows: Sequence[Mapping[str, Any]]) -> Result:
     """The best of several answers of the present policy to each prompt."""
-    answers = trainer.generate([row["prompt"] for row in rows], num_return_sequences=BEST_OF)
+    answers = []
+    for part in (rows[start : start + 25] for start in range(0, len(rows), 25)):
+        answers += trainer.generate([row["prompt"] for row in part], num_return_sequences=BEST_OF)
+        print(f"  {BEST_OF * len(answers)} answers", flush=True)
     words = [row["words"] for row in rows]
     scores = [share_used(given, [chosen] * len(given)) for given, chosen in zip(answers, words, strict=True)]
     best = [max(given) for given in scores]
