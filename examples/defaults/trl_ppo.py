@@ -27,7 +27,7 @@ class FunctionBackbone(nn.Module):
     Args:
         function: returns the scores of prompts and completions.
         tokenizer: the policy's.
-        query_len: tokens of every prompt.
+        query_len: columns of the prompts, which are padded on the left.
     """
 
     def __init__(
@@ -38,13 +38,12 @@ class FunctionBackbone(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
         """`input_ids` (B, T) of prompts and completions; the mask is False at padding, which TRL has replaced."""
-        if not attention_mask[:, : self._query_len].all():
-            raise ValueError(
-                f"a prompt has fewer than {self._query_len} tokens; its response would be cut at its start"
-            )
-        rows = [row[kept.bool()].tolist() for row, kept in zip(input_ids, attention_mask, strict=True)]
+        rows, mask = input_ids, attention_mask.bool()
         prompts, completions = (
-            self._tokenizer.batch_decode([row[part] for row in rows], skip_special_tokens=True)
+            self._tokenizer.batch_decode(
+                [ids[kept].tolist() for ids, kept in zip(rows[:, part], mask[:, part], strict=True)],
+                skip_special_tokens=True,
+            )
             for part in (slice(self._query_len), slice(self._query_len, None))
         )
         scores = torch.tensor(self._function(prompts=prompts, completions=completions), dtype=torch.float32)
@@ -82,9 +81,15 @@ def train(run: Mapping[str, Any]) -> None:
     """
     output = Path(run["output_dir"])
     tokenizer = AutoTokenizer.from_pretrained(run["policy"], padding_side="left")
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        # TRL takes every pad token for padding, also one that ends a turn of a chat template.
+        tokenizer.pad_token = tokenizer.unk_token
     texts = [run["prompt_template"].format(**row) for row in read_rows(Path(run["prompts"]))]
     prompts = [ids for ids in tokenizer(texts)["input_ids"] if len(ids) <= run["query_len"]]
-    trainer = trainer_of(run, tokenizer, reward_of(run, tokenizer), prompts)
+    width = max(map(len, prompts))
+    # All of one width, so that a reward function finds where answers begin.
+    prompts = [[tokenizer.pad_token_id] * (width - len(ids)) + ids for ids in prompts]
+    trainer = trainer_of(run, tokenizer, reward_of({**run, "query_len": width}, tokenizer), prompts)
     points: list[dict[str, Any]] = []
     optimizer_steps = 0
 

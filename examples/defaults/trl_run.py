@@ -25,7 +25,7 @@ POINTS = 5
 
 
 def trl_settings(task: Task, *, seed: int) -> dict[str, Any]:
-    """Returns the arguments of TRL's `PPOConfig`: sizes, the learning rate of the rule, and a temperature of 1.
+    """Returns the arguments of TRL's `PPOConfig`: sizes, and the task's learning rate, schedule and temperature.
 
     As PPO without these would not be that of the task, float32 is set too, and that a response ends at its eos.
 
@@ -41,7 +41,8 @@ def trl_settings(task: Task, *, seed: int) -> dict[str, Any]:
         ),
         "total_episodes": sizes["total_episodes"],
         "learning_rate": task.options({})["learning_rate"],
-        "temperature": 1.0,
+        "temperature": sizes.get("temperature", 1.0),
+        **({"lr_scheduler_type": sizes["lr_scheduler_type"]} if "lr_scheduler_type" in sizes else {}),
         "seed": seed,
         "use_cpu": True,
     }

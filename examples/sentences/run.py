@@ -92,8 +92,8 @@ def best_of(trainer: PPOTrainer, rows: Sequence[Mapping[str, Any]]) -> Result:
     for part in (rows[start : start + 25] for start in range(0, len(rows), 25)):
         answers += trainer.generate([row["prompt"] for row in part], num_return_sequences=BEST_OF)
         print(f"  {BEST_OF * len(answers)} answers", flush=True)
-    words = [row["words"] for row in rows]
-    scores = [share_used(given, [chosen] * len(given)) for given, chosen in zip(answers, words, strict=True)]
+    prompts = [row["prompt"] for row in rows]
+    scores = [share_used([prompt] * len(given), given) for prompt, given in zip(prompts, answers, strict=True)]
     best = [max(given) for given in scores]
     return Result(best, [float(score == 1) for score in best])
 

@@ -39,6 +39,11 @@ def _row(words: Sequence[str]) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": text}], "words": list(words)}
 
 
+def words_of(prompt: Any) -> list[str]:
+    """Returns the words that a prompt of `draw_prompts` asks for; it may be the text of a chat template."""
+    return _text(prompt).rpartition("these words: ")[2].partition(".")[0].split(", ")
+
+
 def used(word: str, text: str) -> bool:
     """Whether `text` has `word` or a form of it: plural, past, participle, person."""
     short = re.sub("(e|(?<![aeiou])y)$", "", word)
@@ -55,19 +60,19 @@ def is_sentence(text: str, words: Sequence[str]) -> bool:
     return whole and len(text.split()) > len(words) + 1 and text.count(",") < len(words) - 1
 
 
-def share_used(completions: Sequence[Any], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
-    """The reward: the share of the row's `words` that an answer uses; of an answer that is no sentence a part of it."""
+def share_used(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    """The reward: the share of the words that an answer uses; of an answer that is no sentence a part of it."""
     graded = []
-    for text, given in zip(map(_text, completions), words, strict=True):
+    for text, given in zip(map(_text, completions), map(words_of, prompts), strict=True):
         share = sum(used(word, text) for word in given) / len(given)
         graded.append(share if is_sentence(text, given) else BROKEN * share)
     return graded
 
 
-def all_used(completions: Sequence[Any], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
+def all_used(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
     """The metric: 1 for a sentence with all words, else 0."""
-    return [float(score == 1) for score in share_used(completions, words)]
+    return [float(score == 1) for score in share_used(prompts, completions)]
 
 
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+def _text(turns: Any) -> str:
+    return turns if isinstance(turns, str) else turns[-1]["content"]

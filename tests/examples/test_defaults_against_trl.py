@@ -45,9 +45,9 @@ def test_trl_reads_the_score_that_the_function_gives_to_the_text():
     reward = FunctionReward(right, tokenizer, query_len=8)
     # The last one has two words more than a chain.
     assert scores_as_trl_reads_them(reward, torch.tensor(rows), pad) == [1, 0, 0, 0]
-    with pytest.raises(ValueError, match="a prompt has fewer than 9 tokens"):
-        padded = torch.tensor([[pad, *row] for row in rows])
-        scores_as_trl_reads_them(FunctionReward(right, tokenizer, query_len=9), padded, pad)
+    # A shorter prompt is padded on its left.
+    padded = torch.tensor([[pad, *row] for row in rows])
+    assert scores_as_trl_reads_them(FunctionReward(right, tokenizer, query_len=9), padded, pad) == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,11 @@ def test_trl_gets_sizes_and_a_rate_and_keeps_its_defaults(task, episodes, rollou
     assert settings["learning_rate"] == pytest.approx(rate)
     assert not settings.keys() & {*TRL_DEFAULTS, "num_ppo_epochs", "lr_scheduler_type", "warmup_steps"}
     assert trl_optimizer_steps({**settings, "num_ppo_epochs": 4}) == steps
+
+
+def test_on_the_real_model_it_gets_the_schedule_and_temperature_of_the_others():
+    settings = trl_settings(TASKS["sentences"], seed=3)
+    assert (settings["lr_scheduler_type"], settings["temperature"]) == ("constant", 0.7)
 
 
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.plays])

@@ -2,9 +2,11 @@
 
 import pytest
 
-from examples.sentences.task import BROKEN, HELD_OUT, TRAINING, all_used, draw_prompts, share_used, used
+from examples.sentences.task import BROKEN, HELD_OUT, TRAINING, all_used, draw_prompts, share_used, used, words_of
 
-WORDS = ["dog", "run", "park"]
+ASKED = "Write one short sentence that uses all of these words: dog, run, park."
+PROMPTS = [f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n", [{"role": "user", "content": ASKED}]]
+"""The text of a chat template, and a message."""
 
 
 @pytest.mark.parametrize(
@@ -47,8 +49,8 @@ def test_another_word_with_the_same_beginning_does_not_count(word, other):
 )
 def test_the_reward_is_the_share_of_the_words_in_one_whole_sentence(text, score):
     message = [{"role": "assistant", "content": text}]
-    assert share_used([text, message], [WORDS, WORDS]) == pytest.approx([score, score])
-    assert all_used([text], [WORDS]) == [float(score == 1)]
+    assert share_used(PROMPTS, [text, message]) == pytest.approx([score, score])
+    assert all_used(PROMPTS[:1], [text]) == [float(score == 1)]
 
 
 def test_held_out_prompts_are_of_other_topics_and_no_prompt_is_drawn_twice():
@@ -57,4 +59,4 @@ def test_held_out_prompts_are_of_other_topics_and_no_prompt_is_drawn_twice():
     assert [len(drawn[split]) for split in rows] == [1000, 1000]
     assert not drawn[TRAINING] & drawn[HELD_OUT]
     assert rows[TRAINING] == draw_prompts(1000, split=TRAINING, seed=1) != draw_prompts(1000, split=TRAINING, seed=2)
-    assert all(word in row["prompt"][0]["content"] for row in rows[TRAINING] for word in row["words"])
+    assert all(words_of(row["prompt"]) == row["words"] for split in rows.values() for row in split)
