@@ -30,11 +30,12 @@ class RowLayout(NamedTuple):
     Attributes:
         padding_free: rows lie end to end. Their indices are computed on the CPU, which waits for rows on another
             device.
-        share_prompts: a prompt that several rows have is kept once; only with `padding_free`.
+        share_prompts: a prompt of at least so many tokens that several rows have is kept once; 0 = none is. Only with
+            `padding_free`.
     """
 
     padding_free: bool = False
-    share_prompts: bool = False
+    share_prompts: int = 0
 
 
 PADDED = RowLayout()
@@ -113,7 +114,7 @@ def pack_rows(
 
 
 def _one_sequence(
-    tokens: Tensor, prompt_lengths: Tensor, response_mask: Tensor, share_prompts: bool, device: torch.device
+    tokens: Tensor, prompt_lengths: Tensor, response_mask: Tensor, share_prompts: int, device: torch.device
 ) -> PackedRows:
     """The rows `tokens` (B, Q + R), queries and responses, as one sequence on `device`. The arguments are on the CPU.
 
@@ -140,14 +141,15 @@ def _one_sequence(
     return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(layout.spans), counts)
 
 
-def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], share_prompts: bool) -> list[list[int]]:
-    """The rows that have a response, longest first, in groups with the same prompt; or each as a group."""
+def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], share_prompts: int) -> list[list[int]]:
+    """The rows that have a response, longest first, in groups that share a prompt."""
     # Rows of equal length become neighbours, so that their attention is one batch.
     order = sorted(range(len(lengths)), key=lambda row: -len(prompts[row]) - lengths[row])
     groups: dict[bytes | int, list[int]] = {}
     for row in order:
         if lengths[row]:
-            groups.setdefault(prompts[row].numpy().tobytes() if share_prompts else row, []).append(row)
+            shares = 0 < share_prompts <= len(prompts[row])
+            groups.setdefault(prompts[row].numpy().tobytes() if shares else row, []).append(row)
     return list(groups.values())
 
 

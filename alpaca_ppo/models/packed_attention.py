@@ -31,6 +31,9 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span
 # transformers builds no mask, and does not ask the device whether `position_ids` are those of packed sequences.
 DUMMY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
+SHARED_IN_UPDATES = 16
+"""Tokens of the shortest prompt that several rows of an update read once: their attention is no longer one batch."""
+
 _PREFIX = "packed_"
 
 
@@ -159,11 +162,10 @@ def _repeated(heads: Tensor, groups: int) -> Tensor:
 
 
 def row_layout(backbone: nn.Module, *, padding_free: bool) -> RowLayout:
-    """The layout for `backbone`. Prompts are shared in passes without gradients, but not by flash attentions of
-    transformers.
-    """
-    share_prompts = padding_free and not torch.is_grad_enabled() and is_installed(backbone)
-    return RowLayout(padding_free=padding_free, share_prompts=share_prompts)
+    """The layout for `backbone`. Prompts are shared, but not by flash attentions of transformers."""
+    if not padding_free or not is_installed(backbone):
+        return RowLayout(padding_free=padding_free)
+    return RowLayout(padding_free=True, share_prompts=SHARED_IN_UPDATES if torch.is_grad_enabled() else 1)
 
 
 def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]:

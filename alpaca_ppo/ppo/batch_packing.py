@@ -47,32 +47,54 @@ def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, group: int) -> 
     return chunks
 
 
-def plan_micro_batches(lengths: Sequence[int], args: PPOConfig, *, padding_free: bool, num_ranks: int) -> Plan:
+def plan_micro_batches(
+    lengths: Sequence[int], args: PPOConfig, *, padding_free: bool, num_ranks: int, groups: Sequence[int] | None = None
+) -> Plan:
     """The micro-batches of each rank from the tokens of each row.
 
-    With `padding_free`, rows are laid end to end; otherwise they are padded to the longest of their micro-batch.
+    With `padding_free`, rows are laid end to end; otherwise they are padded to the longest of their micro-batch. For
+    `groups` see `plan_packed_micro_batches`.
     """
     if padding_free:
-        return plan_packed_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
+        return plan_packed_micro_batches(
+            lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens, groups=groups
+        )
     if args.max_tokens_per_micro_batch is None and num_ranks == 1:
         # No other process waits, so a smaller last batch may have as many micro-batches as a full one.
         return plan_equal_rows(lengths, num_micro_batches=-(-args.step_batch_size // args.step_per_device_batch_size))
     return plan_padded_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
 
 
-def plan_packed_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:
+def plan_packed_micro_batches(
+    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, groups: Sequence[int] | None = None
+) -> Plan:
     """Micro-batches of at most `max_tokens` tokens without padding; a longer row is a micro-batch of its own.
 
     As few as longest-processing-time-first scheduling allows (Graham 1969: the longest remaining row goes to the bin
-    with the fewest tokens), about equally full.
+    with the fewest tokens), about equally full. Rows with the same number in `groups` stay together, as far as
+    `max_tokens` of them do.
     """
-    order = _longest_first(lengths)
+    units = _units(lengths, groups, max_tokens)
+    unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
+    order = _longest_first(unit_lengths)
     count = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
     while True:
-        bins, costs = _fill_bins(order, lengths, num_ranks * count)
-        if all(cost <= max_tokens or len(rows) == 1 for rows, cost in zip(bins, costs, strict=True)):
-            return _deal(bins, costs, num_ranks)
+        bins, costs = _fill_bins(order, unit_lengths, num_ranks * count)
+        if all(cost <= max_tokens or len(unit) == 1 for unit, cost in zip(bins, costs, strict=True)):
+            return _deal([[row for i in unit for row in units[i]] for unit in bins], costs, num_ranks)
         count += 1
+
+
+def _units(lengths: Sequence[int], groups: Sequence[int] | None, max_tokens: int) -> list[list[int]]:
+    """The rows of each of `groups` in parts of at most `max_tokens` tokens, or of one row; without groups each row."""
+    parts: dict[int, list[list[int]]] = {}
+    for row, length in enumerate(lengths):
+        of_group = parts.setdefault(row if groups is None else groups[row], [])
+        if of_group and sum(lengths[other] for other in of_group[-1]) + length <= max_tokens:
+            of_group[-1].append(row)
+        else:
+            of_group.append([row])
+    return [part for of_group in parts.values() for part in of_group]
 
 
 def plan_padded_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> Plan:

@@ -74,6 +74,14 @@ class Applied(NamedTuple):
     stopped: bool = False
 
 
+def _groups_that_share(rollouts: Rollouts, rows: Tensor, shortest: int) -> list[int]:
+    """For each of `rows` a number, the same for those that share a prompt, which has at least `shortest` tokens; with 0
+    none does.
+    """
+    prompts, lengths = rollouts["prompt_ids"].tolist(), rollouts["query_attn_masks"].sum(dim=1).tolist()
+    return [prompts[row] if 0 < shortest <= lengths[row] else -1 - row for row in rows.tolist()]
+
+
 class Updater:
     """Computes gradients and takes optimizer steps.
 
@@ -113,7 +121,11 @@ class Updater:
             all_lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])
             lengths = [all_lengths[row] for row in rows.tolist()]
             plans = plan_micro_batches(
-                lengths, self.args, padding_free=actor_critic.padding_free, num_ranks=self.accelerator.num_processes
+                lengths,
+                self.args,
+                padding_free=actor_critic.padding_free,
+                num_ranks=self.accelerator.num_processes,
+                groups=_groups_that_share(rollouts, rows, actor_critic.layouts[0].share_prompts),
             )
         else:
             lengths = rollouts["response_mask"][rows].sum(dim=1).tolist()

@@ -123,8 +123,8 @@ def trained(args: PPOConfig, peft_config: LoraConfig | None, config: Any = None,
     track_all(live)
     before = live.live
     words = [f"w{10 + i % 50}" for i in range(args.query_len)]
-    # Every other prompt is a little shorter, so that there is padding.
-    prompts = [{"prompt": " ".join(words[i % 2 :])} for i in range(2 * ROWS)]
+    # Every other prompt is a little shorter, so that there is padding. No two are the same, of which one would be read.
+    prompts = [{"prompt": " ".join([*words[i % 2 : -1], f"w{10 + i}"])} for i in range(2 * ROWS)]
     trainer = MeasuredTrainer(
         model=AutoModelForCausalLM.from_config(config or llama(), dtype=getattr(torch, args.dtype)),
         reward_funcs=length,

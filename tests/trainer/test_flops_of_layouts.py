@@ -21,7 +21,7 @@ def few():
     return replace(uneven(workloads.realistic(8, 8, **SMALL)), step_batch_size=4, micro_batch_size=2)
 
 
-SAMPLES = {"adv_estimator": "grpo", "num_return_sequences": 3, "step_batch_size": 12}
+SAMPLES = {"adv_estimator": "grpo", "num_return_sequences": 3, "step_batch_size": 24, "step_per_device_batch_size": 24}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 aten = torch.ops.aten
+SHARED = 16
+"""Tokens of the shortest prompt that an update reads once for several samples."""
 
 
 def _addmm(self_shape: Any, a_shape: Any, b_shape: Any, **kwargs: Any) -> int:
@@ -116,6 +118,10 @@ class Backbone:
         """Of rows of `lengths` tokens: a product for each gradient, and attention, which computes its scores again."""
         return sum(2 * self.gradients * n + 10 * self.attention * n * n for n in lengths)
 
+    def backward_of_extension(self, past: int, tokens: int) -> int:
+        """Of `extend`."""
+        return 2 * self.gradients * tokens + 10 * self.attention * tokens * (past + tokens)
+
     def decode(self, past: int, tokens: int) -> int:
         """Of `tokens` tokens of a row, one after the other, with `past` tokens in the cache before the first."""
         return sum(self.extend(past + t, 1) for t in range(tokens))
@@ -154,8 +160,8 @@ def needed_flops(
 ) -> NeededFlops:
     """The FLOPs that one step of PPO needs for its real tokens.
 
-    Without gradients, a prompt is read once for all its samples. An update reads it with each of them, and keeps the
-    logits for the backward pass.
+    A prompt is read once for all its samples, in an update if it has at least 16 tokens and all its samples are in the
+    same micro-batch. An update keeps the logits for the backward pass.
 
     Args:
         policy: a causal language model, with the adapter that it trains, if any.
@@ -181,7 +187,17 @@ def needed_flops(
         return backbone.forward(prompts) + sum(backbone.extend(p, r - 1) for p, r in pairs)
 
     def train(backbone: Backbone) -> int:
-        return backbone.forward(rows) + backbone.backward(rows)
+        if samples == 1:
+            return backbone.forward(rows) + backbone.backward(rows)
+        shared = [number for number, prompt in enumerate(prompts) if prompt >= SHARED]
+        alone = [row for number, row in enumerate(rows) if number // samples not in shared]
+        whole = [*alone, *(prompts[number] for number in shared)]
+        parts = [(p, r - 1) for number, (p, r) in enumerate(pairs) if number // samples in shared]
+        return (
+            backbone.forward(whole)
+            + backbone.backward(whole)
+            + sum(backbone.extend(*part) + backbone.backward_of_extension(*part) for part in parts)
+        )
 
     of_policy, head = Backbone.of(policy), policy.get_output_embeddings().weight
     logits = 2 * head.numel() * tokens
