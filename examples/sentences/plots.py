@@ -11,6 +11,7 @@ from PIL import Image
 matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
 
@@ -34,6 +35,7 @@ def plot_run(metrics: Sequence[Mapping[str, Any]], best_of: float, path: Path) -
     units = ("reward of an answer", "KL, nats per answer", "share (1 = perfect)")
     for axis, title, unit in zip(axes, titles, units, strict=True):
         axis.set(title=title, xlabel="PPO step", ylabel=unit)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.25)
         if axis.lines:
             axis.legend()
