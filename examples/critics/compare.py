@@ -1,6 +1,7 @@
 """The critics compared: `python -m examples.critics.compare` makes what is missing, and writes RESULTS.md.
 
-Six tasks, of which the last has a real model. Data and seeds are those of `examples.defaults.compare`, and so is GRPO.
+Six tasks, of which the last has a real model. Data and seeds are those of `examples.defaults.compare`, and so are GRPO
+and, on the real model alone, TRL's PPO.
 """
 
 import textwrap
@@ -16,7 +17,17 @@ from matplotlib.figure import Figure
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
-from examples.defaults.compare import DATA_SEED, EVALUATIONS, SEEDS, CompareArguments, eval_steps, prepare, score_at
+from examples.defaults.compare import (
+    DATA_SEED,
+    EVALUATIONS,
+    SEEDS,
+    TRL,
+    CompareArguments,
+    eval_steps,
+    prepare,
+    score_at,
+    trl_outcome,
+)
 from examples.defaults.records import Run, fill, outcome, runs_of
 from examples.defaults.rows import grpo
 from examples.defaults.tasks import TASKS
@@ -38,6 +49,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "shared": {"critic_layout": "shared"},
     SEPARATE: {"critic_layout": "separate", "critic_epochs": 4},
 }
+ROWS = (*SETTINGS, TRL)
 LARGE_SEEDS = SEEDS[:1]
 """On the small tasks, where a cached critic of the default size is larger than the policy; not on the longest."""
 
@@ -89,7 +101,7 @@ def _cell(numbers: Sequence[float], digits: int = 2) -> str:
 
 def page(runs: Sequence[Run]) -> str:
     """Returns the tables of all runs."""
-    rows, tasks = list(SETTINGS), [task for task in TASKS if any(run["task"] == task for run in runs)]
+    rows, tasks = ROWS, [task for task in TASKS if any(run["task"] == task for run in runs)]
     head = f"| | {' | '.join(rows)} |\n{'|---' * (len(rows) + 1)}|\n"
 
     def table(cell: Any) -> str:
@@ -112,7 +124,7 @@ def page(runs: Sequence[Run]) -> str:
         return difference(own, other) if row != SEPARATE and own and other else ""
 
     def explained(row: str, task: str) -> str:
-        return _cell([run["explained_variance"] for run in runs_of(runs, row, task) if row != GRPO])
+        return _cell([run["explained_variance"] for run in runs_of(runs, row, task) if row not in (GRPO, TRL)])
 
     def cost(row: str, task: str) -> str:
         return f"{seconds_of(runs, row, task):.0f}" if runs_of(runs, row, task) else ""
@@ -122,7 +134,7 @@ def page(runs: Sequence[Run]) -> str:
         "`cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2; all three take 8 "
         "passes. With 8 answers a prompt there are as many answers, to an eighth of the prompts, as for GRPO. "
         "Everything else is the default, on the real model with `ppo_epochs: 1` and a constant rate; GRPO has its "
-        "paper's settings."
+        "paper's settings, and TRL its own defaults with the same sizes and rate."
     )
     parts = {
         "At equal samples": table(lambda row, task: _cell(scores(runs, row, task))),
@@ -143,20 +155,20 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(12, 6.8), layout="constrained")
     lines = {}
     for axes, task in zip(figure.subplots(2, 3).flat, tasks, strict=False):
-        for number, row in enumerate(SETTINGS):
+        for number, row in enumerate(ROWS):
             if found := runs_of(runs, row, task):
                 shares = np.linspace(0, 1, 21)
                 means = [fmean(score_after(run, share) for run in found) for share in shares]
                 (lines[row],) = axes.plot(shares * seconds_of(runs, row, task), means, color=f"C{number}")
-        shown = SETTINGS if task == REAL else (SEPARATE, GRPO)
+        shown = ROWS if task == REAL else (SEPARATE, GRPO)
         ends = [seconds_of(runs, row, task) for row in shown if runs_of(runs, row, task)]
         axes.set(title=textwrap.fill(TASKS[task].title, 38), xlabel="processor seconds", ylabel=TASKS[task].unit)
         axes.set_xlim(0, 1.05 * max(ends, default=1.0))
         axes.grid(alpha=0.3)
     figure.legend(
-        [lines[row] for row in SETTINGS if row in lines],
-        [row for row in SETTINGS if row in lines],
-        ncols=7,
+        [lines[row] for row in ROWS if row in lines],
+        [row for row in ROWS if row in lines],
+        ncols=4,
         loc="outside upper center",
     )
     figure.savefig(path, dpi=110)
@@ -171,13 +183,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         {"row": row, "task": task, "seed": seed}
         for seed in SEEDS
         for task in arguments.tasks
-        for row in SETTINGS
+        for row in ROWS
         if seed in (REAL_SEEDS if task == REAL else LARGE_SEEDS if row == LARGE else SEEDS)
         and (row, task) != (LARGE, "mini_farm")
-        and (row != GROUPED or task == REAL)
+        and (row not in (GROUPED, TRL) or task == REAL)
     ]
-    asked.sort(key=lambda run: run["task"] == REAL and run["row"] in (SEPARATE, "cached, small"))
-    runs = fill(record, asked, lambda run: outcome("examples.defaults.run", root, asked_of(run)), jobs=arguments.jobs)
+    asked.sort(key=lambda run: run["task"] == REAL and run["row"] in (SEPARATE, "cached, small", TRL))
+
+    def make(run: Run) -> Run:
+        return trl_outcome(run, root) if run["row"] == TRL else outcome("examples.defaults.run", root, asked_of(run))
+
+    runs = fill(record, asked, make, jobs=arguments.jobs)
     write_text_atomically(report, page(runs) + notes_of(report))
     plot(runs, report.with_name("critics.png"))
 

@@ -99,11 +99,13 @@ def asked_of(run: Run) -> Run:
 
 def make(run: Run, root: Path) -> Run:
     """Returns what came of `run`."""
-    if run["row"] != TRL:
-        return outcome("examples.defaults.run", root, asked_of(run))
-    return outcome(
-        "examples.defaults.trl_run", root, {name: run[name] for name in ("task", "seed")} | {"data_seed": DATA_SEED}
-    )
+    return trl_outcome(run, root) if run["row"] == TRL else outcome("examples.defaults.run", root, asked_of(run))
+
+
+def trl_outcome(run: Run, root: Path) -> Run:
+    """Returns what came of the task and seed of `run` with TRL."""
+    asked = {name: run[name] for name in ("task", "seed")} | {"data_seed": DATA_SEED}
+    return outcome("examples.defaults.trl_run", root, asked)
 
 
 def score_at(curve: Sequence[Sequence[float]], seconds: float) -> float:

@@ -33,17 +33,17 @@ def test_critics_are_compared_at_equal_samples_and_at_equal_time():
     assert compare.scores(runs, compare.SEPARATE, "chain") == [8, 10]
     assert compare.scores(runs, compare.SEPARATE, "chain", seconds=10.0) == [4, 6]
     page = compare.page(runs)
-    # The columns: three cached critics, GRPO, separate with a pass, shared, separate with four.
+    # The columns: three cached critics, GRPO, separate with a pass, shared, separate with four, TRL.
     title = TASKS["chain"].title
     rows = [line for line in page.splitlines() if line.startswith(f"| {title} |")]
     assert rows == [
-        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 9.00 ± 1.00 |",
-        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 5.00 ± 1.00 |",
-        f"| {title} |  |  |  |  |  |  | -1.00 ± 1.41 |",
-        f"| {title} |  |  |  | -3.00 ± 1.41 |  |  |  |",
-        f"| {title} |  |  |  |  |  |  | 0.25 ± 0.00 |",
-        f"| {title} |  |  |  | 10 |  |  | 20 |",
-        f"| {title} |  |  |  | 2, 3 |  |  | 2, 3 |",
+        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 9.00 ± 1.00 |  |",
+        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 5.00 ± 1.00 |  |",
+        f"| {title} |  |  |  |  |  |  | -1.00 ± 1.41 |  |",
+        f"| {title} |  |  |  | -3.00 ± 1.41 |  |  |  |  |",
+        f"| {title} |  |  |  |  |  |  | 0.25 ± 0.00 |  |",
+        f"| {title} |  |  |  | 10 |  |  | 20 |  |",
+        f"| {title} |  |  |  | 2, 3 |  |  | 2, 3 |  |",
     ]
 
 
