@@ -16,6 +16,11 @@ from tests.tools.benchmarks.workloads import Workload
 MANY_STEPS = 1000
 
 
+def count_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """The number of tokens of each response."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def make_trainer(
     workload: Workload,
     output_dir: str,
@@ -53,8 +58,8 @@ def make_trainer(
     return PPOTrainer(
         model=workloads.policy(workload),
         value_model=workloads.classifier(workload, 1) if has_backbone else None,
-        reward_funcs=workloads.classifier(workload, 2),
-        reward_processing_classes=words,
+        reward_funcs=workloads.classifier(workload, 2) if workload.has_reward_model else count_tokens,
+        reward_processing_classes=words if workload.has_reward_model else None,
         args=args,
         train_dataset=Dataset.from_list([{"prompt": text} for text in workloads.prompt_texts(workload)]),
         processing_class=words,
@@ -76,13 +81,16 @@ class Turns(TrainerCallback):
         for name, value in logs.items():
             if name.startswith("time/") and name != "time/step":
                 self._meter.add_seconds(name.removeprefix("time/"), value)
-        self._meter.end(response_tokens=int(logs["tokens/sampled"]), recomputed=bool(logs["mismatch/recomputed"]))
+        self._meter.end(
+            response_tokens=int(logs["tokens/sampled"]), recomputed=bool(logs.get("mismatch/recomputed", True))
+        )
 
 
 def main() -> None:
     meter = StepMeter()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(given_workload(), folder, callbacks=[Turns(meter)])
+        workload = given_workload()
+        trainer = make_trainer(workload, folder, callbacks=[Turns(meter)], **workload.settings)
         meter.answer(versions=versions(transformers, accelerate))
         try:
             trainer.train()

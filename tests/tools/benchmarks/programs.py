@@ -103,9 +103,9 @@ def started(programs: Sequence[tuple[str, str, Workload]], threads: int) -> Iter
         yield running
 
 
-def take_turns(programs: Sequence[Program], rounds: int) -> list[list[Step]]:
+def take_turns(programs: Sequence[Program], rounds: int, *, warm_up: int = WARM_UP) -> list[list[Step]]:
     """`rounds` steps of each program in turns, after a warm-up; who goes first changes from round to round."""
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         for program in programs:
             program.step()
     steps: list[list[Step]] = [[] for _ in programs]

@@ -9,7 +9,7 @@ its shape costs.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +52,10 @@ class Workload:
     micro_batch_size: int = 8
     activation: str = "gelu_new"
     """Of the models; Phi's own."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Options of this package's runs, in place of the benchmark's."""
+    has_reward_model: bool = True
+    """Otherwise the reward is the number of a response's tokens, which costs nothing."""
 
     def __post_init__(self) -> None:
         assert 1 <= min(self.lengths) and max(self.lengths) <= self.response_len, self.lengths
