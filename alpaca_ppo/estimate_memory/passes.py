@@ -95,14 +95,12 @@ class _Passes:
         self._micro_batch = MicroBatch(update, batch, packed, lengths=[], tokens=0, last=True, policy_states=None)
 
     def _full_rows(self, rows: int, length: int) -> dict[str, Tensor]:
-        """Rows of `length` tokens, with prompt and response in proportion to `query_len` and `response_len`. No two
-        have the same prompt: an update does not need to find the samples of one in the same micro-batch.
-        """
+        """Rows of `length` tokens, with prompt and response in proportion to `query_len` and `response_len`."""
         response = math.ceil(self._args.response_len * length / self._args.longest_row)
-        queries = torch.arange(rows).unsqueeze(1).expand(rows, length - response).contiguous()
+        queries = torch.zeros(rows, length - response, dtype=torch.long)
         responses = torch.zeros(rows, response, dtype=torch.long)
         mask = torch.ones_like(responses, dtype=torch.bool)
-        return dict(zip(ROW_KEYS, (queries, torch.ones_like(queries), responses, mask), strict=True))
+        return dict(zip(ROW_KEYS, (queries, queries + 1, responses, mask), strict=True))
 
     def measure(self, modules: Mapping[str, nn.Module], *, replies: bool) -> Measured:
         """The bytes of models and passes; for `replies` see the function `measure`."""

@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
     start: int  # the column of its first token
     length: int
-    prefix_start: int = 0  # the column of the first token of the prefix
+    prefix_start: int = 0  # the column of the first token of the prefix, which is a whole span itself
     prefix_length: int = 0  # 0 = no prefix
 
 
@@ -36,6 +36,10 @@ class RowLayout(NamedTuple):
 
     padding_free: bool = False
     share_prompts: int = 0
+
+    def shares(self, prompt: int) -> bool:
+        """Whether a prompt of so many tokens is kept once for several rows."""
+        return 0 < self.share_prompts <= prompt
 
 
 PADDED = RowLayout()
@@ -99,7 +103,7 @@ def pack_rows(
         raise ValueError(f"query_attn_masks has no real token in row {row}; a prompt needs at least one token")
     tokens = torch.cat([queries, responses.to(queries.device)], dim=1)
     if layout.padding_free:
-        return _one_sequence(tokens, prompt_lengths, response_mask, layout.share_prompts, device)
+        return _one_sequence(tokens, prompt_lengths, response_mask, layout, device)
     lengths = response_lengths(response_mask)
     # A row without a response (a dummy, where ranks must make the same number of passes) costs one column.
     kept = torch.where(lengths > 0, prompt_lengths + lengths - 1, 1)
@@ -114,7 +118,7 @@ def pack_rows(
 
 
 def _one_sequence(
-    tokens: Tensor, prompt_lengths: Tensor, response_mask: Tensor, share_prompts: int, device: torch.device
+    tokens: Tensor, prompt_lengths: Tensor, response_mask: Tensor, row_layout: RowLayout, device: torch.device
 ) -> PackedRows:
     """The rows `tokens` (B, Q + R), queries and responses, as one sequence on `device`. The arguments are on the CPU.
 
@@ -124,7 +128,7 @@ def _one_sequence(
     lengths = response_lengths(response_mask)
     prompt_end = tokens.size(1) - response_mask.size(1)
     prompts = [row[prompt_end - length : prompt_end] for row, length in zip(tokens, prompt_lengths, strict=True)]
-    groups = _rows_by_prompt(prompts, lengths.tolist(), share_prompts)
+    groups = _rows_by_prompt(prompts, lengths.tolist(), row_layout)
     layout = _lay_out(groups, prompt_lengths.tolist(), lengths.tolist())
     sizes = torch.tensor([span.length for span in layout.spans])
     # The positions of a span continue those of its prefix.
@@ -141,15 +145,15 @@ def _one_sequence(
     return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(layout.spans), counts)
 
 
-def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], share_prompts: int) -> list[list[int]]:
+def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], layout: RowLayout) -> list[list[int]]:
     """The rows that have a response, longest first, in groups that share a prompt."""
     # Rows of equal length become neighbours, so that their attention is one batch.
     order = sorted(range(len(lengths)), key=lambda row: -len(prompts[row]) - lengths[row])
     groups: dict[bytes | int, list[int]] = {}
     for row in order:
         if lengths[row]:
-            shares = 0 < share_prompts <= len(prompts[row])
-            groups.setdefault(prompts[row].numpy().tobytes() if shares else row, []).append(row)
+            key = prompts[row].numpy().tobytes() if layout.shares(len(prompts[row])) else row
+            groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 

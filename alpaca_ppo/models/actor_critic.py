@@ -142,11 +142,15 @@ class ActorCritic(nn.Module):
         reader = None if critic is None else critic.reader
         read = [] if reader is None or policy_states is not None else decoder_layers(self.policy.model, reader.layers)
         if with_policy or (critic is not None and critic.reads_policy and policy_states is None):
-            ends = reader is not None and reader.ends_pass and not with_policy
-            last = ended_after(self.policy.model, reader.layers[-1]) if reader is not None and ends else nullcontext()
-            with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy), captured_outputs(read) as outputs:
-                with last:
-                    states = self.policy.states(rows)
+            end: AbstractContextManager[None] = nullcontext()
+            if reader is not None and reader.ends_pass and not with_policy:
+                end = ended_after(self.policy.model, reader.layers[-1])
+            with (
+                torch.set_grad_enabled(torch.is_grad_enabled() and with_policy),
+                captured_outputs(read) as outputs,
+                end,
+            ):
+                states = self.policy.states(rows)
             if read:
                 policy_states = torch.stack([before_tokens(output, rows) for output in outputs], dim=1).detach()
         if with_policy:

@@ -300,7 +300,9 @@ def _prepare(built: ActorCritic, args: PPOConfig) -> ActorCritic:
         if critic.reader is not None:
             end_trial = Trial(partial(_try_end, layers=critic.reader.layers))
             model = built.policy.model
-            critic.reader.ends_pass = model.device.type != "meta" and end_trial(model) is None
+            # A subclass may read more than the trial does.
+            can_try = type(built.policy).states is Policy.states and model.device.type != "meta"
+            critic.reader.ends_pass = can_try and end_trial(model) is None
         if critic.backbone is not None:
             _prepare_backbone(critic, critic.backbone, args, owner="critic")
     return built

@@ -200,6 +200,7 @@ class PackedSequences:
         self.longest = max(span.prefix_length + span.length for span in spans)
         # Neighbours of equal length and prefix, which are computed in one batch.
         self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
+        self._prefix_starts = {span.prefix_start for span in self.spans if span.prefix_length}
         self._masks: dict[int | None, Tensor] = {}
         self._kernel_rows: _KernelRows | None = None
 
@@ -216,15 +217,18 @@ class PackedSequences:
         # The backward pass of one split is one concatenation; that of a slice fills a whole sequence with zeros.
         sizes = [len(rows) * rows[0].length for rows in self._batches]
         splits = (part.split(sizes, dim=2) for part in (query, key, value))
+        prefixes: dict[int, tuple[Tensor, Tensor]] = {}
         outputs = []
         for rows, *split in zip(self._batches, *splits, strict=True):
             _, length, prefix_start, prefix_length = rows[0]
             # (rows, heads, L, d) of (1, heads, rows * L, d).
             q, k, v = (part[0].unflatten(1, (len(rows), -1)).transpose(0, 1) for part in split)
+            if not self._prefix_starts.isdisjoint(row.start for row in rows):
+                parts = zip(k.unbind(), v.unbind(), strict=True)
+                prefixes |= {row.start: part for row, part in zip(rows, parts, strict=True)}
             if prefix_length:
-                prefix = slice(prefix_start, prefix_start + prefix_length)
-                k = torch.cat([key[:, :, prefix].expand(len(rows), -1, -1, -1), k], dim=2)
-                v = torch.cat([value[:, :, prefix].expand(len(rows), -1, -1, -1), v], dim=2)
+                first_k, first_v = (part.expand(len(rows), -1, -1, -1) for part in prefixes[prefix_start])
+                k, v = torch.cat([first_k, k], dim=2), torch.cat([first_v, v], dim=2)
             allowed = None
             if prefix_length or (window is not None and length > window):
                 mask = self._mask(window, query.device)

@@ -71,17 +71,18 @@ def plan_packed_micro_batches(
     """Micro-batches of at most `max_tokens` tokens without padding; a longer row is a micro-batch of its own.
 
     As few as longest-processing-time-first scheduling allows (Graham 1969: the longest remaining row goes to the bin
-    with the fewest tokens), about equally full. Rows with the same number in `groups` stay together, as far as
-    `max_tokens` of them do.
+    with the fewest tokens), about equally full. Rows with the same number in `groups` stay together, with several ranks
+    as far as they are a quarter of a rank's share.
     """
-    units = _units(lengths, groups, max_tokens)
+    share = sum(lengths) // (4 * num_ranks) if num_ranks > 1 else max_tokens
+    units = _units(lengths, groups, min(max_tokens, share))
     unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
     order = _longest_first(unit_lengths)
     count = max(1, -(-sum(lengths) // (num_ranks * max_tokens)))
     while True:
         bins, costs = _fill_bins(order, unit_lengths, num_ranks * count)
-        if all(cost <= max_tokens or len(unit) == 1 for unit, cost in zip(bins, costs, strict=True)):
-            return _deal([[row for i in unit for row in units[i]] for unit in bins], costs, num_ranks)
+        if all(cost <= max_tokens or len(numbers) == 1 for numbers, cost in zip(bins, costs, strict=True)):
+            return _deal([[row for number in numbers for row in units[number]] for numbers in bins], costs, num_ranks)
         count += 1
 
 

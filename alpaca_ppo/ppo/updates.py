@@ -28,7 +28,7 @@ from alpaca_ppo.functional.rng import seeded_generator
 from alpaca_ppo.models import ActorCritic, ActorCriticOutputs
 from alpaca_ppo.models.policy import use_update_mode
 from alpaca_ppo.ppo.batch_packing import plan_micro_batches, row_lengths
-from alpaca_ppo.ppo.device_rows import device_batches, row_tensors, upload
+from alpaca_ppo.ppo.device_rows import DeviceBatch, device_batches, row_tensors, upload
 from alpaca_ppo.ppo.losses import Terms, step_denominators
 from alpaca_ppo.ppo.metrics import BatchStats, StatsAccumulator, StepStats, logs_entropies
 from alpaca_ppo.ppo.row_masks import gradient_rows
@@ -74,14 +74,6 @@ class Applied(NamedTuple):
     stopped: bool = False
 
 
-def _groups_that_share(rollouts: Rollouts, rows: Tensor, shortest: int) -> list[int]:
-    """For each of `rows` a number, the same for those that share a prompt, which has at least `shortest` tokens; with 0
-    none does.
-    """
-    prompts, lengths = rollouts["prompt_ids"].tolist(), rollouts["query_attn_masks"].sum(dim=1).tolist()
-    return [prompts[row] if 0 < shortest <= lengths[row] else -1 - row for row in rows.tolist()]
-
-
 class Updater:
     """Computes gradients and takes optimizer steps.
 
@@ -125,7 +117,7 @@ class Updater:
                 self.args,
                 padding_free=actor_critic.padding_free,
                 num_ranks=self.accelerator.num_processes,
-                groups=_groups_that_share(rollouts, rows, actor_critic.layouts[0].share_prompts),
+                groups=self._groups_that_share(rollouts, rows),
             )
         else:
             lengths = rollouts["response_mask"][rows].sum(dim=1).tolist()
@@ -138,13 +130,25 @@ class Updater:
             yield MicroBatch(
                 update,
                 rows={**batch.device, **shared},  # type: ignore[typeddict-item]
-                # From the tensors on the CPU, so that reading lengths does not wait for the device.
-                packed=actor_critic.pack(*row_tensors(batch.host).values(), device=device),
+                packed=self._packed(batch),
                 lengths=[lengths[position] for position in positions],
                 tokens=int(batch.host["response_mask"].sum()),
                 last=number + 1 == len(plan),
                 policy_states=None if keys is None else self.cache.states(keys[rows[positions]], device),
             )
+
+    # Hooks may have left gradients off, on one rank alone.
+    @torch.enable_grad()
+    def _groups_that_share(self, rollouts: Rollouts, rows: Tensor) -> list[int]:
+        """For each of `rows` a number, the same for those whose prompt is read once."""
+        layout = self.engine.actor_critic.layouts[0]
+        prompts, lengths = rollouts["prompt_ids"].tolist(), rollouts["query_attn_masks"].sum(dim=1).tolist()
+        return [prompts[row] if layout.shares(lengths[row]) else -1 - row for row in rows.tolist()]
+
+    @torch.enable_grad()
+    def _packed(self, batch: DeviceBatch) -> tuple[PackedRows, PackedRows]:
+        # From the tensors on the CPU, so that reading lengths does not wait for the device.
+        return self.engine.actor_critic.pack(*row_tensors(batch.host).values(), device=self.accelerator.device)
 
     def backward(self, batch: MicroBatch, policy_loss: LossHook, value_loss: LossHook) -> BatchStats:
         """The forward and backward passes of a micro-batch; returns its statistics.

@@ -89,8 +89,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
 def best_of(trainer: PPOTrainer, rows: Sequence[Mapping[str, Any]]) -> Result:
     """The best of several answers of the present policy to each prompt."""
     answers = []
-    for part in (rows[start : start + 25] for start in range(0, len(rows), 25)):
-        answers += trainer.generate([row["prompt"] for row in part], num_return_sequences=BEST_OF)
+    for start in range(0, len(rows), 25):
+        prompts = [row["prompt"] for row in rows[start : start + 25]]
+        answers += trainer.generate(prompts, num_return_sequences=BEST_OF, seed=start)
         print(f"  {BEST_OF * len(answers)} answers", flush=True)
     prompts = [row["prompt"] for row in rows]
     scores = [share_used([prompt] * len(given), given) for prompt, given in zip(prompts, answers, strict=True)]

@@ -56,7 +56,7 @@ def test_rows_without_padding_lie_end_to_end_longest_first():
 
 
 def test_a_shared_prompt_lies_there_once_and_its_responses_behind_it():
-    packed = pack_rows(*ROWS, layout=RowLayout(padding_free=True, share_prompts=True))
+    packed = pack_rows(*ROWS, layout=RowLayout(padding_free=True, share_prompts=1))
     assert packed.input_ids.tolist() == [[5, 11, 12, 16, 17, 6, 7, 8]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 1, 2, 0, 1, 2]]
     assert packed.spans == (Span(0, 1), Span(1, 2, 0, 1), Span(3, 2, 0, 1), Span(5, 3))
@@ -64,7 +64,7 @@ def test_a_shared_prompt_lies_there_once_and_its_responses_behind_it():
     assert packed.states.tolist() == [0, 2, 7, 0, 3, 4]
     # Responses of one token leave nothing but the prompt.
     short = pack_rows(*(part[[0, 0]] for part in ROWS[:3]), torch.eye(3, dtype=torch.bool)[[0, 0]],
-        layout=RowLayout(padding_free=True, share_prompts=True))  # fmt: skip
+        layout=RowLayout(padding_free=True, share_prompts=1))  # fmt: skip
     assert short.input_ids.tolist() == [[5]] and short.states.tolist() == [0, 0]
 
 

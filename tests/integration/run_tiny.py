@@ -36,10 +36,12 @@ from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.checkpoint.directory import HOLDER_FILE, LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes  # noqa: E402
-from alpaca_ppo.models import trial  # noqa: E402
+from alpaca_ppo.models import packed_attention, trial  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer, track_all  # noqa: E402
 
+# Prompts are short here, and still read once for several answers.
+packed_attention.SHARED_IN_UPDATES = 1
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 

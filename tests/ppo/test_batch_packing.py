@@ -46,6 +46,7 @@ def test_chunks_by_tokens_keep_the_order_and_the_samples_of_a_prompt_together():
 
 PLANS = {
     "tokens": partial(plan_packed_micro_batches, max_tokens=16),
+    "groups": partial(plan_packed_micro_batches, max_tokens=16, groups=[row // 4 for row in range(24)]),
     "padded": partial(plan_padded_micro_batches, max_tokens=16),
 }
 
@@ -60,8 +61,23 @@ def test_a_plan_gives_each_row_to_one_rank_and_every_rank_as_many_micro_batches(
     assert sorted(row for part in plan for batch in part for row in batch) == list(range(rows))
     batches = [batch for part in plan for batch in part]
     # The row of 21 tokens is alone.
-    cost = tokens if kind == "tokens" else cells
+    cost = cells if kind == "padded" else tokens
     assert all(cost(lengths, batch) <= 16 or batch == [3] for batch in batches)
+
+
+def test_rows_of_a_group_are_in_one_micro_batch_where_that_costs_no_rank_more():
+    lengths, groups = [10] * 16, [row // 4 for row in range(16)]
+    plan = partial(plan_packed_micro_batches, lengths, max_tokens=80)
+    # Of one rank they are whole.
+    assert plan(num_ranks=1, groups=groups) == [[[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]]
+    # A quarter of each of two ranks' 80 tokens are two rows, and of eight ranks' 20 none.
+    for ranks, together in ((2, 2), (8, 1)):
+        parts = plan(num_ranks=ranks, groups=groups)
+        assert [sum(map(len, part)) for part in parts] == [16 // ranks] * ranks
+        of_group = [[groups[row] for row in batch].count(groups[batch[0]]) for part in parts for batch in part]
+        assert min(of_group) >= together
+    # Parts of at most 30 tokens of a group that is longer.
+    assert plan_packed_micro_batches([10] * 5, num_ranks=1, max_tokens=30, groups=[0] * 5) == [[[0, 1, 2], [3, 4]]]
 
 
 def test_a_plan_by_rows_puts_rows_of_like_length_together():

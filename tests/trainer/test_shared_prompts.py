@@ -9,8 +9,9 @@ from peft import LoraConfig
 
 from alpaca_ppo.models import packed_attention
 from alpaca_ppo.models.packed_attention import SHARED_IN_UPDATES
+from alpaca_ppo.ppo.update_plan import UpdateStep
 from tests.tiny_models import tiny_causal_lm
-from tests.tiny_runs import metric_lines, tiny_trainer, weights
+from tests.tiny_runs import metric_lines, tiny_trainer, weights, with_advantages
 
 # From fewer tokens than are shared to more, and two rows with the same.
 LENGTHS = (SHARED_IN_UPDATES - 1, SHARED_IN_UPDATES, 20, 23, 20)
@@ -69,6 +70,20 @@ def test_the_run_is_that_which_reads_a_prompt_with_each_of_its_answers(family, s
         for name in ("ppo/loss/policy", "objective/kl_sum_seq", "ppo/policy/entropy"):
             if name in theirs:
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-8)
+
+
+def test_a_plan_does_not_depend_on_whether_gradients_are_on(tmp_path):
+    prompts = [{"prompt": " ".join(f"w{10 + i + j}" for j in range(SHARED_IN_UPDATES - i))} for i in (0, 1)]
+    sizes = {"query_len": 16, "rollout_batch_size": 2, "num_return_sequences": 4, "step_batch_size": 8}
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"train_dataset": Dataset.from_list(prompts)}, **sizes)
+    rollouts = with_advantages(trainer, trainer.prompt_batches(0))
+    update = UpdateStep("both", torch.arange(8), 0, (0, 0, 0, 0))
+    found = []
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            batches = list(trainer.updater.micro_batches(rollouts, update))
+            found.append([(batch.rows["sample_ids"].tolist(), batch.packed[0].spans) for batch in batches])
+    assert found[0] == found[1] and any(span.prefix_length for _, spans in found[0] for span in spans)
 
 
 def test_prompts_too_short_to_be_shared_give_the_same_run_to_the_last_bit(tmp_path):

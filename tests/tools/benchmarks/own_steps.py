@@ -82,7 +82,8 @@ class Turns(TrainerCallback):
             if name.startswith("time/") and name != "time/step":
                 self._meter.add_seconds(name.removeprefix("time/"), value)
         self._meter.end(
-            response_tokens=int(logs["tokens/sampled"]), recomputed=bool(logs.get("mismatch/recomputed", True))
+            response_tokens=int(logs["tokens/sampled"]),
+            recomputed=bool(logs.get("mismatch/recomputed", args.old_policy != "rollout")),
         )
 
 
