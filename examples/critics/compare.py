@@ -149,6 +149,21 @@ def page(runs: Sequence[Run]) -> str:
     return f"# Critics compared\n\nWritten by `python -m examples.critics.compare`: {about}\n{sections}"
 
 
+def summary(runs: Sequence[Run]) -> str:
+    """Returns the table of the README: the real model alone."""
+    responses = TASKS[REAL].sizes["total_episodes"]
+    lines = [
+        f"| SmolLM2-135M | reward of 100 after {responses} answers | processor seconds | runs |",
+        "|---" * 4 + "|",
+    ]
+    before = [run["before"] for run in runs if run["task"] == REAL]
+    lines.append(f"| before training | {fmean(before):.0f} | | |")
+    for row in ROWS:
+        if found := scores(runs, row, REAL):
+            lines.append(f"| {row} | {_cell(found, 1)} | {seconds_of(runs, row, REAL):.0f} | {len(found)} |")
+    return "\n".join(lines) + "\n"
+
+
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Writes the mean curves of all tasks by processor time."""
     tasks = [task for task in TASKS if any(run["task"] == task for run in runs)]

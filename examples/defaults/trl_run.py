@@ -97,7 +97,7 @@ def main(root: Path, *, task: str, data_seed: int, seed: int) -> dict[str, Any]:
         if made["optimizer_steps"] != steps:
             raise RuntimeError(f"TRL made {made['optimizer_steps']} optimizer steps instead of {steps}")
         points = [{"policy": inputs["policy"], "responses": 0, "seconds": 0.0}, *made["points"]]
-        options = {**given, **chosen.options({}), **MEASURING, "seed": seed, "output_dir": output / "unused"}
+        options = {**MEASURING, **given, **chosen.options({}), "seed": seed, "output_dir": output / "unused"}
         measured = [measure(point["policy"], output / f"results_{n}", options) for n, point in enumerate(points)]
     scores = [round(chosen.in_points(metrics[chosen.metric]), 3) for metrics in measured]
     seconds = [round(point["seconds"], 1) for point in points]

@@ -8,6 +8,7 @@ from examples.critics import compare
 from examples.defaults.records import recorded
 from examples.defaults.tasks import TASKS
 from examples.long_horizon.pipeline import flags_of
+from tests.docs.markdown import ROOT
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -54,5 +55,6 @@ def test_by_default_it_goes_on_with_its_own_record():
 
 
 def test_the_page_shows_the_recorded_runs():
-    tables = compare.page(recorded(compare.RECORD)).partition("\n## ")[2]
-    assert tables in compare.PAGE.read_text("utf-8")
+    runs = recorded(compare.RECORD)
+    assert compare.page(runs).partition("\n## ")[2] in compare.PAGE.read_text("utf-8")
+    assert compare.summary(runs) in (ROOT / "README.md").read_text("utf-8")

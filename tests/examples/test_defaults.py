@@ -12,9 +12,6 @@ from examples.defaults.records import fill, outcome, recorded, runs_of
 from examples.defaults.rows import GIVEN_UP, KL_RULES, OF_SCALES, ROWS, of_scale, settings_of
 from examples.defaults.tasks import SMALL_TASKS, TASKS
 from examples.long_horizon.pipeline import flags_of
-from tests.docs.markdown import ROOT
-
-README = ROOT / "README.md"
 
 
 def test_a_chain_is_right_by_its_last_digit_alone():
@@ -160,7 +157,7 @@ def test_between_two_evaluations_a_score_is_on_a_straight_line():
 def test_the_pages_show_the_recorded_runs():
     runs = [run for run in recorded(compare.RECORD) if run["seed"] in compare.SEEDS]
     samples = compare.table(compare.scores(runs, same_time=False), runs)
-    assert samples in compare.PAGE.read_text("utf-8") and samples in README.read_text("utf-8")
+    assert samples in compare.PAGE.read_text("utf-8")
     for row in (*compare.ROWS, compare.LORA):
         for task in filter(partial(compare.belongs, row), SMALL_TASKS):
             seeds = [run["seed"] for run in runs_of(runs, row, task)]

@@ -97,11 +97,6 @@ def test_every_page_shows_its_file_with_reasons():
             assert file.count("# ") >= 6, page
 
 
-def test_the_readme_shows_the_file_of_the_verifier():
-    shown = blocks((ROOT / "README.md").read_text(), "README.md", "yaml")
-    assert [block.text for block in shown] == [file_of("verifier").read_text()]
-
-
 def test_what_a_verifier_looks_for_is_what_the_prompt_asks_for():
     for page, form in (("verifier", "#### number."), ("tools", "#### number."), ("long-reasoning", "\\boxed{}.")):
         given = yaml.safe_load(file_of(page).read_text())
