@@ -2,8 +2,8 @@
 
 Usage: run_tiny.py OUTPUT_DIR [field=value ...] [then OUTPUT_DIR [field=value ...]] ...; values are YAML. Besides
 fields of PPOConfig, and `resume` for what `train` is given, those of `made_trainer`, `padded_rank`: a rank on which all
-models need padding, and `refused_first`: the run is resumed with another model before that, in vain. DeepSpeed takes
-float32 alone.
+models need padding, `shares_prompts`: updates read also short prompts once, and `refused_first`: the run is resumed
+with another model before that, in vain. DeepSpeed takes float32 alone.
 """
 
 import gc
@@ -40,8 +40,6 @@ from alpaca_ppo.models import packed_attention, trial  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer, track_all  # noqa: E402
 
-# Prompts are short here, and still read once for several answers.
-packed_attention.SHARED_IN_UPDATES = 1
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -293,7 +291,9 @@ def run(output_dir: str, *settings: str) -> None:
     gc.freeze()
     # Each rank has its own random numbers, and a run that is resumed begins with others.
     set_seed(int(os.environ.get("RANK", 0)) + (100 if resume else 0))
-    with needing_padding(overrides.pop("padded_rank", None)):
+    shortest = 1 if overrides.pop("shares_prompts", False) else packed_attention.SHARED_IN_UPDATES
+    sharing = mock.patch.object(packed_attention, "SHARED_IN_UPDATES", shortest)
+    with sharing, needing_padding(overrides.pop("padded_rank", None)):
         train(made_trainer(output_dir, **overrides), output_dir, resume)
 
 

@@ -56,7 +56,15 @@ RUNS = {
     # Of ten pairs of responses some score the same: fresh prompts are drawn, in two steps other numbers of them.
     "rloo": (*RLOO, "dynamic_sampling=3", "overlong_buffer_len=3"),
     # States stay with the rank that computed them; of prompts that are drawn again too, and of conversations.
-    "cached": (*CACHED, "dynamic_sampling=3", "num_return_sequences=2", *SPARING, "total_episodes=13", "critic=iqn"),
+    "cached": (
+        *CACHED,
+        "shares_prompts=true",
+        "dynamic_sampling=3",
+        "num_return_sequences=2",
+        *SPARING,
+        "total_episodes=13",
+        "critic=iqn",
+    ),
     "cached_talking": (*CACHED, *TALKING, "lora=true", "critic_pretraining_steps=1", "critic_step_batch_size=5"),
     "adapter_critic": (*ADAPTER, "loss_agg_mode=seq-mean-token-sum"),
     "recomputed_warmup": (*ADAPTER, "gradient_checkpointing=true", "critic_pretraining_steps=1", "critic_epochs=1"),
@@ -149,7 +157,9 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
             if "padding" not in key:
                 # Where one rank cannot sample in slots, all sample by model.generate, which rounds to float32.
                 rounding = 1e-6 if key.startswith("mismatch/") else 1e-8
-                expected = None if first[key] is None else pytest.approx(first[key], rel=1e-6, abs=rounding)
+                # Of a prompt that is read once, norms round one gradient to float32 instead of one for each answer.
+                relative = 1e-5 if name == "cached" else 1e-6
+                expected = None if first[key] is None else pytest.approx(first[key], rel=relative, abs=rounding)
                 assert second[key] == expected, key
 
 
