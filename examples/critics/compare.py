@@ -152,15 +152,13 @@ def page(runs: Sequence[Run]) -> str:
 def summary(runs: Sequence[Run]) -> str:
     """Returns the table of the README: the real model alone."""
     responses = TASKS[REAL].sizes["total_episodes"]
-    lines = [
-        f"| SmolLM2-135M | reward of 100 after {responses} answers | processor seconds | runs |",
-        "|---" * 4 + "|",
-    ]
+    lines = [f"| SmolLM2-135M | reward of 100 after {responses} answers | processor seconds | runs |", "|---" * 4 + "|"]
     before = [run["before"] for run in runs if run["task"] == REAL]
     lines.append(f"| before training | {fmean(before):.0f} | | |")
     for row in ROWS:
         if found := scores(runs, row, REAL):
-            lines.append(f"| {row} | {_cell(found, 1)} | {seconds_of(runs, row, REAL):.0f} | {len(found)} |")
+            name = row.replace("cached", "cached critic").replace("separate", "separate critic")
+            lines.append(f"| {name} | {_cell(found, 1)} | {seconds_of(runs, row, REAL):.0f} | {len(found)} |")
     return "\n".join(lines) + "\n"
 
 
