@@ -7,6 +7,7 @@ and, on the real model alone, TRL's PPO.
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -24,11 +25,11 @@ from examples.defaults.compare import (
     TRL,
     CompareArguments,
     eval_steps,
+    make,
     prepare,
     score_at,
-    trl_outcome,
 )
-from examples.defaults.records import Run, fill, outcome, runs_of
+from examples.defaults.records import Run, fill, runs_of
 from examples.defaults.rows import grpo
 from examples.defaults.tasks import TASKS
 from examples.mini_farm.compare import difference
@@ -202,11 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         and (row not in (GROUPED, TRL) or task == REAL)
     ]
     asked.sort(key=lambda run: run["task"] == REAL and run["row"] in (SEPARATE, "cached, small", TRL))
-
-    def make(run: Run) -> Run:
-        return trl_outcome(run, root) if run["row"] == TRL else outcome("examples.defaults.run", root, asked_of(run))
-
-    runs = fill(record, asked, make, jobs=arguments.jobs)
+    runs = fill(record, asked, partial(make, root=root, asked_of=asked_of), jobs=arguments.jobs)
     write_text_atomically(report, page(runs) + notes_of(report))
     plot(runs, report.with_name("critics.png"))
 

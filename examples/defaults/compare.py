@@ -5,7 +5,7 @@ score is on a straight line.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -97,15 +97,13 @@ def asked_of(run: Run) -> Run:
     return {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}
 
 
-def make(run: Run, root: Path) -> Run:
-    """Returns what came of `run`."""
-    return trl_outcome(run, root) if run["row"] == TRL else outcome("examples.defaults.run", root, asked_of(run))
-
-
-def trl_outcome(run: Run, root: Path) -> Run:
-    """Returns what came of the task and seed of `run` with TRL."""
-    asked = {name: run[name] for name in ("task", "seed")} | {"data_seed": DATA_SEED}
-    return outcome("examples.defaults.trl_run", root, asked)
+def make(run: Run, root: Path, asked_of: Callable[[Run], Run] = asked_of) -> Run:
+    """Returns what came of `run`; with TRL, of its task and seed."""
+    if run["row"] != TRL:
+        return outcome("examples.defaults.run", root, asked_of(run))
+    return outcome(
+        "examples.defaults.trl_run", root, {name: run[name] for name in ("task", "seed")} | {"data_seed": DATA_SEED}
+    )
 
 
 def score_at(curve: Sequence[Sequence[float]], seconds: float) -> float:

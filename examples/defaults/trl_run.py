@@ -41,8 +41,8 @@ def trl_settings(task: Task, *, seed: int) -> dict[str, Any]:
         ),
         "total_episodes": sizes["total_episodes"],
         "learning_rate": task.options({})["learning_rate"],
-        "temperature": sizes.get("temperature", 1.0),
-        **({"lr_scheduler_type": sizes["lr_scheduler_type"]} if "lr_scheduler_type" in sizes else {}),
+        "temperature": 1.0,
+        **{name: sizes[name] for name in ("temperature", "lr_scheduler_type") if name in sizes},
         "seed": seed,
         "use_cpu": True,
     }
