@@ -47,6 +47,7 @@ from alpaca_ppo.ppo.mismatch import SamplerCheck
 from alpaca_ppo.ppo.rollouts import RolloutCollector
 from alpaca_ppo.ppo.teacher import make_teacher
 from alpaca_ppo.ppo.updates import Updater, make_updater
+from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.rewards import AdapterClassifier, FailureHandling, FunctionReward, ModelReward, RewardScorer
 from alpaca_ppo.rewards.build import RewardFunc, build_reward
 from alpaca_ppo.tracking.run_log import RunLog
@@ -145,6 +146,9 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     kinds = make_kinds(given.tools, given.environment_factory)
     rewarded = given.reward_funcs or args.reward_adapter or any(kind.rewards for kind in kinds.values())
     if args.teacher_model_name_or_path is not None and not rewarded:
+        if ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"):
+            problem = f"adv_estimator {args.adv_estimator!r} compares scores with those of greedy responses"
+            raise ValueError(f"{problem}, and a teacher alone gives none; take reinforce_plus_plus, or add a reward")
         given = replace(given, reward_funcs=teacher_alone)
     evaluation = preflight.evaluation_settings(args, given.reward_funcs, given.metric_funcs, kinds)
     if not scores_itself:

@@ -123,6 +123,8 @@ def test_what_a_teacher_cannot_be_is_said_before_the_run(teacher, tmp_path):
         tiny_config(tmp_path, teacher_coef=0.5)
     with pytest.raises(ValueError, match="there is no reward: .* or a teacher"):
         tiny_trainer(tmp_path / "none", **ALONE)
+    with pytest.raises(ValueError, match="'remax' compares scores .* a teacher alone gives none; take reinforce"):
+        tiny_trainer(tmp_path / "greedy", teacher_model_name_or_path=teacher, adv_estimator="remax", **ALONE)
     other = tiny_tokenizer([f"v{i}" for i in range(60)])
     other.save_pretrained(teacher)
     with pytest.raises(
