@@ -8,20 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-VERSION = "1.12.0"
-"""The last version that has PPO."""
-FOLDER = Path(__file__).resolve().parents[1] / ".venv-trl"
+VERSION, GRPO_VERSION = "1.12.0", "1.16.0"
+"""The last version that has PPO, and the newest, for GRPO."""
+FOLDER, GRPO_FOLDER = (Path(__file__).resolve().parents[1] / name for name in (".venv-trl", ".venv-trl-grpo"))
 SHARED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 """Installed for TRL in the versions that this environment has, so that only the trainers differ."""
 
 
-def trl_python(folder: Path) -> str | None:
+def trl_python(folder: Path, version: str = VERSION) -> str | None:
     """The Python of a virtual environment at `folder` with TRL, which is made if it does not exist. None, with the
     reason printed, if TRL cannot be installed.
     """
     python = folder / "bin/python"
     # A version such as 2.13.0+cpu is found under 2.13.0.
-    versions = {name: importlib.metadata.version(name).split("+")[0] for name in SHARED_PACKAGES} | {"trl": VERSION}
+    versions = {name: importlib.metadata.version(name).split("+")[0] for name in SHARED_PACKAGES} | {"trl": version}
     found = (
         f"import importlib.metadata as m; assert {{n: m.version(n).split('+')[0] for n in {versions}}} == {versions}"
     )
@@ -29,7 +29,7 @@ def trl_python(folder: Path) -> str | None:
     if python.exists() and subprocess.run(probe, capture_output=True).returncode == 0:
         return str(python)
     install = [str(python), "-m", "pip", "install", *(f"{name}=={version}" for name, version in versions.items())]
-    print(f"installing TRL {VERSION} in {folder}", flush=True)
+    print(f"installing TRL {version} in {folder}", flush=True)
     for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install, probe):
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:

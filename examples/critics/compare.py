@@ -1,13 +1,14 @@
 """The critics compared: `python -m examples.critics.compare` makes what is missing, and writes RESULTS.md.
 
 Six tasks, of which the last has a real model. Data and seeds are those of `examples.defaults.compare`, and so are GRPO
-and, on the real model alone, TRL's PPO.
+and, on the real model alone, TRL's PPO and GRPO.
 """
 
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -23,6 +24,7 @@ from examples.defaults.compare import (
     EVALUATIONS,
     SEEDS,
     TRL,
+    TRL_GRPO,
     CompareArguments,
     eval_steps,
     make,
@@ -50,7 +52,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "shared": {"critic_layout": "shared"},
     SEPARATE: {"critic_layout": "separate", "critic_epochs": 4},
 }
-ROWS = (*SETTINGS, TRL)
+ROWS = (*SETTINGS, TRL, TRL_GRPO)
+LEVELS = (2, 5, 10)
+"""Nats per answer at which scores are compared."""
 LARGE_SEEDS = SEEDS[:1]
 """On the small tasks, where a cached critic of the default size is larger than the policy; not on the longest."""
 
@@ -93,6 +97,16 @@ def scores(runs: Sequence[Run], row: str, task: str, *, seconds: float | None = 
     return [score_after(run, min(1.0, seconds / seconds_of(runs, row, task))) for run in found]
 
 
+def score_at_kl(run: Run, nats: float) -> float | None:
+    """Returns the score of `run` when its KL first was so large, between two evaluations by a straight line; None if it
+    never was, or the KL was not recorded.
+    """
+    for before, after in pairwise(run["curve"]):
+        if len(after) == 4 and before[3] <= nats <= after[3]:
+            return float(np.interp(nats, [before[3], after[3]], [before[2], after[2]]))
+    return None
+
+
 def _cell(numbers: Sequence[float], digits: int = 2) -> str:
     if not numbers:
         return ""
@@ -125,10 +139,21 @@ def page(runs: Sequence[Run]) -> str:
         return difference(own, other) if row != SEPARATE and own and other else ""
 
     def explained(row: str, task: str) -> str:
-        return _cell([run["explained_variance"] for run in runs_of(runs, row, task) if row not in (GRPO, TRL)])
+        return _cell(
+            [run["explained_variance"] for run in runs_of(runs, row, task) if row not in (GRPO, TRL, TRL_GRPO)]
+        )
 
     def cost(row: str, task: str) -> str:
         return f"{seconds_of(runs, row, task):.0f}" if runs_of(runs, row, task) else ""
+
+    def at_equal_kl() -> str:
+        lines = [f"| | {' | '.join(f'{nats} nats' for nats in LEVELS)} |", "|---" * (len(LEVELS) + 1) + "|"]
+        for row in rows:
+            found = [[score_at_kl(run, nats) for run in runs_of(runs, row, REAL)] for nats in LEVELS]
+            cells = [_cell([score for score in of_level if score is not None], 1) for of_level in found]
+            if any(cells):
+                lines.append(f"| {row} | {' | '.join(cells)} |")
+        return "\n".join(lines) + "\n"
 
     about = (
         f"means and standard errors over the seeds of the last table, on data of seed {DATA_SEED}, on {machine()}. "
@@ -142,6 +167,7 @@ def page(runs: Sequence[Run]) -> str:
         "When GRPO has ended": table(lambda row, task: _cell(at_the_time_of(GRPO, row, task))),
         "Ahead of GRPO at equal processor time, when the faster of the two has ended": table(lead_over_grpo),
         f"Ahead of {SEPARATE} at equal samples": table(lead_over_separate),
+        f"At equal KL: {TASKS[REAL].title}": at_equal_kl(),
         "Explained variance of new answers' returns, on average over the second half of the steps": table(explained),
         "Processor seconds of a run, the least of all seeds": table(cost),
         "Seeds": table(lambda row, task: ", ".join(str(run["seed"]) for run in runs_of(runs, row, task))),
@@ -156,10 +182,11 @@ def summary(runs: Sequence[Run]) -> str:
     lines = [f"| SmolLM2-135M | reward of 100 after {responses} answers | processor seconds | runs |", "|---" * 4 + "|"]
     before = [run["before"] for run in runs if run["task"] == REAL]
     lines.append(f"| before training | {fmean(before):.0f} | | |")
-    for row in ROWS:
+    names = {LARGE: "PPO, cached critic", GROUPED: "PPO, cached critic, 8 answers a prompt", TRL: f"{TRL}, PPO"}
+    for row in (GROUPED, LARGE, GRPO, TRL_GRPO, TRL):
         if found := scores(runs, row, REAL):
-            name = row.replace("cached", "cached critic").replace("separate", "separate critic")
-            lines.append(f"| {name} | {_cell(found, 1)} | {seconds_of(runs, row, REAL):.0f} | {len(found)} |")
+            cells = f"{_cell(found, 1)} | {seconds_of(runs, row, REAL):.0f} | {len(found)}"
+            lines.append(f"| {names.get(row, row)} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -200,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in ROWS
         if seed in (REAL_SEEDS if task == REAL else LARGE_SEEDS if row == LARGE else SEEDS)
         and (row, task) != (LARGE, "mini_farm")
-        and (row not in (GROUPED, TRL) or task == REAL)
+        and (row not in (GROUPED, TRL, TRL_GRPO) or task == REAL)
     ]
     asked.sort(key=lambda run: run["task"] == REAL and run["row"] in (SEPARATE, "cached, small", TRL))
     runs = fill(record, asked, partial(make, root=root, asked_of=asked_of), jobs=arguments.jobs)

@@ -26,6 +26,8 @@ from examples.mini_farm.report import machine, notes_of
 RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
 DATA_SEED, SEEDS, EVALUATIONS = 0, (2, 3, 4, 5, 6), 5
 OURS, GRPO, TRL = "these defaults", "GRPO", f"TRL {trl_virtualenv.VERSION}"
+TRL_GRPO = f"TRL {trl_virtualenv.GRPO_VERSION}, GRPO"
+TRL_PROGRAMS = {TRL: "ppo", TRL_GRPO: "grpo"}
 ROWS = (OURS, GRPO, TRL)
 LORA = "these defaults, LoRA"
 """For a recipe's picture alone, on mini_farm: the critic is a second adapter, and the rate five times the rule's."""
@@ -99,16 +101,15 @@ def asked_of(run: Run) -> Run:
 
 def make(run: Run, root: Path, asked_of: Callable[[Run], Run] = asked_of) -> Run:
     """Returns what came of `run`; with TRL, of its task and seed."""
-    if run["row"] != TRL:
+    if run["row"] not in TRL_PROGRAMS:
         return outcome("examples.defaults.run", root, asked_of(run))
-    return outcome(
-        "examples.defaults.trl_run", root, {name: run[name] for name in ("task", "seed")} | {"data_seed": DATA_SEED}
-    )
+    asked = {"task": run["task"], "seed": run["seed"], "data_seed": DATA_SEED, "program": TRL_PROGRAMS[run["row"]]}
+    return outcome("examples.defaults.trl_run", root, asked)
 
 
 def score_at(curve: Sequence[Sequence[float]], seconds: float) -> float:
     """Returns the score at a processor time, between two points of (responses, seconds, score) by a straight line."""
-    for (_, start, before), (_, end, after) in pairwise(curve):
+    for (_, start, before, *_), (_, end, after, *_) in pairwise(curve):
         if seconds <= end:
             return before + (after - before) * (seconds - start) / (end - start)
     return curve[-1][2]

@@ -33,8 +33,8 @@ MEASURING: Mapping[str, Any] = {
 
 def main(root: Path, *, task: str, settings: Mapping[str, Any], data_seed: int, seed: int) -> dict[str, Any]:
     """Trains, and returns the task's number before and after, the KL in nats per response, processor seconds, the curve
-    of all evaluations as (responses, processor seconds, the task's number), and how much of the returns of new answers
-    the critic explains, on average over the second half of the steps.
+    of all evaluations as (responses, processor seconds, the task's number, the KL), and how much of the returns of new
+    answers the critic explains, on average over the second half of the steps.
     """
     chosen = TASKS[task]
     given = chosen.prepare(root / task / f"data_{data_seed}", data_seed)
@@ -59,7 +59,7 @@ def main(root: Path, *, task: str, settings: Mapping[str, Any], data_seed: int, 
     }
 
 
-def _curve(task: Task, lines: Sequence[Mapping[str, Any]], seconds: float) -> list[tuple[int, float, float]]:
+def _curve(task: Task, lines: Sequence[Mapping[str, Any]], seconds: float) -> list[tuple[int, float, float, float]]:
     """Returns the points of the evaluations. Steps have their part of all processor seconds by the clock, and what the
     evaluations took is left out.
     """
@@ -69,7 +69,8 @@ def _curve(task: Task, lines: Sequence[Mapping[str, Any]], seconds: float) -> li
         spent += per_second * line.get("time/step", 0.0)
         if task.metric in line:
             responses = line["step"] * task.sizes["rollout_batch_size"]
-            curve.append((responses, round(spent, 2), round(task.in_points(line[task.metric]), 3)))
+            score, kl = round(task.in_points(line[task.metric]), 3), round(line["eval/kl_sum_seq"], 2)
+            curve.append((responses, round(spent, 2), score, kl))
     return curve
 
 

@@ -7,7 +7,6 @@ the policies are worth is not measured here.
 import importlib
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from examples.defaults.trl_points import Points
 from examples.mini_farm.splits import read_rows
 from examples.mini_farm.trl_ppo import TextClassifier, classifier_of, trainer_of
 
@@ -90,36 +90,17 @@ def train(run: Mapping[str, Any]) -> None:
     # All of one width, so that a reward function finds where answers begin.
     prompts = [[tokenizer.pad_token_id] * (width - len(ids)) + ids for ids in prompts]
     trainer = trainer_of(run, tokenizer, reward_of({**run, "query_len": width}, tokenizer), prompts)
-    points: list[dict[str, Any]] = []
     optimizer_steps = 0
 
     def count_step(*_: Any) -> None:
         nonlocal optimizer_steps
         optimizer_steps += 1
 
-    class Points(TrainerCallback):
-        """Saves the policy, of which the time does not count."""
-
-        seconds = start = 0.0
-
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.start = time.process_time()
-
-        def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
-            self.seconds += time.process_time() - self.start
-            ends = [round(state.max_steps * (n + 1) / run["points"]) for n in range(run["points"])]
-            if state.global_step in ends:
-                folder = output / f"policy_{len(points)}"
-                trainer.policy_model.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-                points.append({"policy": str(folder), "responses": state.episode, "seconds": self.seconds})
-            self.start = time.process_time()
-
-    trainer.add_callback(Points())
+    points = Points(output, run["points"], tokenizer, lambda: trainer.policy_model, lambda state: state.episode)
+    trainer.add_callback(points)
     trainer.optimizer.optimizer.register_step_post_hook(count_step)
     trainer.train()
-    made = {"points": points, "optimizer_steps": optimizer_steps, "num_ppo_epochs": trainer.args.num_ppo_epochs}
-    (output / "points.json").write_text(json.dumps(made, indent=2), encoding="utf-8")
+    points.write(optimizer_steps=optimizer_steps, passes=trainer.args.num_ppo_epochs)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One run of a task with TRL's PPO and its defaults, of the tasks without an environment, which TRL does not have.
+"""One run of a task with TRL's PPO or GRPO and its defaults, of the tasks without an environment.
 
 `python -m examples.defaults.trl_run ROOT '{"task": "chain", "data_seed": 0, "seed": 1}'`: the last line on the screen
 is what came of it, as JSON. TRL gets the model, prompts, rewards, number of responses, batches, lengths and learning
 rate of this package's runs, and its policies are measured by this package's evaluation. Nothing else is set: see
-`trl_settings`.
+`trl_settings` and `trl_grpo_settings`.
 """
 
 import json
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.cli.commands import main as alpaca_ppo
-from examples import trl_virtualenv
+from examples.defaults.rows import grpo
 from examples.defaults.run import MEASURING
 from examples.defaults.tasks import TASKS, Options, Task
 from examples.long_horizon.pipeline import flags_of
 from examples.mini_farm.against_trl import launch_trl, trl_optimizer_steps, trl_sizes
+from examples.trl_virtualenv import FOLDER, GRPO_FOLDER, GRPO_VERSION, VERSION, trl_python
 
 POINTS = 5
 """How often a policy is measured on its way, the last time at the end."""
@@ -40,12 +41,38 @@ def trl_settings(task: Task, *, seed: int) -> dict[str, Any]:
             rollout=sizes["rollout_batch_size"], step=sizes["step_batch_size"], response_len=sizes["response_len"]
         ),
         "total_episodes": sizes["total_episodes"],
-        "learning_rate": task.options({})["learning_rate"],
         "temperature": 1.0,
-        **{name: sizes[name] for name in ("temperature", "lr_scheduler_type") if name in sizes},
-        "seed": seed,
-        "use_cpu": True,
+        **_of_task(task, seed),
     }
+
+
+def trl_grpo_settings(name: str, *, seed: int) -> dict[str, Any]:
+    """Returns the arguments of TRL's `GRPOConfig`: those of its PPO, in its names, and as many answers to a prompt as
+    this package's GRPO. A rollout is one optimizer step, as in GRPO's paper.
+
+    Args:
+        name: of a task whose rewards are a function.
+        seed: of the run.
+    """
+    task = TASKS[name]
+    sizes = task.sizes
+    return {
+        "num_generations": grpo(name)["num_return_sequences"],
+        "per_device_train_batch_size": sizes["rollout_batch_size"],
+        "max_completion_length": sizes["response_len"],
+        "max_steps": sizes["total_episodes"] // sizes["rollout_batch_size"],
+        # Its default costs time, and saves memory that is there.
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        **_of_task(task, seed),
+    }
+
+
+def _of_task(task: Task, seed: int) -> dict[str, Any]:
+    given = {name: task.sizes[name] for name in ("temperature", "lr_scheduler_type") if name in task.sizes}
+    return {"learning_rate": task.options({})["learning_rate"], **given, "seed": seed, "use_cpu": True}
 
 
 def trl_inputs(given: Options, query_len: int) -> dict[str, Any]:
@@ -75,15 +102,16 @@ def measure(policy: str, folder: Path, options: Options) -> Mapping[str, float]:
     return metrics
 
 
-def main(root: Path, *, task: str, data_seed: int, seed: int) -> dict[str, Any]:
-    """Trains with TRL, and returns what a run of this package does, and the curve.
+def main(root: Path, *, task: str, data_seed: int, seed: int, program: str = "ppo") -> dict[str, Any]:
+    """Trains with TRL's `program`, ppo or grpo, and returns what a run of this package does, and the curve.
 
     The processor seconds are those of TRL's training alone, without loading, saving and evaluations. A point of the
-    curve has the number of responses until then, the processor seconds and the task's number.
+    curve has the number of responses until then, the processor seconds, the task's number and the KL.
     """
-    chosen = TASKS[task]
-    settings = trl_settings(chosen, seed=seed)
-    python = trl_virtualenv.trl_python(trl_virtualenv.FOLDER)
+    chosen, is_ppo = TASKS[task], program == "ppo"
+    settings = trl_settings(chosen, seed=seed) if is_ppo else trl_grpo_settings(task, seed=seed)
+    environment = (FOLDER, VERSION) if is_ppo else (GRPO_FOLDER, GRPO_VERSION)
+    python = trl_python(*environment)
     if python is None:
         raise SystemExit(1)
     given = chosen.prepare(root / task / f"data_{data_seed}", data_seed)
@@ -91,22 +119,24 @@ def main(root: Path, *, task: str, data_seed: int, seed: int) -> dict[str, Any]:
         output = Path(name)
         inputs = trl_inputs(given, chosen.sizes["query_len"])
         run = {**inputs, "settings": settings, "output_dir": name, "points": POINTS}
-        launch_trl(python, "examples.defaults.trl_ppo", output, run)
+        launch_trl(python, f"examples.defaults.trl_{program}", output, run)
         made = json.loads((output / "points.json").read_text(encoding="utf-8"))
-        steps = trl_optimizer_steps({**settings, "num_ppo_epochs": made["num_ppo_epochs"]})
+        passes = {**settings, "num_ppo_epochs": made["passes"]}
+        steps = trl_optimizer_steps(passes) if is_ppo else settings["max_steps"]
         if made["optimizer_steps"] != steps:
             raise RuntimeError(f"TRL made {made['optimizer_steps']} optimizer steps instead of {steps}")
         points = [{"policy": inputs["policy"], "responses": 0, "seconds": 0.0}, *made["points"]]
         options = {**MEASURING, **given, **chosen.options({}), "seed": seed, "output_dir": output / "unused"}
         measured = [measure(point["policy"], output / f"results_{n}", options) for n, point in enumerate(points)]
     scores = [round(chosen.in_points(metrics[chosen.metric]), 3) for metrics in measured]
+    kl = [round(metrics["eval/kl_sum_seq"], 2) for metrics in measured]
     seconds = [round(point["seconds"], 1) for point in points]
     return {
         "before": scores[0],
         "after": scores[-1],
-        "kl": round(measured[-1]["eval/kl_sum_seq"], 2),
+        "kl": kl[-1],
         "processor_seconds": seconds[-1],
-        "curve": [[point["responses"], *pair] for point, *pair in zip(points, seconds, scores, strict=True)],
+        "curve": [[point["responses"], *of] for point, *of in zip(points, seconds, scores, kl, strict=True)],
     }
 
 

@@ -34,18 +34,25 @@ def test_critics_are_compared_at_equal_samples_and_at_equal_time():
     assert compare.scores(runs, compare.SEPARATE, "chain") == [8, 10]
     assert compare.scores(runs, compare.SEPARATE, "chain", seconds=10.0) == [4, 6]
     page = compare.page(runs)
-    # The columns: three cached critics, GRPO, separate with a pass, shared, separate with four, TRL.
+    # The columns: three cached critics, GRPO, separate with a pass, shared, separate with four, TRL's PPO and GRPO.
     title = TASKS["chain"].title
     rows = [line for line in page.splitlines() if line.startswith(f"| {title} |")]
     assert rows == [
-        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 9.00 ± 1.00 |  |",
-        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 5.00 ± 1.00 |  |",
-        f"| {title} |  |  |  |  |  |  | -1.00 ± 1.41 |  |",
-        f"| {title} |  |  |  | -3.00 ± 1.41 |  |  |  |  |",
-        f"| {title} |  |  |  |  |  |  | 0.25 ± 0.00 |  |",
-        f"| {title} |  |  |  | 10 |  |  | 20 |  |",
-        f"| {title} |  |  |  | 2, 3 |  |  | 2, 3 |  |",
+        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 9.00 ± 1.00 |  |  |",
+        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 5.00 ± 1.00 |  |  |",
+        f"| {title} |  |  |  |  |  |  | -1.00 ± 1.41 |  |  |",
+        f"| {title} |  |  |  | -3.00 ± 1.41 |  |  |  |  |  |",
+        f"| {title} |  |  |  |  |  |  | 0.25 ± 0.00 |  |  |",
+        f"| {title} |  |  |  | 10 |  |  | 20 |  |  |",
+        f"| {title} |  |  |  | 2, 3 |  |  | 2, 3 |  |  |",
     ]
+
+
+def test_scores_at_equal_kl_are_read_off_the_curve():
+    run = {"row": compare.GRPO, "task": compare.REAL, "curve": [(0, 0, 30, 0), (256, 10, 50, 1.5), (512, 20, 60, 3.5)]}
+    assert [compare.score_at_kl(run, nats) for nats in (0.75, 2.5, 5)] == [40, 55, None]
+    older = {**run, "curve": [point[:3] for point in run["curve"]]}
+    assert compare.score_at_kl(older, 2.5) is None
 
 
 def test_by_default_it_goes_on_with_its_own_record():

@@ -6,7 +6,7 @@ import torch
 from examples.defaults.chain import TABLE, build_tokenizer, right
 from examples.defaults.tasks import TASKS
 from examples.defaults.trl_ppo import FunctionReward
-from examples.defaults.trl_run import trl_inputs, trl_settings
+from examples.defaults.trl_run import trl_grpo_settings, trl_inputs, trl_settings
 from examples.mini_farm.against_trl import TRL_DEFAULTS, trl_optimizer_steps
 
 PROMPT = "3 5 1 9 4 0 7 ="
@@ -72,6 +72,13 @@ def test_trl_gets_sizes_and_a_rate_and_keeps_its_defaults(task, episodes, rollou
 def test_on_the_real_model_it_gets_the_schedule_and_temperature_of_the_others():
     settings = trl_settings(TASKS["sentences"], seed=3)
     assert (settings["lr_scheduler_type"], settings["temperature"]) == ("constant", 0.7)
+    grpo = trl_grpo_settings("sentences", seed=3)
+    same = ("learning_rate", "lr_scheduler_type", "temperature", "seed")
+    assert [grpo[name] for name in same] == [settings[name] for name in same]
+    # 512 answers, one optimizer step over 32 of them.
+    expected = {"num_generations": 8, "per_device_train_batch_size": 32, "max_steps": 16, "max_completion_length": 32}
+    assert {name: grpo[name] for name in expected} == expected
+    assert not grpo.keys() & {"beta", "epsilon", "loss_type", "scale_rewards"}
 
 
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if task.plays])
