@@ -253,6 +253,8 @@ def test_samples_that_cannot_be_drawn_are_refused(runs, tmp_path, capsys):
         ([str(tmp_path), "--prompt", "w10"], "alpaca-ppo export"),
         ([str(runs / "whole"), "--prompt", "w10", "--prompt_template", "{q} {c}"], "'{q} {c}' has 2 columns"),
         ([str(runs / "whole"), "--prompt", " "], "the prompt in row 0 is empty"),
+        ([str(runs / "whole"), "--prompt", "w10", "--max_new_tokens", "0"], "--max_new_tokens is 0; give at least 1"),
+        ([str(runs / "whole"), "--prompts", "d.jsonl", "--num_prompts", "-1"], "--num_prompts is -1; give at least 1"),
         (
             [str(tmp_path / "tools"), "--prompt", "w10", "--reference", str(runs / "policy")],
             "is not sampled with tools or environments",
