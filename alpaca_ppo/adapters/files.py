@@ -6,11 +6,12 @@ is the option that names an adapter, for errors, and `name` its folder or hub id
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RemoteEntryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
@@ -165,18 +166,14 @@ def weights_file(field: str, name: str) -> Path:
     """The weights file of the adapter, downloaded if need be.
 
     Raises:
-        ValueError: when there is no safetensors file, or the hub cannot be reached.
+        ValueError: when there is no safetensors file, or the hub does not give it.
     """
     path = Path(name) / WEIGHTS
     if not Path(name).exists():
-        try:
+        problem = f"{field} {name}: {WEIGHTS} is not in the cache, and cannot be downloaded"
+        # A missing file is reported below, as for a folder.
+        with loading(problem, name, "connect, log in, or give a folder"), suppress(RemoteEntryNotFoundError):
             path = Path(hf_hub_download(name, WEIGHTS))
-        except LocalEntryNotFoundError as error:
-            problem = f"{field} {name}: {WEIGHTS} is not in the cache, and the hub cannot be reached"
-            raise ValueError(f"{problem}; connect, or give a folder") from error
-        except EntryNotFoundError:
-            # Reported below, as for a folder.
-            pass
     if not path.is_file():
         raise ValueError(f"{field} {name} has no {WEIGHTS}, the only format that is read; save the adapter again")
     return path

@@ -38,8 +38,9 @@ _KEY_FIGURES = {
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a card shows of a run, besides key figures from its metrics.jsonl and the data's name from its run.yaml."""
+    """What a card shows of a run, besides key figures and the name of the data, which are read in its `folder`."""
 
+    folder: Path
     step: WeightsStep
     metrics: Mapping[str, float]  # of that step; the card leaves out timings (`time/`)
     config: Mapping[str, Any]  # the options as plain values
@@ -55,7 +56,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     """
     config, step = run.config, run.step
     adapter = (folder / "adapter_config.json").exists()
-    records, data = _read_run(config.get("output_dir"))
+    records, data = _read_run(run.folder)
     records_of_weights = [record for record in records if record["step"] <= step.step]
     greater = config.get("greater_is_better", True)
     options = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
@@ -95,10 +96,10 @@ def write_value_card(folder: Path, *, own_code: bool) -> None:
     card.save(folder / "README.md")
 
 
-def _read_run(output_dir: str | None) -> tuple[list[dict[str, Any]], str | None]:
+def _read_run(folder: Path) -> tuple[list[dict[str, Any]], str | None]:
     """The records in metrics.jsonl, and the name of the data in run.yaml, as far as these files are there."""
-    metrics, options = (Path(output_dir or "") / name for name in ("metrics.jsonl", "run.yaml"))
-    if not output_dir or not metrics.exists():
+    metrics, options = folder / "metrics.jsonl", folder / "run.yaml"
+    if not metrics.exists():
         return [], None
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     data = yaml.safe_load(options.read_text()).get("dataset_name") if options.exists() else None

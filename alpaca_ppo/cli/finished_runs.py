@@ -79,9 +79,8 @@ def export(argv: Sequence[str]) -> int:
     number = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
     step = int(number[1]) if number else 0
     tokenizer = load_processing_class(script.model_name_or_path, trust_remote_code=args.trust_remote_code)
-    about = TrainedRun(
-        WeightsStep(step, step), {}, without_credentials(asdict(factory.with_chosen_layout(args, actor_critic)))
-    )
+    options_of_run = without_credentials(asdict(factory.with_chosen_layout(args, actor_critic)))
+    about = TrainedRun(run, WeightsStep(step, step), {}, options_of_run)
     save_final(target, actor_critic, tokenizer, about, merged=given.merge)
     print(f"wrote {', '.join(sorted(str(path) for path in target.iterdir()))} from {checkpoint}")
     return 0

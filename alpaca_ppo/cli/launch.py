@@ -11,7 +11,7 @@ from pathlib import Path
 from alpaca_ppo.cli.commands import MISTAKE
 from alpaca_ppo.config.fields import argument, check_fields, options_of
 from alpaca_ppo.config.names import did_you_mean
-from alpaca_ppo.config.parser import read_yaml
+from alpaca_ppo.config.parser import flag_value, read_yaml
 from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 from alpaca_ppo.library_output import say_loading
 
@@ -40,15 +40,16 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     launcher), and the rest of `argv`.
 
     Raises:
-        ValueError: for a configuration that does not exist, fewer than one process, and in a process that a launcher
-            has started already.
+        ValueError: for a value that its flag does not take, a configuration that does not exist, and in a process that
+            a launcher has started already.
     """
     parser = argparse.ArgumentParser(prog="alpaca-ppo train", add_help=False, allow_abbrev=False)
-    for name, option in options_of(LaunchArguments).items():
-        value_type = int if option.accepts(1) else str
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, type=value_type)
+    options = options_of(LaunchArguments)
+    for name in options:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, nargs="*")
     known, rest = parser.parse_known_args(argv)
-    given = {name: value for name, value in vars(known).items() if value is not None}
+    read = {name: flag_value(options[name], words) for name, words in vars(known).items() if words is not None}
+    given = {name: value for name, value in read.items() if value is not None}
     if not given:
         return None, rest
     if "WORLD_SIZE" in os.environ:

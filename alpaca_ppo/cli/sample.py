@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--system_prompt", help="of messages (default: the run's)")
     add("--max_new_tokens", type=int, help="tokens of an answer (default: the run's, or 256)")
     add("--temperature", type=float, help="0 = the likeliest token (default: the run's, or 1)")
-    add("--seed", type=int, help="(default: the run's)")
+    add("--seed", type=int, help="of the random numbers (default: the run's)")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
     return parser
 
@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 def sample(argv: Sequence[str]) -> int:
     """Prints the answers of the policy, and of its reference if there is one."""
     given = _parser().parse_args(argv)
+    for name in ("num_prompts", "max_new_tokens"):
+        if (count := getattr(given, name)) is not None and count < 1:
+            raise ValueError(f"--{name} is {count}; give at least 1")
     policy = model_folder("model", given.model)
     record = Path(given.model) / "run.yaml"
     run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
@@ -103,8 +106,8 @@ def _configuration(given: argparse.Namespace, run: Mapping[str, Any], output_dir
     settings = {n: v for n, v in of_run.items() if n not in names and options[n].group not in groups}
     settings |= {name: value for name in _OVERRIDES if (value := getattr(given, name)) is not None}
     temperature = run.get("temperature", 1.0) if given.temperature is None else given.temperature
-    settings |= {"eval_temperature": temperature, "output_dir": output_dir}
-    settings["response_len"] = given.max_new_tokens or run.get("response_len", 256)
+    tokens = run.get("response_len", 256) if given.max_new_tokens is None else given.max_new_tokens
+    settings |= {"eval_temperature": temperature, "response_len": tokens, "output_dir": output_dir}
     settings["trust_remote_code"] = given.trust_remote_code or run.get("trust_remote_code", False)
     return PPOConfig(**settings)
 

@@ -72,7 +72,7 @@ def parse_options(
     """
     options = {name: option for cls in dataclass_types for name, option in options_of(cls).items()}
     flags = _split_flags(sys.argv[1:] if argv is None else argv, options)
-    given = {name: _flag_value(options[name], words) for name, words in flags if name in options}
+    given = {name: flag_value(options[name], words) for name, words in flags if name in options}
     values, files = _read_sources(flags, options)
     # A command without script arguments, such as `export`, needs only the models of a run.
     script_type = next((cls for cls in dataclass_types if issubclass(cls, ScriptArguments)), ModelArguments)
@@ -143,7 +143,7 @@ def _split_flags(words: Sequence[str], options: Mapping[str, Option]) -> list[tu
     return flags
 
 
-def _flag_value(option: Option, words: list[str]) -> Any:
+def flag_value(option: Option, words: list[str]) -> Any:
     """The value of a flag with `words` after it; in a list, a word in brackets stands for its entries."""
     if not words and option.accepts(True):
         return True

@@ -171,22 +171,28 @@ def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
 
 def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     """The JSON schema of a tool, from its type hints and Google-style docstring; raises ValueError if they do not
-    describe its arguments. What the docstring does not describe, a decorator may supply.
+    describe its arguments, or one has no name. What the docstring does not describe, a decorator may supply.
     """
     try:
         described = parse_google_format_docstring((inspect.getdoc(function) or "").strip())[1]
         signature, required = inspect.signature(function), parameters_of(function).required
         hidden = {k for k, p in signature.parameters.items() if p.default is p.empty} - {*described, *required}
+        if inspect.unwrap(function) is function:
+            # No decorator supplies these.
+            hidden -= {k for k, p in signature.parameters.items() if p.kind is p.POSITIONAL_ONLY}
         if hidden:
             # The same function for the library, without what a decorator supplies.
             function = wraps(function)(lambda: None)
             shown = [p for name, p in signature.parameters.items() if name not in hidden]
             vars(function)["__signature__"] = signature.replace(parameters=shown)
             function.__annotations__ = {k: v for k, v in function.__annotations__.items() if k not in hidden}
-        return get_json_schema(function)
+        schema: dict[str, Any] = get_json_schema(function)
+        # As a call passes them.
+        inspect.signature(function).bind(**schema["function"]["parameters"]["properties"])
+        return schema
     # Evaluating type hints may raise anything.
     except Exception as error:
         raise ValueError(
-            f"{owner} cannot be shown to the policy as a tool: {error_text(error)}; give it type hints and a docstring "
-            "with Args:, or begin its name with an underscore if it is no tool (a partner's is reply(completion))"
+            f"{owner} cannot be shown to the policy as a tool: {error_text(error)}; give it named, typed arguments "
+            "and a docstring with Args:, or begin its name with _ if it is no tool (a partner's is reply(completion))"
         ) from error

@@ -112,7 +112,9 @@ class _Run:
 
     @classmethod
     def of(cls, script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> "_Run":
-        """Raises a ValueError for what a run would refuse."""
+        """The run of these options and the folders they name. `critic_layout: auto` is replaced by the layout that
+        the run would choose, for which its models are built. Raises a ValueError for what a run would refuse.
+        """
         args = replace(args, fsdp=args.fsdp or script.accelerate_config == "fsdp")
         sharding = _checked_sharding(script, args)
         if args.reference not in REFERENCES:

@@ -17,6 +17,9 @@ from alpaca_ppo.estimate_memory.fake_models import LiveBytes, fake_runs, make_fa
 from alpaca_ppo.estimate_memory.passes import bytes_saved_by_four_bit
 from alpaca_ppo.supervised.run import with_adapter
 
+# Torch's AdamW, which keeps two moments of each trained weight, in the weight's own type.
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+
 
 def estimate_training(
     device: DeviceArguments, arguments: SupervisedArguments, lora: SupervisedLoraArguments, training: TrainingArguments
@@ -25,8 +28,11 @@ def estimate_training(
     and with `device_gib` also `limit` and `fits`.
 
     Raises:
-        ValueError: when the model cannot run on fake tensors.
+        ValueError: for an optimizer other than torch's AdamW; when the model cannot run on fake tensors.
     """
+    if training.optim not in _ADAMW:
+        remedy = f"set it to {' or '.join(_ADAMW)}"
+        raise ValueError(f"optim is {training.optim.value!r}, whose memory is not known; {remedy}")
     phase = _backward(arguments, lora, training)
     result = {"model": arguments.model_name_or_path, "peak": phase.total, "peak_phase": phase.phase}
     result["phases"] = [{**asdict(phase), "total": phase.total}]
@@ -65,5 +71,4 @@ def _backward(
         activations = live.peak - held - size_of(trained)
         if lora.load_in_4bit:
             weights -= bytes_saved_by_four_bit(model, model.get_output_embeddings())
-    elements = sum(parameter.numel() for parameter in trained)
-    return PhaseMemory("backward", weights, size_of(trained), 8.0 * elements, activations)
+    return PhaseMemory("backward", weights, size_of(trained), 2 * size_of(trained), activations)

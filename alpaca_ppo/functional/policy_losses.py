@@ -53,17 +53,18 @@ def register_policy_loss(
 
     of the arguments that the module describes and `args`, the run's `PPOConfig`. It returns this micro-batch's part of
     the optimizer step's loss, `aggregate_loss(losses, response_mask, args.loss_agg_mode, denominator=denominator)` of
-    its per-token losses. Its stats are logged as `ppo/policy/<name>`: those that end in `_min` or `_max` as extremes,
-    others as means over tokens.
+    its per-token losses. Its stats are logged as `ppo/policy/<name>`, without `approx_kl_k1`: those that end in `_min`
+    or `_max` as extremes, others as means over tokens. The option `target_kl_stop` needs `approx_kl_k3` among them.
 
     Args:
-        name: the value of the option `policy_loss` that selects it, without spaces, commas and colons.
+        name: the value of the option `policy_loss` that selects it, without spaces, commas and colons. A loss that a
+            user has registered under this name before is replaced.
         clips: reads `cliprange_high`, which is refused otherwise.
         dual_clip: reads `clip_ratio_c`, which is refused otherwise.
         loss_agg_mode: the only one that the loss allows; None = all of them.
 
     Raises:
-        ValueError: if `name` is built in, is empty, or has a space, comma or colon. One of a user's is replaced.
+        ValueError: if `name` is built in, is empty, or has a space, comma or colon.
     """
     return POLICY_LOSSES.register(name, clips=clips, dual_clip=dual_clip, loss_agg_mode=loss_agg_mode)
 

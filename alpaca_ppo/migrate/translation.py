@@ -78,30 +78,35 @@ class Translation:
     def take(self, sections: Sequence[str]) -> None:
         """Sets the options that follow from a single foreign name by the table of `config.foreign_names`.
 
-        Lists as not taken the names that have no option here, and values that only a run decides. Whether the other
-        given names have been taken is decided by `finish`, because it depends on the options that further names set.
+        Lists as not taken the names that have no option here, and those of which only a run decides the value. Whether
+        the other given names have been taken is decided by `finish`, because it depends on the options that further
+        names set.
 
         Raises:
-            ValueError: if a name in defaults.yaml has a value that has no counterpart, or that only a run decides.
+            ValueError: if only a run decides the value of a name in defaults.yaml, or of one that may change what is
+                learned; if the value of a name in defaults.yaml has no counterpart.
         """
         for name, value in list(self.values.items()):
             self.values[name] = value = self._referenced(name, value)
             entry, is_default = find_foreign_name(name, sections), name in defaults(self.section)
+            is_own = entry is None and name in OPTIONS
+            may_matter = is_default or is_learned(entry) or (is_own and name not in defaults("names")["not learned"])
             # Only verl's names have dots, and only its values may come from a shell script; text may have a $ in it.
-            unread = r"[$`]" if "." in name else r"^\S*\$[A-Za-z_{(]\S*$"
-            unknown = "only a run decides it" if re.search(unread, str(value)) else ""
-            if entry is None and name in OPTIONS:
+            is_unread = re.search(r"[$`]" if "." in name else r"^\S*\$[A-Za-z_{(]\S*$", str(value))
+            if is_unread and may_matter:
+                raise ValueError(f"{name} is {value!r}: only a run decides it; give another after the file")
+            elif is_unread and (is_own or (entry is not None and entry.ours)):
+                self.leave(name, "only a run decides it; give its value after the file")
+                del self.values[name]
+            elif is_own:
                 self.set(name, value, "" if name in self.given else defaults("comments").get(name, ""))
             elif entry is None:
                 self.leave(name, "there is no option of this name")
             elif isinstance(options_of_value := entry.values.get(value_key(value)), Mapping):
                 for option, our_value in options_of_value.items():
                     self.set(option, our_value, f"{name}: {value}", name)
-            elif (unknown and is_learned(entry)) or (is_default and (unknown or (entry.values and not entry.same))):
-                raise ValueError(f"{name} is {value!r}: {unknown or entry.advice(value)}; give another after the file")
-            elif unknown and entry.ours:
-                self.leave(name, f"{unknown}; give its value after the file")
-                del self.values[name]
+            elif is_default and entry.values and not entry.same:
+                raise ValueError(f"{name} is {value!r}: {entry.advice(value)}; give another after the file")
             elif entry.same or not entry.is_neutral(value):
                 if entry.same:
                     self.set(entry.ours[0], value, source=name)

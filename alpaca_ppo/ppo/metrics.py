@@ -295,7 +295,7 @@ class StatsAccumulator:
         """
         if not stats:
             return
-        scalars = {name: torch.as_tensor(value).detach().double() for name, value in stats.items()}
+        scalars = {name: torch.as_tensor(value, dtype=torch.float64).detach() for name, value in stats.items()}
         for name, scalar in scalars.items():
             if scalar.dim():
                 raise ValueError(f"the statistic {name!r} of a loss has shape {tuple(scalar.shape)}; return a scalar")
@@ -333,8 +333,10 @@ class StatsAccumulator:
         self.means[name] = (total_before + total, weight_before + weight)
 
     def _extreme(self, name: str, value: float) -> None:
+        values = (self.extremes.get(name, value), value)
         choose = min if name.endswith("_min") else max
-        self.extremes[name] = choose(self.extremes.get(name, value), value)
+        # Python's `min` and `max` drop a NaN that is not the first.
+        self.extremes[name] = math.nan if any(map(math.isnan, values)) else choose(values)
 
 
 class BatchStats(NamedTuple):
@@ -389,9 +391,9 @@ class StepStats:
         stats: dict[str, Tensor | float] = dict(batch.stats)
         if not self.policy_unchanged:
             stats = {name: value for name, value in stats.items() if not name.startswith("mismatch/")}
-        elif "policy/ratio_max" in stats:
-            error = max(float(stats["policy/ratio_max"]) - 1, 1 - float(stats["policy/ratio_min"]))
-            stats["policy/first_ratio_error_max"] = error
+        elif {"policy/ratio_max", "policy/ratio_min"} <= stats.keys():
+            most, least = (torch.as_tensor(stats[f"policy/ratio_{end}"], dtype=torch.float64) for end in ("max", "min"))
+            stats["policy/first_ratio_error_max"] = torch.maximum(most - 1, 1 - least)
         self.update.add(stats, batch.tokens)
         self.update.add_padding(batch.lengths, padded=batch.padded)
         if batch.fault:

@@ -266,17 +266,13 @@ class Updater:
             return f"{norms.non_finite}, though the losses of all ranks are finite"
         if with_policy:
             self.learning_rates = self.learning_rates._replace(policy=rates.policy)
+            stats.update.add({"policy/grad_norm": norms.policy}, tokens=1)
         if with_critic:
             self.learning_rates = self.learning_rates._replace(critic=rates.critic)
+        if with_critic and norms.critic is not None:
+            stats.update.add({"val/grad_norm": norms.critic}, tokens=1)
         self.schedules.step(part)
         self.num_updates += 1
-        # As tensors, because `add` rounds Python's numbers to float32.
-        grad_norms = {}
-        if with_policy:
-            grad_norms["policy/grad_norm"] = torch.tensor(norms.policy, dtype=torch.float64)
-        if with_critic and norms.critic is not None:
-            grad_norms["val/grad_norm"] = torch.tensor(norms.critic, dtype=torch.float64)
-        stats.update.add(grad_norms, tokens=1)
         return None
 
     def warn_outside_support(self, train_stats: Mapping[str, float]) -> None:

@@ -337,7 +337,7 @@ class BaseTrainer(ABC):
         with lock, gathered, collectives.raise_on_all_ranks(self.accelerator):
             if self.accelerator.is_main_process:
                 self.train_prompts.record_wording(self.processing_class)
-                run = TrainedRun(step=self.weights_step, metrics=stats or {}, config=config, reward_weights=weights)
+                run = TrainedRun(Path(self.args.output_dir), self.weights_step, stats or {}, config, weights)
                 export.save_final(folder, self.actor_critic, self.processing_class, run)
         # No rank holds gathered parameters during the upload.
         if self.accelerator.is_main_process and self.args.hub_model_id and output_dir is None:

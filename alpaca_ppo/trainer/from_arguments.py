@@ -2,14 +2,14 @@
 `evaluate_from_arguments` evaluates a model.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset
-from peft import PeftConfig
 
-from alpaca_ppo.adapters.files import is_adapter
+from alpaca_ppo.adapters.files import is_adapter, read_adapter
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.modules import load_function
 from alpaca_ppo.config.names import model_folder
@@ -162,8 +162,8 @@ def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:
     if script_args.model_name_or_path:
         base = model_folder("model_name_or_path", script_args.model_name_or_path)
     elif is_adapter(model):
-        base = PeftConfig.from_pretrained(model).base_model_name_or_path
-    return base if base and base != model else "none"
+        base = read_adapter("model", model).base_model_name_or_path
+    return "none" if not base or os.path.realpath(base) == os.path.realpath(model) else base
 
 
 def named_environments(script_args: ScriptArguments) -> dict[str, Any]:

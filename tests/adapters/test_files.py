@@ -6,7 +6,12 @@ import httpx2
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -112,7 +117,7 @@ def test_adapters_may_be_hub_ids(monkeypatch, tmp_path):
 
 def test_missing_weights_are_told_from_a_hub_that_cannot_be_reached(monkeypatch, tmp_path):
     in_hub_cache(monkeypatch, tmp_path / "cache", "they/unseen")
-    with pytest.raises(ValueError, match="they/unseen: adapter_model.* is not in the cache, .*; connect, or give"):
+    with pytest.raises(ValueError, match="they/unseen: adapter_model.* is not in the cache, .*; connect, log in"):
         files.weights_file("reward_adapter", "they/unseen")
 
     def download(repo_id, filename):
@@ -122,6 +127,18 @@ def test_missing_weights_are_told_from_a_hub_that_cannot_be_reached(monkeypatch,
     monkeypatch.setattr(files, "hf_hub_download", download)
     with pytest.raises(ValueError, match="reward_adapter they/weightless has no adapter_model.safetensors"):
         files.weights_file("reward_adapter", "they/weightless")
+
+
+def test_an_error_of_the_hub_names_the_option(monkeypatch):
+    def download(repo_id, filename):
+        response = httpx2.Response(503, request=httpx2.Request("GET", "https://huggingface.co"))
+        raise HfHubHTTPError("503 Server Error\n\nService Unavailable", response=response)
+
+    with pytest.raises(ValueError, match="reward_adapter /no/folder: adapter_model.* cannot be downloaded .*; connect"):
+        files.weights_file("reward_adapter", "/no/folder")
+    monkeypatch.setattr(files, "hf_hub_download", download)
+    with pytest.raises(ValueError, match="reward_adapter they/busy: .* cannot be downloaded .503 Server Error"):
+        files.weights_file("reward_adapter", "they/busy")
 
 
 def test_a_policy_does_not_start_from_a_reward_adapter_nor_from_one_without_a_base(tmp_path):

@@ -2,6 +2,7 @@ import copy
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.tiny_models import ARCHITECTURES, tiny_causal_lm, tiny_tokenizer
 
 METRICS = {"objective/kl": 0.123456, "time/rollout": 3.0, "eval/reward": 1}
 CONFIG = {"learning_rate": 1e-06, "report_to": ["tensorboard"], "run_name": None}
-RUN = TrainedRun(WeightsStep(2, 2), METRICS, CONFIG)
+RUN = TrainedRun(Path("no-run"), WeightsStep(2, 2), METRICS, CONFIG)
 IDS = torch.tensor([[5, 9, 11, 7], [8, 6, 4, 10]])
 
 
@@ -33,7 +34,7 @@ def with_critic(model, **settings):
 
 def card(folder, base_model=None, **config):
     """The card of a run with these options, and its options as they stand there."""
-    write_model_card(folder, TrainedRun(WeightsStep(2, 2), {}, config), base_model=base_model)
+    write_model_card(folder, TrainedRun(folder, WeightsStep(2, 2), {}, config), base_model=base_model)
     text = (folder / "README.md").read_text()
     fence = re.search("\n(`{3,})yaml\n", text)[1]
     return text, yaml.safe_load(text.split(f"\n{fence}yaml\n")[1].split(f"\n{fence}\n")[0])

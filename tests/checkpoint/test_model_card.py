@@ -37,7 +37,7 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     # As in metrics.jsonl, by name. The sources are in another order.
     metrics = {"objective/scores/brevity": 0.1, "objective/scores/grade": 0.5}
     sources = {"grade": 1.0, "brevity": 0.5}
-    write_model_card(tmp_path, TrainedRun(STEP, metrics, config, sources), base_model="/models/mine/sft")
+    write_model_card(tmp_path, TrainedRun(run, STEP, metrics, config, sources), base_model="/models/mine/sft")
     text = (tmp_path / "README.md").read_text()
     assert "- **Base model**: `sft`\n- **Data**: `questions.jsonl`\n" in text
     assert "- **Reward**: `grade` (weight 1), `brevity` (weight 0.5)\n" in text
@@ -56,7 +56,7 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     )
     # The figures of an earlier checkpoint end with it.
     best = WeightsStep(3, 4, "eval/scores", 0.5)
-    write_model_card(tmp_path, TrainedRun(best, metrics, config), base_model=None)
+    write_model_card(tmp_path, TrainedRun(run, best, metrics, config), base_model=None)
     assert (tmp_path / "training_curve.svg").read_text() == picture
     text = (tmp_path / "README.md").read_text()
     assert "; the weights are those of step 3 of 4, the best evaluation by eval/scores (0.5)." in text
@@ -69,9 +69,8 @@ def test_weights_that_are_worse_than_before_training_are_called_so(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in evaluated))
 
     def card(value, greater_is_better=True):
-        config = {"output_dir": str(tmp_path), "greater_is_better": greater_is_better}
-        step = WeightsStep(10, 25, "eval/scores", value)
-        write_model_card(tmp_path, TrainedRun(step, {}, config), base_model=None)
+        config, step = {"greater_is_better": greater_is_better}, WeightsStep(10, 25, "eval/scores", value)
+        write_model_card(tmp_path, TrainedRun(tmp_path, step, {}, config), base_model=None)
         return (tmp_path / "README.md").read_text()
 
     worse = "\n\n**These weights are worse than those before training**: `eval/scores` was 0.484, and is 0.3554.\n\n"
@@ -90,8 +89,7 @@ def test_console_report_and_card_agree_on_both_ends_of_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history))
     ends = [re.search(r"([\d.]+) -> +([\d.]+)", line).groups() for line in change_lines(history)]
     assert ends[0] == ("2.000", "29.000") and ends[-1] == ("0.500", "0.250")
-    config = {"output_dir": str(tmp_path)}
-    write_model_card(tmp_path, TrainedRun(WeightsStep(30, 30), {}, config), base_model=None)
+    write_model_card(tmp_path, TrainedRun(tmp_path, WeightsStep(30, 30), {}, {}), base_model=None)
     card = (tmp_path / "README.md").read_text()
     assert "| Reward on held-out prompts | 0.5 | 0.25 |\n| Reward on training prompts | 2 | 29 |\n" in card
     # The entropy that was measured in every step: 2 * 2 and 2 * 29.
@@ -109,7 +107,7 @@ def test_console_report_and_card_agree_on_both_ends_of_a_run(tmp_path):
 
 
 def test_weights_that_are_all_one_are_not_named_and_a_card_without_a_run_has_no_curve(tmp_path):
-    write_model_card(tmp_path, TrainedRun(STEP, {}, {}, {"z": 1.0, "a": 1.0}), base_model=None)
+    write_model_card(tmp_path, TrainedRun(tmp_path, STEP, {}, {}, {"z": 1.0, "a": 1.0}), base_model=None)
     text = (tmp_path / "README.md").read_text()
     assert "- **Reward**: `z`, `a`\n" in text and "training_curve" not in text and "No metrics were logged." in text
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

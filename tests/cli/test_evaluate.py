@@ -118,6 +118,24 @@ def test_answers_to_single_prompts_need_no_server(base, tmp_path, capsys):
     assert re.search(r"^policy: \S", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.parametrize("spelling", ["model/", "../here/model"])
+def test_a_model_is_not_its_own_reference_however_its_folder_is_spelt(spelling, base, tmp_path, monkeypatch, capsys):
+    here = tmp_path / "here"
+    shutil.copytree(base / "model", here / "model")
+    (here / "model/run.yaml").write_text(yaml.safe_dump({"model_name_or_path": spelling, "response_len": 3}))
+    monkeypatch.chdir(here)
+    assert show_answers(["model", "--prompt", "w5 w6"]) == 0
+    assert re.fullmatch(r"policy: \S.*\n", capsys.readouterr().out)
+
+
+def test_a_damaged_adapter_is_refused_by_its_file(base, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{")
+    argv = options(base, tmp_path / "results", reward_funcs=[REWARD])
+    with pytest.raises(ValueError, match=r"model: no adapter .*adapter/adapter_config.json is damaged"):
+        evaluate([*argv, "--model", str(tmp_path / "adapter")])
+
+
 def test_the_kl_is_to_the_reference_that_is_named(base, tmp_path):
     tiny_causal_lm("llama", seed=1).save_pretrained(tmp_path / "other")
     more = {"reward_funcs": [REWARD], "reference": str(tmp_path / "other")}

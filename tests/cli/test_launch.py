@@ -26,6 +26,7 @@ def test_without_flags_about_processes_nothing_is_launched():
         ["--config", "run.yaml", "--lam_policy", "-1"],
     )
     assert split_flags(["--num_processes", "1", "--seed", "2"]) == (None, ["--seed", "2"])
+    assert split_flags(["--num_processes", "null", "--gpu_ids=none", "--seed", "2"]) == (None, ["--seed", "2"])
 
 
 def test_several_processes_are_ddp_at_a_free_port():
@@ -61,6 +62,9 @@ def test_nodes_keep_their_port_and_a_file_is_taken_as_it_is(tmp_path):
     ("flags", "message"),
     [
         (["--num_processes", "0"], "num_processes is 0; "),
+        (["--num_processes", "two"], "num_processes is 'two'; it should be a valid integer"),
+        (["--num-processes"], "--num_processes needs a value after it"),
+        (["--machine_rank", "0", "1"], "machine_rank has the values .*; give one"),
         (["--accelerate_config", "zerro2"], "is 'zerro2', neither a file nor one of .* did you mean zero2"),
     ],
 )

@@ -77,6 +77,14 @@ def test_exported_models_end_their_answers_where_training_ended_them(runs, tmp_p
         assert sorted(GenerationConfig.from_pretrained(folder).eos_token_id) == ends
 
 
+def test_the_card_of_an_export_describes_the_run_whose_checkpoint_it_is(runs, tmp_path):
+    # A run that was moved: run.yaml still names the folder where it was made.
+    shutil.copytree(runs / "whole", tmp_path / "moved")
+    (tmp_path / "moved/metrics.jsonl").write_text('{"step": 1, "objective/scores": 42.0}\n')
+    assert main(["export", str(tmp_path / "moved/checkpoint-1"), "--to", str(tmp_path / "out")]) == 0
+    assert "| Reward on training prompts | 42 | |\n" in (tmp_path / "out/policy/README.md").read_text()
+
+
 @pytest.mark.proof
 def test_a_run_in_half_precision_is_merged_into_the_stored_base(runs, tmp_path):
     run, out = tmp_path / "half", tmp_path / "out"
@@ -245,6 +253,8 @@ def test_samples_that_cannot_be_drawn_are_refused(runs, tmp_path, capsys):
         ([str(tmp_path), "--prompt", "w10"], "alpaca-ppo export"),
         ([str(runs / "whole"), "--prompt", "w10", "--prompt_template", "{q} {c}"], "'{q} {c}' has 2 columns"),
         ([str(runs / "whole"), "--prompt", " "], "the prompt in row 0 is empty"),
+        ([str(runs / "whole"), "--prompt", "w10", "--max_new_tokens", "0"], "--max_new_tokens is 0; give at least 1"),
+        ([str(runs / "whole"), "--prompts", "d.jsonl", "--num_prompts", "-1"], "--num_prompts is -1; give at least 1"),
         (
             [str(tmp_path / "tools"), "--prompt", "w10", "--reference", str(runs / "policy")],
             "is not sampled with tools or environments",

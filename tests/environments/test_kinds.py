@@ -285,6 +285,60 @@ def test_an_argument_that_no_decorator_supplies_is_not_hidden():
             make_kinds([decorator(look)], None)
 
 
+def documented(a: int, /) -> int:
+    """Doubles.
+
+    Args:
+        a: any
+    """
+    return 2 * a
+
+
+def with_default(a: int = 1, /) -> int:
+    """Doubles.
+
+    Args:
+        a: any
+    """
+    return 2 * a
+
+
+def undocumented(a: int, /) -> int:
+    """Doubles."""
+    return 2 * a
+
+
+def several(*args: int) -> int:
+    """Adds.
+
+    Args:
+        args: any
+    """
+    return sum(args)
+
+
+@pytest.mark.parametrize("tool", [documented, with_default, undocumented, several])
+def test_a_tool_whose_arguments_have_no_names_is_refused(tool):
+    with pytest.raises(
+        ValueError, match=f"the tool {tool.__name__} cannot be shown .*; give it named, typed arguments"
+    ):
+        make_kinds([tool], None)
+
+
+def test_a_decorator_may_supply_an_argument_without_a_name():
+    @changing("first")
+    def look(store: dict, /, item: str) -> str:
+        """Looks.
+
+        Args:
+            item: to look for
+        """
+        return store[item]
+
+    ((tool,),) = (kind.tools for kind in make_kinds([look], None).values())
+    assert [*tool.schema["function"]["parameters"]["properties"]] == ["item"] and look(item="a") == "x"
+
+
 def test_hints_that_cannot_be_read_and_names_without_a_member():
     def look(at: "Missing") -> str:  # noqa: F821
         """Looks.

@@ -258,6 +258,13 @@ def test_supervised_training_takes_the_memory_that_its_models_need(command, flag
     assert found["fits"] and found["limit"] == GIB
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "sgd", "adamw_8bit"])
+def test_the_memory_of_an_optimizer_other_than_adamw_is_not_estimated(optimizer):
+    names = ["--model_name_or_path", saved(llama()), "--dataset_name", "none", "--output_dir", "none"]
+    with pytest.raises(ValueError, match=f"optim is '{optimizer}', .*; set it to adamw_torch or adamw_torch_fused"):
+        main(["sft", *names, "--optim", optimizer])
+
+
 def test_four_bits_shrink_the_linear_layers_of_the_base():
     layout = {"critic_layout": "shared", "use_cpu": False, "dtype": "bfloat16"}
     whole, packed = (of_run(None, lora(), load_in_4bit=four, **layout)["score"].weights for four in (False, True))

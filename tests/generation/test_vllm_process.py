@@ -187,6 +187,7 @@ def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
         ("no/such/python", "vllm_python is 'no/such/python', which cannot be run"),
         (sys.executable, "whose environment has no vLLM; alpaca-ppo vllm-env DIR makes one"),
         ("0.31.2", r"is vLLM 0\.31\.2; 0\.32\.x is needed"),
+        ("/bin/false", r"vllm_python is '/bin/false', which cannot be run \(exit status 1\); alpaca-ppo vllm-env"),
     ],
 )
 def test_an_interpreter_without_the_right_vllm_is_refused_before_models_load(
@@ -195,6 +196,15 @@ def test_an_interpreter_without_the_right_vllm_is_refused_before_models_load(
     python = fake_python(tmp_path, version=python) if python[0].isdigit() else python
     with pytest.raises(ValueError, match=said):
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_python=python))
+
+
+def test_an_interpreter_that_fails_is_refused_with_the_last_line_that_it_writes(tmp_path: Path) -> None:
+    (python := tmp_path / "python").write_text(
+        "#!/bin/sh\necho Traceback >&2\necho 'Error: no libpython' >&2\nexit 1\n"
+    )
+    python.chmod(0o755)
+    with pytest.raises(ValueError, match=r"python', which cannot be run \(Error: no libpython\)"):
+        make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_python=str(python)))
 
 
 @pytest.mark.proof

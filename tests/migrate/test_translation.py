@@ -655,8 +655,13 @@ def test_variables_in_paths_of_trl_are_listed_except_home(tmp_path):
     assert set(listed(result)) == {"run_name", "model_name_or_path"}
     script = "from trl import GRPOConfig\nGRPOTrainer(args=GRPOConfig(output_dir='${HOME}/o'))"
     some(of_script(tmp_path, script).options, output_dir=f"{home}/o")
-    with pytest.raises(ValueError, match="learning_rate is '\\$LR': only a run decides it"):
-        of_yaml(tmp_path, {"num_generations": 8, "learning_rate": "$LR"})
+    # Names with a default of TRL, without one, and of this package.
+    for name in ("learning_rate", "adam_beta1", "query_len", "response_len"):
+        with pytest.raises(ValueError, match=f"{name} is '\\$X': only a run decides it"):
+            of_yaml(tmp_path, {"num_generations": 8, name: "$X"})
+    result = of_yaml(tmp_path, {"num_generations": 8, "num_logged_rollouts": "$X"})
+    assert "only a run decides it" in listed(result)["num_logged_rollouts"]
+    assert "num_logged_rollouts" not in result.options
 
 
 def test_the_home_folder_is_written_out_in_a_list_of_files(tmp_path):

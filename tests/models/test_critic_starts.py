@@ -58,7 +58,7 @@ def saved(tmp_path_factory):
                 if parameter.requires_grad:
                     parameter.data += torch.empty_like(parameter).normal_(0, 0.1, generator=generator)
             final = folder / f"{layout}-{adapters}-{critic}"
-            save_final(final, trained, tiny_tokenizer(), TrainedRun(WeightsStep(2, 2), {}, {}))
+            save_final(final, trained, tiny_tokenizer(), TrainedRun(folder, WeightsStep(2, 2), {}, {}))
             made[layout, adapters, critic] = final, values(trained)
         return made[layout, adapters, critic]
 

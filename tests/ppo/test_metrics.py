@@ -51,6 +51,35 @@ def test_the_first_ratio_is_off_by_the_larger_of_both_ends_and_losses_are_means_
     assert (reduced["policy/optimizer_steps"], reduced["val/optimizer_steps"]) == (1.0, 2.0)
 
 
+def test_a_loss_that_logs_one_end_of_the_ratio_has_no_first_error_and_nan_at_either_end_is_kept():
+    def first_error(**ratios):
+        stats = StepStats()
+        stats.add(BatchStats({f"policy/{name}": value for name, value in ratios.items()}, 1, [1], padded=False))
+        return stats.update.compute().get("policy/first_ratio_error_max")
+
+    assert first_error(ratio_max=torch.tensor(1.5)) is None
+    assert first_error(ratio_min=torch.tensor(0.5)) is None
+    # A loss may log plain numbers: 1.25 - 1 > 1 - 0.875.
+    assert first_error(ratio_max=1.25, ratio_min=0.875) == 0.25
+    assert math.isnan(first_error(ratio_max=torch.tensor(1.5), ratio_min=torch.tensor(math.nan)))
+    assert math.isnan(first_error(ratio_max=torch.tensor(math.nan), ratio_min=torch.tensor(0.5)))
+
+
+def test_a_statistic_that_is_a_number_is_not_rounded_to_float32():
+    stats = StatsAccumulator()
+    stats.add({"policy/grad_norm": 0.1, "loss/policy": 0.3, "ratio_max": 1.1}, tokens=1)
+    assert stats.compute() == {"loss/policy": 0.3, "policy/grad_norm": 0.1, "ratio_max": 1.1}
+
+
+@pytest.mark.parametrize("ratios", [(math.nan, 1.0), (1.0, math.nan)])
+def test_an_extreme_that_is_nan_is_kept_in_any_order(ratios):
+    stats, others = StatsAccumulator(), StatsAccumulator()
+    stats.add({"ratio_min": ratios[0], "ratio_max": ratios[0]}, tokens=1)
+    others.add({"ratio_min": ratios[1], "ratio_max": ratios[1]}, tokens=1)
+    stats.merge(others)
+    assert all(map(math.isnan, stats.compute().values()))
+
+
 def test_the_padding_fraction_is_over_all_positions():
     stats = StatsAccumulator()
     stats.add_padding([4, 2], padded=True)

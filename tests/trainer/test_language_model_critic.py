@@ -62,7 +62,9 @@ def test_a_critic_takes_the_backbone_of_a_language_model(arch, sizes, settings, 
 def test_a_critic_of_another_size_is_exported_and_starts_another_run(tmp_path):
     trainer = tiny_trainer(tmp_path / "first", **given(tiny_causal_lm("llama", seed=7, **WIDE)))
     trainer.step(trainer.prompt_batches(0))
-    save_final(tmp_path / "final", trainer.actor_critic, tiny_tokenizer(), TrainedRun(WeightsStep(2, 2), {}, {}))
+    save_final(
+        tmp_path / "final", trainer.actor_critic, tiny_tokenizer(), TrainedRun(tmp_path, WeightsStep(2, 2), {}, {})
+    )
     value = load_critic(str(tmp_path / "final" / "value")).backbone
     assert value.config.hidden_size == 64 and value.config.num_hidden_layers == 3
     second = tiny_trainer(tmp_path / "second", **given(str(tmp_path / "final" / "value")))

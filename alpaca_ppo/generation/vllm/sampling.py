@@ -134,28 +134,34 @@ class Sampling:
         return await row.server.sample(**arguments, vocab_size=self._vocab_size)
 
     def _receive(self, call: RowCall) -> None:
-        """Appends what a server answers. Without an answer, restarts a server of this process that has ended or hangs,
-        and asks again, but no other server that hangs; raises a ValueError after the last of `RETRY_DELAYS`, or if none
-        is left.
-        """
+        """Appends what a server answers; asks again if it did not."""
         row, error = self._rows[call.row], call.error
         if isinstance(error, RequestFailed | CallTimeout):
-            server, hangs = row.server, isinstance(error, CallTimeout)
-            restarts = isinstance(server, LocalServer) and self._restart_ended(server, call.began, hangs=hangs)
-            # The message of `RequestFailed` begins with the server.
-            problem = str(error) or f"{server.name} did not answer within {self._timeout:g} s"
-            if not restarts and (row.failures >= len(RETRY_DELAYS) or (hangs and self._servers == [server])):
-                raise ValueError(f"the vLLM server at {problem}; docs/vllm.md lists the causes") from error
-            if hangs and not restarts and server in self._servers:
-                warnings.warn(f"the vLLM server at {problem}; the run goes on without it", stacklevel=2)
-                self._servers.remove(server)
-            row.failures = min(row.failures + 1, len(RETRY_DELAYS))
-            self._send(row, RETRY_DELAYS[row.failures - 1])
+            self._retry(row, error, call.began)
         elif error is not None:
             raise error
         else:
             row.failures = 0
             self._append_sampled(row, *call.value)
+
+    def _retry(self, row: _Row, error: RequestFailed | CallTimeout, began: float) -> None:
+        """Makes the request of `row` again, which began at `began` and had no answer:
+
+        - A server of this process that has ended or hangs is started again, however often the request has failed.
+        - Another server that hangs is removed, with a warning.
+        - Without a restart, a failure after the last of `RETRY_DELAYS` and a hang of the only server raise ValueError.
+        """
+        server, hangs = row.server, isinstance(error, CallTimeout)
+        restarts = isinstance(server, LocalServer) and self._restart_ended(server, began, hangs=hangs)
+        # The message of `RequestFailed` begins with the server.
+        problem = str(error) or f"{server.name} did not answer within {self._timeout:g} s"
+        if not restarts and (row.failures >= len(RETRY_DELAYS) or (hangs and self._servers == [server])):
+            raise ValueError(f"the vLLM server at {problem}; docs/vllm.md lists the causes") from error
+        if hangs and not restarts and server in self._servers:
+            warnings.warn(f"the vLLM server at {problem}; the run goes on without it", stacklevel=2)
+            self._servers.remove(server)
+        row.failures = min(row.failures + 1, len(RETRY_DELAYS))
+        self._send(row, RETRY_DELAYS[row.failures - 1])
 
     def _restart_ended(self, server: LocalServer, began: float, *, hangs: bool) -> bool:
         """Whether the server was started again after `began`; starts it again if it has ended or `hangs`. Raises

@@ -94,19 +94,30 @@ def _limited(method: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[
 class Server:
     """A vLLM server at `url`, or on the Unix socket with the path `socket`, for processes that wait for one another up
     to `timeout` seconds.
+
+    Attributes:
+        name: of the server in messages.
+        patience: seconds after which calls other than `sample` fail.
+        half_precision: whether it computes in less than 32 bits; set by `check`.
+        longest_row: the most tokens of a prompt and its response; set by `check`.
+        loaded: the weights that it holds; None before the first `load`.
+        asleep: whether `sleep` has freed its memory.
     """
 
     def __init__(self, url: str, socket: str | None = None, timeout: float = math.inf) -> None:
-        self._url, self._socket, self.patience = url.rstrip("/"), socket, CALL_SHARE * timeout
+        self._url, self._socket = url.rstrip("/"), socket
         self.name = shown_url(url) if socket is None else socket
-        # What `check` finds: whether it computes in less than 32 bits; the most tokens of a prompt and its response.
-        self.half_precision, self.longest_row = False, 0
-        self._model = MODEL
+        self.patience = CALL_SHARE * timeout
+        self.half_precision = False
+        self.longest_row = 0
         self.loaded: Publication | None = None
-        self.asleep, self._health_asked_at = False, 0.0
-        # SHA-256 of the weights that it holds, by name; the names of those that it holds as they were published: others
-        # are packed for the processor, or parts.
+        self.asleep = False
+        # The name under which it serves the model.
+        self._model = MODEL
+        self._health_asked_at = 0.0
+        # SHA-256 of the weights that it holds, by name.
         self._held: dict[str, str] = {}
+        # Names of the weights that it holds as they were published; others are packed for the processor, or parts.
         self._comparable: set[str] = set()
 
     async def ask(self, path: str, body: Any = None, **options: Any) -> Any:
