@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart real results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test docs browser-test check
+.PHONY: quickstart real results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test real-test docs browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -83,6 +83,7 @@ messages: $(INSTALLED)
 proof: $(INSTALLED_FOR_TESTS)
 	$(call timed,proof,$(BIN)/python -m pytest -n $(WORKERS) -m proof --durations 20)
 	$(MAKE) vllm-test VLLM_TEST='-m proof'
+	$(MAKE) real-test
 
 # The part of it that every change must pass: process counts, ZeRO, FSDP2, resuming, killed runs, the wheel, notebooks,
 # examples, fuzz.
@@ -104,6 +105,10 @@ proof-ci: $(INSTALLED_FOR_TESTS)
 VLLM_TEST ?= -m "proof or not proof"
 vllm-test: $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
 	$(call timed,vllm-test,VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest $(VLLM_TEST) --durations 5 tests/integration/vllm_checks.py)
+
+# The model of `make real`, which is fetched unless it is there (93 MB): samplers, layouts, resuming, export.
+real-test: $(VENV)/.installed_for_real $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
+	$(call timed,real-test,VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest --durations 5 tests/integration/real_checks.py)
 
 $(VENV)-vllm/.installed: alpaca_ppo/cli/vllm_environment.py | $(INSTALLED)
 	$(BIN)/alpaca-ppo vllm-env $(VENV)-vllm --device cpu

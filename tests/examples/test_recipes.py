@@ -20,6 +20,7 @@ RECIPES = {
     "tools": "tool_use",
     "long-reasoning": "long_reasoning",
     "one-24gb-gpu": "four_roles_lora",
+    "distillation": "distillation",
     "several-gpus": "several_gpus",
 }
 """The file in examples/configs of each page."""
@@ -63,6 +64,7 @@ def stand_ins(tmp_path_factory) -> dict[str, str]:
         (folder / dataset.replace("/", "_")).with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = {
         "model_name_or_path": folder / "policy",
+        "teacher_model_name_or_path": folder / "policy",
         "reward_model_name_or_path": folder / "reward",
         "reward_adapter": folder / "adapter",
     } | {dataset: (folder / dataset.replace("/", "_")).with_suffix(".jsonl") for dataset in COLUMNS}

@@ -1,0 +1,155 @@
+"""SmolLM2-135M-Instruct takes a step with each sampler and layout, resumes, and is exported (`make real-test`).
+
+Not collected by pytest itself: it fetches the model of `make real`, 93 MB, unless that is there, and needs the vLLM of
+`make vllm-test`, minutes and 8 GiB.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alpaca_ppo import PPOConfig, PPOTrainer
+from alpaca_ppo.cli.commands import main as alpaca_ppo
+from examples.sentences.model import fetch_model
+from examples.sentences.task import HELD_OUT, TRAINING, draw_prompts, share_used
+from tests.tiny_runs import metric_lines, weights
+
+MODEL = Path(os.environ.get("REAL_MODEL", "outputs/sentences/SmolLM2-135M-Instruct")).resolve()
+PYTHON = os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+SETTINGS: dict[str, Any] = {
+    "query_len": 96,
+    "response_len": 12,
+    "temperature": 0.7,
+    "eval_temperature": 0.7,
+    "rollout_batch_size": 4,
+    "num_return_sequences": 2,
+    "step_batch_size": 8,
+    "ppo_epochs": 1,
+    "max_steps": 1,
+    "learning_rate": 1e-5,
+    "lr_scheduler_type": "constant",
+    "save_steps": 0,
+    "report": False,
+    "report_to": "none",
+    "use_cpu": True,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model() -> Path:
+    fetch_model(MODEL)
+    return MODEL
+
+
+def trainer_of(folder: Path, *, use_peft: bool = False, **settings: Any) -> PPOTrainer:
+    """One step over four prompts, two answers each."""
+    return PPOTrainer(
+        model=str(MODEL),
+        peft_config=LoraConfig(r=8, target_modules="all-linear") if use_peft else None,
+        args=PPOConfig(output_dir=str(folder), **{**SETTINGS, **settings}),
+        reward_funcs=share_used,
+        train_dataset=Dataset.from_list(draw_prompts(16, split=TRAINING, seed=0)),
+        eval_dataset=Dataset.from_list(draw_prompts(4, split=HELD_OUT, seed=0)),
+    )
+
+
+def step_of(folder: Path) -> dict[str, Any]:
+    """The metrics of the last step."""
+    return [line for line in metric_lines(folder) if "loss/policy" in line][-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "nats"),
+    [
+        ({}, 1e-4),
+        ({"generation_backend": "transformers"}, 1e-4),
+        ({"generation_backend": "vllm", "vllm_python": PYTHON, "vllm_dtype": "float32"}, 1e-4),
+        ({"use_peft": True}, 1e-4),
+        ({"use_peft": True, "critic_layout": "adapter"}, 1e-4),
+        ({"critic_layout": "separate", "critic_epochs": 1}, 1e-4),
+        ({"critic_layout": "shared"}, 1e-4),
+        ({"adv_estimator": "grpo"}, 1e-4),
+        ({"bf16": True}, 0.1),
+        ({"bf16": True, "gradient_checkpointing": True, "use_peft": True, "dtype": "bfloat16"}, 0.1),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) or "slots" if isinstance(value, dict) else "",
+)
+def test_a_step_with_each_sampler_and_layout(settings, nats, tmp_path):
+    trainer = trainer_of(tmp_path, **settings)
+    before = weights(trainer)
+    trainer.train()
+    step = step_of(tmp_path)
+    moved = sum(not torch.equal(p, before[name]) for name, p in trainer.actor_critic.named_parameters())
+    assert moved > 50 and 0 < step["objective/scores"] <= 1
+    assert 0 <= step["mismatch/logprob_abs_mean"] < nats
+
+
+def test_a_run_in_two_parts_ends_with_the_weights_of_one_run(tmp_path):
+    whole = trainer_of(tmp_path / "whole", max_steps=2)
+    whole.train()
+    expected = weights(whole)
+    del whole
+    trainer_of(tmp_path / "parts", max_steps=1, save_steps=1).train()
+    rest = trainer_of(tmp_path / "parts", max_steps=2, save_steps=1)
+    rest.train(resume_from_checkpoint=True)
+    for name, weight in weights(rest).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_the_exported_model_answers_as_the_trained_one(use_peft, tmp_path):
+    rate = {"learning_rate": 1e-3} if use_peft else {}
+    trainer = trainer_of(tmp_path / "run", use_peft=use_peft, save_steps=1, **rate)
+    trainer.train()
+    ((answer,),) = trainer.generate([QUESTION], do_sample=False)
+    merge = ["--merge"] if use_peft else []
+    assert alpaca_ppo(["export", str(tmp_path / "run"), "--to", str(tmp_path / "exported"), *merge]) == 0
+    folder = tmp_path / "exported" / ("merged" if use_peft else "policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    exported = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = exported.generate(**prompt, do_sample=False, max_new_tokens=12)[0, prompt["input_ids"].size(1) :]
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == answer.strip()
+    if use_peft:
+        base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        with torch.no_grad():
+            logits, of_base = exported(**prompt).logits, base(**prompt).logits
+        assert not torch.allclose(logits, of_base)
+        assert_close(logits, trainer_logits(trainer, prompt), atol=1e-3, rtol=1e-4)
+
+
+def trainer_logits(trainer: PPOTrainer, prompt: Any) -> torch.Tensor:
+    """Of the trained policy, its adapter not merged."""
+    with torch.no_grad():
+        return trainer.policy.model(**prompt).logits
+
+
+def test_it_answers_a_question_and_evaluates_twice_alike(tmp_path, capsys):
+    assert alpaca_ppo(["sample", str(MODEL), "--prompt", QUESTION[0]["content"], "--temperature", "0"]) == 0
+    assert "Paris" in capsys.readouterr().out
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, draw_prompts(4, split=HELD_OUT, seed=0))))
+    found = []
+    for name in ("one", "other"):
+        flags = {
+            "model": MODEL,
+            "model_name_or_path": MODEL,
+            "eval_dataset_name": rows,
+            "reward_funcs": "examples.sentences.task:share_used",
+            "results_dir": tmp_path / name,
+            "response_len": 12,
+            "use_cpu": True,
+        }
+        assert alpaca_ppo(["evaluate", *(text for k, v in flags.items() for text in (f"--{k}", str(v)))]) == 0
+        results = json.loads((tmp_path / name / "results.json").read_text())["metrics"]
+        found.append({k: v for k, v in results.items() if not k.startswith(("time/", "memory/"))})
+    assert found[0] == found[1] and 0 < found[0]["eval/scores"] <= 1
