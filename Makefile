@@ -79,7 +79,7 @@ messages: $(INSTALLED)
 	$(BIN)/python -m tests.tools.messages
 
 # What takes long and proves one more case: every ZeRO stage with every layout, moves between process counts, nodes, and
-# of a real vLLM the other families, with shuffled requests, and kills.
+# of a real vLLM the other families, with shuffled requests, and kills; SmolLM2-135M.
 proof: $(INSTALLED_FOR_TESTS)
 	$(call timed,proof,$(BIN)/python -m pytest -n $(WORKERS) -m proof --durations 20)
 	$(MAKE) vllm-test VLLM_TEST='-m proof'
@@ -106,9 +106,11 @@ VLLM_TEST ?= -m "proof or not proof"
 vllm-test: $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
 	$(call timed,vllm-test,VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest $(VLLM_TEST) --durations 5 tests/integration/vllm_checks.py)
 
-# The model of `make real`, which is fetched unless it is there (93 MB): samplers, layouts, resuming, export.
+# The model of `make real`, which is fetched unless it is there (93 MB): samplers, layouts, resuming, export. Checkpoints
+# of such a size do not belong into memory.
 real-test: $(VENV)/.installed_for_real $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
-	$(call timed,real-test,VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest --durations 5 tests/integration/real_checks.py)
+	$(BIN)/python -m examples.sentences.model outputs/sentences/SmolLM2-135M-Instruct
+	$(call timed,real-test,PYTEST_DEBUG_TEMPROOT=/tmp VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest --durations 5 tests/integration/real_checks.py)
 
 $(VENV)-vllm/.installed: alpaca_ppo/cli/vllm_environment.py | $(INSTALLED)
 	$(BIN)/alpaca-ppo vllm-env $(VENV)-vllm --device cpu

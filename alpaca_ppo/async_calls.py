@@ -65,7 +65,7 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
         own = wrapped = inspect.signature(function).parameters
         # `functools.lru_cache` has no signature of its own.
         with suppress(ValueError):
-            supplier = inspect.unwrap(function, stop=_supplies)
+            supplier = inspect.unwrap(function, stop=supplies)
             own = inspect.signature(supplier, follow_wrapped=False).parameters
     except ValueError:
         return Parameters([], [], any_others=True)
@@ -77,7 +77,7 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
     return Parameters(names, required, any_others=takes_others and wrapped_does)
 
 
-def _supplies(decorated: Any) -> bool:
+def supplies(decorated: Any) -> bool:
     """Whether a decorator may add to the arguments that it passes on, as far as the source of `decorated` shows."""
     # A `functools.partial` has no code, and what was typed in has no source.
     with suppress(AttributeError, OSError):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 VERSION, GRPO_VERSION = "1.12.0", "1.16.0"
-"""The last version that has PPO, and the newest, for GRPO."""
+"""The last version that has PPO, and that of November 2026, for GRPO."""
 FOLDER, GRPO_FOLDER = (Path(__file__).resolve().parents[1] / name for name in (".venv-trl", ".venv-trl-grpo"))
 SHARED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 """Installed for TRL in the versions that this environment has, so that only the trainers differ."""
@@ -28,7 +28,7 @@ def trl_python(folder: Path, version: str = VERSION) -> str | None:
     probe = [str(python), "-c", found]
     if python.exists() and subprocess.run(probe, capture_output=True).returncode == 0:
         return str(python)
-    install = [str(python), "-m", "pip", "install", *(f"{name}=={version}" for name, version in versions.items())]
+    install = [str(python), "-m", "pip", "install", *map("==".join, versions.items())]
     print(f"installing TRL {version} in {folder}", flush=True)
     for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], install, probe):
         result = subprocess.run(command, capture_output=True, text=True)

@@ -46,9 +46,10 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     parser = argparse.ArgumentParser(prog="alpaca-ppo train", add_help=False, allow_abbrev=False)
     options = options_of(LaunchArguments)
     for name in options:
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, nargs="*")
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, nargs="?", const="")
     known, rest = parser.parse_known_args(argv)
-    read = {name: flag_value(options[name], words) for name, words in vars(known).items() if words is not None}
+    words = {name: [word] if word else [] for name, word in vars(known).items() if word is not None}
+    read = {name: flag_value(options[name], value) for name, value in words.items()}
     given = {name: value for name, value in read.items() if value is not None}
     if not given:
         return None, rest

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import get_json_schema, parse_google_format_docstring
 
-from alpaca_ppo.async_calls import error_text, name_of, parameters_of
+from alpaca_ppo.async_calls import error_text, name_of, parameters_of, supplies
 
 # Makes an environment; usually its class.
 EnvironmentFactory = Callable[[], Any]
@@ -177,7 +177,7 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
         described = parse_google_format_docstring((inspect.getdoc(function) or "").strip())[1]
         signature, required = inspect.signature(function), parameters_of(function).required
         hidden = {k for k, p in signature.parameters.items() if p.default is p.empty} - {*described, *required}
-        if inspect.unwrap(function) is function:
+        if inspect.unwrap(function, stop=supplies) is inspect.unwrap(function):
             # No decorator supplies these.
             hidden -= {k for k, p in signature.parameters.items() if p.kind is p.POSITIONAL_ONLY}
         if hidden:

@@ -350,7 +350,7 @@ class BatchStats(NamedTuple):
         fault: what was not finite, and where.
     """
 
-    stats: Mapping[str, Tensor]
+    stats: Mapping[str, Tensor | float]
     tokens: int
     lengths: Sequence[int]
     padded: bool

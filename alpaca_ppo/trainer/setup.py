@@ -146,7 +146,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     kinds = make_kinds(given.tools, given.environment_factory)
     rewarded = given.reward_funcs or args.reward_adapter or any(kind.rewards for kind in kinds.values())
     if args.teacher_model_name_or_path is not None and not rewarded:
-        if ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"):
+        if not scores_itself and ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"):
             problem = f"adv_estimator {args.adv_estimator!r} compares scores with those of greedy responses"
             raise ValueError(f"{problem}, and a teacher alone gives none; take reinforce_plus_plus, or add a reward")
         given = replace(given, reward_funcs=teacher_alone)

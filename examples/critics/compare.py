@@ -40,7 +40,7 @@ from examples.mini_farm.report import machine, notes_of
 RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
 REAL = "sentences"
 """Its runs take longest: fewer evaluations and seeds."""
-REAL_SEEDS, REAL_EVALUATIONS = SEEDS[:2], 2
+REAL_SEEDS, REAL_EVALUATIONS = SEEDS[:2], 4
 SEPARATE, GRPO, LARGE, GROUPED = "separate, 4 passes", "GRPO", "cached", "cached, 8 answers a prompt"
 _CACHED = {"critic_layout": "cached", "critic_epochs": 8}
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -107,6 +107,21 @@ def score_at_kl(run: Run, nats: float) -> float | None:
     return None
 
 
+def at_equal_kl(runs: Sequence[Run]) -> str:
+    """Returns the table of the rows of which every run on the real task reached the smallest of `LEVELS`, and nothing
+    if there are none. A cell is of all runs of a row: if one has not gone so far, it is empty.
+    """
+    lines = []
+    for row in ROWS:
+        found = [[score_at_kl(run, nats) for run in runs_of(runs, row, REAL)] for nats in LEVELS]
+        whole = [[score for score in of_level if score is not None] for of_level in found]
+        cells = [_cell(scores, 1) if len(scores) == len(of) else "" for scores, of in zip(whole, found, strict=True)]
+        if any(cells):
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    head = [f"| | {' | '.join(f'{nats} nats' for nats in LEVELS)} |", "|---" * (len(LEVELS) + 1) + "|"]
+    return "\n".join([*head, *lines]) + "\n" if lines else ""
+
+
 def _cell(numbers: Sequence[float], digits: int = 2) -> str:
     if not numbers:
         return ""
@@ -146,15 +161,6 @@ def page(runs: Sequence[Run]) -> str:
     def cost(row: str, task: str) -> str:
         return f"{seconds_of(runs, row, task):.0f}" if runs_of(runs, row, task) else ""
 
-    def at_equal_kl() -> str:
-        lines = [f"| | {' | '.join(f'{nats} nats' for nats in LEVELS)} |", "|---" * (len(LEVELS) + 1) + "|"]
-        for row in rows:
-            found = [[score_at_kl(run, nats) for run in runs_of(runs, row, REAL)] for nats in LEVELS]
-            cells = [_cell([score for score in of_level if score is not None], 1) for of_level in found]
-            if any(cells):
-                lines.append(f"| {row} | {' | '.join(cells)} |")
-        return "\n".join(lines) + "\n"
-
     about = (
         f"means and standard errors over the seeds of the last table, on data of seed {DATA_SEED}, on {machine()}. "
         "`cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2; all three take 8 "
@@ -167,11 +173,12 @@ def page(runs: Sequence[Run]) -> str:
         "When GRPO has ended": table(lambda row, task: _cell(at_the_time_of(GRPO, row, task))),
         "Ahead of GRPO at equal processor time, when the faster of the two has ended": table(lead_over_grpo),
         f"Ahead of {SEPARATE} at equal samples": table(lead_over_separate),
-        f"At equal KL: {TASKS[REAL].title}": at_equal_kl(),
         "Explained variance of new answers' returns, on average over the second half of the steps": table(explained),
         "Processor seconds of a run, the least of all seeds": table(cost),
         "Seeds": table(lambda row, task: ", ".join(str(run["seed"]) for run in runs_of(runs, row, task))),
     }
+    if at_kl := at_equal_kl(runs):
+        parts[f"At equal KL: {TASKS[REAL].title}"] = at_kl
     sections = "".join(f"\n## {title}\n\n{text}" for title, text in parts.items())
     return f"# Critics compared\n\nWritten by `python -m examples.critics.compare`: {about}\n{sections}"
 

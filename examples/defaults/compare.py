@@ -36,8 +36,8 @@ Nothing is set but sizes, and the learning rate by one rule for all: {RATE_TIMES
 
 GRPO has the settings of its paper: one optimizer step on each rollout, where PPO takes four, and a KL of weight 0.04 in
 the loss. The paper names no schedule, so its rate is constant; those of {OURS} and of TRL fall linearly. It gets 8
-responses a prompt instead of 64, or a rollout would have two prompts at most. TRL has no environments. Its curves start
-from the same policies, and are measured by this package; its processor seconds leave out loading.
+responses a prompt instead of 64, or a rollout would have two prompts at most. TRL's PPO has no environments. Its curves
+start from the same policies, and are measured by this package; its processor seconds leave out loading.
 
 Seed 1 is in no table: it had been seen on every task, with a constant rate in place of the linear schedule, when that
 became the default. results.jsonl has its runs."""
@@ -77,7 +77,7 @@ def settings_of(row: str, task: str) -> Settings:
 
 
 def belongs(row: str, task: str) -> bool:
-    """Whether `task` is run with `row`. TRL has no environments."""
+    """Whether `task` is run with `row`. TRL's PPO has no environments."""
     return not TASKS[task].plays if row == TRL else row != LORA or task == "mini_farm"
 
 
@@ -108,7 +108,7 @@ def make(run: Run, root: Path, asked_of: Callable[[Run], Run] = asked_of) -> Run
 
 
 def score_at(curve: Sequence[Sequence[float]], seconds: float) -> float:
-    """Returns the score at a processor time, between two points of (responses, seconds, score) by a straight line."""
+    """Returns the score at a processor time, between two points (responses, seconds, score, ...) by a straight line."""
     for (_, start, before, *_), (_, end, after, *_) in pairwise(curve):
         if seconds <= end:
             return before + (after - before) * (seconds - start) / (end - start)

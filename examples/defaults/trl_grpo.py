@@ -23,29 +23,35 @@ def train(run: Mapping[str, Any]) -> None:
 
     Args:
         run: `policy` (a folder), `reward_function` ("module:function"), `prompts` (a .jsonl file of rows),
-            `prompt_template`, `output_dir`, `settings`, the arguments of TRL's `GRPOConfig`, and `points`, how often
-            the policy is saved.
+            `prompt_template`, `query_len`, the most tokens of a prompt, `output_dir`, `settings`, the arguments of
+            TRL's `GRPOConfig`, and `points`, how often the policy is saved.
     """
     # In TRL's environment only.
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(run["policy"], padding_side="left")
     module, _, name = run["reward_function"].partition(":")
+    function, answers = getattr(importlib.import_module(module), name), 0
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        nonlocal answers
+        answers += len(completions)
+        return list(function(prompts=prompts, completions=completions))
+
     texts = [run["prompt_template"].format(**row) for row in read_rows(Path(run["prompts"]))]
-    args = GRPOConfig(output_dir=run["output_dir"], **run["settings"])
+    kept = [text for text in texts if len(tokenizer(text)["input_ids"]) <= run["query_len"]]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(run["policy"], dtype=torch.float32),
-        reward_funcs=getattr(importlib.import_module(module), name),
-        args=args,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+        reward_funcs=reward,
+        args=GRPOConfig(output_dir=run["output_dir"], **run["settings"]),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in kept]),
         processing_class=tokenizer,
     )
-    responses = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    policy, output = trainer.model, Path(run["output_dir"])
-    points = Points(output, run["points"], tokenizer, lambda: policy, lambda state: state.global_step * responses)
+    policy = trainer.model
+    points = Points(Path(run["output_dir"]), run["points"], tokenizer, lambda: policy, lambda state: answers)
     trainer.add_callback(points)
     trainer.train()
-    points.write(optimizer_steps=trainer.state.global_step, passes=args.num_iterations)
+    points.write(optimizer_steps=points.optimizer_steps, answers=answers)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,14 @@ class Points(TrainerCallback):
         self._folder, self._number, self._tokenizer = folder, number, tokenizer
         self._policy, self._responses = policy, responses
         self._points: list[dict[str, Any]] = []
+        self.optimizer_steps = 0
         self._seconds = self._start = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self._start = time.process_time()
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.optimizer_steps += 1
 
     def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         self._seconds += time.process_time() - self._start
@@ -46,12 +50,6 @@ class Points(TrainerCallback):
             self._points.append(point)
         self._start = time.process_time()
 
-    def write(self, *, optimizer_steps: int, passes: int) -> None:
-        """Writes points.json.
-
-        Args:
-            optimizer_steps: that the run has made.
-            passes: over each rollout.
-        """
-        made = {"points": self._points, "optimizer_steps": optimizer_steps, "passes": passes}
-        (self._folder / "points.json").write_text(json.dumps(made, indent=2), encoding="utf-8")
+    def write(self, **facts: Any) -> None:
+        """Writes points.json, with further facts of the run."""
+        (self._folder / "points.json").write_text(json.dumps({"points": self._points, **facts}, indent=2), "utf-8")

@@ -100,7 +100,7 @@ def train(run: Mapping[str, Any]) -> None:
     trainer.add_callback(points)
     trainer.optimizer.optimizer.register_step_post_hook(count_step)
     trainer.train()
-    points.write(optimizer_steps=optimizer_steps, passes=trainer.args.num_ppo_epochs)
+    points.write(optimizer_steps=optimizer_steps, num_ppo_epochs=trainer.args.num_ppo_epochs)
 
 
 if __name__ == "__main__":

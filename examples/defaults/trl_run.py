@@ -1,4 +1,5 @@
-"""One run of a task with TRL's PPO or GRPO and its defaults, of the tasks without an environment.
+"""One run of a task with TRL's PPO or GRPO and its defaults: PPO of the tasks without an environment, GRPO of those
+with a reward function.
 
 `python -m examples.defaults.trl_run ROOT '{"task": "chain", "data_seed": 0, "seed": 1}'`: the last line on the screen
 is what came of it, as JSON. TRL gets the model, prompts, rewards, number of responses, batches, lengths and learning
@@ -47,13 +48,15 @@ def trl_settings(task: Task, *, seed: int) -> dict[str, Any]:
 
 
 def trl_grpo_settings(name: str, *, seed: int) -> dict[str, Any]:
-    """Returns the arguments of TRL's `GRPOConfig`: those of its PPO, in its names, and as many answers to a prompt as
-    this package's GRPO. A rollout is one optimizer step, as in GRPO's paper.
+    """Returns the arguments of TRL's `GRPOConfig` for the task `name`: sizes, the task's learning rate, schedule and
+    temperature, and as many answers to a prompt as this package's GRPO. A rollout is one optimizer step, as in GRPO's
+    paper.
 
-    Args:
-        name: of a task whose rewards are a function.
-        seed: of the run.
+    Raises:
+        ValueError: for a task whose reward is not a function.
     """
+    if TASKS[name].plays or name == "mini_farm":
+        raise ValueError(f"{name} has no reward function for TRL's GRPO; choose one of the other tasks")
     task = TASKS[name]
     sizes = task.sizes
     return {
@@ -121,10 +124,14 @@ def main(root: Path, *, task: str, data_seed: int, seed: int, program: str = "pp
         run = {**inputs, "settings": settings, "output_dir": name, "points": POINTS}
         launch_trl(python, f"examples.defaults.trl_{program}", output, run)
         made = json.loads((output / "points.json").read_text(encoding="utf-8"))
-        passes = {**settings, "num_ppo_epochs": made["passes"]}
-        steps = trl_optimizer_steps(passes) if is_ppo else settings["max_steps"]
-        if made["optimizer_steps"] != steps:
-            raise RuntimeError(f"TRL made {made['optimizer_steps']} optimizer steps instead of {steps}")
+        answers = made["points"][-1]["responses"]
+        if is_ppo:
+            steps = trl_optimizer_steps({**settings, "num_ppo_epochs": made["num_ppo_epochs"]})
+        else:
+            steps = settings["max_steps"]
+        if (made["optimizer_steps"], answers) != (steps, chosen.sizes["total_episodes"]):
+            found = f"{made['optimizer_steps']} optimizer steps on {answers} answers"
+            raise RuntimeError(f"TRL made {found} instead of {steps} on {chosen.sizes['total_episodes']}")
         points = [{"policy": inputs["policy"], "responses": 0, "seconds": 0.0}, *made["points"]]
         options = {**MEASURING, **given, **chosen.options({}), "seed": seed, "output_dir": output / "unused"}
         measured = [measure(point["policy"], output / f"results_{n}", options) for n, point in enumerate(points)]
@@ -136,7 +143,7 @@ def main(root: Path, *, task: str, data_seed: int, seed: int, program: str = "pp
         "after": scores[-1],
         "kl": kl[-1],
         "processor_seconds": seconds[-1],
-        "curve": [[point["responses"], *of] for point, *of in zip(points, seconds, scores, kl, strict=True)],
+        "curve": [[point["responses"], *numbers] for point, *numbers in zip(points, seconds, scores, kl, strict=True)],
     }
 
 

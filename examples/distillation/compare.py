@@ -46,7 +46,7 @@ def table(runs: Sequence[Run], case: str) -> str:
     for name, title in COLUMNS.items():
         cells = [_cell(of_row[name], name) for of_row in numbers.values()]
         own, other = (numbers[row][name] for row in (ON_POLICY, SUPERVISED))
-        lead = difference(own, other) if min(len(own), len(other)) > 1 else ""
+        lead = difference(own, other, digits=3) if min(len(own), len(other)) > 1 else ""
         lines.append(f"| {title} | {' | '.join(cells)} | {lead} |")
     return "\n".join(lines) + "\n"
 
@@ -74,7 +74,10 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     asked: list[Run] = []
     for case in RATES:
-        Start(root, case)
+        start = Start(root, case)
+        for seed in SEEDS:
+            # Before runs that need them go side by side.
+            start.training_prompts(seed)
         asked.append({"row": BEFORE, "task": case, "seed": 0})
         asked += [{"row": row, "task": case, "seed": seed} for seed in SEEDS for row in (ON_POLICY, SUPERVISED)]
 

@@ -19,6 +19,7 @@ from examples.distillation.stages import QUERY_LEN, RESPONSE_LEN
 from examples.long_horizon.pipeline import flags_of
 from examples.mini_farm.splits import read_rows
 from examples.mini_farm.stages import run_stage
+from examples.sentences import task
 from examples.sentences.model import fetch_model
 
 ON_POLICY, SUPERVISED, BEFORE = "on policy", "supervised", "before"
@@ -74,14 +75,16 @@ class Start:
         prompts = self.prompts("prompts", PROMPTS[BEFORE], seed=0)
         if case == FROM_TRAINED:
             self.student = base
-            settings = {**TRAINING, "model_name_or_path": base, "dataset_name": prompts / "prompts.jsonl"}
+            given = {"model_name_or_path": base, "dataset_name": prompts / "prompts.jsonl"}
 
             def train(folder: Path) -> None:
-                _train({**settings, "output_dir": folder / "run"})
+                _train({**TRAINING, **given, "output_dir": folder / "run"})
 
-            self.teacher = self._stage("trained", train, base, prompts, settings=TRAINING) / "run/final/policy"
+            settings = {**SAMPLING, **TRAINING}
+            self._of_teacher = self._stage("trained", train, base, prompts, settings=settings)
+            self.teacher = self._of_teacher / "run/final/policy"
         else:
-            self.teacher = base
+            self.teacher = self._of_teacher = base
             shown = self.demonstrations("demonstrations", prompts, seed=0)
             rate = RATES[case][BEFORE]
 
@@ -89,7 +92,7 @@ class Start:
                 stages.write_student(folder / "cut", base, layers=LAYERS)
                 stages.fine_tune(folder / "tuned", folder / "cut", shown, rate=rate, passes=2, seed=0)
 
-            settings = {"rate": rate, "layers": LAYERS}
+            settings = {"rate": rate, "layers": LAYERS, "passes": 2, "seed": 0}
             self.student = self._stage("every_third", cut, base, shown, settings=settings) / "tuned"
         self.answers = self.demonstrations(f"answers_of_{case.split()[0]}", self.held_out, answers=1, seed=0)
 
@@ -98,20 +101,25 @@ class Start:
         settings: dict[str, Any] = {"count": count, "held_out": held_out, "seed": seed}
         return self._stage(name, lambda folder: stages.write_prompts(folder, **settings), settings=settings)
 
+    def training_prompts(self, seed: int) -> Path:
+        """The prompts of both ways."""
+        return self.prompts(f"prompts_{seed}", PROMPTS[SUPERVISED], seed=seed)
+
     def demonstrations(self, name: str, prompts: Path, *, answers: int = ANSWERS, seed: int) -> Path:
         """A folder of the teacher's answers to `prompts`."""
         settings = {"answers": answers, "seed": seed}
         return self._stage(
             name,
             lambda folder: stages.write_demonstrations(folder, self.teacher, prompts, **settings),
+            self._of_teacher,
             prompts,
-            settings={**settings, "teacher": str(self.teacher)},
+            settings=settings,
         )
 
     def _stage(
         self, name: str, fill: Callable[[Path], Any], *parents: Path, settings: Mapping[str, Any] | None = None
     ) -> Path:
-        sources = [Path(stages.__file__)]
+        sources = [Path(stages.__file__), Path(task.__file__), Path(task.__file__).with_name("words.txt")]
         return run_stage(self._root / name, name, fill, settings=settings or {}, parents=parents, sources=sources)
 
 
@@ -123,7 +131,7 @@ def _train(options: Mapping[str, Any]) -> None:
 def main(root: Path, *, case: str, row: str, seed: int) -> dict[str, Any]:
     """Trains, and returns the processor seconds, and what `measure` finds."""
     start = Start(root, case)
-    prompts = start.prompts(f"prompts_{seed}", PROMPTS[SUPERVISED], seed=seed)
+    prompts = start.training_prompts(seed)
     with TemporaryDirectory(dir=root) as name:
         folder, trained, begun = Path(name), start.student, time.process_time()
         if row == ON_POLICY:

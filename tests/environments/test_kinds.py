@@ -317,7 +317,12 @@ def several(*args: int) -> int:
     return sum(args)
 
 
-@pytest.mark.parametrize("tool", [documented, with_default, undocumented, several])
+@wraps(undocumented)
+def passed_on(*args: int, **keywords: int) -> int:
+    return undocumented(*args, **keywords)
+
+
+@pytest.mark.parametrize("tool", [documented, with_default, undocumented, several, passed_on])
 def test_a_tool_whose_arguments_have_no_names_is_refused(tool):
     with pytest.raises(
         ValueError, match=f"the tool {tool.__name__} cannot be shown .*; give it named, typed arguments"

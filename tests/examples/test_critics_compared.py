@@ -51,8 +51,12 @@ def test_critics_are_compared_at_equal_samples_and_at_equal_time():
 def test_scores_at_equal_kl_are_read_off_the_curve():
     run = {"row": compare.GRPO, "task": compare.REAL, "curve": [(0, 0, 30, 0), (256, 10, 50, 1.5), (512, 20, 60, 3.5)]}
     assert [compare.score_at_kl(run, nats) for nats in (0.75, 2.5, 5)] == [40, 55, None]
+    further = {**run, "curve": [(0, 0, 32, 0), (256, 10, 52, 1.5), (512, 20, 72, 6)]}
+    table = compare.at_equal_kl([run, further])
+    # One of the two did not go as far as 5 nats.
+    assert table.splitlines()[2:] == ["| GRPO | 53.4 ± 0.9 |  |  |"]
     older = {**run, "curve": [point[:3] for point in run["curve"]]}
-    assert compare.score_at_kl(older, 2.5) is None
+    assert compare.score_at_kl(older, 2.5) is None and compare.at_equal_kl([older]) == ""
 
 
 def test_by_default_it_goes_on_with_its_own_record():

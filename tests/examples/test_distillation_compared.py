@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.defaults.records import recorded
 from examples.distillation import compare, stages
-from examples.distillation.run import ON_POLICY, STUDENTS, SUPERVISED, WARM
+from examples.distillation.run import BEFORE, LAYERS, ON_POLICY, RATES, SUPERVISED
 from tests.tiny_models import tiny_causal_lm, tiny_tokenizer
 
 IDS = torch.tensor([[5, 9, 12, 7]])
@@ -21,8 +21,8 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_teacher_has_the_distributions_of_its_model_at_the_lower_temperature(model, tmp_path):
-    stages.write_teacher(tmp_path / "teacher", model)
+def test_a_sharpened_model_has_the_distributions_of_its_own_at_the_lower_temperature(model, tmp_path):
+    stages.write_sharpened(tmp_path / "teacher", model)
     teacher, own = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "teacher", model))
     with torch.no_grad():
         assert_close(teacher(IDS).logits, own(IDS).logits / stages.TEMPERATURE)
@@ -52,17 +52,13 @@ def test_the_loss_is_that_of_the_completions_and_their_ends(model):
     assert stages.loss_on(rows, model) == pytest.approx(total / count, rel=1e-5)
 
 
-def test_students_keep_the_first_and_the_last_layer():
-    assert {name: len(layers) for name, layers in STUDENTS.items()} == {
-        "two of three layers": 21, "every third layer": 10
-    }  # fmt: skip
-    for layers in STUDENTS.values():
-        assert (layers[0], layers[-1]) == (0, 29) and list(layers) == sorted(set(layers))
+def test_the_cut_student_keeps_ten_layers_the_first_and_the_last_among_them():
+    assert LAYERS == [0, 3, 6, 9, 12, 15, 18, 21, 24, 29]
 
 
 def test_the_page_shows_the_recorded_runs():
     runs = recorded(compare.RECORD)
     assert compare.page(runs).partition("\n## ")[2] in compare.PAGE.read_text("utf-8")
-    asked = {(student, row): {run["seed"] for run in runs if (run["task"], run["row"]) == (student, row)}
-             for student in STUDENTS for row in (WARM, ON_POLICY, SUPERVISED)}  # fmt: skip
-    assert all(seeds == ({0} if row == WARM else {*compare.SEEDS}) for (_, row), seeds in asked.items())
+    made = {(run["task"], run["row"], run["seed"]) for run in runs}
+    ways = {(case, row, seed) for case in RATES for row in (ON_POLICY, SUPERVISED) for seed in compare.SEEDS}
+    assert made == ways | {(case, BEFORE, 0) for case in RATES} and len(runs) == len(made)

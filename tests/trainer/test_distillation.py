@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.compatibility import start_identity
 from alpaca_ppo.cli.sample import sample
 from alpaca_ppo.functional.shaping import distill
@@ -125,6 +126,13 @@ def test_what_a_teacher_cannot_be_is_said_before_the_run(teacher, tmp_path):
         tiny_trainer(tmp_path / "none", **ALONE)
     with pytest.raises(ValueError, match="'remax' compares scores .* a teacher alone gives none; take reinforce"):
         tiny_trainer(tmp_path / "greedy", teacher_model_name_or_path=teacher, adv_estimator="remax", **ALONE)
+
+    class Scores(PPOTrainer):
+        def _score(self, samples):
+            return super()._score(samples)
+
+    settings = {"adv_estimator": "remax", "trainer_class": Scores, **ALONE}
+    tiny_trainer(tmp_path / "scores", teacher_model_name_or_path=teacher, **settings)
     other = tiny_tokenizer([f"v{i}" for i in range(60)])
     other.save_pretrained(teacher)
     with pytest.raises(
