@@ -19,7 +19,7 @@ from alpaca_ppo.models import ActorCritic
 Part = Literal["both", "policy", "critic"]
 # Devices that have torch's fused AdamW for every floating-point dtype.
 _FUSED_DEVICES = ("cpu", "cuda")
-RATES = {5e7: ((1e-4, 1e-2), (5e-4, 2e-2)), 1e9: ((1e-6, 1e-5), (5e-6, 1e-4)), math.inf: ((3e-7, 1e-5), (5e-6, 5e-5))}
+RATES = {5e7: ((1e-4, 1e-2), (5e-4, 2e-2)), 1e9: ((1e-6, 1e-5), (5e-6, 2e-4)), math.inf: ((3e-7, 1e-5), (5e-6, 5e-5))}
 """For models with fewer weights than the key: the lowest and highest usual learning rate of all weights, and of LoRA.
 docs/getting-started.md has the sources."""
 

@@ -161,8 +161,10 @@ class Console(TrainerCallback):
         return lines
 
     def _without_zero_kl(self, stats: Metrics) -> Metrics:
-        """Removes the KL from `stats` where it is always 0, because there is no reference."""
-        return {key: value for key, value in stats.items() if self._has_reference or not key.endswith("kl_sum_seq")}
+        """Removes the KL from `stats` where it is always 0, because there is no reference; not that to a teacher."""
+        if self._has_reference:
+            return stats
+        return {k: v for k, v in stats.items() if not k.endswith("/kl_sum_seq") or k.startswith("teacher/")}
 
     def _history(self) -> list[Metrics]:
         """Returns the lines of metrics.jsonl on the main process."""

@@ -130,7 +130,7 @@ def test_a_single_schedule_counts_all_steps_and_knows_no_critic(model):
         (4_000_000, False, 1e-4, 1e-2),
         (4_000_000, True, 5e-4, 2e-2),
         (135_000_000, False, 1e-6, 1e-5),
-        (135_000_000, True, 5e-6, 1e-4),
+        (135_000_000, True, 5e-6, 2e-4),
         (7_000_000_000, False, 3e-7, 1e-5),
         (7_000_000_000, True, 5e-6, 5e-5),
     ],

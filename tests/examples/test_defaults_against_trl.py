@@ -1,10 +1,14 @@
 """TRL's runs of the tasks, without TRL: what it is given, and the scores that it reads."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from examples.defaults.chain import TABLE, build_tokenizer, right
 from examples.defaults.tasks import TASKS
+from examples.defaults.trl_points import Points
 from examples.defaults.trl_ppo import FunctionReward
 from examples.defaults.trl_run import trl_grpo_settings, trl_inputs, trl_settings
 from examples.mini_farm.against_trl import TRL_DEFAULTS, trl_optimizer_steps
@@ -85,6 +89,32 @@ def test_on_the_real_model_it_gets_the_schedule_and_temperature_of_the_others():
 def test_a_task_with_an_environment_is_refused(task):
     with pytest.raises(ValueError, match="no environments"):
         trl_settings(TASKS[task], seed=3)
+    with pytest.raises(ValueError, match="no reward function"):
+        trl_grpo_settings(task, seed=3)
+
+
+def test_the_policy_is_saved_at_points_of_the_run_and_saving_takes_no_time(tmp_path, monkeypatch):
+    now, saved = [0.0], []
+    monkeypatch.setattr("time.process_time", lambda: now[0])
+
+    class Slow:
+        def save_pretrained(self, folder):
+            saved.append(folder)
+            now[0] += 100
+
+    state = SimpleNamespace(global_step=0, max_steps=16)
+    points = Points(tmp_path, 5, Slow(), Slow, lambda state: 32 * state.global_step)
+    points.on_train_begin()
+    for step in range(1, 17):
+        state.global_step = step
+        now[0] += 2
+        points.on_optimizer_step()
+        points.on_step_end(None, state)
+    points.write(optimizer_steps=points.optimizer_steps)
+    written = json.loads((tmp_path / "points.json").read_text())
+    expected = [(32 * step, 2.0 * step) for step in (3, 6, 10, 13, 16)]
+    assert [(point["responses"], point["seconds"]) for point in written["points"]] == expected
+    assert written["optimizer_steps"] == 16 and len(saved) == 10
 
 
 def test_the_critic_starts_from_the_reward_model_or_from_the_policy():
