@@ -65,14 +65,14 @@ def trainer_of(folder: Path, *, use_peft: bool = False, **settings: Any) -> PPOT
 
 def step_of(folder: Path) -> dict[str, Any]:
     """The metrics of the last step."""
-    return [line for line in metric_lines(folder) if "loss/policy" in line][-1]
+    return [line for line in metric_lines(folder) if "ppo/loss/policy" in line][-1]
 
 
 @pytest.mark.parametrize(
     ("settings", "nats"),
     [
         pytest.param({}, 1e-4, id="slots"),
-        pytest.param({"generation_backend": "transformers"}, 1e-4, id="model.generate"),
+        pytest.param({"generation_backend": "generate"}, 1e-4, id="model.generate"),
         pytest.param({"generation_backend": "vllm", "vllm_python": PYTHON, "vllm_dtype": "float32"}, 1e-4, id="vLLM"),
         pytest.param({"use_peft": True}, 1e-4, id="LoRA"),
         pytest.param({"use_peft": True, "critic_layout": "adapter"}, 1e-4, id="LoRA, two adapters"),
@@ -85,7 +85,7 @@ def step_of(folder: Path) -> dict[str, Any]:
 )
 def test_a_step_with_each_sampler_and_layout(settings, nats, tmp_path):
     trainer = trainer_of(tmp_path, **settings)
-    trained = {name: p for name, p in trainer.policy.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in trainer.actor_critic.policy.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     trainer.train()
     step = step_of(tmp_path)
@@ -120,8 +120,9 @@ def test_the_exported_model_answers_as_the_trained_one(use_peft, tmp_path):
     ids = exported.generate(**prompt, do_sample=False, max_new_tokens=12)[0, prompt["input_ids"].size(1) :]
     assert tokenizer.decode(ids, skip_special_tokens=True).strip() == answer.strip()
     base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    trained = trainer.actor_critic.policy.model
     with torch.no_grad():
-        logits, of_run, of_base = (model(**prompt).logits for model in (exported, trainer.policy.model, base))
+        logits, of_run, of_base = (model(**prompt).logits for model in (exported, trained, base))
     assert_close(logits, of_run, atol=1e-3, rtol=1e-4)
     assert (logits - of_base).abs().max() > 0.1
 
