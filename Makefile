@@ -110,7 +110,7 @@ vllm-test: $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
 # of such a size do not belong into memory.
 real-test: $(VENV)/.installed_for_real $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
 	$(BIN)/python -m examples.sentences.model outputs/sentences/SmolLM2-135M-Instruct
-	$(call timed,real-test,PYTEST_DEBUG_TEMPROOT=/tmp VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest --durations 5 tests/integration/real_checks.py)
+	$(call timed,real-test,PYTEST_DEBUG_TEMPROOT=/tmp VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest -n 2 --durations 5 tests/integration/real_checks.py)
 
 $(VENV)-vllm/.installed: alpaca_ppo/cli/vllm_environment.py | $(INSTALLED)
 	$(BIN)/alpaca-ppo vllm-env $(VENV)-vllm --device cpu
