@@ -269,8 +269,8 @@ class Updater:
             stats.update.add({"policy/grad_norm": norms.policy}, tokens=1)
         if with_critic:
             self.learning_rates = self.learning_rates._replace(critic=rates.critic)
-        if with_critic and norms.critic is not None:
-            stats.update.add({"val/grad_norm": norms.critic}, tokens=1)
+            if norms.critic is not None:
+                stats.update.add({"val/grad_norm": norms.critic}, tokens=1)
         self.schedules.step(part)
         self.num_updates += 1
         return None

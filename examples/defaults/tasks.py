@@ -134,11 +134,7 @@ def _sentences(root: Path, seed: int) -> Options:
         for split, count in ((PROMPTS, SENTENCES["total_episodes"]), (HELD_OUT, 100)):
             named = sentences.TRAINING if split == PROMPTS else sentences.HELD_OUT
             rows = sentences.draw_prompts(count, split=named, seed=seed)
-            # The chat template without the system message that it adds, which is half of the prompt.
-            texts = [
-                f"<|im_start|>user\n{row['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n" for row in rows
-            ]
-            write_rows(folder / split, [{**row, "prompt": text} for row, text in zip(rows, texts, strict=True)])
+            write_rows(folder / split, [{**row, "prompt": sentences.chat_text(row)} for row in rows])
 
     sources = [Path(sentences.__file__)]
     data = run_stage(root / "data", "sentences: data", write_data, settings={"seed": seed}, sources=sources)

@@ -13,7 +13,7 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.supervised.sft import train_sft
 from examples.long_horizon.pipeline import flags_of
 from examples.mini_farm.splits import read_rows, write_rows
-from examples.sentences.task import HELD_OUT, TRAINING, draw_prompts, share_used
+from examples.sentences.task import HELD_OUT, TRAINING, chat_text, draw_prompts, share_used
 
 TEMPERATURE = 0.7
 """At which SmolLM2 writes sense. Its logits are divided by it, and everything here samples at 1."""
@@ -22,10 +22,9 @@ _PROMPTS_AT_ONCE = 16
 
 
 def write_prompts(folder: Path, *, count: int, held_out: bool, seed: int) -> None:
-    """`folder`/prompts.jsonl: the text of the chat template, without the system message that it would add."""
+    """`folder`/prompts.jsonl: texts of the chat template."""
     drawn = draw_prompts(count, split=HELD_OUT if held_out else TRAINING, seed=seed)
-    texts = [f"<|im_start|>user\n{row['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n" for row in drawn]
-    write_rows(folder / "prompts.jsonl", [{"prompt": text} for text in texts])
+    write_rows(folder / "prompts.jsonl", [{"prompt": chat_text(row)} for row in drawn])
 
 
 def write_sharpened(folder: Path, model: Path) -> None:

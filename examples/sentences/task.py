@@ -5,7 +5,7 @@ Prompts for training are of 30 topics, those of the evaluation of six others.
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,13 @@ def draw_prompts(number: int, *, split: str, seed: int) -> list[dict[str, Any]]:
 def _row(words: Sequence[str]) -> dict[str, Any]:
     text = f"Write one short sentence that uses all of these words: {', '.join(words)}."
     return {"prompt": [{"role": "user", "content": text}], "words": list(words)}
+
+
+def chat_text(row: Mapping[str, Any]) -> str:
+    """Returns the prompt of a row as the chat template writes it, without the system message that it adds, which is
+    half of the prompt.
+    """
+    return f"<|im_start|>user\n{row['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def words_of(prompt: Any) -> list[str]:

@@ -149,7 +149,7 @@ def test_it_answers_a_question_and_evaluates_twice_alike(tmp_path, capsys):
             "response_len": 12,
             "use_cpu": True,
         }
-        assert alpaca_ppo(["evaluate", *(text for k, v in flags.items() for text in (f"--{k}", str(v)))]) == 0
+        assert alpaca_ppo(["evaluate", *flags_of(flags)]) == 0
         results = json.loads((tmp_path / name / "results.json").read_text())["metrics"]
         found.append({k: v for k, v in results.items() if not k.startswith(("time/", "memory/"))})
     assert found[0] == found[1] and 0 < found[0]["eval/scores"] <= 1
