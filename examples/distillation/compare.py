@@ -3,7 +3,7 @@ missing, and writes RESULTS.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -32,6 +32,7 @@ class DistillationArguments:
 
     root: str = argument("outputs/distillation", "Folder for models and data.")
     jobs: int = argument(1, "Runs at once, each with one thread.")
+    seeds: list[int] = field(default_factory=lambda: list(SEEDS), metadata={"help": "Seeds to make runs of."})
     record: str = argument(str(RECORD), "File of the runs that have ended.")
     report: str = argument(str(PAGE), "File to write.")
 
@@ -59,10 +60,11 @@ def _cell(numbers: Sequence[float], name: str) -> str:
 
 def page(runs: Sequence[Run]) -> str:
     """Returns the page of all runs."""
+    seeds = sorted({run["seed"] for run in runs if run["row"] != BEFORE})
     return (
         "# Distillation compared\n\n"
         "Written by `python -m examples.distillation.compare`: means and standard errors over seeds "
-        f"{', '.join(map(str, SEEDS))}, on {machine()}. [The recipe](../../docs/recipes/distillation.md) says what is "
+        f"{', '.join(map(str, seeds))}, on {machine()}. [The recipe](../../docs/recipes/distillation.md) says what is "
         f"compared.\n" + "".join(f"\n## {case[0].upper()}{case[1:]}\n\n{table(runs, case)}" for case in RATES)
     )
 
@@ -75,11 +77,13 @@ def main() -> None:
     asked: list[Run] = []
     for case in RATES:
         start = Start(root, case)
-        for seed in SEEDS:
+        for seed in arguments.seeds:
             # Before runs that need them go side by side.
             start.training_prompts(seed)
         asked.append({"row": BEFORE, "task": case, "seed": 0})
-        asked += [{"row": row, "task": case, "seed": seed} for seed in SEEDS for row in (ON_POLICY, SUPERVISED)]
+        asked += [
+            {"row": row, "task": case, "seed": seed} for seed in arguments.seeds for row in (ON_POLICY, SUPERVISED)
+        ]
 
     def make(run: Run) -> Run:
         return outcome("examples.distillation.run", root, {"case": run["task"], "row": run["row"], "seed": run["seed"]})
