@@ -26,6 +26,8 @@ from tests.tiny_runs import metric_lines, weights
 
 MODEL = Path("outputs/sentences/SmolLM2-135M-Instruct").resolve()
 PYTHON = os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")
+PROOF = pytest.mark.proof
+"""What `.ci/run` leaves out, because all of it would take it twice as long."""
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 SETTINGS: dict[str, Any] = {
     "query_len": 96,
@@ -76,15 +78,17 @@ def step_of(folder: Path) -> dict[str, Any]:
     ("settings", "nats"),
     [
         pytest.param({}, 1e-4, id="slots"),
-        pytest.param({"generation_backend": "generate"}, 1e-4, id="model.generate"),
+        pytest.param({"generation_backend": "generate"}, 1e-4, id="model.generate", marks=PROOF),
         pytest.param({"generation_backend": "vllm", "vllm_python": PYTHON, "vllm_dtype": "float32"}, 1e-4, id="vLLM"),
         pytest.param({"use_peft": True}, 1e-4, id="LoRA"),
-        pytest.param({"use_peft": True, "critic_layout": "adapter"}, 1e-4, id="LoRA, two adapters"),
-        pytest.param({"critic_layout": "separate", "critic_epochs": 1}, 1e-4, id="separate critic"),
-        pytest.param({"critic_layout": "shared"}, 1e-4, id="shared critic"),
-        pytest.param({"adv_estimator": "grpo"}, 1e-4, id="GRPO"),
+        pytest.param({"use_peft": True, "critic_layout": "adapter"}, 1e-4, id="LoRA, two adapters", marks=PROOF),
+        pytest.param({"critic_layout": "separate", "critic_epochs": 1}, 1e-4, id="separate critic", marks=PROOF),
+        pytest.param({"critic_layout": "shared"}, 1e-4, id="shared critic", marks=PROOF),
+        pytest.param({"adv_estimator": "grpo"}, 1e-4, id="GRPO", marks=PROOF),
         pytest.param({"bf16": True}, 0.1, id="bf16"),
-        pytest.param({"bf16": True, "use_peft": True, "dtype": "bfloat16"}, 0.1, id="bf16, LoRA on a bf16 base"),
+        pytest.param(
+            {"bf16": True, "use_peft": True, "dtype": "bfloat16"}, 0.1, id="bf16, LoRA on a bf16 base", marks=PROOF
+        ),
     ],
 )
 def test_a_step_with_each_sampler_and_layout(settings, nats, tmp_path):
