@@ -10,10 +10,19 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-_WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_WITH_FUSED_KERNELS = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "zamba2",
+)
 _OWNED = "_adapters_made_by_a_run"
 
 
@@ -55,6 +64,34 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
     return peft
 
 
+class UnreachedAdapters(TrainerCallback):
+    """Says after the first step which layers with an adapter no pass of the step has gone through: those of an image
+    encoder, or whose weights a fused kernel takes past the adapter. They learn nothing.
+    """
+
+    def __init__(self, model: nn.Module, say: Callable[[str], Any]) -> None:
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+        self._layers, self._say, self._reached = layers, say, set[str]()
+        self._hooks: list[Any] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        self._hooks += [
+            layer.register_forward_hook(lambda *_, name=name: self._reached.add(name))
+            for name, layer in self._layers.items()
+        ]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if unreached := [name for name in self._layers if name not in self._reached]:
+            kinds = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in unreached})
+            self._say(
+                f"warning: {len(unreached)} of {len(self._layers)} layers with an adapter took no part in this step: "
+                f"they learn nothing ({', '.join(kinds)}); leave them out of target_modules (--lora_target_modules)"
+            )
+        self._layers = {}
+
+
 def remove_adapter(peft: Any, flags: Iterable[tuple[nn.Parameter, bool]]) -> None:
     """Removes a refused adapter from the base of `peft` and restores `requires_grad` from `flags`."""
     base = peft.get_base_model()
@@ -78,7 +115,9 @@ def _linear(model: PreTrainedModel) -> list[str]:
 
 
 def _read_past_adapters(model: PreTrainedModel) -> set[str]:
-    """Names of linear layers whose weights fused kernels of `model` take, past an adapter, which PEFT refuses then."""
+    """Names of linear layers whose weights fused kernels of `model` take, past an adapter, which
+    PEFT refuses for most of them.
+    """
     return {"out_proj"} if model.config.model_type in _WITH_FUSED_KERNELS else set()
 
 

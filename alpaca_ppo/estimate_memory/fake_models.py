@@ -30,6 +30,7 @@ from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_criti
 from alpaca_ppo.models.factory import make_actor_critic
 from alpaca_ppo.models.policy import use_eval_mode_but_checkpoint
 from alpaca_ppo.models.reference import make_reference
+from alpaca_ppo.ppo.teacher import TeacherModel
 from alpaca_ppo.saved_models import remote_code
 
 
@@ -49,7 +50,7 @@ class Models:
 
 def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tuple[ActorCritic, dict[str, nn.Module]]:
     """The models of a run on the meta device (small parts on the CPU), and by name all modules that hold weights:
-    policy, critic, a copied reference, reward0, reward1 and so on.
+    policy, critic, a copied reference, the teacher, reward0, reward1 and so on.
 
     For `cast_to_bf16` see `passes.measure`.
     """
@@ -73,7 +74,8 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
         if teacher is not None and not is_server(teacher):
             dtype = torch.float32 if args.teacher_dtype == "float32" else torch.bfloat16
             trust = args.trust_remote_code
-            roles["teacher"] = without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
+            model = without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
+            roles["teacher"] = TeacherModel(model.eval())
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
         if cast_to_bf16:
             # As in `DeepSpeedEngine`, buffers and reward models keep their type.

@@ -55,7 +55,9 @@ def measure(
     """
     with fake_runs(models.policy):
         actor_critic, modules = build(models, args, cast_to_bf16=cast_to_bf16)
-        passes = _Passes(actor_critic, replace(args, bf16=args.bf16 and not cast_to_bf16), processes)
+        others = [module for name, module in modules.items() if name in ("reference", "teacher")]
+        args = replace(args, bf16=args.bf16 and not cast_to_bf16)
+        passes = _Passes(actor_critic, others, args, processes)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         make_fake(modules.values(), mode)
         with mode, passes.live:
@@ -77,9 +79,11 @@ def bytes_saved_by_four_bit(model: nn.Module, head: nn.Module | None) -> float:
 class _Passes:
     """The passes of a step. Create it before tensors are fake, because the constructor reads the masks of its rows."""
 
-    def __init__(self, actor_critic: ActorCritic, args: PPOConfig, processes: int) -> None:
+    def __init__(self, actor_critic: ActorCritic, others: Sequence[Any], args: PPOConfig, processes: int) -> None:
         self.live = LiveBytes()
         self._actor_critic, self._args = actor_critic, args
+        # All that give log-probs of a rollout: `others` are reference and teacher.
+        self._readers: Sequence[Any] = [actor_critic, *others]
         self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
         prompts = math.ceil(args.rollout_batch_size / processes)
         # Responses sampled, scored or evaluated at once.
@@ -87,7 +91,8 @@ class _Passes:
         full_rows = self._full_rows(self._rows_at_once, args.longest_row)
         self._forward_rows = ForwardRows(full_rows, torch.device("cpu"), per_device_batch_size=self._rows_at_once)
         # Packs the batches, which `ForwardRows` then keeps for `_log_probs`, where tensors are fake.
-        list(self._forward_rows.batches(actor_critic))
+        for reader in self._readers:
+            list(self._forward_rows.batches(reader))
         count, tokens = largest_micro_batch(args, processes)
         batch: Any = self._full_rows(count, math.ceil(tokens / count)) | {"prompt_ids": torch.zeros(0)}
         packed = actor_critic.pack(*row_tensors(batch).values())
@@ -113,7 +118,7 @@ class _Passes:
         if args.reward_adapter is not None:
             rewards.append(self._actor_critic.policy.model.base_model)
         measured.score = max((self._peak(partial(self._score, model)) for model in rewards), default=0.0)
-        measured.logprobs = self._peak(self._log_probs)
+        measured.logprobs = max(self._peak(partial(self._log_probs, reader)) for reader in self._readers)
         measured.backward = self._peak(partial(self._backward, trained)) - measured.gradients
         return measured
 
@@ -131,7 +136,7 @@ class _Passes:
             weights["policy"] -= bytes_saved_by_four_bit(policy, policy.head)
         if self._args.teacher_dtype == "4bit" and "teacher" in modules:
             teacher: Any = modules["teacher"]
-            weights["teacher"] -= bytes_saved_by_four_bit(teacher, teacher.get_output_embeddings())
+            weights["teacher"] -= bytes_saved_by_four_bit(teacher, teacher.head)
         elements = float(sum(parameter.numel() for parameter in trained))
         return Measured(weights=weights, gradients=size_of(trained), elements=elements, layer=layer)
 
@@ -176,12 +181,14 @@ class _Passes:
         with eval_mode(model):
             model(input_ids=tokens, use_cache=False)
 
-    def _log_probs(self) -> None:
-        # The reference's pass takes no more. Entropies are computed in steps that are logged.
-        args, critic = self._args, self._actor_critic.critic
+    def _log_probs(self, reader: Any) -> None:
+        # Entropies are computed in steps that are logged.
+        args = self._args
         options: Any = {"temperature": args.temperature, "chunk_size": args.logprob_chunk_size, "with_entropies": True}
+        if reader is self._actor_critic:
+            options["with_critic"] = reader.critic is not None
         with self._autocast:
-            forward_responses(self._actor_critic, self._forward_rows, with_critic=critic is not None, **options)
+            forward_responses(reader, self._forward_rows, **options)
 
     def _backward(self, trained: Sequence[nn.Parameter]) -> None:
         """Runs forward and backward of the largest micro-batch while each of `trained` has a gradient, as of earlier

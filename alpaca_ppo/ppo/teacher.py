@@ -5,6 +5,7 @@ It is a model of the run, frozen, which may stay in host memory between passes, 
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from alpaca_ppo.models.trial import fit_rows
 KEY_VARIABLE = "TEACHER_API_KEY"
 # For one response; servers queue requests.
 _SECONDS, _MAX_BYTES = 600.0, 2**26
+# Log-probs are not above 0 but by rounding.
+_ROUNDING = 1e-3
 # Seconds before a failed request is sent again.
 _PAUSES = (0.5, 5.0)
 
@@ -69,7 +72,7 @@ class TeacherServer:
         """`teacher_logprobs` and `teacher_top_tokens` (B, R) of sampled rows; calls `poll` while it waits.
 
         Raises:
-            RequestFailed: if the server gives no usable answer.
+            ValueError: if the server gives no usable answer.
         """
         mask, lengths = samples["response_mask"], response_lengths(samples["response_mask"]).tolist()
         prompts = [
@@ -80,11 +83,19 @@ class TeacherServer:
         found = await_all([self._ask(prompt, answer) for prompt, answer in rows], poll)
         outputs = torch.zeros(2, *mask.shape)
         for row, entries in enumerate(found):
+            if isinstance(entries, RequestFailed):
+                raise ValueError(f"teacher_model_name_or_path: {entries}") from entries
             if isinstance(entries, BaseException):
                 raise entries
             outputs[:, row, : len(entries)] = torch.tensor(entries).reshape(-1, 2).T
         logprobs, top_tokens = outputs.where(mask, 0.0)
         return {"teacher_logprobs": logprobs, "teacher_top_tokens": top_tokens}
+
+    def ask_longest(self, query_len: int, response_len: int) -> None:
+        """Raises a `ValueError` if the server cannot read the longest row, so that a run does not begin in vain."""
+        query, response = torch.zeros(1, query_len, dtype=torch.long), torch.zeros(1, response_len, dtype=torch.long)
+        row = {"queries": query, "query_attn_masks": query + 1, "responses": response, "response_mask": response == 0}
+        self(row)
 
     async def _ask(self, prompt: list[int], answer: list[int]) -> list[tuple[float, float]]:
         """Log-prob of each token of `answer`, and 1 if it is the likeliest."""
@@ -101,7 +112,10 @@ class TeacherServer:
         try:
             entries = got["choices"][0]["prompt_logprobs"][len(prompt) :]
             chosen = [entry[str(token)] for entry, token in zip(entries, answer, strict=True)]
-            return [(float(entry["logprob"]), float(entry["rank"] == 1)) for entry in chosen]
+            pairs = [(float(entry["logprob"]), float(entry["rank"] == 1)) for entry in chosen]
+            if not all(-math.inf < logprob < _ROUNDING for logprob, _ in pairs):
+                raise ValueError("one is no log-prob")
+            return pairs
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RequestFailed(shown_url(url), f"gave no prompt_logprobs of each token ({error!r})") from error
 
@@ -116,14 +130,17 @@ def make_teacher(args: PPOConfig, processing_class: Any, *, vocab_size: int) -> 
         vocab_size: of the policy, which samples the ids that the teacher reads.
 
     Raises:
-        ValueError: when it cannot be loaded, its tokenizer has other ids, or it has too few embeddings or positions.
+        ValueError: when it cannot be loaded or asked, its tokenizer has other ids, or it has too few embeddings or
+            positions.
     """
     option, trust = "teacher_model_name_or_path", args.trust_remote_code
     name = args.teacher_model_name_or_path
     if name is None:
         return None
     if is_server(name):
-        return TeacherServer(name)
+        server = TeacherServer(name)
+        server.ask_longest(args.query_len, args.response_len)
+        return server
     name = model_folder(option, name)
     remedy = "learn from a model with the same one"
     check_same_tokenizer(option, name, processing_class, remedy=remedy, trust_remote_code=trust)
@@ -135,4 +152,7 @@ def make_teacher(args: PPOConfig, processing_class: Any, *, vocab_size: int) -> 
         raise ValueError(f"{option} {name!r} {problem}; take a policy with as many, or a larger teacher")
     teacher = TeacherModel(model.eval())
     fit_rows(teacher, model, args, owner="teacher")
+    if args.teacher_offloaded:
+        # bitsandbytes loads onto the GPU.
+        teacher.to("cpu")
     return CopiedReference(teacher, offloaded=args.teacher_offloaded)

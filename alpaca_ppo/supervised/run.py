@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from alpaca_ppo.adapters.checks import inject_adapter
+from alpaca_ppo.adapters.checks import UnreachedAdapters, inject_adapter
 from alpaca_ppo.adapters.files import CLASSIFIER_HEADS, is_adapter
 from alpaca_ppo.config.checks import without_nulls
 from alpaca_ppo.config.script_arguments import LoraArguments
@@ -28,7 +28,7 @@ from alpaca_ppo.data import PromptDataset, PromptForm, introduction, load_prompt
 from alpaca_ppo.data.prompts import well_formed_messages
 from alpaca_ppo.distributed.random_states import kept_random_states
 from alpaca_ppo.distributed.threads import limit_threads
-from alpaca_ppo.library_output import has_screen, transformers_bars
+from alpaca_ppo.library_output import has_screen, say, transformers_bars
 from alpaca_ppo.tracking.console import number
 
 
@@ -165,6 +165,7 @@ def train(trainer: Trainer, counts: dict[str, float], next_command: str) -> None
     and `next_command` with the folder.
     """
     limit_threads(trainer.accelerator)
+    trainer.add_callback(UnreachedAdapters(trainer.model, say))
     start = time.perf_counter()
     held_out = _HeldOut(trainer)
     if trainer.eval_dataset is not None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from alpaca_ppo.config.checks import COMPARISONS
+from alpaca_ppo.config.names import did_you_mean
 
 CONTROL_FLAGS = ("should_training_stop", "should_save", "should_evaluate", "should_log")
 
@@ -30,7 +31,7 @@ class StopAt(TrainerCallback):
         option: the option that asks for it, with its value, for messages.
         condition: the metric, one of COMPARISONS, and a number, as `stop_condition` returns them.
         on_any_rank: whether its argument is true on any rank; hooks of a user may give each rank its own metrics.
-        remedy: the end of the message, for a bound that nobody wants to reach.
+        remedy: the end of the message, for a bound that nobody wants to reach, and that must not be missed.
 
     Attributes:
         reached: why the run has ended, in words; None as long as it goes on.
@@ -48,17 +49,20 @@ class StopAt(TrainerCallback):
         self._option, self._remedy = option, remedy
         self._metric, self._comparison, self._bound = condition
         self._on_any_rank, self._say = on_any_rank, say
-        # Some metrics are not in every step.
+        # Or has been said to be missing.
         self._is_known = False
         self.reached: str | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Raises a `ValueError` if no metric has the name, once a step has trained the policy."""
+        """Says if no metric has the name, once a step has trained the policy; raises a `ValueError` for one of the
+        bounds that must not be missed.
+        """
         if not self._metric.startswith("eval/"):
             trains_policy = state.global_step > args.critic_pretraining_steps
             self._compare(state.global_step, control, context["metrics"], is_complete=trains_policy)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        """Raises a `ValueError` if no metric has the name and nothing has been trained yet; later, says it."""
         if self._metric.startswith("eval/"):
             self._compare(state.global_step, control, context["metrics"], is_complete=True)
 
@@ -66,7 +70,13 @@ class StopAt(TrainerCallback):
         value = metrics.get(self._metric)
         self._is_known |= value is not None
         if is_complete and not self._is_known:
-            raise ValueError(f"{self._option}, but there is no metric {self._metric}; there are {', '.join(metrics)}")
+            problem = f"{self._option}, but there is no metric {self._metric}"
+            if step == 0 or self._remedy:
+                raise ValueError(f"{problem}; there are {', '.join(metrics)}")
+            # It may come yet: entropies are measured in some steps, and a reward function may log what it likes.
+            remedy = did_you_mean(self._metric, metrics) or " see docs/metrics.md"
+            self._say(f"warning: {problem} yet;{remedy}")
+            self._is_known = True
         met = value is not None and COMPARISONS[self._comparison](value, self._bound)
         # A run can only be ended after a step.
         if step and self._on_any_rank(met):

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from transformers import TrainerCallback
 
+from alpaca_ppo.adapters.checks import UnreachedAdapters
 from alpaca_ppo.checkpoint import export
 from alpaca_ppo.checkpoint.compatibility import check_identity, run_identity
 from alpaca_ppo.checkpoint.directory import RESUME, RunLock
@@ -195,7 +196,8 @@ class BaseTrainer(ABC):
         args, log = self.args, self.run_log
         has_adapter = self.actor_critic.policy.adapters is not None
         doctor = RunDoctor(args, self.accelerator, log, has_adapter=has_adapter)
-        callbacks: list[TrainerCallback] = [Console(args, log), doctor]
+        unreached = UnreachedAdapters(self.actor_critic.policy.model, log.message)
+        callbacks: list[TrainerCallback] = [Console(args, log), doctor, unreached]
         on_any_rank = partial(collectives.any_rank, accelerator=self.accelerator)
         stop_at = partial(StopAt, on_any_rank=on_any_rank, say=log.message)
         if args.stop_at is not None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -45,6 +46,24 @@ def test_the_reference_is_the_base_without_a_second_copy_of_it(layout, tmp_path)
     assert first["objective/kl_sum_seq"] == 0.0 and first["ppo/policy/first_ratio_error_max"] < 1e-5
     assert trainer.step(trainer.prompt_batches(1))["objective/kl_sum_seq"] > 0.0
     assert [p.requires_grad for p in trainer.actor_critic.parameters()] == required
+
+
+def test_layers_that_no_pass_goes_through_are_named_once(tmp_path, capsys):
+    model = tiny_causal_lm("llama")
+    model.model.vision = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+    names = ["q_proj", "vision.0", "vision.1"]
+    arguments = {"model": model, "processing_class": tiny_tokenizer()}
+    trainer = lora_trainer(
+        tmp_path, peft_config=LoraConfig(target_modules=names), arguments=arguments, total_episodes=20
+    )
+    trainer.train()
+    said = (
+        "warning: 2 of 4 layers with an adapter took no part in this step: they learn nothing (model.vision.*); leave"
+    )
+    assert capsys.readouterr().out.count(said) == 1
+    assert not any(layer._forward_hooks for layer in model.modules())
+    lora_trainer(tmp_path / "all").train()
+    assert "took no part" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("shared", "float32"), ("adapter", "bfloat16")])

@@ -190,6 +190,16 @@ def test_a_step_takes_the_estimated_memory(tmp_path, fresh_state, with_lora, ove
     assert all(0.8 < ratio < 1.2 for ratio in ratios.values()), (ratios, predicted, measured)
 
 
+def test_a_teacher_that_is_wider_than_the_policy_has_the_larger_pass(tmp_path, fresh_state):
+    config = llama(hidden_size=512, intermediate_size=2048)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    sizes = {"output_dir": str(tmp_path / "run"), "response_len": 16, "logprob_chunk_size": 8}
+    args = settings(**sizes, teacher_model_name_or_path=str(tmp_path / "teacher"))
+    predicted, measured = predicted_peaks(Models(saved(llama())), args, Sharding()), measured_peaks(args, None)
+    assert all(0.8 < predicted[name] / measured[name] < 1.2 for name in predicted), (predicted, measured)
+
+
 # Embedding and head have 4096 * 128 weights each. A layer: q and o 128 * 128, k and v 128 * 64, three of 128 * 256, and
 # two norms of 128; there is another norm at the end.
 LAYER = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256

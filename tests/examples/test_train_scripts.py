@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
+from torch import nn
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
@@ -280,11 +281,23 @@ def test_rows_that_are_too_long_are_counted_on_the_screen_and_in_the_results(mod
         assert [results[name] for name in names] == [2, 4, 2, 1]
 
 
-def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(model_folder, tmp_path):
+def test_supervised_training_of_an_adapter_writes_what_the_trainer_starts_from(
+    model_folder, tmp_path, monkeypatch, capsys
+):
     out, data = tmp_path / "out", write(tmp_path / "sft.jsonl", [{"prompt": "w10", "completion": "w11"}] * 4)
     names = ["--model_name_or_path", str(model_folder), "--dataset_name", data, "--output_dir", str(out)]
     steps = ["--max_steps", "1", "--save_strategy", "steps", "--save_steps", "1"]
+    # As of layers that a fused kernel reads past their adapters.
+    load = sft.load_causal_lm
+
+    def with_unused_layer(*given, **options):
+        model = load(*given, **options)
+        model.model.q_proj = nn.Linear(4, 4)
+        return model
+
+    monkeypatch.setattr(sft, "load_causal_lm", with_unused_layer)
     sft.train_sft([*names, *QUICK, "--use_peft", "--lora_r", "2", *steps])
+    assert "took no part in this step: they learn nothing (base_model.model.model.q_proj)" in capsys.readouterr().err
     assert read_policy_adapter(str(out)).r == 2 and not (out / "model.safetensors").exists()
     for folder in (out, out / "checkpoint-1"):
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [tiny_tokenizer().eos_token_id]

@@ -819,7 +819,7 @@ def test_the_options_name_a_server_or_a_way_to_start_one(tmp_path: Path) -> None
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm"))
     with pytest.raises(ValueError, match="load_in_4bit is True"):
         four_bits: dict[str, Any] = {"load_in_4bit": True, "critic_layout": "shared", "vllm_python": "python"}
-        make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", **four_bits))
+        tiny_config(tmp_path, generation_backend="vllm", **four_bits)
     with pytest.raises(ValueError, match="vllm_urls holds 'localhost:8000', no address"):
         make_backend("vllm", tiny_config(tmp_path, generation_backend="vllm", vllm_urls=["localhost:8000"]))
     with pytest.raises(ValueError, match="needs the options of a run"):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.integration.launching import proves, start_tiny
-from tests.tiny_models import tiny_sequence_classifier, tiny_tokenizer
+from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
 from tests.tiny_runs import metric_lines
 
 
@@ -102,6 +102,7 @@ RUNS = {
     ),
     # Conversations of one to three turns, of which a rank has other numbers than the other, and in the last step none.
     "talking": TALKING,
+    "taught": (*TALKING, "teacher_model_name_or_path=kept"),
     "compared": ("eval_prompts=3", "eval_named=true", "eval_opponent=reference", "eval_judge=scores/count_even"),
     "compared_adapter": ("eval_prompts=3", *ADAPTER, "eval_opponent=reference"),
 }
@@ -131,9 +132,14 @@ def runs(tmp_path_factory, request) -> Path:
     all_of_them = proves(request)
     folder = tmp_path_factory.mktemp("processes")
     save_reward_adapter(folder / "reward")
+    tiny_causal_lm("llama", seed=7).save_pretrained(folder / "teacher")
+    tiny_tokenizer().save_pretrained(folder / "teacher")
     for processes, config in (("one", None), ("two", "ddp")):
         given = {
-            name: [setting.replace("=saved", f"={folder / 'reward'}") for setting in settings]
+            name: [
+                setting.replace("=saved", f"={folder / 'reward'}").replace("=kept", f"={folder / 'teacher'}")
+                for setting in settings
+            ]
             for name, settings in (RUNS | {"half": HALF} | ({} if config is None else TWO)).items()
             if all_of_them or name in KEPT
         }
@@ -157,8 +163,9 @@ def test_two_processes_train_the_same_model_as_one(name, runs):
             if "padding" not in key:
                 # Where one rank cannot sample in slots, all sample by model.generate, which rounds to float32.
                 rounding = 1e-6 if key.startswith("mismatch/") else 1e-8
-                # Of a prompt that is read once, norms round one gradient to float32 instead of one for each answer.
-                relative = 1e-5 if name == "cached" else 1e-6
+                # Of a prompt that is read once, norms round one gradient to float32 instead of one for each answer; a
+                # teacher's weights are in float32.
+                relative = 1e-5 if name in ("cached", "taught") else 1e-6
                 expected = None if first[key] is None else pytest.approx(first[key], rel=relative, abs=rounding)
                 assert second[key] == expected, key
 

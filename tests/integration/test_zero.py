@@ -119,7 +119,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 TALKING = {"critic": "c51", "talker": True, "response_len": 12, "max_turn_tokens": 3, "turn_gamma": 0.9}
-RUNS["talking"] = {**TALKING, "rollout_batch_size": 5, "eval_prompts": 3}
+RUNS["talking"] = {**TALKING, "rollout_batch_size": 5, "eval_prompts": 3, "teacher_model_name_or_path": "teacher"}
 HEAVY = {f"heavy{layout}": {**RUNS[f"clipped{layout}"], "vf_coef": 100.0} for layout in ("", "_adapters")}
 CLIPPED_RUNS = ["clipped", "clipped_adapters", "clipped_offloaded"]
 STAGES = {
@@ -168,6 +168,8 @@ def runs(tmp_path_factory, request) -> Path:
     """A folder with the runs of every stage, and of one process (`single`), in folders such as zero3/tied."""
     folder = tmp_path_factory.mktemp("zero")
     write_reward_adapter(folder / "reward")
+    tiny_causal_lm("llama", seed=7).save_pretrained(folder / "teacher")
+    tiny_tokenizer().save_pretrained(folder / "teacher")
     for stage, names in (STAGES if proves(request) else KEPT).items():
         output = start_tiny(stage, *((folder / stage / name, *flags(folder, name, stage)) for name in names))
         (folder / stage / "output.txt").write_text(output)
@@ -190,8 +192,8 @@ def flags(folder: Path, name: str, stage: str) -> list[str]:
     settings = {"dtype": "float32", **(RUNS | HEAVY)[name]}
     if name == "clipped_offloaded" and stage != "single":
         settings["deepspeed"] = str(offloading(folder, stage))
-    if "reward_adapter" in settings:
-        settings["reward_adapter"] = str(folder / settings["reward_adapter"])
+    for name in {"reward_adapter", "teacher_model_name_or_path"} & settings.keys():
+        settings[name] = str(folder / settings[name])
     return [
         f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1e9).splitlines()[0]}"
         for key, value in settings.items()

@@ -95,7 +95,10 @@ def test_a_run_ends_where_a_score_is_reached_and_says_why(condition, steps, tmp_
         assert f"step {steps} of {steps}; the run ended because {reason[:20]}" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("option", ["eval/scores", "0.8 <= eval/scores", "eval/scores >= high", "eval/scores >= nan"])
+@pytest.mark.parametrize(
+    "option",
+    ["eval/scores", "0.8 <= eval/scores", "eval/scores >= high", "eval/scores >= nan", "eval/scores=>1", "eval/x>>1"],
+)
 def test_a_condition_that_is_none_is_refused(option, tmp_path):
     with pytest.raises(ValueError, match="stop_at is .*; write a metric, one of >= <= > < and a number"):
         tiny_config(tmp_path, stop_at=option, eval_steps=2)
@@ -111,17 +114,25 @@ def test_a_score_that_nobody_measures_ends_the_run_before_its_first_step(tmp_pat
     assert trainer.state.global_step == 0
 
 
-def test_a_misspelt_metric_of_steps_is_named_in_a_resumed_run_too(tmp_path):
+def test_a_misspelt_metric_of_steps_is_named_once_and_the_run_goes_on(tmp_path, capsys):
     settings = {"total_episodes": 30, "save_steps": 1}
     tiny_trainer(tmp_path, **settings).train()
-    for name in ("objective/score", "ppo/policy/approx_kl_k3"):
-        resumed = tiny_trainer(tmp_path, **settings | {"total_episodes": 40}, stop_at=f"{name} >= 1e9")
-        if name == "objective/score":
-            with pytest.raises(ValueError, match="there is no metric objective/score; there are .*objective/scores"):
-                resumed.train(resume_from_checkpoint=True)
-        else:
-            resumed.train(resume_from_checkpoint=True)
-            assert resumed.state.global_step == 4
+    for total, name in ((50, "objective/score"), (60, "ppo/policy/approx_kl_k3")):
+        resumed = tiny_trainer(tmp_path, **settings | {"total_episodes": total}, stop_at=f"{name} >= 1e9")
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == total / 10
+        said = f"warning: stop_at: {name} >= 1e9, but there is no metric {name} yet; did you mean objective/scores"
+        assert capsys.readouterr().out.count(said) == (name == "objective/score")
+
+
+def test_a_metric_that_is_not_in_every_step_ends_a_run_when_it_comes(tmp_path):
+    class Rarely(PPOTrainer):
+        def record_step_stats(self, train_stats, rollouts, step):
+            return super().record_step_stats(train_stats, rollouts, step) | ({"mine": 1.0} if step == 2 else {})
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Rarely, stop_at="mine >= 1", total_episodes=50)
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def test_a_metric_that_comes_after_the_critic_s_pretraining_may_end_a_run(tmp_path):

@@ -11,7 +11,6 @@ from alpaca_ppo import PPOTrainer
 from alpaca_ppo.checkpoint.compatibility import start_identity
 from alpaca_ppo.cli.sample import sample
 from alpaca_ppo.functional.shaping import distill
-from alpaca_ppo.http_json import RequestFailed
 from alpaca_ppo.ppo import teacher as teachers
 from alpaca_ppo.ppo.teacher import TeacherServer
 from tests.http_servers import RawServer, response
@@ -106,12 +105,13 @@ def test_a_teacher_behind_a_server_says_the_same(teacher, tmp_path):
         there = tiny_trainer(tmp_path / "there", teacher_model_name_or_path=url)
         found = there.rollout(there.prompt_batches(0))
         assert {request.path for request in server.requests} == {"/v1/completions"}
-        assert server.requests[0].body["prompt_logprobs"] == 0
+        longest, first, *_ = [request.body for request in server.requests]
+        assert len(longest["prompt"]) == there.args.longest_row > len(first["prompt"]) and first["prompt_logprobs"] == 0
     for name in ("teacher_logprobs", "teacher_top_tokens"):
         assert_close(found[name], here[name], atol=1e-5, rtol=1e-5)
     with (
         RawServer(lambda request: response({"choices": [{}]})) as server,
-        pytest.raises(RequestFailed, match="no prompt_logprobs"),
+        pytest.raises(ValueError, match="teacher_model_name_or_path: http.* gave no prompt_logprobs"),
     ):
         TeacherServer(f"http://{server.address}/v1/")(here)
 
@@ -121,6 +121,9 @@ def test_what_a_teacher_cannot_be_is_said_before_the_run(teacher, tmp_path):
         tiny_config(tmp_path, teacher_model_name_or_path="http://localhost:8000", temperature=0.7)
     with pytest.raises(ValueError, match="teacher_model_name_or_path holds 'http://', no address"):
         tiny_config(tmp_path, teacher_model_name_or_path="http://")
+    for option in ({"teacher_dtype": "bfloat16"}, {"teacher_offloaded": True}):
+        with pytest.raises(ValueError, match="teacher_.* is .*, but the teacher is behind a server"):
+            tiny_config(tmp_path, teacher_model_name_or_path="http://localhost:8000", **option)
     with pytest.raises(ValueError, match="teacher_coef is 0.5, without effect"):
         tiny_config(tmp_path, teacher_coef=0.5)
     with pytest.raises(ValueError, match="there is no reward: .* or a teacher"):
@@ -177,9 +180,25 @@ def test_a_failed_request_is_sent_again(monkeypatch):
         found = TeacherServer(f"http://{server.address}")(samples)
     assert found["teacher_logprobs"].tolist() == [[-0.5]] and found["teacher_top_tokens"].tolist() == [[0.0]]
     with RawServer(lambda request: response(b"no", status="503 Busy")) as server:
-        with pytest.raises(RequestFailed, match="503"):
+        with pytest.raises(ValueError, match="teacher_model_name_or_path: http.* 503"):
             TeacherServer(f"http://{server.address}")(samples)
         assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), 0.5])
+def test_what_is_no_log_prob_is_refused(logprob):
+    answer = {"choices": [{"prompt_logprobs": [None, {"0": {"logprob": logprob, "rank": 1}}]}]}
+    with (
+        RawServer(lambda request: response(json.dumps(answer).encode())) as server,
+        pytest.raises(ValueError, match="gave no prompt_logprobs of each token .*one is no log-prob"),
+    ):
+        TeacherServer(f"http://{server.address}").ask_longest(1, 1)
+
+
+def test_a_server_that_cannot_be_asked_is_named_before_the_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(teachers, "_PAUSES", ())
+    with pytest.raises(ValueError, match="teacher_model_name_or_path: http://127.0.0.1:9/.* check that it runs"):
+        tiny_trainer(tmp_path, teacher_model_name_or_path="http://127.0.0.1:9")
 
 
 def test_a_run_goes_on_and_is_sampled_though_its_teacher_has_moved(teacher, tmp_path, capsys):

@@ -48,8 +48,6 @@ class VLLMBackend(Backend):
         if args is None:
             raise ValueError("backend is 'vllm', which needs the options of a run; use a trainer, or backend='auto'")
         super().__init__(args)
-        if args.load_in_4bit:
-            raise ValueError("load_in_4bit is True, but generation_backend vllm gets whole weights; set it to auto")
         self._urls = args.vllm_urls or []
         for url in self._urls:
             check_url("vllm_urls", url)
