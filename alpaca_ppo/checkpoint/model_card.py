@@ -48,7 +48,7 @@ class TrainedRun:
 
 
 def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, own_code: bool = False) -> None:
-    """Writes the policy's README.md and training_curve.svg.
+    """Writes the policy's README.md and, of a run with enough steps, training_curve.svg.
 
     Args:
         base_model: hub id or folder that training started from; the front matter names only a hub id.
@@ -59,6 +59,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     records, data = _read_run(run.folder)
     records_of_weights = [record for record in records if record["step"] <= step.step]
     greater = config.get("greater_is_better", True)
+    has_curve = _write_curve(records, folder / _CURVE)
     options = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
     front_matter = ModelCardData(
         library_name="peft" if adapter else "transformers",
@@ -78,7 +79,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         steps=max((record["step"] for record in records), default=0),
         figures=_key_figures(records_of_weights),
         means=means_in_words(records_of_weights),
-        curve=_CURVE if _write_curve(records, folder / _CURVE) else None,
+        curve=_CURVE if has_curve else None,
         adapter=adapter,
         own_code=own_code,
         options=options,

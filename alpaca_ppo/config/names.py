@@ -139,8 +139,8 @@ def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.75, pre
     return f" did you mean {prefix}{close[0]}?" if close else ""
 
 
-def check_url(name: str, url: str) -> None:
-    """Raises ValueError unless `url`, the value of the option `name`, is an address of http or https."""
+def check_url(field: str, url: str) -> None:
+    """Raises ValueError unless `url`, the value of the option `field`, is an address of http or https."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and " " not in url
@@ -148,9 +148,11 @@ def check_url(name: str, url: str) -> None:
     except ValueError:
         valid = False
     if not valid or not url.isprintable():
-        # By hand, because urlsplit does not recognise user and password in an address without a scheme.
-        without_credentials = url.rpartition("@")[2].partition("?")[0]
-        raise ValueError(f"{name} holds {without_credentials!r}, no address such as http://localhost:8000/score")
+        # By hand, because urlsplit does not recognise user and password in an address without a scheme, and a password
+        # may hold what begins a query.
+        place, _, rest = re.sub("[?#]", "?", url).partition("?")
+        without_credentials = repr(place.rpartition("@")[2]) if "@" not in rest else "text with credentials"
+        raise ValueError(f"{field} holds {without_credentials}, no address such as http://localhost:8000/score")
 
 
 def is_server(name: str | None) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator, DistributedType, InitProcessGroupKwargs
-from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, patch_environment
+from accelerate.utils import GradientAccumulationPlugin, patch_environment
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
@@ -30,12 +30,16 @@ def make_engine(accelerator: Accelerator, actor_critic: ActorCritic, optimizer: 
     excludes, and keeps Accelerate from sharding.
     """
     engine = Engine
-    # One process has nothing to shard.
-    if asks_for_fsdp(args) and accelerator.num_processes > 1:
+    if _shards_by_fsdp(accelerator, args):
         engine = FSDPEngine
     elif accelerator.distributed_type == DistributedType.DEEPSPEED:
         engine = DeepSpeedEngine
     return engine(accelerator, actor_critic, optimizer, args)
+
+
+def _shards_by_fsdp(accelerator: Accelerator, args: PPOConfig) -> bool:
+    # One process has nothing to shard.
+    return asks_for_fsdp(args) and accelerator.num_processes > 1
 
 
 def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) -> Accelerator:
@@ -94,12 +98,12 @@ def _new_accelerator(args: PPOConfig) -> Accelerator:
         raise ValueError(f"{problem} with other settings; start a new process") from error
 
 
-def hardware(accelerator: Accelerator) -> dict[str, Any]:
+def hardware(accelerator: Accelerator, args: PPOConfig) -> dict[str, Any]:
     """The run's processes, how they share the models, and the machine of this one."""
     plugin, device = accelerator.state.deepspeed_plugin, accelerator.device
     described: dict[str, Any] = {
         "processes": accelerator.num_processes,
-        "distributed": "FSDP" if parse_flag_from_env("ACCELERATE_USE_FSDP") else accelerator.distributed_type.value,
+        "distributed": "FSDP" if _shards_by_fsdp(accelerator, args) else accelerator.distributed_type.value,
         "zero_stage": None if plugin is None else plugin.zero_stage,
         "mixed_precision": accelerator.mixed_precision,
         "device": device.type,

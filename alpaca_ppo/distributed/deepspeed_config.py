@@ -137,7 +137,7 @@ def resolve_auto(config: Mapping[str, Any], args: PPOConfig, *, processes: int, 
 
 
 def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args: PPOConfig) -> None:
-    """Raises as `resolve_auto`; `from_run` are the entries that options set."""
+    """Raises as `resolve_auto`; `from_run` are the entries that the run decides."""
     nested = (f"{section}.{key}" for section in ("data_types", "aio") for key in config.get(section, {}))
     for name in (*config, *nested):
         if name not in (*_PRECISIONS, *_ENTRIES):
@@ -150,9 +150,13 @@ def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args:
             found = f"the DeepSpeed configuration has {name} {shown(given[name])}"
             raise ValueError(f'{found}, but the run makes it {expected!r}; write "auto" there')
     zero = config.get("zero_optimization", {})
-    if zero.get("stage") != 3 and (zero.get("offload_param") or {}).get("device") not in (None, "none"):
+
+    def offloads(part: str) -> bool:
+        return (zero.get(f"offload_{part}") or {}).get("device") not in (None, "none")
+
+    if zero.get("stage") != 3 and offloads("param"):
         raise ValueError("the DeepSpeed configuration has offload_param, which needs stage 3; remove one of them")
     gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
-    if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and "offload_optimizer" not in zero:
+    if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and not offloads("optimizer"):
         # Its optimizer cannot be read.
         raise ValueError("DeepSpeed's grad_accum_dtype 'fp32' excludes ZeRO 1 in bf16; remove it, or set stage to 2")

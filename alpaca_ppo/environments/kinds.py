@@ -151,14 +151,16 @@ def make_kinds(
     """The kinds of environments by the value of a row's `environment` column; under None, the one of all rows.
 
     Raises:
-        ValueError: for a tool without type hints or a docstring, duplicate names, or a factory that makes nothing.
+        ValueError: for a tool without type hints or a docstring, duplicate names, an empty dictionary or name, and
+            as `EnvironmentKind`.
     """
     shared = [Tool(name_of(tool), tool_schema(tool, f"the tool {name_of(tool)}"), tool) for tool in tools or ()]
     if isinstance(environment_factory, Mapping):
         if not environment_factory:
             raise ValueError("environment_factory is an empty dictionary; name at least one environment")
-        factories = environment_factory.items()
-        return {name: EnvironmentKind(name, factory, shared, routed=bool(name)) for name, factory in factories}
+        if not all(environment_factory):
+            raise ValueError("environment_factory has an environment without a name; name it as in the column")
+        return {name: EnvironmentKind(name, make, shared, routed=True) for name, make in environment_factory.items()}
     if environment_factory is not None:
         return {None: EnvironmentKind("", environment_factory, shared)}
     return {None: EnvironmentKind("tools", NoEnvironment, shared)} if shared else {}

@@ -62,9 +62,10 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     """The estimate as `--json` prints it, in bytes.
 
     Returns:
-        `phases` (bytes by cause), `peak`, `peak_phase`; with several processes `peak_by_zero_stage`; with offloading
-        `offloaded`. With `device_gib` also `limit` and `fits`, and if the run does not fit `changes`: the peak after
-        each of up to three changes that save most, and after all of them.
+        `model`, `processes`, `zero_stage` (0 = DDP, or FSDP2 if `fsdp`), `phases` (bytes by cause), `peak`,
+        `peak_phase`; with several processes `peak_by_zero_stage`; with offloading `offloaded`. With `device_gib` that
+        number, `limit` and `fits`, and if the run does not fit `changes`: the peak after each of up to three changes
+        that save most, and after all of them.
     """
     run = _Run.of(script, lora, args)
     shardings = {_name(sharding): sharding for sharding in (*run.other_shardings(), run.sharding)}
@@ -75,6 +76,7 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         "model": script.model_name_or_path,
         "processes": script.num_processes,
         "zero_stage": run.sharding.stage,
+        "fsdp": run.sharding.fsdp,
         "phases": [{**asdict(phase), "total": phase.total} for phase in phases],
         "peak": peak.total,
         "peak_phase": peak.phase,
@@ -86,10 +88,16 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     result |= on_device(peak.total, script.device_gib, use_cpu=args.use_cpu)
     if not result.get("fits", True):
         result["changes"] = [
-            {"change": json.dumps(change).replace('"', "")[1:-1], "peak": then, "fits": then <= result["limit"]}
+            {"change": _in_words(change), "peak": then, "fits": then <= result["limit"]}
             for then, change in run.best_changes(below=peak.total)
         ]
     return result
+
+
+def _in_words(change: Mapping[str, Any]) -> str:
+    """Options with their values, as YAML has them."""
+    values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in change.items()}
+    return ", ".join(f"{name}: {value}" for name, value in values.items())
 
 
 def on_device(peak: float, device_gib: float | None, *, use_cpu: bool) -> dict[str, Any]:

@@ -181,16 +181,16 @@ def _lay_out(groups: list[list[int]], prompt_lengths: list[int], lengths: list[i
     response_starts = torch.zeros_like(prompt_ends)
     start = 0
     for group in groups:
-        prompt, is_alone = prompt_lengths[group[0]], len(group) == 1
+        prompt_length, is_alone = prompt_lengths[group[0]], len(group) == 1
         # The response of a row without others of its prompt lies in the prompt's span.
-        spans.append(Span(start, prompt + lengths[group[0]] - 1 if is_alone else prompt))
+        spans.append(Span(start, prompt_length + lengths[group[0]] - 1 if is_alone else prompt_length))
         span_rows.append(group[0])
-        end = start + prompt
+        end = start + prompt_length
         for row in group:
-            prompt_ends[row] = start + prompt - 1
+            prompt_ends[row] = start + prompt_length - 1
             response_starts[row] = end
             if lengths[row] > 1 and not is_alone:
-                spans.append(Span(end, lengths[row] - 1, start, prompt))
+                spans.append(Span(end, lengths[row] - 1, start, prompt_length))
                 span_rows.append(row)
             end += lengths[row] - 1
         start = end

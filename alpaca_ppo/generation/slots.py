@@ -334,7 +334,7 @@ _models_without_problem: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def slot_problem(model: PreTrainedModel) -> str | None:
-    """Why `model` cannot be sampled in slots; None if it can, with the attention of `packed_attention` installed."""
+    """Why `model` cannot be sampled in slots. None if it can: then the attention of `packed_attention` is installed."""
     if model in _models_without_problem:
         return None
     if problem := packing_problem(model):

@@ -87,7 +87,7 @@ def _overrides(words: list[str], variables: dict[str, str]) -> list[str]:
         raise LookupError(" ".join(words)[-80:])
     # Assignments in front are for the process alone.
     given = [word for word in dropwhile(_ASSIGNMENT.fullmatch, words) if not re.fullmatch(_VOID, word, _FLAGS)]
-    command = "".join(f"{value}\0" for word in given if (value := _expanded(word, variables, is_divided=True)))
+    command = "".join(f"{value}\0" for word in given if (value := _expanded(word, variables, splits_words=True)))
     if not (start := re.match(_START, command, _FLAGS)):
         raise LookupError(" ".join(words)[:80])
     arguments = re.sub(r"(?<=\0)--config-(name|path|dir)[=\0]", r"hydra.config_\1=", command[start.end() - 1 :])
@@ -97,23 +97,26 @@ def _overrides(words: list[str], variables: dict[str, str]) -> list[str]:
     return overrides
 
 
-def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, is_divided: bool = False) -> str:
+def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, splits_words: bool = False) -> str:
     """The text that a shell makes of `word`. A variable that is not set stays, with its `$`.
 
     Raises:
-        LookupError: for a calculation that is not read; if `is_divided`, for a variable that becomes several words.
+        LookupError: for a calculation or a default value that is not read; if the shell `splits_words`, for a variable
+            that becomes several.
     """
     parts = list[str]()
     for piece in re.findall(rf"{_EXPANSION}|{_IN_QUOTES}" if in_quotes else _PIECE, word, _FLAGS):
         if piece[0] == "$":
             parts.append(_value(piece, variables, in_quotes))
-            if is_divided and re.search(r"[\s*?]", parts[-1]):
+            if splits_words and re.search(r"[\s*?]", parts[-1]):
                 raise LookupError(word)
         elif piece[0] in "'\"" and not in_quotes:
             parts.append(piece[1:-1] if piece[0] == "'" else _expanded(piece[1:-1], variables, in_quotes=True))
+        elif piece == "\\\n":
+            # The word continues on the next line.
+            continue
         else:
-            # A backslash escapes a character, and continues a line.
-            parts.append(piece[1:].strip("\n") if len(piece) > 1 else piece)
+            parts.append(piece[1:] if len(piece) > 1 and piece[0] == "\\" else piece)
     return "".join(parts)
 
 

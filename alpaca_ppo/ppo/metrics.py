@@ -227,8 +227,8 @@ def response_stats(scored: Rollouts) -> dict[str, float]:
 
 
 def teacher_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns, with a teacher, the KL of the policy to it (k1), in nats per token and per response, and the share of
-    tokens that are the teacher's likeliest.
+    """Returns, without their prefix and with a teacher, the KL of the policy to it (k1), in nats per token and per
+    response, and the share of tokens that are the teacher's likeliest.
     """
     if "teacher_logprobs" not in rollouts:
         return {}

@@ -393,7 +393,8 @@ class BaseTrainer(ABC):
                 check_room(self.args, self.start.checkpoint_size, self.schedule.num_steps - self.state.global_step)
         start_is_logged = lines > 0 or self.progress.step > 0
         logged_step = self.progress.step if start_is_logged else -1
-        provenance = self.start.record.provenance(hardware(self.accelerator), resumed_step=logged_step)
+        machine = hardware(self.accelerator, self.args)
+        provenance = self.start.record.provenance(machine, resumed_step=logged_step)
         sets = {"train": self.train_prompts, **{f"eval {name}".strip(): p for name, p in self.eval_prompts.items()}}
         provenance["prompts"] = {name: str(prompts) for name, prompts in sets.items()}
         self.run_log.begin(self.start.record.config(self.args), provenance, step=logged_step, lines=lines)

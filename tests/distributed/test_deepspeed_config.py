@@ -198,8 +198,10 @@ def test_the_optimizer_of_zero_1_for_float32_gradients_of_a_bf16_run_is_refused(
     stages = {
         stage: {"data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": stage}} for stage in (1, 2)
     }
-    with pytest.raises(ValueError, match="grad_accum_dtype 'fp32' .* ZeRO 1 in bf16"):
-        resolved(stages[1], bf16=True)
+    for offload in ({}, {"offload_optimizer": None}, {"offload_optimizer": {"device": "none"}}):
+        stages[1]["zero_optimization"] |= offload
+        with pytest.raises(ValueError, match="grad_accum_dtype 'fp32' .* ZeRO 1 in bf16"):
+            resolved(stages[1], bf16=True)
     assert resolved(stages[1])["data_types"] == resolved(stages[2], bf16=True)["data_types"]
 
 

@@ -268,7 +268,11 @@ def test_the_option_shards_the_models_of_several_processes(as_torchrun_starts_on
 
     one = make_accelerator(tiny_config("unused"))
     two = SimpleNamespace(num_processes=2, distributed_type=one.distributed_type)
-    assert hardware(one)["distributed"] != "FSDP"
+    described = SimpleNamespace(num_processes=2, mixed_precision="no", device=torch.device("cpu"), state=one.state)
+    described.distributed_type = one.distributed_type
+    sharded = tiny_config("unused", fsdp=True)
+    kinds = [hardware(of, args)["distributed"] for of, args in ((one, sharded), (described, sharded))]
+    assert kinds == [one.distributed_type.value, "FSDP"]
     choose(two)
     choose(two, fsdp=True)
     # One process has nothing to shard.
@@ -277,7 +281,8 @@ def test_the_option_shards_the_models_of_several_processes(as_torchrun_starts_on
     choose(two)
     assert chosen == ["Engine", "FSDPEngine", "Engine", "FSDPEngine"]
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
-    assert hardware(one)["distributed"] == "FSDP"
+    kinds = [hardware(of, tiny_config("unused"))["distributed"] for of in (one, described)]
+    assert kinds == [one.distributed_type.value, "FSDP"]
 
 
 def test_parameters_of_two_dtypes_and_models_without_named_layers_are_refused(as_torchrun_starts_one_process):

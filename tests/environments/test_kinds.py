@@ -400,6 +400,7 @@ class NoReset:
         ([lambda x: x], None, "the tool <lambda> cannot be shown"),
         ([add, add], Counter, "environment 'Counter' has several tools named 'add'"),
         (None, {}, "environment_factory is an empty dictionary"),
+        (None, {"": Counter}, "environment_factory has an environment without a name"),
         (None, {"a": "Counter"}, "environment_factory 'a' raised TypeError: 'str' .* let it need no arguments"),
         (None, {"shop": lambda: 1 / 0}, "environment_factory 'shop' raised ZeroDivisionError"),
     ],

@@ -256,6 +256,8 @@ def test_no_proxy_hears_of_an_address_of_this_machine(monkeypatch):
         (([],), "got no url"),
         (("ftp://h/x",), r"RemoteReward\(url\) holds 'ftp://h/x', no address"),
         (("http://u:hunter2@h:99999/",), "holds 'h:99999/'"),
+        (("http:/h/?key=ab@secret",), "holds text with credentials, no address"),
+        (("http//u:hunter2#1@h/",), "holds text with credentials, no address"),
         (("http://h/a b",), "holds 'http://h/a b'"),
         (("http://h", 0), "timeout=0. must be above 0"),
     ],

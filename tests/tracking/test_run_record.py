@@ -86,7 +86,7 @@ def test_provenance_says_how_where_and_with_what(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["my train.py", "--token", SECRET])
     record = command(ScriptArguments(**SCRIPT), launcher=("accelerate", "launch"))
-    machine = hardware(Accelerator(cpu=True))
+    machine = hardware(Accelerator(cpu=True), PPOConfig())
     found = record.provenance(machine, resumed_step=20)
     assert found["command_line"] == f"'my train.py' --token '{REMOVED}'" and found["launcher"] == "accelerate launch"
     assert (found["presets"], found["config_files"]) == (["vapo"], ["a.yaml"])

@@ -173,7 +173,8 @@ class VLLMBackend(Backend):
         if longest > most:
             raise ValueError(f"rows have up to {longest} tokens, but the vLLM server takes {most}; set --max-model-len")
         timeout = REQUEST_SHARE * self.args.ddp_timeout
-        return Sampling(self.servers, timeout, model, prompts, params, options).run()
+        vocab_size = model.config.get_text_config().vocab_size
+        return Sampling(self.servers, timeout, vocab_size, prompts, params, options).run()
 
 
 def _on_all_ranks(work: Callable[[], None]) -> None:

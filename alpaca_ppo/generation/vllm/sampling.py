@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from alpaca_ppo.async_calls import Call, CallTimeout, RowCall, RowCalls
 from alpaca_ppo.functional.rng import uniforms
@@ -72,14 +71,13 @@ class Sampling:
         self,
         servers: list[Server],
         timeout: float,
-        model: PreTrainedModel,
+        vocab_size: int,
         prompts: PromptBatch,
         params: SamplingParams,
         options: GenerateOptions,
     ) -> None:
-        self._servers, self._timeout, self._model = servers, timeout, model
+        self._servers, self._timeout, self._vocab_size = servers, timeout, vocab_size
         self._params, self._turns, self._hooks = params, options["turns"], options["hooks"]
-        self._vocab_size = model.config.get_text_config().vocab_size
         self._rule = StopRule(params, torch.device("cpu"))
         self._request = request_params(params, self._rule)
         self._keys = params.random_keys(prompts["prompt_ids"]).cpu()

@@ -60,7 +60,8 @@ def _others(leader: int) -> list[int]:
     """The other live processes of the session, except Python's tracker of shared memory, which ends after them."""
     processes = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
+        # It may have ended meanwhile.
+        with suppress(OSError, ValueError):
             # After the name, which may hold blanks: state, parent, group, session.
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             # Z is a zombie.
