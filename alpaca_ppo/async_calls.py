@@ -58,12 +58,12 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
-    """Its parameters; only `any_others` for a class that has no signature, such as one written in C. What a
-    `functools.wraps` decorator may supply itself is not required.
+    """The parameters of `function`. Those that a `functools.wraps` decorator may supply itself are not required. For a
+    class without a signature, such as one written in C, only `any_others` is set.
     """
     try:
         own = wrapped = inspect.signature(function).parameters
-        # `functools.lru_cache` has no signature of its own.
+        # `own` are those of the decorator that may supply some, if any. `functools.lru_cache` itself has no signature.
         with suppress(ValueError):
             supplier = inspect.unwrap(function, stop=supplies)
             own = inspect.signature(supplier, follow_wrapped=False).parameters
@@ -82,7 +82,7 @@ def supplies(decorated: Any) -> bool:
     # A `functools.partial` has no code, and what was typed in has no source.
     with suppress(AttributeError, OSError):
         source = " ".join(inspect.getsource(decorated.__code__).split())
-        # Its parameters, and the arguments of its calls: "*args,**keywords" if it passes on what it gets.
+        # The wrapper's parameters and the arguments of its calls: all "*args,**keywords" if it passes on what it gets.
         passed = [re.sub(r":[^,]*|,? *$| ", "", part) for part in re.findall(r"\(([^()]*\*\*[^()]*)\)", source)]
         is_changed = re.search(r"\*(\w+)\b.*\b\1(\[[^]]*\] = | \|?= |\.(update|setdefault)\()", source)
         return len(passed) < 2 or len({*passed}) > 1 or is_changed is not None
@@ -109,9 +109,11 @@ class _Loop:
             return ""
         assert self._thread.ident is not None
         frames = traceback.extract_stack(sys._current_frames()[self._thread.ident])
-        of_this_module = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+        # A task that a user's function has started has no frames of this module, only asyncio's.
+        not_users = (__file__, asyncio.base_events.__file__, asyncio.events.__file__)
+        last = max(i for i, frame in enumerate(frames) if frame.filename in not_users)
         # The user's first function, or the last frame of all where the loop runs none.
-        frame = frames[min(of_this_module[-1] + 1, len(frames) - 1)]
+        frame = frames[min(last + 1, len(frames) - 1)]
         return f"{frame.name} ({frame.filename}, line {frame.lineno})"
 
 
@@ -276,8 +278,9 @@ class RowCalls:
     def _begin(self) -> None:
         while self._waiting and len(self._running) < self._most:
             row, call = self._waiting.popleft()
-            deadline = math.inf if call.timeout is None else time.monotonic() + call.timeout
-            running, loop = RowCall(row, deadline), _event_loop().loop
+            # First, because it may wait for a loop that is blocked.
+            loop = _event_loop().loop
+            running = RowCall(row, math.inf if call.timeout is None else time.monotonic() + call.timeout)
             if inspect.iscoroutinefunction(call.function):
                 running.task = asyncio.run_coroutine_threadsafe(_await_call(call, running.outcome), loop)
             else:

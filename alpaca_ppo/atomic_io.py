@@ -36,14 +36,12 @@ def write_folder_atomically(path: StrPath) -> Iterator[Path]:
             yield new
             for file in [*new.rglob("*"), new]:
                 _sync_to_disk(file)
-    except BaseException:
+        if os.path.lexists(path):
+            os.rename(path, new.with_name(_OLD))
+        os.rename(new, path)
+        _sync_to_disk(path.parent)
+    finally:
         _finish(path)
-        raise
-    if os.path.lexists(path):
-        os.rename(path, new.with_name(_OLD))
-    os.rename(new, path)
-    _sync_to_disk(path.parent)
-    _finish(path)
 
 
 def write_text_atomically(path: StrPath, text: str) -> None:

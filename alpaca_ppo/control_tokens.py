@@ -46,11 +46,11 @@ def _control_tokens_of(tokenizer: Any) -> dict[int, AddedToken]:
 def continuing(tokenizer: Any) -> Callable[..., list[int]]:
     """A function that returns the token ids of a text that continues another, as they are within the whole: without
     the space that tokenizers such as Llama 2's put before a whole text, and with the white space that others strip.
-    Given the ids `before` the text, it knows whether a special token ends them.
+    Given the ids `before` the text, it knows whether an added token ends them.
     """
     encode = partial(tokenizer.encode, add_special_tokens=False)
     added = {k: token.content for k, token in tokenizer.added_tokens_decoder.items() if k != tokenizer.unk_token_id}
-    # Texts that end with a token of one letter. What follows may merge with some of these letters, but not with all.
+    # Texts whose last letter is a token of its own. What follows may merge with some of these letters, not with all.
     anchors = [text for text in map(_RARE.__add__, "q.z:0a") if not {*encode(text)[-1:]} <= {*encode(_RARE)}]
 
     def encode_rest(text: str, before: Sequence[int] = ()) -> list[int]:
@@ -124,7 +124,7 @@ class ControlTokens:
             return content
         text = content.replace(_GUARD, "")
         stripped = text.strip()
-        completes_token = stripped.startswith(self._rests) or stripped in self._insides
+        completes_token = stripped.startswith(self._rests) or (stripped or text) in self._insides
         first = text.find(stripped) if completes_token else -1
         return "".join(_stand_in(c) if i == first or c in self._starts else c for i, c in enumerate(text))
 

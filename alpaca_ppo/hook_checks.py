@@ -16,7 +16,7 @@ RETURNED = {
 
 
 def complete_samples(samples: Any, prompts: PromptBatch, params: Any) -> dict[str, Tensor]:
-    """The checked result of `_generate`, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids` added.
+    """The checked result of `_generate` on the CPU, with `queries`, `query_attn_masks`, `prompt_ids` and `sample_ids`.
 
     Args:
         samples: returned by the hook; `queries` and `query_attn_masks` default to those of `prompts`.
@@ -64,8 +64,8 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     """The checked result of `_score` for the C rows of `samples`; (C, R) rewards are zeroed outside `response_mask`.
 
     Raises:
-        ValueError: for a missing key, a key of the samples, or a shape other than `scores` (C,), `rewards` (C,) or
-            (C, R) and `scores_by_source` (C, num_sources).
+        ValueError: for a missing key, one that `samples` has already, or a shape other than `scores` (C,), `rewards`
+            (C,) or (C, R), `scores_by_source` (C, num_sources) and (C, ...) of any other tensor.
     """
     rows, width = samples["responses"].shape
     rewards: Any = scores.get("rewards") if isinstance(scores, Mapping) else None

@@ -26,8 +26,7 @@ _CONNECT_SECONDS = 10.0
 
 class RequestFailed(Exception):
     """A server gave no usable answer: no connection, a timeout, an HTTP status other than success, or an answer that is
-    too large, no JSON or of another form. The message begins with `server`, as it is shown, and
-    has no credential.
+    too large, no JSON or of another form. The message begins with `server`, as it is shown, and has no credential.
     """
 
     def __init__(self, server: str, problem: str) -> None:
@@ -56,18 +55,19 @@ async def ask_json(
     socket: str | None = None,
     parse: Callable[[str], Any] = json.loads,
 ) -> Any:
-    """Sends `body` and returns the JSON value of the answer.
+    """Sends `body` and returns what `parse` makes of the answer, by default its JSON value.
 
     Args:
         url: a user and a password in it are sent as basic authentication, instead of the key.
         body: JSON, which is posted; None asks with GET.
         key_variable: the environment variable whose key, if it is set, is sent as a bearer token.
         seconds: limit of the request, to the last byte of the answer.
+        max_bytes: limit of the answer.
         socket: path of the Unix socket on which the server listens, instead of the host and port of `url`.
-        parse: from the answer's text to what is returned.
+        parse: from the answer's text to what is returned; its ValueError means that the answer is no JSON.
 
     Raises:
-        RequestFailed: if there is no usable answer.
+        RequestFailed: if there is no usable answer. A ValueError as `key_from`.
     """
     parts, key = urlsplit(url), key_from(key_variable)
     checks = "its log" if socket else f"its log, address and {key_variable}"
@@ -75,6 +75,13 @@ async def ask_json(
     if key and not parts.username:
         headers["Authorization"] = f"Bearer {key}"
     answer = bytearray()
+
+    def quoted(text: str) -> str:
+        # Credentials are removed first: in a text that is shortened, a part of one could be left.
+        for secret in filter(None, (key, parts.password, unquote(parts.password or ""))):
+            text = text.replace(secret, REMOVED)
+        return shown(text)
+
     try:
         async with (
             asyncio.timeout(seconds),
@@ -91,7 +98,7 @@ async def ask_json(
                 answer += part
                 if len(answer) > max_bytes:
                     break
-        text = shown(answer.decode(errors="replace"))
+        text = quoted(answer.decode(errors="replace"))
         if not response.is_success:
             status = response.status_code
             problem = f"answered with HTTP status {status}: {text}; check {checks}"
@@ -107,9 +114,7 @@ async def ask_json(
         problem = f"did not answer within {seconds:g} s; allow it more time, or send less"
     # Their texts may hold the address, so they are neither chained nor shown unchanged.
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        problem = f"could not be asked ({type(error).__name__}: {shown(str(error))}); check that it runs"
-    for secret in filter(None, (key, parts.password, unquote(parts.password or ""))):
-        problem = problem.replace(secret, REMOVED)
+        problem = f"could not be asked ({type(error).__name__}: {quoted(str(error))}); check that it runs"
     raise RequestFailed(socket or shown_url(url), problem) from None
 
 

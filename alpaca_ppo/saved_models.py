@@ -54,7 +54,7 @@ def damaged_file(folder: Path) -> str | None:
             else:
                 with safe_open(path, "pt"):
                     pass
-        except (ValueError, RecursionError, SafetensorError) as error:
+        except (OSError, ValueError, RecursionError, SafetensorError) as error:
             return f"{path} is damaged ({error})"
     return None
 

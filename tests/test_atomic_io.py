@@ -79,6 +79,23 @@ def test_an_exception_leaves_the_old_folder_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["final"]
 
 
+def test_a_rename_that_fails_leaves_the_old_folder_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "final"
+    write(path, "old")
+    rename = os.rename
+
+    def failing(source, target):
+        if os.path.basename(source) == "new.alpaca_ppo":
+            raise OSError("no rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="no rename"):
+        write(path, "new")
+    assert content(path) == "old"
+    assert names(tmp_path) == ["final"]
+
+
 def test_every_file_is_forced_to_the_disk_before_the_rename(tmp_path, monkeypatch):
     forced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append(os.readlink(f"/proc/self/fd/{descriptor}")))

@@ -236,6 +236,13 @@ def test_other_errors_and_outer_blocks_stay_as_they_are():
         assert dynamic_module_utils.input("?") == "yes"
 
 
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match="no model: .*model.safetensors is damaged .*No such file"):
+        with loading("no model", str(tmp_path), "look at it"):
+            raise OSError("no weights")
+
+
 def test_a_missing_package_keeps_its_error():
     with pytest.raises(ImportError, match="sentencepiece"), loading("no tokenizer", "folder", "look at it"):
         raise ImportError("sentencepiece is missing")

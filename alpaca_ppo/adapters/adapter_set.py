@@ -78,7 +78,7 @@ class AdapterSet:
         classifier's head that are there too. `field` names the source in errors.
 
         Raises:
-            ValueError: when it does not fit the base.
+            ValueError: when it does not fit the base or has no safetensors file; as `add` and `lora_config`.
         """
         check_adapter_shapes(field, folder, self.model)
         warn_of_other_base(folder, config, self.model)
@@ -135,8 +135,8 @@ def add_policy_adapter(model: PreTrainedModel, config: Any) -> AdapterSet:
     """Freezes `model`, in place, and adds a new policy adapter of `config`, a `peft.LoraConfig`.
 
     Raises:
-        ValueError: for an adapter that changes the base even when it is switched off, for one of the output head or of
-            layers which do not exist, and for a model that already has adapters.
+        ValueError: for an adapter that changes the base even when it is switched off, for one of the output head, of
+            layers that do not exist or of half-precision `modules_to_save`, and for a model that already has adapters.
     """
     config = lora_config(config)
     if any(isinstance(layer, BaseTunerLayer) for layer in model.modules()):
@@ -164,24 +164,26 @@ def load_adapters(model: PreTrainedModel, folder: str) -> AdapterSet:
         ValueError: when the adapter does not fit the model; as `load_peft_model` and `from_peft_model`.
     """
     check_adapter_shapes("model_name_or_path", folder, model)
-    field = f"model_name_or_path {folder}"
-    return from_peft_model(load_peft_model(field, model, folder, is_trainable=True), field)
+    peft = load_peft_model("model_name_or_path", model, folder, is_trainable=True)
+    return from_peft_model(peft, field=f"model_name_or_path {folder}")
 
 
 def load_peft_model(field: str, model: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> PeftModel:
-    """`model` with the adapter in `folder` (or hub id), under PEFT's default name; `field` names it in errors.
+    """`model` with the adapter in `folder` (or hub id), under PEFT's default name; `field` is its option.
 
     Raises:
-        ValueError: when the adapter is damaged, does not fit the model, lacks weights, or is one that this package
-            cannot handle.
+        ValueError: when the adapter is damaged, is not in safetensors, does not fit the model, lacks weights, or is one
+            that this package cannot handle.
     """
-    with loading(f"{field}: no adapter can be loaded from {folder!r}", folder, "save or download the adapter again"):
+    # First, because PEFT would also read weights that are not in safetensors.
+    saved, name = weight_shapes(field, folder), f"{field} {folder}"
+    with loading(f"{name}: no adapter can be loaded from {folder!r}", folder, "save or download the adapter again"):
         peft = PeftModel.from_pretrained(model, folder, adapter_name=POLICY, is_trainable=is_trainable)
     # Loading translates the names of an older PEFT, and only then the layers of experts show as parameters.
-    lora_config(peft.peft_config[POLICY], field)
+    lora_config(peft.peft_config[POLICY], name)
     # PEFT only warns of missing weights, and initializes them at random.
-    if missing := sorted(set(get_peft_model_state_dict(peft, adapter_name=POLICY)) - set(weight_shapes(field, folder))):
-        raise ValueError(f"{field} lacks weights of its adapter_config.json: {', '.join(missing[:3])}; save it again")
+    if missing := sorted(set(get_peft_model_state_dict(peft, adapter_name=POLICY)) - set(saved)):
+        raise ValueError(f"{name} lacks weights of its adapter_config.json: {', '.join(missing[:3])}; save it again")
     return peft
 
 

@@ -115,8 +115,8 @@ def _linear(model: PreTrainedModel) -> list[str]:
 
 
 def _read_past_adapters(model: PreTrainedModel) -> set[str]:
-    """Names of linear layers whose weights fused kernels of `model` take, past an adapter, which
-    PEFT refuses for most of them.
+    """Names of linear layers whose weights `model` gives to fused kernels, which skip an adapter. PEFT refuses to adapt
+    them in most such models.
     """
     return {"out_proj"} if model.config.model_type in _WITH_FUSED_KERNELS else set()
 

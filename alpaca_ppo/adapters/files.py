@@ -113,7 +113,7 @@ def read_policy_adapter(name: str) -> LoraConfig:
     """The configuration of the adapter from which a policy starts.
 
     Raises:
-        ValueError: as `lora_config`; for an adapter of a classifier, and for one that does not name its base.
+        ValueError: as `read_adapter` and `lora_config`; for an adapter of a classifier, and for one without a base.
     """
     field = f"model_name_or_path {name}"
     config = lora_config(read_adapter(field, name), field)
@@ -206,8 +206,8 @@ def check_adapter_shapes(field: str, name: str, model: PreTrainedModel) -> None:
 
 
 def _needed_shape(key: str, shape: Shape, layers: Mapping[str, nn.Module], hidden: int) -> Shape | None:
-    """The shape that the tensor `key` of an adapter needs, given its own, which has the rank; None without its layer.
-    Of layers that are not linear, such as embeddings, any shape is accepted.
+    """The shape that the tensor `key` of an adapter needs; None if its layer is not there. `shape` is its own: it
+    gives the rank, and is accepted where the layer is not linear, such as an embedding.
     """
     layer, _, factor = key.removeprefix("base_model.model.").partition(".lora_")
     if factor and layer not in layers:

@@ -39,7 +39,7 @@ FREE_TO_CHANGE = frozenset(
     """.split()
 )
 # Options that name folders, which may be moved: `start_identity` has what the folders hold.
-_COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights", "teacher_model_name_or_path"}
+_COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights", "teacher_model_name_or_path", "teacher_dtype"}
 # Location, origin and outputs of a model. transformers changes some when it saves the model.
 _NOT_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions
@@ -123,8 +123,8 @@ def run_identity(
     start: Mapping[str, Any],
     optimizer_steps: StepCounts | None,
 ) -> dict[str, Any]:
-    """Everything that affects the numbers of a run and is not in its checkpoints, as plain values. A changed option
-    might have no effect: the learning rate is restored with the optimizer.
+    """What a run and its resumption must share, as plain values: all that affects the numbers of a run but is not in
+    its checkpoints, and options such as the learning rate, of which a resumed run would restore the old value.
 
     Args:
         start: `start_identity`.
@@ -150,7 +150,7 @@ def run_identity(
 
 
 def schedule_lengths(args: PPOConfig, optimizer_steps: StepCounts) -> dict[str, int]:
-    """The optimizer steps of policy and critic, if the schedule or a warm-up depends on them; else nothing."""
+    """The optimizer steps of policy and critic if the schedule or a warm-up depends on them, else an empty mapping."""
     schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]
     schedule_depends = "num_training_steps" in inspect.signature(schedule).parameters
     warmup_depends = any(0 < warmup < 1 for warmup in (args.warmup_steps, args.critic_lr_warmup_steps or 0))
@@ -163,16 +163,17 @@ def check_identity(folder: Path, saved: Mapping[str, Any], here: Mapping[str, An
     """Raises a ValueError if `saved`, the `run_identity` in the checkpoint `folder`, differs from `here`, this run's,
     in more than `args.ignore_changes` allow.
     """
-    changes: list[str] = []
-    for entry, value in here.items():
-        if _IGNORED_BY.get(entry) not in (args.ignore_changes or []):
-            changes += differences(entry, saved.get(entry, _ABSENT), value)
-    if changes:
+    found: dict[str, list[str]] = {}
+    for entry in dict.fromkeys([*here, *saved]):
+        # `metrics`, which only a checkpoint has, is compared by `run_log.check_metrics`.
+        if entry != "metrics" and _IGNORED_BY.get(entry) not in (args.ignore_changes or []):
+            found[entry] = [*differences(entry, saved.get(entry, _ABSENT), here.get(entry, _ABSENT))]
+    if changes := [change for of_entry in found.values() for change in of_entry]:
         more = f" and {len(changes) - _MAX_NAMED} more differences" if len(changes) > _MAX_NAMED else ""
-        kinds = [kind for entry, kind in _IGNORED_BY.items() if any(line.startswith(f"{entry}.") for line in changes)]
-        remedy = f"set ignore_changes: [{', '.join(dict.fromkeys(kinds))}], " if kinds else ""
+        kinds = [kind for entry, kind in _IGNORED_BY.items() if found.get(entry)]
+        ignore = f"set ignore_changes: [{', '.join(dict.fromkeys(kinds))}], " if kinds else ""
         problem = f"does not match this run: {', '.join(changes[:_MAX_NAMED])}{more}"
-        remedy = f"change it back, {remedy}or start a new run in another output_dir"
+        remedy = f"change it back, {ignore}or start a new run in another output_dir"
         raise ValueError(f"checkpoint {folder} {problem}; {remedy}")
 
 

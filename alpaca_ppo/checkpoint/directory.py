@@ -25,7 +25,7 @@ WAIT_SECONDS = 20.0
 
 # How to continue the newest checkpoint, for messages.
 RESUME = "--resume_from_checkpoint, or resume_from_checkpoint: true in YAML"
-_FOLDERS_OF_A_RUN = ("checkpoint-*", "abandoned-checkpoint-*", "final", "rollouts", "eval")
+_FOLDERS_OF_A_RUN = r"checkpoint-\d+|abandoned-checkpoint-\d+(-\d+)?|final|rollouts|eval"
 # Not run.yaml and runs/, to which the run that starts may have written. TensorBoard hides what is older.
 _RECORDS_OF_A_RUN = ("metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl", "report.html")
 
@@ -46,7 +46,7 @@ def resolve_checkpoint(resume: bool | str | None, output_dir: StrPath, *, overwr
             raise ValueError(f"resume_from_checkpoint is true, but output_dir {output_dir} has no checkpoint; name one")
         return newest
     named = Path(str(resume)) if resume else None
-    if not overwrite and (named is None or (named.is_dir() and not is_in(named, output_dir))):
+    if not overwrite and (named is None or (committed_path(named).is_dir() and not is_in(named, output_dir))):
         check_no_earlier_run(output_dir)
     return named
 
@@ -57,11 +57,11 @@ def is_in(checkpoint: Path, output_dir: StrPath) -> bool:
 
 
 def check_kinds(output_dir: StrPath) -> None:
-    """Raises a ValueError for a file or dangling link in `output_dir` with the name of a folder that a run writes, and
-    for a folder with the name of such a file.
+    """Raises a ValueError if, in `output_dir`, a folder that a run writes has its name taken by a file or a dangling
+    link, or a file that it writes by a folder or such a link.
     """
     for path in sorted(Path(output_dir).glob("*")):
-        names_folder = re.fullmatch(r"(abandoned-)?checkpoint-\d+|final|rollouts|eval|runs", path.name)
+        names_folder = re.fullmatch(f"{_FOLDERS_OF_A_RUN}|runs", path.name)
         names_file = path.name in (LOCK_FILE, HOLDER_FILE, *_RECORDS_OF_A_RUN)
         if (names_folder and not path.is_dir()) or (names_file and not path.is_file()):
             kind = "folder" if names_folder else "file"
@@ -89,9 +89,9 @@ def check_no_earlier_run(output_dir: StrPath) -> None:
 
 
 def remove_run(output_dir: StrPath) -> None:
-    """Deletes the checkpoints, final models and records of an earlier run in `output_dir`, and nothing else."""
-    for pattern in _FOLDERS_OF_A_RUN:
-        for folder in list_committed(output_dir, pattern):
+    """Deletes the checkpoints, final models, tables and records of an earlier run in `output_dir`, and nothing else."""
+    for folder in list_committed(output_dir, "*"):
+        if re.fullmatch(_FOLDERS_OF_A_RUN, folder.name):
             remove_folder(folder)
     for name in _RECORDS_OF_A_RUN:
         (Path(output_dir) / name).unlink(missing_ok=True)

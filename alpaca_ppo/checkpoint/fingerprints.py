@@ -128,7 +128,8 @@ def _definition(defined: Any) -> str:
     """Module, qualified name and source hash of a function or class; of a lambda, whose line of source may hold others,
     the hash of its bytecode.
     """
-    module_name = defined.__module__ or "builtins"
+    # Methods of classes written in C, such as str.lower, have no `__module__`.
+    module_name = getattr(defined, "__module__", None) or "builtins"
     module = sys.modules.get(module_name)
     path = Path(getattr(module, "__file__", None) or module_name.rpartition(".")[2])
     place = path.parent.name if path.stem in ("__init__", "__main__") else path.stem

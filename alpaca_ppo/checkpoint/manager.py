@@ -71,13 +71,16 @@ class BestCheckpoint:
         """Metric, step and metrics of the best checkpoint."""
         return self._criterion | {"step": self._state.best_global_step, "stats": self.stats}
 
-    def load_state_dict(self, saved: Mapping[str, Any], output_dir: Path) -> None:
-        """Restores which checkpoint in `output_dir` is the best, unless it was chosen by another metric or is gone;
-        then the best is chosen among later ones.
+    def load_state_dict(self, saved: Mapping[str, Any], parent: Path) -> None:
+        """Restores which checkpoint in the folder `parent` is the best. If there was none, it was chosen by another
+        metric, or it is gone, the best is chosen among later ones.
         """
+        # A trainer that has trained may resume from before its best checkpoint.
+        self.folder, self.stats = None, {}
+        self._state.best_metric = self._state.best_global_step = self._state.best_model_checkpoint = None
         if saved["step"] is None or not self._criterion.items() <= saved.items():
             return
-        best = output_dir / f"checkpoint-{saved['step']}"
+        best = parent / f"checkpoint-{saved['step']}"
         if best.is_dir():
             self.set(saved["stats"], saved["step"], best)
         else:
@@ -153,9 +156,9 @@ class CheckpointManager:
         return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
 
     def prepare_folder(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
-        """Removes from the output folder what killed processes left and, with `overwrite_output_dir`, an earlier run;
-        nothing if this trainer has trained already. Returns the checkpoint to resume from, or None
-        (`directory.resolve_checkpoint`).
+        """Returns the checkpoint to resume from, or None; raises as `directory.resolve_checkpoint`. Removes from the
+        output folder what killed processes left and, with `overwrite_output_dir`, an earlier run, but not the one to
+        resume, nor one of this trainer if it `has_trained`.
         """
         overwrite = self._args.overwrite_output_dir and not has_trained
         folder = directory.resolve_checkpoint(resume_from_checkpoint, self._output_dir, overwrite=overwrite)
@@ -169,8 +172,8 @@ class CheckpointManager:
         return folder
 
     def load(self, folder: Path) -> Checkpoint:
-        """Restores everything from the checkpoint `folder`, abandons those of later steps beside it, and returns it.
-        Raises a ValueError, before anything changes, for one that is damaged or of another run.
+        """Restores everything from the checkpoint `folder` and returns it; if it is in the output folder, abandons
+        later ones there. Raises a ValueError, before anything changes, for one that is damaged or of another run.
         """
         saved = Checkpoint.read(folder)
         components = self._components()
@@ -191,7 +194,9 @@ class CheckpointManager:
         self.best_is_loaded = False
         # Until every rank has read it, no folder may move.
         self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process and (moved := directory.abandon_later_checkpoints(folder)):
+        # In another run's folder, later checkpoints stay: this run does not look there, and holds no lock on it.
+        is_own = directory.is_in(folder, self._output_dir)
+        if is_own and self._accelerator.is_main_process and (moved := directory.abandon_later_checkpoints(folder)):
             print(f"{folder} is not the newest checkpoint; later ones are now {', '.join(path.name for path in moved)}")
         return saved
 

@@ -3,7 +3,6 @@
 They may be published, so local paths are shortened to their last part. run.yaml has them in full.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from alpaca_ppo.config.learning_options import chosen_rate
 from alpaca_ppo.config.parser import as_yaml
+from alpaca_ppo.doctor.examination import read_lines
 from alpaca_ppo.models.saved_critic import has_reader
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.tracking.results import Ends, WeightsStep, better_before_training, means_in_words, start_and_end
@@ -98,13 +98,12 @@ def write_value_card(folder: Path, *, own_code: bool) -> None:
 
 
 def _read_run(folder: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The records in metrics.jsonl, and the name of the data in run.yaml, as far as these files are there."""
+    """The records in metrics.jsonl, and the name of the data in run.yaml; nothing of a run without metrics.jsonl."""
     metrics, options = folder / "metrics.jsonl", folder / "run.yaml"
     if not metrics.exists():
         return [], None
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    data = yaml.safe_load(options.read_text()).get("dataset_name") if options.exists() else None
-    return records, data
+    data = yaml.safe_load(options.read_text(encoding="utf-8")).get("dataset_name") if options.exists() else None
+    return list(read_lines(metrics)), data
 
 
 def _key_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Ends]:

@@ -42,7 +42,7 @@ class Checkpoint:
     identity: dict[str, Any]  # `compatibility.run_identity`, which a resumed run must share
 
     def write(self, folder: Path) -> None:
-        """Writes `folder` atomically; to be called on one process. Raises an OSError when the disk is full."""
+        """Writes `folder` atomically, on one process. Raises an OSError on a full disk, a ValueError as `_stored`."""
         state = {f.name: _stored(getattr(self, f.name), f.name) for f in fields(self) if f.name != "weights"}
         with write_folder_atomically(folder) as tmp_dir:
             with open(tmp_dir / _STATE, "wb") as file:
@@ -54,9 +54,10 @@ class Checkpoint:
     def read(cls, folder: Path) -> "Checkpoint":
         """Reads a checkpoint; raises as `verify_files`."""
         verify_files(folder)
-        with open(folder / _STATE, "rb") as file:
+        committed = committed_path(folder)
+        with open(committed / _STATE, "rb") as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
-        return cls(load_file(folder / _WEIGHTS), **state)
+        return cls(load_file(committed / _WEIGHTS), **state)
 
     def restore(self, engine: Engine, scheduler: Any, rank: int) -> None:
         """Restores weights, optimizer and schedule in place, and the random states of `rank` if the run had it."""
@@ -117,7 +118,7 @@ def _hash(path: Path) -> str:
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Reads only the weights of a checkpoint; raises as `verify_files`."""
     verify_files(folder, [_WEIGHTS])
-    return load_file(folder / _WEIGHTS)
+    return load_file(committed_path(folder) / _WEIGHTS)
 
 
 def check_fits(folder: Path, saved: Checkpoint, engine: Engine) -> None:
@@ -170,7 +171,7 @@ def _stored(value: Any, name: str) -> Any:
         entries = [_stored(entry, f"{name}/{i}") for i, entry in enumerate(value)]
         return entries if isinstance(value, list) else tuple(entries)
     if isinstance(value, Mapping):
-        return {key: _stored(entry, f"{name}/{key}") for key, entry in value.items()}
+        return {_stored(key, f"{name}/{key}"): _stored(entry, f"{name}/{key}") for key, entry in value.items()}
     raise ValueError(f"{name} is {value!r}, which a checkpoint cannot hold; use plain values or tensors")
 
 

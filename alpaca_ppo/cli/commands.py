@@ -69,8 +69,8 @@ def exit_status(command: Callable[[Sequence[str]], int], argv: Sequence[str]) ->
     """Calls `command` with `argv` and returns its exit status; 2 for a mistake of the user, which is printed; and 130
     for Ctrl-C before a run could handle it.
 
-    Exceptions are passed on if `--traceback` is in `argv`, or if they come from a user's module, such as a reward
-    function, because only the traceback says from where.
+    Other exceptions are passed on. So are all if `--traceback` is in `argv`, here or in the process that started this
+    one; and those of a user's module, such as a reward function, because only the traceback says from where.
     """
     if TRACEBACK in argv:
         # Not a variable here, because the processes that this one starts read it too.

@@ -70,7 +70,7 @@ def _accelerate_flags(config: str, given: Mapping[str, object]) -> list[str]:
             f"{did_you_mean(config, _CONFIGS)} check the path"
         )
     file = str(_CONFIGS.get(config, config))
-    content = read_yaml(file)
+    content = read_yaml(file, option="--accelerate_config")
     flags = ["--config_file", file]
     for flag, value in given.items():
         flags += [f"--{flag}", str(value)]
@@ -80,8 +80,9 @@ def _accelerate_flags(config: str, given: Mapping[str, object]) -> list[str]:
         packaged = _DEEPSPEED_CONFIGS / Path(deepspeed_file).name
         if packaged.is_file():
             flags += ["--deepspeed_config_file", str(packaged)]
-    nodes = given.get("num_machines", content.get("num_machines", 1))
-    if "main_process_port" not in given and nodes == 1 and content.get("distributed_type") != "NO":
+    settings = {**content, **given}
+    needs_port = settings.get("main_process_port") is None and settings.get("num_machines", 1) == 1
+    if needs_port and content.get("distributed_type") != "NO":
         # 0 is any free port, because another run on this machine may have Accelerate's default.
         flags += ["--main_process_port", "0"]
     return flags

@@ -65,7 +65,7 @@ def sample(argv: Sequence[str]) -> int:
             raise ValueError(f"--{name} is {count}; give at least 1")
     policy = model_folder("model", given.model)
     record = Path(given.model) / "run.yaml"
-    run: dict[str, Any] = read_yaml(str(record)) if record.is_file() else {}
+    run: dict[str, Any] = read_yaml(str(record), option="the record") if record.is_file() else {}
     check_model_name("--reference", None if given.reference == "none" else given.reference)
     # Standard output is for the answers; what the trainer prints goes to standard error.
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):

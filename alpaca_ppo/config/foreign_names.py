@@ -134,7 +134,7 @@ def explain_names(given: Mapping[str, Any], valid: Collection[str], sections: Co
             continue
         entry = find_foreign_name(name, sections)
         if entry is None:
-            parts = (did_you_mean(known, [known]) for known in valid if name in known.split("_"))
+            parts = (f" did you mean {known}?" for known in valid if name in known.split("_"))
             hint = did_you_mean(name, valid, likeness=0.6) or next(parts, " there is no such name")
             lines.append(f"  {name}:{hint}")
             continue

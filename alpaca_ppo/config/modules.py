@@ -78,7 +78,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
 
 
 def raised_by(error: BaseException) -> str | None:
-    """The innermost function of a user's module in the traceback of `error` or its causes, with file and line."""
+    """The innermost function of a user's module in the traceback of `error` or a cause, with file and line, or None."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__") in _LOADED:
             return f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {line})"

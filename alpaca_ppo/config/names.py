@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from alpaca_ppo.library_output import say
 
-_CLASSIFIER = re.compile(r'"architectures":\s*\[\s*"(\w+ForSequenceClassification)"')
+# Of a model, or of an adapter.
+_CLASSIFIER = re.compile(r'"architectures":\s*\[\s*"(\w+ForSequenceClassification)"|"task_type":\s*"SEQ_CLS"')
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 # Names of the loopback interface that not every machine can look up.
 _LOOPBACK = re.compile(r"(.+\.)?localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)")
@@ -48,11 +49,11 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
     Args:
         field: the option, for errors.
         part: policy or value; None if the folder of a run is not valid.
-        writes_text: whether a classifier is refused.
+        writes_text: whether the model must write text, so that a classifier is refused.
 
     Raises:
         ValueError: as `check_model_name`; for a name without an owner that the hub does not have; for a folder without
-            a model, such as a checkpoint.
+            a model, such as a checkpoint; for a classifier that is to write text.
     """
     if not isinstance(name, str):
         return name
@@ -71,9 +72,11 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
             make = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
             remedy = f" or a run's final/{part}; {make}"
         raise ValueError(f"{field} is {name!r}, a folder without a model{remedy}")
-    classifier = _CLASSIFIER.search(config.read_text(errors="replace")) if config.is_file() else None
+    described = config if config.is_file() else Path(folder, "adapter_config.json")
+    classifier = _CLASSIFIER.search(described.read_text(errors="replace"))
     if writes_text and classifier:
-        raise ValueError(f"{field} is {name!r}, a {classifier[1]}, which writes no text; name a causal language model")
+        kind = classifier[1] or "reward adapter"
+        raise ValueError(f"{field} is {name!r}, a {kind}, which writes no text; name a causal language model")
     return folder
 
 
@@ -111,18 +114,20 @@ def check_folder(field: str, name: str) -> Path:
 
 
 def path_problem(name: str, *, what: Literal["folder", "file"] = "folder") -> str:
-    """Why the path `name` is no `what`, for the end of an error, so it begins with a space: it is a file, or does not
-    exist, with the most similar name beside it.
+    """Why the path `name` is no `what`, for the end of an error, so it begins with a space: it is a folder or file
+    instead, or does not exist, with the most similar name beside it.
     """
     if os.path.isfile(name) and what == "folder":
         return " it is a file, not a folder"
+    if os.path.isdir(name) and what == "file":
+        return " it is a folder, not a file"
     base = "" if Path(name).is_absolute() else f" (relative paths count from {Path.cwd()})"
     hint = _similar_path(name, what)
     return f" there is no such {what}{base}" + (f";{hint}" if hint else "")
 
 
 def _similar_path(name: str, what: str) -> str:
-    """`did_you_mean` of the folders (or all files) beside `name`."""
+    """`did_you_mean` of the folders beside `name`, or of files and folders if `what` is file."""
     try:
         siblings = [path for path in sorted(Path(name).parent.iterdir()) if path.is_dir() or what == "file"]
     # ValueError for a name that no file can have.

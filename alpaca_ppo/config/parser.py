@@ -100,7 +100,7 @@ def _read_sources(
         if flag in _SOURCES and len(words) != 1:
             raise ValueError(f"--{flag} needs one name after it, not {' '.join(words) or 'none'}")
         if flag == "config":
-            files[words[0]] = read_yaml(words[0])
+            files[words[0]] = _without_aliases(read_yaml(words[0]), options)
             _update(values, _file_values(files[words[0]], options, f"the --config file {words[0]}"))
         elif flag == "preset":
             _update(values, _file_values(read_preset(words[0]), options, f"the preset {words[0]}"))
@@ -180,9 +180,6 @@ def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], sour
     a single value becomes a list if it takes a list.
     """
     given = {name: value for name, value in content.items() if name != PROVENANCE}
-    for alias, name in _ALIASES.items():
-        if alias in given and name in options and name not in given:
-            given[name] = given.pop(alias)
     if unknown := sorted(map(str, set(given) - set(options))):
         # One of verl's sections has the name of an option: `critic`.
         foreign = {k: v for k, v in given.items() if k not in options or (k == "critic" and isinstance(v, Mapping))}
@@ -201,11 +198,17 @@ def _file_values(content: Mapping[str, Any], options: Mapping[str, Option], sour
     return values
 
 
+def _without_aliases(content: Mapping[str, Any], options: Mapping[str, Option]) -> dict[str, Any]:
+    """`content` with options in place of their aliases. An alias beside its option's name stays, which is invalid."""
+    aliases = {alias: name for alias, name in _ALIASES.items() if name in options and name not in content}
+    return {aliases.get(name, name): value for name, value in content.items()}
+
+
 def _entries(option: Option, values: list[Any]) -> list[Any]:
-    """The entries of a list. Text becomes another type, or all entries, if the option takes no text."""
+    """The entries of a list. If the option takes no text, text becomes another type; a single one may be a list."""
     read = [value if _accepts(option, value) else _parse_yaml(value) for value in values]
-    # A single text may be a list.
-    return read[0] if values[:1] != read[:1] and isinstance(read[0], list) else read
+    is_list_as_text = len(values) == 1 and isinstance(values[0], str) and isinstance(read[0], list)
+    return read[0] if is_list_as_text else read
 
 
 def _accepts(option: Option, value: Any) -> bool:
@@ -228,13 +231,13 @@ def _update(values: dict[str, Any], given: Mapping[str, Any]) -> None:
     values |= given
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """The mapping in the YAML file at `path`."""
+def read_yaml(path: str, *, option: str = "--config") -> dict[str, Any]:
+    """The mapping in the YAML file at `path`. Errors begin with `option`, which names the file."""
     # Path.is_file would raise an OSError for a text that is no file name.
     if os.path.isfile(path):
-        return _read_mapping(Path(path), f"--config {path}")
+        return _read_mapping(Path(path), f"{option} {path}")
     preset = did_you_mean(path, preset_names(), prefix="--preset ")
-    raise ValueError(f"--config is {shown(path)}, but{path_problem(path, what='file')}{preset}")
+    raise ValueError(f"{option} is {shown(path)}, but{path_problem(path, what='file')}{preset}")
 
 
 def read_preset(name: str) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def _load_eval_dataset(source: str) -> Dataset:
     """Returns the dataset of an entry of `eval_datasets`: dataset, dataset@split or dataset:config@split."""
     name, split, config = source, "", ""
     # The path of a file may contain @ and :.
-    if not os.path.exists(name):
-        name, _, split = name.partition("@")
+    if not os.path.exists(name) and "@" in name:
+        name, _, split = name.rpartition("@")
     if not os.path.exists(name):
         name, _, config = name.partition(":")
     return load_prompt_dataset(name, split=split or None, config_name=config or None)
@@ -126,7 +126,7 @@ def _load_folder(path: Path, config_name: str | None) -> DatasetDict:
 
 
 def _read_files(paths: Sequence[Path]) -> Dataset:
-    """Returns the rows of files with the same suffix."""
+    """Returns the rows of files of one kind: JSON, CSV with commas or tabs, or Parquet."""
     kind = _BUILDERS[paths[0].suffix]
     if kind == "parquet":
         return datasets.load_dataset(kind, data_files={"train": [*map(str, paths)]}, split="train")

@@ -77,7 +77,7 @@ class PromptDataset(Sequence[dict[str, Any]]):
 
     @property
     def any_blank(self) -> bool:
-        """Whether a prompt is blank, for its environment to write."""
+        """Whether a prompt is blank, for its environment to write; of messages, the first prompt decides."""
         first = self[0]["row"]["prompt"]
         return any(not ids for ids in self._input_ids) or (isinstance(first, list) and not first[-1]["content"])
 
@@ -131,8 +131,8 @@ def prepare_prompts(
         control_tokens: given where prompts must not write any.
 
     Raises:
-        ValueError: for a missing column, an empty or malformed prompt (with its row), an overlong prompt under "error",
-            or if no prompt is left.
+        ValueError: for a dataset without rows or with images, a missing column, a prompt (with its row) that is empty,
+            malformed, overlong under "error", or does not fit the others or the chat template; if none is left.
     """
     assert query_len >= 1 and overlong in ("drop", "truncate", "error")
     _check_dataset(dataset)
@@ -190,6 +190,24 @@ def prepare_prompts(
     )
 
 
+def _options_of(row: Any, prompt: Any, form: PromptForm, tools_of: ToolsOf | None, tokenizer: Any) -> dict[str, Any]:
+    """Returns the checked arguments of the chat template for the `prompt` of `row`."""
+    options = form.options_of(row) if isinstance(prompt, list) else {}
+    for name in options if tokenizer.chat_template else ():
+        if name != "tools" and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise ValueError(f"chat_template_kwargs has {name!r}, which the template never reads; remove it")
+    for name in ("tools", "chat_template_kwargs") if isinstance(prompt, str) else ():
+        if row.get(name) and name not in form.columns:
+            raise ValueError(f"column {name!r} is set, but the prompt is text; drop it, or write messages")
+    if tools_of is not None and (schemas := tools_of(row)):
+        if "tools" in options:
+            raise ValueError("column 'tools' is set, but the run has tools of its own; remove or rename it")
+        options["tools"] = list(schemas)
+    elif "tools" in options and not _writes_tools(prompt, tokenizer, options):
+        raise ValueError("column 'tools': the chat template writes nothing about tools; remove or rename it")
+    return options
+
+
 def _prompts_of_rows(
     rows: list[Any], start: int, form: PromptForm, tools_of: ToolsOf | None, kind: type | None, tokenizer: Any
 ) -> tuple[list[Any], list[dict[str, Any]]]:
@@ -201,19 +219,7 @@ def _prompts_of_rows(
     for number, row in enumerate(rows, start):
         try:
             prompt = form.prompt_of(row)
-            options.append(form.options_of(row) if isinstance(prompt, list) else {})
-            for name in options[-1] if tokenizer.chat_template else ():
-                if name != "tools" and not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-                    raise ValueError(f"chat_template_kwargs has {name!r}, which the template never reads; remove it")
-            for name in ("tools", "chat_template_kwargs") if isinstance(prompt, str) else ():
-                if row.get(name) and name not in form.columns:
-                    raise ValueError(f"column {name!r} is set, but the prompt is text; drop it, or write messages")
-            if tools_of is not None and (schemas := tools_of(row)):
-                if "tools" in options[-1]:
-                    raise ValueError("column 'tools' is set, but the run has tools of its own; remove or rename it")
-                options[-1]["tools"] = list(schemas)
-            elif "tools" in options[-1] and not _writes_tools(prompt, tokenizer, options[-1]):
-                raise ValueError("column 'tools': the chat template writes nothing about tools; remove or rename it")
+            options.append(_options_of(row, prompt, form, tools_of, tokenizer))
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
         _check_prompt(prompt, number, may_be_blank=tools_of is not None)
@@ -225,9 +231,7 @@ def _prompts_of_rows(
 
 
 def _writes_tools(messages: Any, tokenizer: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the chat template writes the tools in `options`. True if it refuses the messages, which has an error of
-    its own.
-    """
+    """Whether the template writes the tools in `options`; True if it refuses the messages, which has its own error."""
     both = [{**options, "tools": tools, "tokenize": False} for tools in (options["tools"], None)]
     with suppress(Exception):
         return len({tokenizer.apply_chat_template(messages, **keywords) for keywords in both}) == 2
@@ -268,9 +272,7 @@ def _shortened(text: str) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """The `default` of `json.dumps` for the dataset's fingerprint, which is the same in every run: of values whose text
-    is not, such as images, it has the type alone.
-    """
+    """What the dataset's fingerprint has of `value`: its content, or, as of an image, the name of its type alone."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, date | time | timedelta | Decimal):
@@ -336,11 +338,11 @@ def tokenize_prompts(
         keywords = {"add_generation_prompt": True, "return_dict": True, "tokenize": control_tokens is None}
         tokenized = []
         for number, (messages, given) in enumerate(zip(prompts, options, strict=True), start):
-            text = rendered(messages, tokenizer, {**keywords, **given}, number)
+            output = rendered(messages, tokenizer, {**keywords, **given}, number)
             if control_tokens is None:
-                tokenized.append(list(text["input_ids"]))
+                tokenized.append(list(output["input_ids"]))
             else:
-                tokenized.append(control_tokens.encode(text, add_special_tokens=False))
+                tokenized.append(control_tokens.encode(output, add_special_tokens=False))
     for number, (prompt, ids) in enumerate(zip(prompts, tokenized, strict=True), start):
         if may_be_blank and not prompt:
             ids.clear()

@@ -162,8 +162,8 @@ class PromptForm:
         return prompt
 
     def own_keys(self, messages: Any, column: str) -> Any:
-        """Returns messages of `column` without the keys that they have from other rows: chat templates test for the
-        presence of a key. Those in a column of the type Json have none, and nulls within them are meant.
+        """Returns messages of `column` without the nulls that Arrow writes for keys of other rows: chat templates test
+        for the presence of a key. In a column of the type Json, only a message's own nulls are left out.
         """
         return without_nulls(messages, deep=column not in self.json_columns)
 
@@ -186,9 +186,9 @@ class PromptForm:
         return {**(self.chat_template_kwargs or {}), **own}
 
     def wording(self, row: Mapping[str, Any], tokenizer: Any) -> str:
-        """Returns what surrounds the text of a prompt, from which `other_wording` sees that prompts are written
-        differently than in an earlier run: the prompt of `row` up to the policy's answer, with `PROBE` in place of its
-        first column and nothing for other columns; without a template, in place of the first user's message.
+        """Returns the prompt of `row` up to the policy's answer, with `PROBE` in place of its own text: of the first
+        column of the template, where others are empty, or, without a template, of the first user's message.
+        `other_wording` compares it with that of an earlier run.
         """
         if self.template is not None:
             others_empty = dict.fromkeys(_field_names(self.template.text), "")

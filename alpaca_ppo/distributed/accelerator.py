@@ -26,8 +26,8 @@ from alpaca_ppo.models import ActorCritic
 
 
 def make_engine(accelerator: Accelerator, actor_critic: ActorCritic, optimizer: Optimizer, args: PPOConfig) -> Engine:
-    """The engine of a run; raises what its class does. For a new one, `make_accelerator` refuses options that it
-    excludes, and keeps Accelerate from sharding.
+    """The engine of a run; raises what its class does. `make_accelerator` has refused options that the engine excludes,
+    and has kept Accelerate from sharding.
     """
     engine = Engine
     if _shards_by_fsdp(accelerator, args):
@@ -46,9 +46,9 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     """An Accelerator configured by `args`, whichever launcher started the program; or the user's, after checking it.
 
     Raises:
-        ValueError: for a precision other than float32 and bfloat16, of the launcher too; when the user's accelerator
-            contradicts `args` or has no trackers; when this process already has an Accelerator with other settings; see
-            also `check_fsdp`, `check_launch` and `deepspeed_plugin`.
+        ValueError: for a precision, of the launcher or the user's accelerator, that is not that of `args.bf16`; for a
+            user's accelerator with `log_with` but no trackers, or beside `args.deepspeed`; when this process already
+            has an Accelerator with other settings; see also `check_fsdp`, `check_launch` and `deepspeed_plugin`.
     """
     watch_launcher()
     ignore_known_lines()

@@ -57,7 +57,7 @@ def deepspeed_plugin(args: PPOConfig) -> DeepSpeedPlugin | None:
     plugin = DeepSpeedPlugin(hf_ds_config=content, zero3_init_flag=False)
     check_stage(plugin.zero_stage, "the DeepSpeed configuration")
     check_four_bit(plugin.zero_stage, args)
-    # The engine, which is made once models are loaded, does the same.
+    # Only for its errors: the engine, which is made once models are loaded, does the same.
     resolve_auto(plugin.deepspeed_config, args, processes=get_int_from_env(["WORLD_SIZE"], 1), hidden_size=0)
     # Accelerate overwrites this one.
     unread = {"steps_per_print"} & set(content or {})
@@ -150,13 +150,14 @@ def _check_entries(config: Mapping[str, Any], from_run: Mapping[str, Any], args:
             found = f"the DeepSpeed configuration has {name} {shown(given[name])}"
             raise ValueError(f'{found}, but the run makes it {expected!r}; write "auto" there')
     zero = config.get("zero_optimization", {})
-
-    def offloads(part: str) -> bool:
-        return (zero.get(f"offload_{part}") or {}).get("device") not in (None, "none")
-
-    if zero.get("stage") != 3 and offloads("param"):
+    if zero.get("stage") != 3 and offloads(zero, "param"):
         raise ValueError("the DeepSpeed configuration has offload_param, which needs stage 3; remove one of them")
     gradient_dtype = config.get("data_types", {}).get("grad_accum_dtype")
-    if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and not offloads("optimizer"):
+    if args.bf16 and zero.get("stage") == 1 and gradient_dtype == "fp32" and not offloads(zero, "optimizer"):
         # Its optimizer cannot be read.
         raise ValueError("DeepSpeed's grad_accum_dtype 'fp32' excludes ZeRO 1 in bf16; remove it, or set stage to 2")
+
+
+def offloads(zero: Mapping[str, Any], part: str) -> bool:
+    """Whether `zero`, the section zero_optimization, offloads `part`: optimizer or param."""
+    return (zero.get(f"offload_{part}") or {}).get("device") not in (None, "none")

@@ -191,7 +191,7 @@ class Engine:
         adapter = None if policy.adapters is None else {id(p) for p in policy.adapters.parameters_of(POLICY)}
         yielded: set[int] = set()
         for name, tensor in policy.model.state_dict(keep_vars=True).items():
-            wanted = adapter is None or (base and ".lora_" not in name) or (not base and id(tensor) in adapter)
+            wanted = adapter is None or (".lora_" not in name if base else id(tensor) in adapter)
             if wanted and id(tensor) not in yielded:
                 yielded.add(id(tensor))
                 with self._unsharded(tensor) as (whole,):
@@ -200,7 +200,7 @@ class Engine:
 
     def weights(self) -> dict[str, Tensor]:
         """The whole tensors that a checkpoint saves, by name: parameters and persistent buffers, tied weights under
-        their first name; of models with a frozen base only trainable parameters. Ranks other than the main one may get
+        their first name; if any parameter is frozen, only the trainable ones. Ranks other than the main one may get
         tensors without memory.
         """
         parameters = dict(self.actor_critic.named_parameters())

@@ -34,7 +34,7 @@ _READ = {
 }
 _READ_BY_DEEPSPEED = {"ACCELERATE_(DEEPSPEED_(?!ZERO3_).*|GRADIENT_.*)": (".*", "")}
 # What a run does where the launcher's default is another.
-_DONE = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": "false"}
+_IN_EFFECT = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": "false"}
 # Keys of a configuration's file that the launcher needs for itself, or hands on by another name.
 _OF_LAUNCHER = r"""(?x)compute_environment|distributed_type|fp16|debug|enable_cpu_affinity|gpu_ids|machine_rank
 |num_machines|main_process_\w+|same_network|rdzv_backend|deepspeed_config\.deepspeed_(multi\w+|hostfile|\w+_filter)
@@ -74,34 +74,34 @@ def check_launch(args: PPOConfig) -> None:
     file = _launch_file()
     content = read_yaml(file) if os.path.isfile(file) else {}
     on_cpu, processes = args.use_cpu or not torch.cuda.is_available(), os.environ.get("WORLD_SIZE")
-    done = vars(launch_command_parser().parse_args(["script"])) | vars(ClusterConfig) | _DONE
-    done |= {"use_cpu": content.get("use_cpu") and on_cpu, "parallelism_config_dp_shard_size": processes}
+    in_effect = vars(launch_command_parser().parse_args(["script"])) | vars(ClusterConfig) | _IN_EFFECT
+    in_effect |= {"use_cpu": content.get("use_cpu") and on_cpu, "parallelism_config_dp_shard_size": processes}
     # Flags may ask for other numbers of several; distributed_type NO starts one process, whatever its file says.
-    done["num_processes"] = content.get("num_processes") if processes or "mpirun_config" in content else 1
+    in_effect["num_processes"] = content.get("num_processes") if processes or "mpirun_config" in content else 1
     given = {k: v for k, v in os.environ.items() if re.match("(ACCELERATE|FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_", k)}
     read = _READ | ({} if args.deepspeed or not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") else _READ_BY_DEEPSPEED)
     read["ACCELERATE_USE_CPU"] = (".*" if on_cpu else "no?|f(alse)?|off|0", "set use_cpu: true in the run's file too")
-    unread = [*_unread_variables(given, read, done), *_unread_keys(content, given, done)]
+    unread = [*_unread_variables(given, read, in_effect), *_unread_keys(content, given, in_effect)]
     if unread:
         say(f"settings of the launch configuration without effect on this run: {', '.join(unread)}")
 
 
 def _unread_variables(
-    given: Mapping[str, str], read: Mapping[str, tuple[str, str]], done: Mapping[str, Any]
+    given: Mapping[str, str], read: Mapping[str, tuple[str, str]], in_effect: Mapping[str, Any]
 ) -> list[str]:
-    """The variables in `given` that are neither `read` nor as `done`; raises as `check_launch`."""
+    """The variables in `given` that are not `read` and differ from what is `in_effect`; raises as `check_launch`."""
     unread = []
     for name, value in given.items():
         entry = next((entry for pattern, entry in read.items() if re.fullmatch(pattern, name)), None)
         if entry is not None and not re.fullmatch(entry[0], value.lower()):
             raise ValueError(f"{name.lower()} is {value!r}, which this trainer does not support; {entry[1]}")
-        if entry is None and value.lower() != _text(done.get(name.removeprefix("ACCELERATE_").lower())):
+        if entry is None and value.lower() != _text(in_effect.get(name.removeprefix("ACCELERATE_").lower())):
             unread.append(f"{name}={value}")
     return unread
 
 
-def _unread_keys(content: Mapping[str, Any], given: Mapping[str, str], done: Mapping[str, Any]) -> list[str]:
-    """The keys of the launcher's file that no variable in `given` hands on, and that are not as `done`."""
+def _unread_keys(content: Mapping[str, Any], given: Mapping[str, str], in_effect: Mapping[str, Any]) -> list[str]:
+    """The keys of the launcher's file that no variable in `given` hands on and that differ from what is `in_effect`."""
     unread = []
     for name, section in content.items():
         # As in `accelerate launch`, which adds a missing beginning in these three.
@@ -109,7 +109,7 @@ def _unread_keys(content: Mapping[str, Any], given: Mapping[str, str], done: Map
         for key, value in (section if isinstance(section, dict) else {name: section}).items():
             shown = name if key == name else f"{name}.{key}"
             flag = key if key.startswith(prefix) else prefix + key
-            asks = str(value).lower() not in ("none", "no", "[]", _text(done.get(flag, "none")))
+            asks = str(value).lower() not in ("none", "no", "[]", _text(in_effect.get(flag, "none")))
             variables = {f"{start}{flag.upper()}" for start in ("", "ACCELERATE_", "ACCELERATE_DEEPSPEED_")}
             if asks and not variables & given.keys() and not re.fullmatch(_OF_LAUNCHER, shown):
                 unread.append(shown)

@@ -86,8 +86,10 @@ class FSDPEngine(Engine):
     def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> Iterator[None]:
         # FSDP2 reduces a gradient in the pass that computes it. Passes without gradients reshard in any case.
         self.model.set_reshard_after_forward(parse_flag_from_env("FSDP_RESHARD_AFTER_FORWARD", True))
-        yield
-        self.model.set_reshard_after_forward(True)
+        try:
+            yield
+        finally:
+            self.model.set_reshard_after_forward(True)
 
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
         return 0.0

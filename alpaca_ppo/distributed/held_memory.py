@@ -6,7 +6,7 @@ The arithmetic for ZeRO follows DeepSpeed 0.19.8 as `deepspeed_engine` uses it, 
 from dataclasses import dataclass, replace
 
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.deepspeed_config import check_stage, read_deepspeed_file, resolve_auto
+from alpaca_ppo.distributed.deepspeed_config import check_stage, offloads, read_deepspeed_file, resolve_auto
 
 CAUSES = ("weights", "gradients", "optimizer", "activations", "kv_cache")
 PHASES = ("prefill", "sampling", "score", "log-probs", "backward", "optimizer step")
@@ -28,11 +28,12 @@ class Sharding:
 
 
 def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
-    """How a run is sharded: by the file `args.deepspeed`, else like examples/deepspeed_configs for `stage`, or FSDP2.
-    Raises a ValueError for a file that the run would refuse, or whose stage is not `stage` (unless that is 0).
+    """How a run is sharded: by the file `args.deepspeed`, by FSDP2 with `args.fsdp`, else like
+    examples/deepspeed_configs for `stage`. Raises a ValueError for a file that the run would refuse, or whose stage is
+    not `stage` (unless that is 0).
     """
     if args.deepspeed is None:
-        return Sharding(processes, stage, fsdp=args.fsdp)
+        return Sharding(processes, 0 if args.fsdp else stage, fsdp=args.fsdp)
     # This hidden size makes "auto" buckets 0.
     settings = resolve_auto(read_deepspeed_file(args.deepspeed), args, processes=processes, hidden_size=0)
     zero = settings["zero_optimization"]
@@ -42,8 +43,7 @@ def sharding_of(processes: int, stage: int, args: PPOConfig) -> Sharding:
         given = f"zero_stage is {stage}, but deepspeed {args.deepspeed!r} has stage {file_stage}"
         raise ValueError(f"{given}; leave zero_stage out")
     bucket = int(zero.get("reduce_bucket_size", 5e8))
-    offload_optimizer = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    offload_weights = (zero.get("offload_param") or {}).get("device", "none") != "none"
+    offload_optimizer, offload_weights = offloads(zero, "optimizer"), offloads(zero, "param")
     return Sharding(processes, file_stage, bucket, offload_optimizer=offload_optimizer, offload_weights=offload_weights)
 
 
@@ -53,7 +53,7 @@ class Measured:
     those of the backward pass the gradients.
     """
 
-    weights: dict[str, float]  # of policy, critic, reference, reward0, reward1 and so on
+    weights: dict[str, float]  # of policy, critic, reference, teacher, reward0, reward1 and so on
     gradients: float
     elements: float  # the number of trained weights
     layer: float  # weights of one decoder layer and of everything outside the layers
@@ -99,12 +99,11 @@ class _Held:
 
 def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[list[PhaseMemory], float]:
     """The peak of each phase on one device, in the order of PHASES; and the bytes offloaded to host memory."""
-    offloads_reference = args.reference == "copy_offloaded" and not args.use_cpu
-    offloaded = measured.weights.get("reference", 0.0) if offloads_reference else 0.0
-    if args.teacher_offloaded and not args.use_cpu:
-        offloaded += measured.weights.get("teacher", 0.0)
-    weights = sum(measured.weights.values()) - offloaded
-    if sharding.fsdp:
+    moves = {"reference": args.reference == "copy_offloaded", "teacher": args.teacher_offloaded}
+    offloaded = [measured.weights.get(name, 0.0) for name in moves if moves[name] and not args.use_cpu]
+    weights = sum(measured.weights.values()) - sum(offloaded)
+    # FSDP2 has nothing to shard over one process.
+    if sharding.fsdp and sharding.processes > 1:
         held = _held_by_fsdp(measured, weights, sharding.processes)
     elif sharding.stage:
         held = _held_by_zero(measured, weights, sharding, args)
@@ -113,16 +112,19 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     between = PhaseMemory("", held.weights, held.gradients, held.optimizer)
     sampling = replace(between, weights=held.weights + held.sampling_gathered, kv_cache=measured.kv_cache)
     forward = replace(between, weights=held.weights + held.gathered)
+    # Each offloaded model is on the device only during its own pass.
+    log_probs = replace(forward, weights=forward.weights + max(offloaded, default=0.0))
     backward = replace(between, weights=held.weights + held.backward_gathered, gradients=held.backward_gradients)
+    # ZeRO 3 shards offloaded models too.
+    on_host = held.on_host + sum(offloaded) / (sharding.processes if sharding.stage == 3 else 1)
     return [
         replace(sampling, phase="prefill", activations=measured.prefill),
         replace(sampling, phase="sampling", activations=measured.sampling),
         replace(forward, phase="score", activations=measured.score),
-        # An offloaded reference is on the device only during its own pass.
-        replace(forward, phase="log-probs", weights=forward.weights + offloaded, activations=measured.logprobs),
+        replace(log_probs, phase="log-probs", activations=measured.logprobs),
         replace(backward, phase="backward", activations=measured.backward),
         replace(between, phase="optimizer step", gradients=held.step_gradients),
-    ], held.on_host
+    ], on_host
 
 
 def _held_by_ddp(measured: Measured, weights: float, processes: int) -> _Held:

@@ -37,16 +37,16 @@ def unusual_rate(model: ActorCritic, rate: float) -> str:
 def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) -> Optimizer:
     """AdamW over the trainable parameters, with weight decay only of matrices, not of biases and norms.
 
-    On CPU and CUDA a fused kernel computes in float32 (float64 weights: float64) and rounds once at its end.
+    On CPU and CUDA a fused kernel computes in float32 (float64 weights: float64) and rounds once at its end. Prints the
+    learning rate if it is ten times the default because an adapter is trained.
     """
     has_adapter = model.policy.adapters is not None
-    rate = args.policy_rate(has_adapter=has_adapter)
+    rate, critic_rate = args.policy_rate(has_adapter=has_adapter), args.critic_rate(has_adapter=has_adapter)
     if args.learning_rate is None and has_adapter and launched_rank() == 0:
         print(f"learning_rate: {rate:g}, ten times the default, because an adapter is trained")
     common = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     groups: list[dict[str, Any]] = []
-    of_critic = args.critic_rate(has_adapter=has_adapter)
-    for parameters, part_rate in ((model.policy_parameters(), rate), (model.critic_parameters(), of_critic)):
+    for parameters, part_rate in ((model.policy_parameters(), rate), (model.critic_parameters(), critic_rate)):
         for are_matrices, decay in ((True, args.weight_decay), (False, 0.0)):
             if members := [p for p in parameters if (p.dim() >= 2) == are_matrices]:
                 groups.append({"params": members, "weight_decay": decay, "lr": part_rate, **common})
@@ -99,8 +99,8 @@ class Schedules:
     """The learning rates of an optimizer: the policy's groups follow one schedule, the critic's groups another.
 
     A user's schedule (`own`) sets the rates of all groups and counts all optimizer steps; so does that of `args` if a
-    group has parameters of both. Raises a ValueError for an unknown schedule, or a critic's warm-up without one.
-    `actor_critic` is not yet wrapped or sharded, and `totals` are those of the whole run.
+    group has parameters of both. `actor_critic` is not yet wrapped or sharded, and `totals` are those of the whole run.
+    Raises a ValueError for an unknown schedule, and for `critic_lr_warmup_steps` if the critic has none of its own.
 
     Attributes:
         totals: as given.
@@ -122,8 +122,8 @@ class Schedules:
                 raise ValueError(f"critic_lr_warmup_steps is {args.critic_lr_warmup_steps}, but {reason}; leave it out")
             self._schedules = {"both": own or make_scheduler(optimizer, args, "both", totals)}
             return
-        both: tuple[Part, ...] = ("policy", "critic")
-        self._schedules = {p: make_scheduler(_Groups(optimizer, parts, p), args, p, totals) for p in both}
+        separate: tuple[Part, ...] = ("policy", "critic")
+        self._schedules = {p: make_scheduler(_Groups(optimizer, parts, p), args, p, totals) for p in separate}
 
     @property
     def of_policy(self) -> Any:
@@ -172,7 +172,8 @@ def make_scheduler(optimizer: Optimizer, args: PPOConfig, part: Part, totals: St
     transformers; one that lasts for the whole run is printed.
     """
     name = "warmup_steps" if part != "critic" or args.critic_lr_warmup_steps is None else "critic_lr_warmup_steps"
-    warmup, total = getattr(args, name), totals.total if part == "both" else getattr(totals, part)
+    warmup = getattr(args, name)
+    total = totals.total if part == "both" else getattr(totals, part)
     steps = math.ceil(warmup * total) if warmup < 1 else int(warmup)
     if 0 < total <= steps and launched_rank() == 0:
         print(f"{name} is {warmup}, but the run has {total} optimizer steps for {part}: the learning rate only rises")

@@ -92,7 +92,7 @@ class PreemptionHandler:
 
     @contextmanager
     def rollout(self, *, can_stop: bool) -> Iterator[None]:
-        """Wraps this rank's rollout, which it leaves at a `poll` when it is asked to stop, in lockstep only within a
+        """Wraps this rank's rollout. If asked to stop, the rank leaves it at the next `poll`, in lockstep only within a
         `part`. With `can_stop` False it runs to its end, because a checkpoint could not be resumed exactly.
         """
         self._stoppable = can_stop
@@ -107,7 +107,7 @@ class PreemptionHandler:
         """Wraps what all ranks do together. If `can_stop`, `poll` may raise in it, and must then do so on all ranks.
 
         Raises:
-            Interrupted: on all ranks, if it did.
+            Interrupted: on all ranks, after `poll` has raised.
         """
         self._in_part = can_stop
         try:
@@ -116,6 +116,7 @@ class PreemptionHandler:
                 return
         finally:
             self._in_part = False
+        # Only after a `poll` that raised.
         self.poll_all_ranks()
 
     @contextmanager

@@ -87,8 +87,8 @@ class History:
         return chosen_rate(self.config.get("learning_rate"), has_adapter=self.has_adapter)
 
     def steps_at_full_rate(self, count: int) -> list[int]:
-        """The last `count` steps that trained the policy at half of the largest learning rate or more; empty if there
-        are fewer.
+        """The last `count` steps that trained the policy at half of the largest learning rate or more, which is that of
+        the first steps or, with a warm-up, at least the option's; empty if there are fewer.
         """
         peak = max((rate for _, rate in self.series("objective/lr")[: 4 * count]), default=0.0)
         if self.config.get("warmup_steps"):
@@ -154,21 +154,20 @@ def empty_answers(history: History) -> Found | None:
 )
 def constant_reward(history: History) -> Found | None:
     """All responses of several steps score the same."""
+    responses = (history.config.get("rollout_batch_size") or 2) * (history.config.get("num_return_sequences") or 1)
+    scores = history.last(_SCORES)
     # A single response has no spread.
-    if (
-        _learns_from_teacher(history)
-        or (history.config.get("rollout_batch_size") or 2) * (history.config.get("num_return_sequences") or 1) < 2
-    ):
+    if _learns_from_teacher(history) or responses < 2 or not scores:
         return None
     spreads = [value for _, value in history.series(_SPREAD)]
     # Relative to the score: float32 rounds the mean of equal scores below this.
-    limit = 1e-6 * max(1.0, abs((history.last(_SCORES) or [1.0])[0]))
+    limit = 1e-6 * max(1.0, abs(scores[0]))
     constant_throughout = bool(spreads) and max(spreads) <= limit
     # A pass-or-fail reward may be all 0 in one small step.
     steps = 3 if constant_throughout else 5
     if len(spreads) < steps or max(spreads[-steps:]) > limit:
         return None
-    return _error_if(constant_throughout, steps=steps, score=history.last(_SCORES)[0])
+    return _error_if(constant_throughout, steps=steps, score=scores[0])
 
 
 @_rule(
@@ -239,7 +238,8 @@ def overoptimization(history: History) -> Found | None:
             continue
         best_step, best = max(readings, key=lambda reading: reading[1])
         (_, start), (_, now) = readings[0], readings[-1]
-        before = fmean([value for step, value in history.series(_SCORES) if step <= max(best_step, 1)][-WINDOW:])
+        earlier = [value for step, value in history.series(_SCORES) if step <= max(best_step, 1)]
+        before = fmean(earlier[-WINDOW:] or [rewards])
         if best - now > limit and rewards - before > 0.25 * spread:
             return _error_if(start - now > limit, name=name, best=best, best_step=best_step, now=now)
     return None
@@ -247,10 +247,10 @@ def overoptimization(history: History) -> Found | None:
 
 def _window_means(series: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
     """The last step and the mean of each window in the last 1000 steps; empty unless a window has just ended."""
-    trained = [(step, value) for step, value in series[-1000:] if step > 0]
+    trained = [(step, value) for step, value in series if step > 0]
     if len(trained) % WINDOW:
         return []
-    windows = [trained[i : i + WINDOW] for i in range(0, len(trained), WINDOW)]
+    windows = [trained[i : i + WINDOW] for i in range(0, len(trained), WINDOW)][-(1000 // WINDOW) :]
     return [(window[-1][0], sum(value for _, value in window) / WINDOW) for window in windows]
 
 
@@ -293,9 +293,9 @@ def policy_does_not_move(history: History) -> Found | None:
     # Rounding in float32 gives updates of 1e-13; k1 has a noise of 1e-5 beside them.
     frozen = update <= 1e-8 and kl <= (1e-4 if several_updates else 1e-5)
     norm, rate = max(history.at("ppo/policy/grad_norm", steps)), max(history.at("objective/lr", steps))
-    is_low = history.has_adapter and 0 < history.learning_rate < 1e-5
-    remedy = "set learning_rate: 1e-5 or more, because adapters take ten times the rate of all weights"
-    remedy = remedy if is_low else "raise learning_rate tenfold"
+    remedy = "raise learning_rate tenfold"
+    if history.has_adapter and 0 < history.learning_rate < 1e-5:
+        remedy = "set learning_rate: 1e-5 or more, because adapters take ten times the rate of all weights"
     return _error_if(frozen, update=update, kl=kl, norm=norm, rate=rate, remedy=remedy)
 
 
@@ -422,8 +422,7 @@ def logprobs_disagree(history: History) -> Found | None:
 @_rule(
     "the critic does not learn: its explained variance is {mean:.3g} on average in twenty steps",
     "raise critic_learning_rate threefold or critic_epochs, set critic_pretraining_steps: 10 to 50, or use no critic ("
-    "adv_estimator: grpo, num_return_sequences: 8); see "
-    "docs/troubleshooting.md#the-critic-does-not-learn",
+    "adv_estimator: grpo, num_return_sequences: 8); see docs/troubleshooting.md#the-critic-does-not-learn",
 )
 def critic_useless(history: History) -> Found | None:
     """For twenty steps, the critic predicts the returns worse than a constant."""

@@ -50,9 +50,8 @@ class Conversation:
 
     Args:
         messages: whether prompts are messages, which the chat template writes; otherwise all is plain text.
-        chat_template_kwargs: the option, as `control_tokens_from`.
+        chat_template_kwargs, control_tokens_from: the options of these names.
         stop_token_ids: end a turn.
-        control_tokens_from: who may write control tokens.
 
     Raises:
         ValueError: for a tokenizer that cannot tell control tokens from text.
@@ -188,7 +187,7 @@ class Conversation:
             max_turns: of the run; of very many turns, only the first are tried.
 
         Raises:
-            ValueError: when the template cannot write the messages, or `reply_ids` would append something else.
+            ValueError: for tools in plain text; for a template that refuses or rewrites messages, or leaves out tools.
         """
         if not self.messages:
             if schemas:

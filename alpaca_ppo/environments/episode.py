@@ -56,9 +56,9 @@ class Episode:
         tool_spans: columns of the response that the results of tools were written to.
         seconds: spent in calls of the environment and of tools.
         ended_by_environment: whether `reply` returned None.
-        cut_by_max_turns: whether it ended by `max_turns`, though the environment would have gone on.
+        cut_off: whether `max_turns` or the length ended it after a whole turn, and the environment would have gone on.
         chosen: once it has ended, the columns of the tokens that the policy chose.
-        reusable: whether no call can still be running in the environment.
+        reusable: False once `reset`, `reply` or `get_reward` has failed, or a tool of the environment has timed out.
         late: the last tool of the environment that timed out, and its call, which may still run.
     """
 
@@ -80,7 +80,7 @@ class Episode:
     tool_spans: list[slice] = field(default_factory=list)
     seconds: float = 0.0
     ended_by_environment: bool = False
-    cut_by_max_turns: bool = False
+    cut_off: bool = False
     chosen: list[int] = field(default_factory=list)
     reusable: bool = True
     late: tuple[str, Future[Any]] | None = None
@@ -96,8 +96,8 @@ class Episode:
         return self.messages if isinstance(self.prompt, list) else None
 
     def rewards_of(self, class_name: str) -> list[float] | float | None:
-        """The reward of an environment of this class: one number, or, where turns have rewards, one for each token that
-        the policy chose. A turn's reward is on its last token, that of the episode on the last of all.
+        """The reward of an environment of this class, None of another: one number, or, if turns have rewards, one for
+        each token that the policy chose. A turn's reward is on its last token, that of the episode on the last of all.
         """
         if self.kind.class_name != class_name or not self.kind.rewards:
             return None
@@ -173,7 +173,7 @@ class Episode:
         if answers is None:
             return None
         if args.max_turns is not None and self.num_turns >= args.max_turns:
-            self.cut_by_max_turns = True
+            self.cut_off = True
             return None
         replies, calls = answers
         ids = conversation.reply_ids(
@@ -200,7 +200,7 @@ class Episode:
             if complete:
                 turn = Turn(self.number, response, response_mask, self.num_read, stopped=True)
                 answers = yield from self._answers(turn)
-                self.cut_by_max_turns = answers is not None
+                self.cut_off = answers is not None
             else:
                 self.num_turns += 1
                 text = self.settings.conversation.turn_text(response[self.num_read :])

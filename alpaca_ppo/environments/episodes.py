@@ -128,6 +128,7 @@ class Episodes:
                     if not together:
                         self._wait(self._steps)
             self._wait(self._steps)
+        # The end of a reset is no reply to a turn.
         self._answers.clear()
 
     def _wait(self, unfinished: Collection[int]) -> None:
@@ -168,7 +169,7 @@ class Episodes:
     def statistics(self, samples: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Further tensors of the samples, (rows,) each: `num_turns`, `environment_tokens`, `tool_calls`,
         `tool_failures` and `environment_seconds`; `tool_tokens` (rows, R); and `stopped`, here also True for an episode
-        that its environment ended, and False for one that `max_turns` cut off.
+        that its environment ended, and False for one that was cut off after a whole turn.
         """
         mask = samples["response_mask"]
         tool_tokens = torch.zeros_like(mask)
@@ -184,7 +185,7 @@ class Episodes:
             "environment_tokens": response_lengths(mask) - mask.sum(dim=1),
             "tool_tokens": tool_tokens,
             "environment_seconds": column("seconds"),
-            "stopped": (samples["stopped"] | column("ended_by_environment")) & ~column("cut_by_max_turns"),
+            "stopped": (samples["stopped"] | column("ended_by_environment")) & ~column("cut_off"),
         }
 
     def _advance(self, row: int, steps: Steps[Any], ended: RowCall | None = None) -> tuple[bool, Any]:

@@ -173,7 +173,7 @@ def rewarding_classes(kinds: Mapping[str | None, EnvironmentKind]) -> list[str]:
 
 def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
     """The JSON schema of a tool, from its type hints and Google-style docstring; raises ValueError if they do not
-    describe its arguments, or one has no name. What the docstring does not describe, a decorator may supply.
+    describe its arguments, or one has no name for calls. What the docstring leaves out, a decorator may supply.
     """
     try:
         described = parse_google_format_docstring((inspect.getdoc(function) or "").strip())[1]
@@ -189,7 +189,7 @@ def tool_schema(function: Callable[..., Any], owner: str) -> dict[str, Any]:
             vars(function)["__signature__"] = signature.replace(parameters=shown)
             function.__annotations__ = {k: v for k, v in function.__annotations__.items() if k not in hidden}
         schema: dict[str, Any] = get_json_schema(function)
-        # As a call passes them.
+        # Calls pass arguments by name.
         inspect.signature(function).bind(**schema["function"]["parameters"]["properties"])
         return schema
     # Evaluating type hints may raise anything.

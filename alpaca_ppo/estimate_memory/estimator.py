@@ -59,7 +59,7 @@ def predict(
 
 
 def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) -> dict[str, Any]:
-    """The estimate as `--json` prints it, in bytes.
+    """The estimate as `--json` prints it, in bytes. Raises a ValueError for what a run would refuse, and as `measure`.
 
     Returns:
         `model`, `processes`, `zero_stage` (0 = DDP, or FSDP2 if `fsdp`), `phases` (bytes by cause), `peak`,
@@ -68,28 +68,28 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
         that save most, and after all of them.
     """
     run = _Run.of(script, lora, args)
+    # The run's own is last: it replaces the one of its stage with default settings.
     shardings = {_name(sharding): sharding for sharding in (*run.other_shardings(), run.sharding)}
     predictions = dict(zip(shardings, run.predict(list(shardings.values())), strict=True))
-    phases, offloaded = predictions[_name(run.sharding)]
-    peak = predictions[_name(run.sharding)].peak
+    own = predictions[_name(run.sharding)]
     result: dict[str, Any] = {
         "model": script.model_name_or_path,
         "processes": script.num_processes,
         "zero_stage": run.sharding.stage,
         "fsdp": run.sharding.fsdp,
-        "phases": [{**asdict(phase), "total": phase.total} for phase in phases],
-        "peak": peak.total,
-        "peak_phase": peak.phase,
+        "phases": [{**asdict(phase), "total": phase.total} for phase in own.phases],
+        "peak": own.peak.total,
+        "peak_phase": own.peak.phase,
     }
     if len(predictions) > 1:
         result["peak_by_zero_stage"] = {name: prediction.peak.total for name, prediction in predictions.items()}
-    if offloaded:
-        result["offloaded"] = offloaded
-    result |= on_device(peak.total, script.device_gib, use_cpu=args.use_cpu)
+    if own.offloaded:
+        result["offloaded"] = own.offloaded
+    result |= on_device(own.peak.total, script.device_gib, use_cpu=args.use_cpu)
     if not result.get("fits", True):
         result["changes"] = [
             {"change": _in_words(change), "peak": then, "fits": then <= result["limit"]}
-            for then, change in run.best_changes(below=peak.total)
+            for then, change in run.best_changes(below=own.peak.total)
         ]
     return result
 
@@ -101,7 +101,7 @@ def _in_words(change: Mapping[str, Any]) -> str:
 
 
 def on_device(peak: float, device_gib: float | None, *, use_cpu: bool) -> dict[str, Any]:
-    """Whether `peak` bytes fit into a device of `device_gib`, if that is given; the process keeps its reserve of it."""
+    """Entries of an estimate: whether `peak` bytes fit into `device_gib`, on a GPU less RESERVE_GIB; {} without it."""
     if device_gib is None:
         return {}
     limit = (device_gib - (0.0 if use_cpu else RESERVE_GIB)) * GIB
@@ -158,15 +158,15 @@ class _Run:
         return prediction.peak.total
 
     def other_shardings(self) -> list[Sharding]:
-        """The ways to share the memory between processes, if there are several; among them may be the run's own."""
-        processes = self.script.num_processes
+        """The ways to share the memory between several processes that the options allow; one may be the run's own."""
+        processes, args = self.script.num_processes, self.args
         if processes == 1:
             return []
-        shardings = [Sharding(processes, stage) for stage in (0, 1, 2)]
-        if not self.args.load_in_4bit:
-            # ZeRO 3 and FSDP2 cannot shard 4-bit weights.
-            shardings += [Sharding(processes, 3), Sharding(processes, fsdp=True)]
-        return shardings
+        # As `check_four_bit` and `check_fsdp` have it.
+        four_bit = args.load_in_4bit or args.teacher_dtype == "4bit"
+        offloaded = args.teacher_offloaded or args.reference == "copy_offloaded"
+        shardings = [Sharding(processes, stage) for stage in range(3 if four_bit else 4)]
+        return shardings if four_bit or offloaded else [*shardings, Sharding(processes, fsdp=True)]
 
     def best_changes(self, *, below: float) -> list[tuple[float, Mapping[str, Any]]]:
         """The peak after each of up to three changes that save most and, of several, after all of them together."""
@@ -215,10 +215,9 @@ def _name(sharding: Sharding) -> str:
 
 def _checked_sharding(script: EstimateArguments, args: PPOConfig) -> Sharding:
     """How the run's processes share its memory; raises a ValueError for what a run would refuse."""
-    launch = script.accelerate_config or "ddp"
-    stage = int(launch.removeprefix("zero")) if launch.startswith("zero") else script.zero_stage
+    stages = {None: script.zero_stage, "ddp": 0, "fsdp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
     check_fsdp(args)
-    sharding = sharding_of(script.num_processes, stage, args)
+    sharding = sharding_of(script.num_processes, stages[script.accelerate_config], args)
     check_four_bit(sharding.stage, args)
     if args.load_in_4bit and args.use_cpu:
         raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from alpaca_ppo import saved_models
 from alpaca_ppo.adapters.files import adapter_base, is_adapter, read_adapter, read_policy_adapter
-from alpaca_ppo.config.names import is_server
+from alpaca_ppo.config.names import is_server, model_folder
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_critic
 from alpaca_ppo.models.factory import make_actor_critic
@@ -74,6 +74,7 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
         if teacher is not None and not is_server(teacher):
             dtype = torch.float32 if args.teacher_dtype == "float32" else torch.bfloat16
             trust = args.trust_remote_code
+            teacher = model_folder("teacher_model_name_or_path", teacher)
             model = without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
             roles["teacher"] = TeacherModel(model.eval())
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}

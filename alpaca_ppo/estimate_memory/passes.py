@@ -191,8 +191,8 @@ class _Passes:
             forward_responses(reader, self._forward_rows, **options)
 
     def _backward(self, trained: Sequence[nn.Parameter]) -> None:
-        """Runs forward and backward of the largest micro-batch while each of `trained` has a gradient, as of earlier
-        ones.
+        """Runs forward and backward of the largest micro-batch, before which each of `trained` has a gradient, as after
+        an earlier micro-batch.
         """
 
         def sum_of(part: str) -> Any:

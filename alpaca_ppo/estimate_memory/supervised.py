@@ -24,8 +24,8 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 def estimate_training(
     device: DeviceArguments, arguments: SupervisedArguments, lora: SupervisedLoraArguments, training: TrainingArguments
 ) -> dict[str, Any]:
-    """The estimate as `--json` prints it, in bytes, of one device that shards nothing: `phases`, `peak`, `peak_phase`,
-    and with `device_gib` also `limit` and `fits`.
+    """The estimate as `--json` prints it, in bytes, of one device that shards nothing: `model`, `phases`, `peak` and
+    `peak_phase`, and what `on_device` returns.
 
     Raises:
         ValueError: for an optimizer other than torch's AdamW; when the model cannot run on fake tensors.

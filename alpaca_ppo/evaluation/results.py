@@ -21,7 +21,8 @@ def results_text(results: Mapping[str, Any]) -> str:
     if results["success"] is not None:
         lines.append(f"a success is an answer with {results['success']}")
     stats = {name.removeprefix("eval/"): value for name, value in sorted(results["metrics"].items())}
-    errors = {name: stats.get(f"{name}_se", math.nan) for name in stats if not name.endswith("_se")}
+    standard_errors = {f"{name}_se" for name in stats}
+    errors = {name: stats.get(f"{name}_se", math.nan) for name in stats if name not in standard_errors}
     sharing: dict[tuple[str, ...], list[str]] = {}
     for name, se in errors.items():
         eval_set = next((set_name for set_name in sets if set_name and name.startswith(f"{set_name}/")), "")
@@ -37,10 +38,14 @@ def results_text(results: Mapping[str, Any]) -> str:
 
 
 def write_results(folder: Path, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
-    """Writes results.json and answers.jsonl; metrics that are not finite become null."""
-    numbers = {name: value if math.isfinite(value) else None for name, value in results["metrics"].items()}
+    """Writes results.json and answers.jsonl; metrics and scores that are not finite become null."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**results, "metrics": numbers}, indent=2, ensure_ascii=False)
+    text = json.dumps({**results, "metrics": _without_nan(results["metrics"])}, indent=2, ensure_ascii=False)
     write_text_atomically(folder / "results.json", text + "\n")
-    lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
+    lines = [json.dumps(_without_nan(answer), ensure_ascii=False) + "\n" for answer in answers]
     write_text_atomically(folder / "answers.jsonl", "".join(lines))
+
+
+def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `values` with None in place of floats that are not finite, which JSON does not have."""
+    return {k: None if isinstance(value, float) and not math.isfinite(value) else value for k, value in values.items()}

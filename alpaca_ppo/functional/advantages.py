@@ -23,7 +23,7 @@ class Advantages(NamedTuple):
     """Each (B, R) and 0 outside the response mask.
 
     Attributes:
-        returns: targets of the critic if there is one; returns-to-go otherwise.
+        returns: targets of the critic; without a critic they are only logged.
     """
 
     advantages: Tensor
@@ -36,9 +36,9 @@ class AdvantageInputs:
     CPU.
 
     Attributes:
-        rewards: (B, R), shaped rewards (score and KL penalty), 0 outside the mask.
-        values: (B, R), the critic's value of the state before each token, 0 outside the mask; None without a critic.
-        response_mask: (B, R) bool, True = a token the policy chose.
+        rewards: (B, R), shaped rewards (score and KL penalty), 0 outside the mask except in rows without any True.
+        values: (B, R), as `rewards`: the critic's value of the state before each token; None without a critic.
+        response_mask: (B, R) bool, True = a token the policy chose, in a row that `failed_rewards` does not leave out.
         scores: (B,), or (B, R) if the reward is given per token: before the KL penalty.
         prompt_ids: (B,) int64, equal for responses to the same prompt.
         baseline_scores: (B,), the score of the greedy response to the same prompt; only with `needs_greedy_baseline`.
@@ -74,7 +74,7 @@ def register_adv_estimator(
     """A decorator that adds an estimator (`AdvEstimator`) that `adv_estimator: name` selects.
 
     Args:
-        name: without spaces, commas and colons.
+        name: without spaces, commas and colons. An estimator that a user has registered under it before is replaced.
         needs_critic: a critic is trained on the returns, and `values` are given.
         needs_group: compares responses to the same prompt, so `num_return_sequences` must be at least 2.
         needs_greedy_baseline: reads `baseline_scores`, for which greedy responses are sampled and scored.
@@ -82,7 +82,7 @@ def register_adv_estimator(
         uses_gamma: reads `gamma`; without it and without a critic, a `gamma` other than 1 is refused.
 
     Raises:
-        ValueError: if `name` is built in, is empty, or has a space, comma or colon. One of a user's is replaced.
+        ValueError: if `name` is built in, is empty, or has a space, comma or colon.
     """
     return ADV_ESTIMATORS.register(
         name,
@@ -159,8 +159,8 @@ def decoupled_gae(
     turn_lam: float | None = None,
 ) -> Advantages:
     """The advantages of `gae` with `lam_policy` and the returns of `gae` with `lam_critic` (VC-PPO, arXiv:2503.01491):
-    the policy may trade bias for variance, while a critic with lambda 1 learns returns that its errors do not bias. The
-    returns are not advantages + values. Other arguments are those of `gae`.
+    the policy may trade bias for variance, while a critic with lambda 1 learns returns that its errors do not bias. If
+    the lambdas differ, the returns are not advantages + values. Other arguments are those of `gae`.
     """
     estimate = partial(gae, rewards, values, response_mask, gamma=gamma, turn_gamma=turn_gamma, turn_lam=turn_lam)
     estimated = estimate(lam=lam_policy)

@@ -96,7 +96,7 @@ def gdpo_advantages(
             f"scores_by_source has shape {tuple(scores_by_source.shape)} and weights {tuple(weights.shape)}; pass "
             "scores (B, S) of S sources and one weight for each of these"
         )
-    check_row_values("scores_by_source", scores_by_source.sum(dim=1), response_mask)
+    check_row_values("each column of scores_by_source", scores_by_source.sum(dim=1), response_mask)
     check_row_values("group_ids", group_ids, response_mask)
     _, group = torch.unique(group_ids, return_inverse=True)
     has_tokens = response_mask.any(dim=1)

@@ -25,12 +25,12 @@ def register_kl_estimator(name: str, *, kink_at_zero: bool = False) -> Callable[
     differentiable, for the one in the loss (`kl_loss_type`).
 
     Args:
-        name: without spaces, commas and colons.
+        name: without spaces, commas and colons. An estimator that a user has registered under it before is replaced.
         kink_at_zero: it has no derivative at a difference of 0, as the absolute value. The loss then refuses it: at the
             start of a run, when the policy is the reference, its gradient would follow the sign of rounding errors.
 
     Raises:
-        ValueError: if `name` is built in, is empty, or has a space, comma or colon. One of a user's is replaced.
+        ValueError: if `name` is built in, is empty, or has a space, comma or colon.
     """
     return KL_ESTIMATORS.register(name, kink_at_zero=kink_at_zero)
 

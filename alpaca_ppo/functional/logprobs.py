@@ -126,9 +126,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         kept: dict[int, Tensor] = {}
         with torch.autocast(hidden.device.type, enabled=False):
             head = _head(weight, bias, settings)
-            kept_tokens = settings.kept_bytes // (weight.size(0) * head.weight.element_size())
+            bytes_per_token = weight.size(0) * head.weight.element_size()
             for chunk in _chunks(hidden.size(0), settings.chunk_size):
-                if chunk.stop <= kept_tokens:
+                if chunk.stop * bytes_per_token <= settings.kept_bytes:
                     kept[chunk.start] = head.raw_logits(hidden[chunk])
                 logprobs[chunk], normalizers[chunk], entropies[chunk] = _forward_chunk(
                     hidden[chunk], head, labels[chunk], settings, kept.get(chunk.start)

@@ -118,7 +118,7 @@ def pack_rows(
 
 
 def _one_sequence(
-    tokens: Tensor, prompt_lengths: Tensor, response_mask: Tensor, row_layout: RowLayout, device: torch.device
+    tokens: Tensor, prompt_lengths: Tensor, response_mask: Tensor, layout: RowLayout, device: torch.device
 ) -> PackedRows:
     """The rows `tokens` (B, Q + R), queries and responses, as one sequence on `device`. The arguments are on the CPU.
 
@@ -128,21 +128,23 @@ def _one_sequence(
     lengths = response_lengths(response_mask)
     prompt_end = tokens.size(1) - response_mask.size(1)
     prompts = [row[prompt_end - length : prompt_end] for row, length in zip(tokens, prompt_lengths, strict=True)]
-    groups = _rows_by_prompt(prompts, lengths.tolist(), row_layout)
-    layout = _lay_out(groups, prompt_lengths.tolist(), lengths.tolist())
-    sizes = torch.tensor([span.length for span in layout.spans])
+    groups = _rows_by_prompt(prompts, lengths.tolist(), layout)
+    arrangement = _lay_out(groups, prompt_lengths.tolist(), lengths.tolist())
+    spans = arrangement.spans
+    sizes = torch.tensor([span.length for span in spans])
     # The positions of a span continue those of its prefix.
-    shifts = torch.tensor([span.prefix_length - span.start for span in layout.spans])
+    shifts = torch.tensor([span.prefix_length - span.start for span in spans])
     positions = torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
-    sources = torch.tensor(layout.span_rows).repeat_interleave(sizes)
+    sources = torch.tensor(arrangement.span_rows).repeat_interleave(sizes)
     ids = tokens[sources, prompt_end - prompt_lengths[sources] + positions]
     rows, actions = response_mask.nonzero(as_tuple=True)
-    states = torch.where(actions == 0, layout.prompt_ends[rows], layout.response_starts[rows] + actions - 1)
+    prompt_ends, response_starts = arrangement.prompt_ends[rows], arrangement.response_starts[rows]
+    states = torch.where(actions == 0, prompt_ends, response_starts + actions - 1)
     # One copy to the device instead of five.
     parts = [ids, positions, rows, states, actions]
     ids, positions, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
     counts = tuple(response_mask.sum(dim=1).tolist())
-    return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(layout.spans), counts)
+    return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(spans), counts)
 
 
 def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], layout: RowLayout) -> list[list[int]]:

@@ -275,8 +275,8 @@ def dppo_policy_loss(
                       kl <= cliprange_low   or  p >= q      elsewhere
         kl = q * (log q - log p) + (1 - q) * log((1 - q + 1e-8) / (1 - p + 1e-8))
 
-    The divergence is binary: this token, or another. A rare token may multiply its probability, and
-    a likely one may not move far. Only the gradient of this loss means something. `clipfrac` is the fraction of tokens
+    The divergence is that of two outcomes: this token, or any other. A rare token may multiply its probability, and a
+    likely one may not move far. Only the gradient of this loss means something. `clipfrac` is the fraction of tokens
     out of range, which have no gradient; `clipfrac_lower` that of tokens in range whose ratio is bounded.
 
     Args:
@@ -358,7 +358,7 @@ def rollout_correction_weights(
         counted = response_mask.any(dim=1, keepdim=True)
     weights = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp_max(threshold)
     if normalize:
-        # The mean is 0 only if no token counts; all weights are 0 then.
+        # The mean is 0 only if no token counts; the infinite weights are then all outside the mask.
         weights = weights / masked_mean(weights, counted)
     return zero_outside(weights.expand(response_mask.shape), response_mask)
 
@@ -377,8 +377,8 @@ def _weighted(losses: Tensor, weights: Tensor | None, response_mask: Tensor) -> 
 def _update_stats(
     log_ratio: Tensor, ratio: Tensor, response_mask: Tensor, *, clipped: Tensor, bounded: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The stats that the module describes. `clipped` and `bounded` (B, R) are those of `clipfrac` and
-    `clipfrac_lower`.
+    """The stats that the module describes. `clipped` and `bounded` (B, R) are True for the tokens that `clipfrac` and
+    `clipfrac_lower` count.
     """
     log_ratio, ratio = log_ratio.detach(), ratio.detach()
     bounded = torch.zeros_like(response_mask) if bounded is None else bounded

@@ -84,8 +84,8 @@ def shape_rewards(
 def distill(rewards: Tensor, logprobs: Tensor, teacher_logprobs: Tensor, response_mask: Tensor, coef: float) -> Tensor:
     """(B, R): rewards (B,) or (B, R), plus `coef` times the log-ratio of teacher and policy on every masked token.
 
-    Summed over a response and averaged over the policy's own, the log-ratios are minus the KL of the policy to the
-    teacher (arXiv:2306.13649, the reverse KL of on-policy distillation). Log-probs are in nats.
+    The sum of the log-ratios of a response, averaged over responses of the policy, estimates minus the KL of the policy
+    to the teacher (arXiv:2306.13649, the reverse KL of on-policy distillation). Log-probs are in nats.
     """
     return per_token(rewards, response_mask) + coef * zero_outside(teacher_logprobs - logprobs, response_mask)
 

@@ -155,8 +155,8 @@ def generate(
         hooks: called during sampling.
 
     Raises:
-        ValueError: if a parameter is out of range, a prompt is empty or not left-padded, the model's logits are not
-            finite, or the backend does not take turns or stop strings.
+        ValueError: for a parameter out of range; without prompts, or for one that is empty or not left-padded; for a
+            backend that is unknown, cannot do what is asked or returns other shapes; for logits that are not finite.
     """
     if isinstance(backend, str):
         backend = make_backend(backend)

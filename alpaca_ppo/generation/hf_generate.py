@@ -17,7 +17,7 @@ from alpaca_ppo.types import PromptBatch
 class GenerateBackend(Backend):
     """Samples responses of one turn, from the float32 logits of `model.generate`.
 
-    Prompts of similar length are sampled together, each with all n responses unless `rows_at_once` is less.
+    Prompts of similar length are sampled together, each with all its responses unless these exceed `rows_at_once`.
     """
 
     takes_stop_strings = True
@@ -26,11 +26,11 @@ class GenerateBackend(Backend):
         self, model: PreTrainedModel, prompts: PromptBatch, params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> Generation:
         keys, n = params.random_keys(prompts["prompt_ids"]), params.num_return_sequences
-        rows = ResponseRows(params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
-        rows.rows[:] = torch.arange(len(keys), device=keys.device)
-        rows.keys[:] = keys
-        rows.limits[:] = params.max_new_tokens
-        rows.running[:] = True
+        out = ResponseRows(params, rows=len(keys), slots=len(keys), dtype=model.dtype, device=keys.device)
+        out.rows[:] = torch.arange(len(keys), device=keys.device)
+        out.keys[:] = keys
+        out.limits[:] = params.max_new_tokens
+        out.running[:] = True
         lengths = prompts["query_attn_masks"].sum(dim=1).repeat_interleave(n)
         order = lengths.argsort(descending=True, stable=True)
         most = options["rows_at_once"] or len(keys)
@@ -40,26 +40,26 @@ class GenerateBackend(Backend):
             width = int(lengths[chunk[0]])
             queries = prompts["queries"][chunk // n, -width:]
             mask = prompts["query_attn_masks"][chunk // n, -width:]
-            _generate(model, queries, mask, rows, chunk, options["hooks"])
-            options["hooks"].on_finished(chunk.tolist(), rows.outputs[chunk])
-        return rows.outputs[: len(keys)]
+            _generate(model, queries, mask, out, chunk, options["hooks"])
+            options["hooks"].on_finished(chunk.tolist(), out.outputs[chunk])
+        return out.outputs[: len(keys)]
 
 
 def _generate(
-    model: PreTrainedModel, queries: Tensor, mask: Tensor, rows: ResponseRows, chunk: Tensor, hooks: SamplingHooks
+    model: PreTrainedModel, queries: Tensor, mask: Tensor, out: ResponseRows, chunk: Tensor, hooks: SamplingHooks
 ) -> None:
-    """Samples the responses `chunk` (N,) of `rows`, to `queries` (N, Q) with the attention mask `mask`."""
+    """Samples the responses `chunk` (N,) of `out`, to `queries` (N, Q) with the attention mask `mask`."""
 
     def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
         hooks.before_token()
-        rows.choose(scores, chunk)
+        out.choose(scores, chunk)
         # Only the chosen tokens remain possible.
-        return scores.fill_(float("-inf")).scatter_(1, rows.tokens[chunk].unsqueeze(1), 0.0)
+        return scores.fill_(float("-inf")).scatter_(1, out.tokens[chunk].unsqueeze(1), 0.0)
 
     def ended(input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        return ~rows.running[chunk]
+        return ~out.running[chunk]
 
-    width = rows.outputs.responses.size(1)
+    width = out.outputs.responses.size(1)
     plain = GenerationConfig(max_new_tokens=width, do_sample=False, num_beams=1, use_cache=True)
     # `generate` fills fields that are None from the model's own config, so that one must be replaced too. The type
     # checker does not know the `generate` that models inherit.

@@ -38,7 +38,7 @@ class SamplingParams:
         step: of the rollout.
         sampling_round: 0, or the round of `dynamic_sampling` that drew the prompts.
         sample_ids: sample index of each row, where the samples of a prompt are rows of `prompts` and
-            `num_return_sequences` is 1; None = 0 for all.
+            `num_return_sequences` is 1; None numbers the samples of each prompt from 0.
     """
 
     max_new_tokens: int
@@ -172,7 +172,7 @@ class StopRule:
 
         Args:
             tokens: (N,) int64, one of each row.
-            positions: theirs in the turn.
+            positions: (N,) int64, of the tokens in their turns, from 0.
             matched: the states of `StopStrings.advance` before them.
         """
         ends = (tokens.unsqueeze(1) == self._stop_ids).any(dim=1)
@@ -197,7 +197,7 @@ class ResponseRows:
         positions: the response position that is chosen next.
         turn_starts: the response position at which the turn began.
         limits: the response position before which the turn must end.
-        rows: the response in each slot; N for an idle slot.
+        rows: the last response in each slot; N for a slot that has had none.
         keys: of the row's random numbers.
         matched: the state of `StopStrings.advance` since the start of the turn.
         running: (S,) bool, False for a row whose turn has ended and for an idle slot.
@@ -247,7 +247,7 @@ class ResponseRows:
         out.response_mask.index_put_((rows, columns), running)
         out.stopped.index_put_((rows,), ends)
         goes_on = running & ~ends & (positions + 1 < self.limits[slots])
-        # From here on `running` and `positions`, which are views if `slots` is a slice, hold the new values.
+        # Last, because `running` and `positions` are views of these if `slots` is a slice.
         self.tokens[slots] = tokens.where(running, self.tokens[slots])
         self.positions[slots] = positions + running
         self.running[slots] = goes_on

@@ -211,7 +211,7 @@ class ExtendAttention(_SlotAttention):
     Args:
         past: tokens that the slot of each of k rows held before.
         counts: new tokens of each row.
-        columns: of the cache, which the rows fill.
+        columns: how many columns of the slots are read.
     """
 
     def __init__(self, past: Sequence[int], counts: Sequence[int], columns: int, device: torch.device) -> None:
@@ -222,12 +222,13 @@ class ExtendAttention(_SlotAttention):
         # Padded queries repeat the row's last token.
         self._tokens = starts.unsqueeze(1) + torch.minimum(offsets, sizes.unsqueeze(1) - 1)
         rows = torch.arange(len(counts), device=device).repeat_interleave(sizes, output_size=sum(counts))
+        # Where each new token is among the padded queries.
         self._cells = rows * max(counts) + torch.arange(len(rows), device=device) - starts[rows]
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """Returns (1, N, heads, width) for query (1, heads, N, d), key and value (k, kv_heads, columns, d)."""
+        """Returns (1, N, heads, width) for query (1, heads, N, d), key and value (k, kv_heads, columns, d or width)."""
         padded = query[0][:, self._tokens].transpose(0, 1)
         attended = dense_attention(padded, key, value, self._mask(settings.sliding_window), settings)
         return attended.transpose(1, 2).flatten(0, 1)[self._cells].unsqueeze(0)

@@ -113,7 +113,7 @@ class SlotLoop:
         self._waiting = deque(prompt * n + i for group in groups for prompt in group.prompts for i in range(n))
         self._busy: dict[int, _Row] = {}
         self._between_turns: dict[int, _Row] = {}
-        # Over all rows; their quotient is the mean length of a turn.
+        # Over all rows; their quotient is the mean length of a turn, up to steps that a row no longer took.
         self._ended_turns = self._decoded_tokens = 0
         # Steps since the last `_admit` that rows with a reply could have taken part in, summed over these rows.
         self._idle_steps = 0
@@ -144,8 +144,8 @@ class SlotLoop:
         A pass costs c steps (`StepShapes.admission_cost`). With turns of L tokens, one of S slots becomes free every
         L / S steps. Until k are free, each has been idle for k * L / (2 * S) steps on average, which is worth
         k * L / (2 * S**2) steps of all slots. The cost per row, c / k + k * L / (2 * S**2), is least at
-        k = S * sqrt(2c / L): so many slots must be free for waiting rows. There the slots have been idle for as long as
-        the pass takes. This condition needs no L, and is that for rows between two turns.
+        k = S * sqrt(2c / L): so many slots must be free for waiting rows. At this k the idle slots have cost as much as
+        the pass does. That needs no L, so it is the condition for rows between two turns.
         """
         free = self._slots - len(self._busy) - len(self._between_turns)
         resumable = len(self._resumable())
@@ -185,7 +185,7 @@ class SlotLoop:
         self._choose(self._prompts.read(placed, appended, next_prompt))
 
     def _choose(self, logits: dict[int, Tensor]) -> None:
-        """Begins a turn of each row in the slots of `logits`, and chooses its first token from these (V,)."""
+        """Begins a turn of each row in a slot of `logits`, and chooses its first token from the logits (V,) there."""
         out = self._out
         numbers = []
         for slot in logits:

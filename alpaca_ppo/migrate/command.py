@@ -16,7 +16,7 @@ from alpaca_ppo.migrate.verl import read_overrides, translate_verl
 
 
 def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 0) -> Translation:
-    """The translation of a configuration of another trainer.
+    """The translation of a configuration of another trainer; a `ValueError` says what cannot be translated.
 
     Args:
         file: a Python script of TRL, a YAML file of TRL or verl, a shell script that starts verl, or in place of a file
@@ -27,11 +27,11 @@ def translate(file: str, arguments: Sequence[str] = (), *, processes: int = 0) -
     is_override = bool(re.fullmatch(OVERRIDE, file))
     try:
         content, unread = (read_overrides([file, *arguments]), {}) if is_override else _read_file(Path(file), file)
+        if any(name.split(".")[0] == "actor_rollout_ref" for name in content):
+            return translate_verl(file, {**flattened(content), **read_overrides(arguments)})
+        content |= {} if is_override else _flags(arguments)
     except (SyntaxError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} is no TRL script, and no YAML file that maps names to values: {error}") from error
-    if any(name.split(".")[0] == "actor_rollout_ref" for name in content):
-        return translate_verl(file, {**flattened(content), **read_overrides(arguments)})
-    content |= {} if is_override else _flags(arguments)
+        raise ValueError(f"{file} is no TRL script, and the YAML in it or after it cannot be read: {error}") from error
     if isinstance(adapters := content.get("peft_config"), Mapping):
         content |= {**adapters, "peft_config": True}
     if is_override or not file.endswith(".py"):
@@ -67,7 +67,7 @@ def _read_file(path: Path, file: str) -> tuple[dict[str, Any], dict[str, str]]:
         return read_script(text)
     content = yaml.safe_load(text)
     if not isinstance(content, dict):
-        raise yaml.YAMLError(f"it holds a {type(content).__name__}")
+        raise yaml.YAMLError(f"it holds a {type(content).__name__}, not names with values")
     return {str(name): value for name, value in content.items()}, {}
 
 

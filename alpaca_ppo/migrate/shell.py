@@ -91,7 +91,7 @@ def _overrides(words: list[str], variables: dict[str, str]) -> list[str]:
     if not (start := re.match(_START, command, _FLAGS)):
         raise LookupError(" ".join(words)[:80])
     arguments = re.sub(r"(?<=\0)--config-(name|path|dir)[=\0]", r"hydra.config_\1=", command[start.end() - 1 :])
-    overrides = arguments.strip("\0").split("\0")
+    overrides = [word for word in arguments.split("\0") if word]
     if unread := [word for word in overrides if not re.fullmatch(r"(?s)[+~]{0,2}[\w.@/]+=.*|~[\w.]+", word)]:
         raise LookupError(unread[0])
     return overrides
@@ -134,8 +134,9 @@ def _value(expansion: str, variables: dict[str, str], in_quotes: bool) -> str:
     # A name stands for a number.
     text = re.sub(rf"(?<![\w$]){_NAME}", lambda name: f"({variables.get(name[0], '?')})", text)
     # A shell rounds toward zero, Python down: below zero they differ.
-    is_read = not re.search(r"(?s)[^\d\s()+*/%-]|\*\*|[\d)]\s*\(|-.*[/%]|[/%].*-", text)
+    if re.search(r"(?s)[^\d\s()+*/%-]|\*\*|[\d)]\s*\(|-.*[/%]|[/%].*-", text):
+        raise LookupError(expansion)
     try:
-        return str(int(eval(text.replace("/", "//") if is_read else "")))
+        return str(int(eval(text.replace("/", "//"))))
     except (ArithmeticError, SyntaxError, TypeError):
         raise LookupError(expansion) from None

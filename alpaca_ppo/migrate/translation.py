@@ -57,11 +57,11 @@ class Translation:
     _undecided: list[tuple[ForeignName, str]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.given = {name: _number(value) for name, value in self.given.items()}
+        self.given = {name: _evaluated(value) for name, value in self.given.items()}
         for name, default in defaults(self.section).items():
             value = self.given.get(name)
             is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
-            if is_number and not isinstance(value, int | float | None) and "$" not in value:
+            if is_number and not isinstance(value, int | float | None) and "$" not in str(value):
                 raise ValueError(f"{name} is {value!r} in {self.source}; it must be a number")
         self.values: dict[str, Any] = {**defaults(self.section), **self.given}
 
@@ -182,15 +182,15 @@ class Translation:
 
 def _text(value: Any) -> str:
     """`value` as YAML on one line: JSON, which writes only infinity differently."""
-    return json.dumps(value, ensure_ascii=False, default=str).replace("Infinity", ".inf")
+    return ".inf" if value == float("inf") else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _number(value: Any) -> Any:
-    """The number in a text such as 1e-6, which YAML does not read as a number, and the path that begins with ~ or has
-    $HOME, also in a list; any other value unchanged.
+def _evaluated(value: Any) -> Any:
+    """`value` as the other program reads it. In text, also of lists, 1e-6 is a number, unlike in YAML, and a ~ at the
+    beginning and $HOME stand for the home folder.
     """
     if not isinstance(value, str):
-        return [*map(_number, value)] if isinstance(value, list) else value
-    if re.fullmatch(r"[-+.\d]+e[-+]?\d+", value):
+        return [*map(_evaluated, value)] if isinstance(value, list) else value
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+", value):
         return int(number) if (number := float(value)).is_integer() else number
     return re.sub(r"^~(?=/)|\$HOME\b|\$\{(oc\.env:)?HOME\}", str(Path.home()), value)

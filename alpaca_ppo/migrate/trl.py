@@ -83,6 +83,7 @@ class _Script:
     def resolve(self, node: ast.expr) -> ast.expr:
         """The value of a variable that is assigned once, and that nothing else can change; other nodes unchanged."""
         mentions, value = self._mentions(getattr(node, "id", "")), self._values.get(getattr(node, "id", ""), node)
+        # A list can be changed wherever else it is mentioned; its assignment and this use are two mentions.
         is_fixed = isinstance(value, ast.Constant | ast.UnaryOp) or len(mentions) == 2
         return value if is_fixed and len([n for n in mentions if n not in self._read]) == 1 else node
 
@@ -113,16 +114,17 @@ class _Script:
             raise ValueError("no trainer of TRL gets a GRPOConfig or PPOConfig that is made here; write a YAML file")
         read = [n.value for n in nodes if isinstance(n, ast.FormattedValue) or _name(n) in names["readable"]]
         read += [value for n in nodes if self._called(n) == "print" for value in n.args]
-        # Besides its assignment. The classes may have been replaced, and another module's `*` may be anything.
+        # The first mention that is none of these is the assignment.
         refused = [n for n in self._mentions(variable) if n not in [trained, *read]][1:]
+        # The script may define the classes anew, and another module's `*` may hold any name.
         classes = {re.split(r"\W", ast.unparse(n))[0] for n in nodes if self._called(n) in names["classes"]}
         refused += [n for name in (*classes, "*") for n in self._mentions(name) if n not in self._read]
         # An attribute, whatever it belongs to: the configuration and the trainer may have other names.
         refused += [n for n in nodes if _name(n) in names["setters"] or getattr(n, "attr", "") == "args"]
         attributes = [n for n in nodes if isinstance(n, ast.Attribute) and n not in self._read]
         refused += [n for n in attributes if is_learned(find_foreign_name(n.attr, _SECTIONS))]
-        for node in refused:
-            self._refuse(node)
+        if refused:
+            self._refuse(refused[0])
         return self._called(made)
 
 
@@ -141,7 +143,7 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
         processes: of the TRL run; 0 = `num_processes` in `given`, or 1.
 
     Raises:
-        ValueError: for one of `unread` without a flag that may change what is learned.
+        ValueError: for one of `unread` without a flag that may change what is learned; for a value that does not fit.
     """
     kind = "PPOConfig" if {*defaults("names")["of PPO"]} & {*given, *unread} else "GRPOConfig"
     result = Translation(f"TRL's {kind} in {source}", given, kind)
@@ -159,7 +161,8 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
             remedy = in_trainer.advice(expression) if in_trainer else "give its value as a flag after the file"
             result.leave(name, f"`{expression}` is no literal; {remedy}")
     is_grpo = kind == "GRPOConfig"
-    updates = (_grpo if is_grpo else _ppo)(result, processes or result.count("num_processes"))
+    values["num_processes"] = processes or values["num_processes"]
+    updates = (_grpo if is_grpo else _ppo)(result, result.count("num_processes"))
     # A step of TRL is an optimizer step in GRPOTrainer, but a rollout in PPOTrainer, where it counts warm-up so too.
     steps_per_rollout, updates_per_step = (updates, 1) if is_grpo else (1, updates)
     if is_grpo and values["max_steps"] > 0:
@@ -171,8 +174,10 @@ def translate_trl(source: str, given: Mapping[str, Any], unread: Mapping[str, st
     for name in ("logging_steps", "save_steps", "eval_steps"):
         strategy = values.get(name.replace("_steps", "_strategy"), "steps")
         interval = values.get(name) or values["logging_steps"]
-        if strategy == "no":
-            result.set(name, 0)
+        # YAML reads `no` as false; logging_steps may not be 0.
+        if strategy in ("no", False):
+            if name != "logging_steps":
+                result.set(name, 0)
         elif strategy != "steps" or interval < 1:
             result.set(name, 10, "TRL's value counts epochs or is a share of the run: choose the rollouts between two")
         else:

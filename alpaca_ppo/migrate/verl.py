@@ -60,7 +60,7 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
         result.set("use_peft", True, "lora_rank")
     if values.get("actor_rollout_ref.model.lora.rank"):
         result.set("lora_alpha", values.get("actor_rollout_ref.model.lora.alpha", 32), "lora.alpha, 32 by default")
-    logger = values.get("trainer.logger", [])
+    logger = values.get("trainer.logger") or []
     loggers = logger if isinstance(logger, list) else [logger]
     result.set("report_to", [name for name in loggers if name != "console"] or ["none"])
     names = (values.get("trainer.project_name", "verl_examples"), values.get("trainer.experiment_name", "gsm8k"))
@@ -68,9 +68,11 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     known = [name for name in map(str, names) if not re.search("[$`]", name)]
     options.setdefault("output_dir", "/".join(["checkpoints", *known]))
     result.finish()
-    own_reward = r'_(function\.path|model\.enable) |reward_manager(\.name)? \("(?!naive|batch|dapo|prime)'
-    names_a_reward = re.search(own_reward, " ".join(sum(result.not_taken.values(), []))) is not None
-    if "gsm8k" in options["dataset_name"] and not names_a_reward:
+    rewards = [value for key, value in given.items() if key.endswith(("_function.path", "_model.enable"))]
+    managers = [str(value) for key, value in given.items() if re.search(r"reward_manager(\.name)?$", key) and value]
+    has_own_manager = not all(name.startswith(("naive", "batch", "dapo", "prime")) for name in managers)
+    has_own_reward = has_own_manager or any(value not in (None, False) for value in rewards)
+    if "gsm8k" in options["dataset_name"] and not has_own_reward:
         result.set("reward_funcs", ["examples.rewards.gsm8k:correctness"], "verl's own rule for gsm8k")
     return result
 

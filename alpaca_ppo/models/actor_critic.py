@@ -171,7 +171,7 @@ class ActorCritic(nn.Module):
         return ActorCriticOutputs(logprobs, entropies, values, means, predictions, policy_states)
 
     def critic_parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters of the critic only: its head, and its backbone or adapter."""
+        """The trainable parameters of the critic only: its head, and its backbone, adapter or reader."""
         if self.critic is None:
             return []
         parameters = [p for p in self.critic.parameters() if p.requires_grad]
@@ -195,6 +195,7 @@ class ActorCritic(nn.Module):
             return response_states(critic.backbone, packed)
         adapters, model = self.policy.adapters, self.policy.model
         assert adapters is not None
+        # With checkpointing, the backward pass computes the states again, by the adapter that is active there.
         recomputes = torch.is_grad_enabled() and model.is_gradient_checkpointing
         if recomputes and adapters.peft.active_adapter != VALUE:
             raise ValueError("gradient checkpointing needs the critic's adapter; run both passes in critic_active()")

@@ -37,8 +37,8 @@ from alpaca_ppo.models.trial import Trial, fit_rows
 from alpaca_ppo.registry import CRITIC_HEADS
 
 LAYERS_TO_READER = 10
-"""How many times as many weights as a cached critic the policy's layers have at least where `critic_layout: auto`
-chooses it: its eight passes then cost less than a single one through a backbone of its own."""
+"""With `critic_layout: auto`, a critic is cached if the policy's layers have at least this many times its weights: its
+eight passes then cost less than a single one through a backbone of its own."""
 
 
 def build_actor_critic(
@@ -62,11 +62,13 @@ def build_actor_critic(
         reader: makes the reader of a `cached` critic for the policy: `StateReader`, or a `functools.partial` of it.
 
     Raises:
-        ValueError: if `value_model` is given in a layout other than `separate`, or is a `Critic` with another head; for
-            `adapter`, if the policy has none.
+        ValueError: for another layout; if `value_model` is given in a layout other than `separate`, or is a `Critic` of
+            another layout or with another head; for `adapter`, if the policy has none.
     """
     if critic_layout != "separate" and value_model is not None:
         raise ValueError(f"value_model is given, but critic_layout is {critic_layout!r}; drop it, or use separate")
+    if critic_layout not in ("separate", "adapter", "shared", "cached", None):
+        raise ValueError(f"critic_layout is {critic_layout!r}; choose separate, adapter, shared, cached or None")
     wrapped = Policy(policy.model, policy) if isinstance(policy, AdapterSet) else Policy(policy)
     if critic_layout is None:
         return ActorCritic(wrapped, None)
@@ -124,7 +126,7 @@ def with_chosen_layout(args: PPOConfig, model: ActorCritic) -> PPOConfig:
 def _choose_layout(
     policy: PreTrainedModel, critic_start: ModelSource | None, args: PPOConfig
 ) -> Literal["separate", "cached"]:
-    """The critic's layout that `critic_layout: auto` stands for."""
+    """The critic's layout for `critic_layout: auto`; a ValueError if options ask for another than `critic_start`."""
     options, names = options_of(PPOConfig), ("load_in_4bit", "critic_layers", "critic_width", "critic_depth")
     asked = [name for name in names if getattr(args, name) != options[name].default]
     if isinstance(critic_start, str) and has_reader(critic_start):
@@ -140,9 +142,9 @@ def _choose_layout(
         return "separate"
     with torch.device("meta"):
         reader = _make_reader(args)(policy)
-    layers = all_decoder_layers(policy)
-    weights, of_reader = (sum(p.numel() for m in modules for p in m.parameters()) for modules in (layers, [reader]))
-    return "cached" if weights >= LAYERS_TO_READER * of_reader else "separate"
+    reader_weights = sum(parameter.numel() for parameter in reader.parameters())
+    layer_weights = sum(parameter.numel() for layer in all_decoder_layers(policy) for parameter in layer.parameters())
+    return "cached" if layer_weights >= LAYERS_TO_READER * reader_weights else "separate"
 
 
 def _try_states(model: PreTrainedModel) -> str | None:
@@ -205,11 +207,12 @@ def make_actor_critic(
     critic_start = _critic_start(value_model, reward_funcs, args)
     policy = _load_policy(model, peft_config, args)
     language_model = policy.model if isinstance(policy, AdapterSet) else policy
-    backbone_start, layout = None, args.critic_layout if args.uses_critic else None
+    layout = args.critic_layout if args.uses_critic else None
     if layout == "auto":
         layout = _choose_layout(language_model, critic_start, args)
     if layout == "cached" and (problem := states_problem(language_model)) is not None:
         raise ValueError(f"the critic is cached, but {problem}; set critic_layout: separate or shared")
+    backbone_start = None
     if critic_start is not None and layout == "separate":
         backbone_start = load_value_model(critic_start, language_model, args)
     with torch.random.fork_rng():
@@ -226,12 +229,13 @@ def make_actor_critic(
 def _check_actor_critic(
     model: ActorCritic, value_model: Any, peft_config: Any, make_head: Callable[[int], CriticHead], args: PPOConfig
 ) -> None:
-    """Checks that `model` is what `args` describe, and that no argument gives what it already holds."""
+    """Raises a ValueError if `model` is not what `args` describe, or an argument gives what it already holds."""
     parts = {"peft_config": peft_config, "value_model": value_model}
     parts["init_value_with_reward"] = args.init_value_with_reward or None
     if given := [name for name, value in parts.items() if value is not None]:
         raise ValueError(f"model is an ActorCritic, which holds adapters and critic; leave {', '.join(given)} out")
-    layout, needed = model.critic and model.critic.layout, args.critic_layout if args.uses_critic else None
+    layout = None if model.critic is None else model.critic.layout
+    needed = args.critic_layout if args.uses_critic else None
     if layout != needed and (layout is None or needed != "auto"):
         raise ValueError(f"model is an ActorCritic with critic_layout {layout!r}, the options need {needed!r}")
     if model.critic is not None:
@@ -260,8 +264,8 @@ def _critic_start(value_model: ModelSource | None, reward_funcs: Any, args: PPOC
 
 
 def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedModel | AdapterSet:
-    """The policy to train: all weights of `model`, or, on a frozen base, the adapter that it is or that `peft_config`
-    asks for.
+    """The policy to train: `model` with all its weights; or adapters on a frozen base, if it is an adapter or
+    `peft_config` asks for one.
     """
     if peft_config is not None and has_adapter(model):
         raise ValueError(f"model {name_of(model)!r} is an adapter; leave peft_config (--use_peft) out, or merge it")
@@ -290,7 +294,7 @@ def _load_policy(model: Any, peft_config: Any, args: PPOConfig) -> PreTrainedMod
 
 def _prepare(built: ActorCritic, args: PPOConfig) -> ActorCritic:
     """Sets `built` up for the run's rows in place and returns it: without dropout, with the critic's risk level and
-    gradient checkpointing. Raises a ValueError if a row is longer than a model can read.
+    gradient checkpointing. Raises as `check_lengths` and `padding_reason`.
     """
     disable_dropout(built)
     _prepare_backbone(built.policy, built.policy.model, args, owner="model")
@@ -298,6 +302,7 @@ def _prepare(built: ActorCritic, args: PPOConfig) -> ActorCritic:
     if critic is not None:
         critic.head.risk_level = args.risk_level
         if critic.reader is not None:
+            critic.backbone = None  # `load_critic` gives one beside the reader; here it reads the policy
             end_trial = Trial(partial(_try_end, layers=critic.reader.layers))
             model = built.policy.model
             # A subclass may read more than the trial does.

@@ -26,7 +26,10 @@ from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.saved_models import loading, remote_code
 
 ModelSource: TypeAlias = str | PreTrainedModel | PeftModel  # a folder, a hub id, or a model in memory
-LOADING_REMEDY = "check model_name_or_path, reference, value_model_name_or_path: a folder with safetensors, or a hub id"
+LOADING_REMEDY = (
+    "check model_name_or_path, reference, value_model_name_or_path, teacher_model_name_or_path: "
+    "a folder with safetensors, or a hub id"
+)
 
 
 def load_causal_lm(
@@ -62,7 +65,8 @@ def load_causal_lm(
 def four_bit(*, without: Collection[str] = ()) -> BitsAndBytesConfig:
     """How weights are quantized, but for modules of the names in `without`; by default the head of a language model."""
     if not torch.cuda.is_available() or not find_spec("bitsandbytes"):
-        raise ValueError("4-bit weights are asked for, which need a CUDA device and bitsandbytes; use bfloat16 instead")
+        asked = "4-bit weights are asked for (load_in_4bit or teacher_dtype)"
+        raise ValueError(f"{asked}, which need a CUDA device and bitsandbytes; use bfloat16 instead")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -219,7 +223,7 @@ def check_same_tokenizer(
     field: str, model: str, processing_class: Any, *, remedy: str, trust_remote_code: bool = False
 ) -> None:
     """Checks that the tokenizer of `model`, a folder or hub id that the option `field` names, has the policy's ids.
-    Special tokens and those that only one of the two has may differ; a model without a tokenizer passes.
+    Special tokens and those that only one of the two has may differ; a model whose tokenizer does not load passes.
 
     Raises:
         ValueError: if an id stands for another token.

@@ -32,7 +32,7 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span
 DUMMY_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 SHARED_IN_UPDATES = 16
-"""Tokens of the shortest prompt that several rows of an update read once: their attention is no longer one batch."""
+"""Fewest tokens of a prompt that several rows of an update read once: sharing splits attention into more batches."""
 
 _PREFIX = "packed_"
 

@@ -47,9 +47,9 @@ class Policy(nn.Module):
         padding_reason: why rows are padded; None lays them end to end. Set by `trial.fit_rows`.
 
     Raises:
-        ValueError: if the model has no output embeddings or no backbone, is the decoder of an encoder-decoder, or
-            computes its logits in a way that this class does not support, unless a subclass overrides
-            `outputs_from_states`.
+        ValueError: if the model has no output embeddings or no backbone, or is the decoder of an encoder-decoder.
+            Unless a subclass overrides `outputs_from_states`, also if the model draws random numbers in eval mode, or
+            its logits are not finite or not its head's (see `logit_scaling`).
     """
 
     def __init__(self, model: PreTrainedModel, adapters: AdapterSet | None = None) -> None:
@@ -159,6 +159,8 @@ class Policy(nn.Module):
         scale, transform = logit_scaling(self.model.config)
         logits = (transform(logits) if transform else logits).float() * scale
         atol = 1e-3 * float(expected.abs().max())
+        if not bool(expected.isfinite().all()):
+            raise ValueError(f"{type(self.model).__name__}'s logits are not finite; check its weights, dtype and code")
         if drawn or not torch.allclose(again, expected, rtol=1e-3, atol=atol):
             raise ValueError(f"{type(self.model).__name__} draws random numbers also in eval mode; remove the noise")
         if not torch.allclose(logits, expected, rtol=1e-3, atol=atol):
@@ -311,7 +313,7 @@ def difference(found: Tensor, expected: Tensor, what: str) -> str | None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout probability to 0 in place, also for modules that checkpoint activations in train mode.
+    """Sets every dropout probability to 0 in place, since modules that checkpoint activations stay in train mode.
 
     Covers `nn.Dropout` and float attributes that layers read, such as `attention_dropout`, `resid_pdrop` and
     `layerdrop`.

@@ -59,8 +59,8 @@ def make_reference(actor_critic: ActorCritic, ref_model: ModelSource | None, arg
     """The reference that `args.reference` names, None for `none`; with `auto`, `ref_model` if it is given.
 
     Raises:
-        ValueError: when both are given; when the reference has another vocabulary or too few positions, or needs
-            padding with `padding_free: true`; for `adapter_off` without adapters.
+        ValueError: for a `ref_model` beside another reference than `auto`; when the reference has another vocabulary,
+            too few positions, or needs padding with `padding_free: true`; for `adapter_off` without adapters.
     """
     policy, choice = actor_critic.policy, args.reference
     if ref_model is not None and choice != "auto":
@@ -85,13 +85,14 @@ def _other_policy(policy: Policy, source: ModelSource, args: PPOConfig) -> Polic
     """The reference `source`, another model than the policy. One in memory is copied: it may be trained elsewhere."""
     # The adapter stays in its layers.
     model: Any = source.get_base_model() if isinstance(source, PeftModel) else source
+    model = model if isinstance(model, str) else copy.deepcopy(model)
     loaded = load_causal_lm(
         model, trust_remote_code=args.trust_remote_code, dtype=policy.model.dtype, arguments=args.model_init_kwargs
     )
-    vocabulary, needed = loaded.config.vocab_size, policy.model.config.vocab_size
+    vocabulary, needed = (part.config.get_text_config().vocab_size for part in (loaded, policy.model))
     if vocabulary != needed:
         raise ValueError(f"the reference's vocabulary is {vocabulary}, the policy's {needed}; choose one of that size")
-    return Policy((loaded if isinstance(source, str) else copy.deepcopy(loaded)).eval())
+    return Policy(loaded.eval())
 
 
 def initial_policy(policy: Policy) -> Policy:
@@ -111,9 +112,9 @@ def initial_policy(policy: Policy) -> Policy:
 
 
 def copy_without_adapters(policy: Policy) -> PreTrainedModel:
-    """A trainable copy of the model that the training of `policy` starts from, without adapter layers.
+    """A copy of the model that the training of `policy` starts from, without adapter layers.
 
-    An adapter that training starts from is merged into it.
+    An adapter that training starts from is merged into it. The base of adapters, which is frozen, becomes trainable.
     """
     if policy.adapters is None:
         return copy.deepcopy(policy.model)

@@ -55,7 +55,7 @@ def name_of(model: Any) -> str:
 
 
 def write_critic(folder: Path, actor_critic: ActorCritic) -> None:
-    """Writes the head of the critic into `folder`, and the backbone or adapter whose states it reads."""
+    """Writes the critic's head and any reader into `folder`, and the backbone or adapter whose states they read."""
     policy, critic = actor_critic.policy, actor_critic.critic
     assert critic is not None
     if critic.backbone is None and policy.adapters is not None:
@@ -96,7 +96,7 @@ def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapp
     load: Any = partial(load_complete, trust_remote_code=trust_remote_code, **(arguments or {}))
     if is_adapter(folder):
         base = load(AutoModelForCausalLM, adapter_base(f"value_model {folder}", read_value_adapter(folder)))
-        backbone: Any = load_peft_model(f"value_model {folder}", base, folder).merge_and_unload().base_model
+        backbone: Any = load_peft_model("value_model", base, folder).merge_and_unload().base_model
     else:
         backbone = load(AutoModel, folder)
     disable_dropout(backbone)
@@ -168,12 +168,13 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
             policy than that of `built`.
     """
     assert built.critic is not None and built.critic.backbone is None
-    adapters = built.policy.adapters
-    layout = built.critic.layout
-    fits = isinstance(value_model, str) and is_critic_folder(value_model)
-    fits = fits and is_adapter(str(value_model)) == (adapters is not None)
-    reader = _load_reader(str(value_model), built.policy.model) if fits else None
-    if not fits or not isinstance(value_model, str) or (reader is None) != (built.critic.reader is None):
+    adapters, layout = built.policy.adapters, built.critic.layout
+    if not (
+        isinstance(value_model, str)
+        and is_critic_folder(value_model)
+        and is_adapter(value_model) == (adapters is not None)
+        and has_reader(value_model) == (built.critic.reader is not None)
+    ):
         raise ValueError(
             f"value_model {name_of(value_model)!r} is not the final/value of a run with critic_layout "
             f"{layout!r} and {'adapters' if adapters else 'no adapters'}; use one, or leave value_model out"
@@ -181,7 +182,7 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
     head = _load_head(value_model)
     built.critic.head.check_like(head)
     built.critic.head.load_state_dict(head.state_dict())
-    if reader is not None and built.critic.reader is not None:
+    if built.critic.reader is not None and (reader := _load_reader(value_model, built.policy.model)) is not None:
         built.critic.reader.check_like(reader)
         built.critic.reader.load_state_dict(reader.state_dict())
     if adapters is not None and built.critic.has_adapter:

@@ -79,8 +79,8 @@ class StateReader(nn.Module):
         inputs = self.input(layer_norm(states.to(dtype), states.shape[-1:]).flatten(1))
         # Rows start at column 0: what is padded lies to the right of what a causal model sees.
         columns = torch.cat([torch.arange(count) for count in rows.counts]).to(inputs.device)
-        width = max(1, *rows.counts)
-        padded = inputs.new_zeros(len(rows.counts), width, inputs.size(1)).index_put((rows.rows, columns), inputs)
+        longest = max(1, *rows.counts)
+        padded = inputs.new_zeros(len(rows.counts), longest, inputs.size(1)).index_put((rows.rows, columns), inputs)
         read: Tensor = self.blocks(inputs_embeds=padded, use_cache=False).last_hidden_state
         return read[rows.rows, columns]
 

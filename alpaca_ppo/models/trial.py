@@ -18,7 +18,7 @@ from alpaca_ppo.models.actor_critic import Critic
 from alpaca_ppo.models.loading import check_lengths
 from alpaca_ppo.models.policy import Policy, difference, eval_mode, unchanged
 
-_LENGTHS = (6, 5, 3, 3)
+_LENGTHS = (6, 5, 3, 3)  # descending, as `pack_rows` orders rows end to end
 _RECORDER = "packing_trial"
 _FLASH = ("flash_attention_", "kernels-community/")
 
@@ -91,7 +91,7 @@ def padding_reason(model: PreTrainedModel, choice: str | bool) -> str | None:
 
 
 def fit_rows(reader: Policy | Critic, backbone: Any, args: PPOConfig, *, owner: str) -> None:
-    """Checks that `backbone` has positions for the longest row, and sets the `padding_reason` of `reader`."""
+    """Sets `reader.padding_reason`, after `check_lengths` of the longest row; both may raise a ValueError."""
     if isinstance(backbone, PreTrainedModel):
         check_lengths(backbone.config, {"query_len": args.query_len, "response_len": args.response_len}, owner=owner)
         # A subclass that overrides `states` sets its own.

@@ -30,7 +30,8 @@ def chunks_by_length(lengths: Sequence[int], max_rows: int) -> list[list[int]]:
 def chunks_by_tokens(lengths: Sequence[int], max_tokens: int, *, group: int) -> list[list[int]]:
     """The indices of `lengths` in chunks of at most `max_tokens` tokens, in their order, for passes without padding.
 
-    `group` neighbouring rows, the samples of a prompt, stay in one chunk unless they exceed `max_tokens`.
+    `group` neighbouring rows, the samples of a prompt, stay in one chunk unless they exceed `max_tokens`. A single row
+    that exceeds it is a chunk of its own.
     """
     chunks: list[list[int]] = []
     tokens = 0
@@ -60,8 +61,9 @@ def plan_micro_batches(
             lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens, groups=groups
         )
     if args.max_tokens_per_micro_batch is None and num_ranks == 1:
-        # No other process waits, so a smaller last batch may have as many micro-batches as a full one.
-        return plan_equal_rows(lengths, num_micro_batches=-(-args.step_batch_size // args.step_per_device_batch_size))
+        # A smaller batch has as many micro-batches as the policy's full one; a larger batch of the critic has more.
+        rows = max(len(lengths), args.step_batch_size)
+        return plan_equal_rows(lengths, num_micro_batches=-(-rows // args.step_per_device_batch_size))
     return plan_padded_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
 
 
@@ -71,8 +73,8 @@ def plan_packed_micro_batches(
     """Micro-batches of at most `max_tokens` tokens without padding; a longer row is a micro-batch of its own.
 
     As few as longest-processing-time-first scheduling allows (Graham 1969: the longest remaining row goes to the bin
-    with the fewest tokens), about equally full. Rows with the same number in `groups` stay together, with several ranks
-    as far as they are a quarter of a rank's share.
+    with the fewest tokens), about equally full. Rows with the same number in `groups` stay together as far as they fit
+    into `max_tokens` and, with several ranks, into a quarter of a rank's share of the tokens.
     """
     share = sum(lengths) // (4 * num_ranks) if num_ranks > 1 else max_tokens
     units = _units(lengths, groups, min(max_tokens, share))
@@ -125,13 +127,13 @@ def _longest_first(costs: Sequence[int]) -> list[int]:
 
 
 def _fill_bins(order: Sequence[int], lengths: Sequence[int], num_bins: int) -> tuple[list[list[int]], list[int]]:
-    """The rows of each bin, and their tokens."""
+    """The indices and the tokens of each bin, if each index in `order` goes to the bin with the fewest tokens."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens = [0] * num_bins
-    for row in order:
+    for index in order:
         emptiest = tokens.index(min(tokens))
-        bins[emptiest].append(row)
-        tokens[emptiest] += lengths[row]
+        bins[emptiest].append(index)
+        tokens[emptiest] += lengths[index]
     return bins, tokens
 
 

@@ -87,14 +87,18 @@ def _replace(rollouts: Rollouts, new: Rollouts, replacements: dict[int, int]) ->
     number of discarded tokens.
     """
     num_rows = len(rollouts["prompt_ids"])
-    new_rows = _rows_by_prompt(new["prompt_ids"])
+    old_rows, new_rows = _rows_by_prompt(rollouts["prompt_ids"]), _rows_by_prompt(new["prompt_ids"])
+    replaced = {fresh: prompt for prompt, fresh in replacements.items()}
     kept: list[int] = []
-    for prompt, rows in _rows_by_prompt(rollouts["prompt_ids"]).items():
-        if replacements.get(prompt) in new_rows:
-            kept += [num_rows + row for row in new_rows[replacements[prompt]]]
-        # An uninformative prompt may have been drawn again, in the place of another one.
-        elif prompt not in new_rows:
-            kept += rows
+    for place in old_rows:
+        if replacements.get(place) in new_rows:
+            kept += [num_rows + row for row in new_rows[replacements[place]]]
+        else:
+            stays = place
+            # A prompt that was drawn again, in the place of another one, leaves its own place to that one.
+            while stays in new_rows:
+                stays = replaced[stays]
+            kept += old_rows[stays]
     joined: Rollouts = {key: torch.cat([value, new[key]]) for key, value in rollouts.items()}  # type: ignore
     merged = select_rows(joined, kept)
     return merged, int(joined["response_mask"].sum() - merged["response_mask"].sum())

@@ -128,9 +128,10 @@ def mismatch_of(rollouts: Rollouts) -> dict[str, float]:
 
 
 def objective_stats(rollouts: Rollouts, *, source_names: Sequence[str]) -> dict[str, float]:
-    """Returns `objective/*` and `mismatch/*` of a step: rewards, KL and entropies in nats, lengths in tokens.
+    """Returns `objective/*`, `teacher/*` and `mismatch/*` of a step; KL and entropies in nats, lengths in tokens.
 
-    Entropies are included if `rollouts` has them, the mismatch if the trainer has `recomputed` the log-probs.
+    Entropies and `teacher/*` are included if `rollouts` has their tensors, the mismatch if the trainer has `recomputed`
+    the log-probs.
 
     `source_names` are those of the columns of `scores_by_source`, whose means are over the rows that a source scored.
     """
@@ -242,7 +243,7 @@ def teacher_stats(rollouts: Rollouts) -> dict[str, float]:
 
 def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
     """Returns metrics of an evaluation, without `eval/`: `response_stats`, the number of responses without a reward
-    (`masked_rows`), and the KL to the reference (k1) in nats, summed over a response.
+    (`masked_rows`), the KL to the reference (k1) in nats, summed over a response, and `teacher_*` (`teacher_stats`).
     """
     scored = with_reward(rollouts)
     kl = (scored["logprobs"] - scored["ref_logprobs"]).sum(dim=1)
@@ -253,12 +254,12 @@ def evaluation_stats(rollouts: Rollouts) -> dict[str, float]:
     return stats
 
 
-def throughput_stats(rollouts: Rollouts, phases: Mapping[str, float]) -> dict[str, float]:
-    """Returns `time/*` in seconds, `tokens/*` and `memory/*` of a step, from the seconds by phase and `memory/*` (GiB)
-    in `phases`.
+def throughput_stats(rollouts: Rollouts, measured: Mapping[str, float]) -> dict[str, float]:
+    """Returns `time/*` in seconds, `tokens/*` and `memory/*` of a step. `measured` holds the seconds of each phase and
+    `memory/*` in GiB.
     """
-    stats = {name: value for name, value in phases.items() if name.startswith("memory/")}
-    seconds = {phase: value for phase, value in phases.items() if phase not in stats}
+    stats = {name: value for name, value in measured.items() if name.startswith("memory/")}
+    seconds = {phase: value for phase, value in measured.items() if phase not in stats}
     sampled = int(rollouts["response_mask"].sum())
     tokens = sampled + int(rollouts["query_attn_masks"].sum())
     if "environment_seconds" in rollouts:
@@ -365,7 +366,7 @@ class StepStats:
         faults: what was not finite in it.
         skipped: optimizer steps that were not taken because something was not finite.
         empty_updates: planned optimizer steps that were left out because no row of theirs gives a gradient.
-        kl_stopped: whether the approximate KL ended the update: its last batch is counted, without an optimizer step.
+        kl_stopped: whether the approximate KL ended the update; the statistics then include a batch that took no step.
     """
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ def clipped_difference(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor)
 
 
 def spread_by_length(lengths: Sequence[int], count: int) -> list[int]:
-    """Returns up to `count` indices of `lengths` at even quantiles, from the shortest to the longest."""
+    """Returns up to `count` (at least 2) indices of `lengths` at even quantiles, from the shortest to the longest."""
     order = sorted(range(len(lengths)), key=lambda position: lengths[position])
     if len(order) <= count:
         return order
@@ -135,7 +135,7 @@ class SamplerCheck:
         self._may_use_sampler_logprobs = args.old_policy == "auto" and not needs_recomputing
         self._uses_sampler_logprobs: bool | None = None
         self._conditions = [backend.name, args.dtype, engine.accelerator.mixed_precision, type(engine).__name__]
-        # Nats per token, in the responses before the first rollout.
+        # The mean absolute difference of log-probs, in nats, in the responses before the first rollout.
         self._at_first = math.inf
         self._warned = False
 

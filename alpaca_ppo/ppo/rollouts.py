@@ -39,7 +39,7 @@ class RolloutOptions:
     Attributes:
         with_policy: the policy's log-probs by the trainer, instead of the sampler's.
         with_critic: the critic's values.
-        with_reference: the log-probs of the reference, instead of a copy of the policy's, and of the teacher.
+        with_reference: the log-probs of reference and teacher; without it, `ref_logprobs` are a copy of the policy's.
         with_entropies: the entropies of policy and reference.
         greedy_baseline: the score of each prompt's greedy response, as `baseline_scores`.
         compares_group: whether the estimator compares responses to a prompt.
@@ -102,6 +102,7 @@ class ForwardRows:
 
     Args:
         samples: rows with the ROW_KEYS, on the CPU.
+        device: that of the models.
         per_device_batch_size: rows of one forward pass with padding.
         max_tokens: tokens of one forward pass without padding; None = `per_device_batch_size` rows, as with padding.
         count_of_all_ranks: maps this rank's number of batches to the number that every rank makes; the identity (`int`)
@@ -165,8 +166,8 @@ def forward_responses(
     cache: StateCache | None = None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies` and, from an `ActorCritic`, `values` and `value_means`: (B, R), on the CPU, detached.
-    Also `state_keys` (B, 2) of a critic that reads states of the policy, which the `cache` keeps.
+    """`logprobs`, `entropies`, `values` and `value_means` of an `ActorCritic`, and `top_tokens` of a teacher: (B, R),
+    on the CPU, detached. Also `state_keys` (B, 2) of a critic that reads states of the policy, which the `cache` keeps.
 
     Args:
         temperature: divides the logits.
@@ -334,8 +335,8 @@ class RolloutCollector:
         """Log-probs, entropies and values (B, R) of policy, critic, teacher (`teacher_*`) and reference (`ref_*`).
 
         With `with_policy` also `recomputed` (B,); without it, `logprobs` are the sampler's. Without a reference,
-        `ref_logprobs` are the policy's. Every rank must call it, with equally many rows if forward passes need every
-        rank (`engine.synced_forwards`).
+        `ref_logprobs` are the policy's. A teacher behind a server is asked only at temperature 1. Every rank must call
+        it, with equally many rows if forward passes need every rank (`engine.synced_forwards`).
         """
         engine, device = self.engine, self.accelerator.device
         batch_size = self.args.rollout_per_device_batch_size
@@ -371,8 +372,9 @@ class RolloutCollector:
             out["logprobs"] = samples["rollout_logprobs"].clone()
         teacher = self.teacher if options.with_reference else None
         if isinstance(teacher, TeacherServer):
-            # Evaluations may have another temperature.
-            out |= teacher(samples, self.preemption.poll) if temperature == 1 else {}
+            # A server's log-probs are those of temperature 1; evaluations may have another.
+            if temperature == 1:
+                out |= teacher(samples, self.preemption.poll)
         elif teacher is not None:
             with teacher.on_device(device) as model, engine.autocast():
                 out |= {f"teacher_{name}": value for name, value in run(model).items()}

@@ -29,7 +29,7 @@ from alpaca_ppo.models.trial import fit_rows
 KEY_VARIABLE = "TEACHER_API_KEY"
 # For one response; servers queue requests.
 _SECONDS, _MAX_BYTES = 600.0, 2**26
-# Log-probs are not above 0 but by rounding.
+# How far above 0 rounding may lift a log-prob.
 _ROUNDING = 1e-3
 # Seconds before a failed request is sent again.
 _PAUSES = (0.5, 5.0)
@@ -66,7 +66,7 @@ class TeacherServer:
     """A teacher behind the address of a vLLM server, which reads the policy's token ids."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/") + ("" if url.rstrip("/").endswith("/v1") else "/v1")
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
 
     def __call__(self, samples: Mapping[str, Tensor], poll: Callable[[], Any] = lambda: None) -> dict[str, Tensor]:
         """`teacher_logprobs` and `teacher_top_tokens` (B, R) of sampled rows; calls `poll` while it waits.

@@ -47,7 +47,7 @@ class MicroBatch(NamedTuple):
         update: the optimizer step.
         rows: on the device, with `denominator` and what else the loss needs of the whole optimizer step.
         packed: the rows as policy and critic read them.
-        lengths: tokens of each row.
+        lengths: tokens of each row, with `policy_states` only the response's.
         tokens: under the response mask.
         last: whether it is the optimizer step's last one on this rank.
         policy_states: what a cached critic reads; None for other critics and for the policy.
@@ -100,15 +100,15 @@ class Updater:
         Rows that give no gradient (`gradient_rows`) are left out; if none is left, the gradient is 0.
         """
         actor_critic, device = self.engine.actor_critic, self.accelerator.device
+        critic = actor_critic.critic
         rows = update.rows[gradient_rows(rollouts, self.args)[update.rows]]
         shared = step_denominators(rollouts, rows, self.args)
-        if actor_critic.critic is not None:
-            taus = actor_critic.critic.head.sample_taus(seeded_generator(*update.key))
-            if taus is not None:
-                shared["value_taus"] = taus
+        taus = None if critic is None else critic.head.sample_taus(seeded_generator(*update.key))
+        if taus is not None:
+            shared["value_taus"] = taus
         shared = {key: upload(value, device) for key, value in shared.items()}
-        critic = actor_critic.critic
-        keys = rollouts["state_keys"] if update.part == "critic" and critic and critic.reader is not None else None
+        reads_states = update.part == "critic" and critic is not None and critic.reader is not None
+        keys = rollouts["state_keys"] if reads_states else None
         if keys is None:
             all_lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])
             lengths = [all_lengths[row] for row in rows.tolist()]
@@ -137,7 +137,7 @@ class Updater:
                 policy_states=None if keys is None else self.cache.states(keys[rows[positions]], device),
             )
 
-    # Hooks may have left gradients off, on one rank alone.
+    # The layout depends on whether gradients are on, and hooks may have left them off, on one rank alone.
     @torch.enable_grad()
     def _groups_that_share(self, rollouts: Rollouts, rows: Tensor) -> list[int]:
         """For each of `rows` a number, the same for those whose prompt is read once."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.resources import files
+from importlib import resources
 from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +28,7 @@ MAX_POINTS = 1500
 OF_ONE_RUN = {"seed", "output_dir", "run_name", "provenance", "hub_model_id"}
 MAX_ANSWERS = 5000
 READ_TIMES = 8
-"""Bytes read from tables at most, as a multiple of the budget for tokens."""
+"""Bytes read from tables at most, as a multiple of the budget for tokens; but 8 MB with a smaller one."""
 _EXTREMES = 8
 _COLUMNS = (
     "run", "table", "step", "prompt_id", "sample_id", "prompt", "question", "response", "score", "kl", "length",
@@ -66,7 +66,7 @@ def report_data(runs: Sequence[Run], *, token_mb: float) -> dict[str, Any]:
 
 def report_page(data: Mapping[str, Any]) -> str:
     """Returns the HTML page that shows `data`."""
-    assets = files("alpaca_ppo.report") / "assets"
+    assets = resources.files("alpaca_ppo.report") / "assets"
     parts = {
         "title": html.escape(f"Report: {', '.join(run['name'] for run in data['runs'])}"),
         "style": (assets / "page.css").read_text(encoding="utf-8"),
@@ -231,7 +231,7 @@ def spread_order(count: int) -> list[int]:
 
 
 def _summary(row: Mapping[str, Any], prompts: dict[str, int]) -> dict[str, Any]:
-    """Returns the entries of `row` in `Answers.columns`, and adds a new prompt to `prompts`."""
+    """Returns the entries of `row` in `Answers.columns`, and adds its prompt and question to `prompts` if new."""
     kl = rounded(row.get("kl"))
     if kl is None:
         token_kls = [k for token in row.get("tokens") or () if (k := number_or_none(token.get("kl"))) is not None]

@@ -49,7 +49,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Returns the runs in `folders`, examined by the doctor, with distinct names.
 
     Raises:
-        ValueError: if a folder is not that of a run, or one of its files is damaged.
+        ValueError: if a folder is not that of a run or is given twice, or one of its files is damaged.
     """
     paths = [Path(folder).resolve() for folder in folders]
     return [read_run(path, name, examine=True) for path, name in zip(paths, _distinct_names(paths), strict=True)]

@@ -23,8 +23,9 @@ class RewardBatch:
 
     Attributes:
         prompts: text or messages, as in the dataset.
-        completions: text, or a list of one assistant message if the prompt is messages.
+        completions: text; if the prompt is messages, the assistant's message in a list, or those of the episode.
         completion_ids: the token ids that the policy chose, including the stop token, without padding.
+        columns: the dataset's other columns by name.
         episodes: the episode of each row (`environments.episode.Episode`); empty without environments.
     """
 

@@ -32,7 +32,7 @@ class RemoteReward:
     depends on timing, except in repeated calls.
 
     Args:
-        timeout: seconds that a server may take for a request.
+        timeout: seconds that a server may take for a request, at most a day.
         columns: the dataset columns that are sent; None = all.
         name: of the source in metrics and errors.
     """
@@ -111,10 +111,11 @@ class RemoteReward:
             url = self.urls[(turn + attempt) % len(self.urls)]
             try:
                 answer = await ask_json(url, body, key_variable=KEY_VARIABLE, seconds=self.timeout, max_bytes=max_bytes)
-                rewards = answer.get("rewards") if isinstance(answer, dict) else None
-                if isinstance(rewards, list) and len(rewards) == len(completion_ids):
-                    return answer, attempt
-                form = f'{{"rewards": [...]}} with {len(completion_ids)} entries'
+                found = answer if isinstance(answer, dict) else {}
+                rewards, metrics = found.get("rewards"), found.get("metrics") or {}
+                if isinstance(rewards, list) and len(rewards) == len(completion_ids) and isinstance(metrics, dict):
+                    return found, attempt
+                form = f'{{"rewards": [...]}} with {len(completion_ids)} entries; "metrics", if any, are an object'
                 raise RequestFailed(shown_url(url), f"sent {shown(answer)}; it must send {form}")
             except RequestFailed as failure:
                 failures.append(failure)

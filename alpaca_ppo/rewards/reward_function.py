@@ -49,14 +49,12 @@ class FunctionReward:
         self.parameters = parameters_of(function)
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
-        """Returns the function's arguments for `batch`, with copies of the columns, so that no source changes those of
-        others or of the run.
-        """
-        columns = batch.arguments()
+        """Returns the function's arguments for `batch`, with copies (`copied`) of prompts, completions and columns."""
+        shared = batch.arguments()
         accepted, _, takes_any = self.parameters
-        wanted = {*accepted, "environments", *columns} if takes_any else {*accepted}
+        wanted = {*accepted, "environments", *shared} if takes_any else {*accepted}
         uncopied = {name: value for name, value in (self.context | batch.objects()).items() if name in wanted}
-        return uncopied | {name: [copied(v) for v in values] for name, values in columns.items() if name in wanted}
+        return uncopied | {name: [copied(v) for v in values] for name, values in shared.items() if name in wanted}
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,9 @@ def call_functions(
 ) -> list[Any]:
     """Returns what each function returned for `batch`, unchecked.
 
-    `on_source` is called with a source's name before each call. Functions that raise are called again. If a function
-    still raises in the last attempt, it is called for each row separately to find the rows at fault. With `mask_rows`,
-    a `RowFailure` then takes the place of their scores.
+    `on_source` is called with a source's name before each call for the whole batch. Functions that raise are called
+    again. If a function still raises in the last attempt, it is called for each row separately to find the rows at
+    fault. With `mask_rows`, a `RowFailure` then takes the place of their scores.
 
     Raises:
         RewardError: without `mask_rows`, if a function raises in all attempts; it is chained to the exception and names

@@ -75,7 +75,7 @@ class ModelReward:
         """Returns the B scores, from the model in eval mode.
 
         Raises:
-            RewardError: if a row is too long for the model.
+            RewardError: if a row has no tokens, or more than the model or its tokenizer takes.
             ValueError: if a row consists of messages although the tokenizer has no chat template.
         """
         sequences = self._tokenize(batch)

@@ -33,7 +33,7 @@ class RewardResult(NamedTuple):
         rewards: (B,) float32, the weighted sum of the sources. If a source scores tokens, (B, T): entry k of a row
             belongs to `completion_ids[k]`, T is the length of the longest row, and other entries are 0. The score of a
             whole sequence is then on the row's last token, or in entry 0 of a row without tokens.
-        by_source: each source's unweighted scores, (B,) float32: token scores summed, NaN if it returned None.
+        by_source: each source's unweighted scores, (B,) float32: token scores summed, NaN for None and in failed rows.
         failures: with `FailureHandling.mask_rows`, the error of each row that failed, whose reward is 0.
     """
 
@@ -117,7 +117,7 @@ class RewardScorer:
 
         Raises:
             RewardError: with the source, the row and the text, if a source raises or returns unusable scores, or no
-                source scores a row. With `mask_rows`, only for faults that no single row causes.
+                source scores a row. With `mask_rows`, not for calls that raise or scores that are None or not finite.
         """
         if not rows:
             # On a rank without prompts in a ragged last batch; functions do not have to handle empty lists.
@@ -198,8 +198,8 @@ def score_responses(
 
     `args.penalty_reward_value` replaces the reward of a response that did not stop; of a reward per token, that of the
     last chosen token, and the others become zero. Over the last `args.overlong_buffer_len` tokens before R, the longest
-    response, a penalty grows from 0 to 1. It counts chosen tokens and is subtracted from the reward (of the last chosen
-    token), also from `penalty_reward_value`.
+    response, a penalty for the number of chosen tokens grows from 0 to 1. It is subtracted from the reward (of the last
+    chosen token), also from `penalty_reward_value`.
 
     Args:
         processing_class: the policy's tokenizer.

@@ -55,8 +55,8 @@ def rows_that_fit(rows: Iterable[dict[str, Any]], max_length: int) -> Dataset:
 def split_conversations(
     dataset: Dataset, columns: Sequence[str], prompt_column: str, prompt_length: Callable[..., int]
 ) -> Dataset:
-    """The dataset, in which rows are changed whose `columns` are whole conversations: their first messages, so many as
-    `prompt_length` of these conversations, are removed from them and replace the content of `prompt_column`.
+    """The dataset; where the `columns` of a row hold whole conversations, their first messages move to `prompt_column`,
+    as many as `prompt_length` returns for these conversations. Raises ValueError if only some of them are whole.
     """
 
     def is_whole(messages: Any) -> bool:
@@ -95,15 +95,15 @@ def trainer_data(
     tokenize: Callable[..., Dataset],
     with_prompts: Callable[..., Dataset],
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """The tokenizer and the datasets of a `Trainer`, as keyword arguments, and how many rows they have and lack. Sets
-    some defaults in `training`, and prints what the training prompts look like.
+    """The tokenizer and the datasets of a `Trainer`, as keyword arguments, and how many rows they have and how many
+    were dropped. Sets some defaults in `training`, and prints what the training prompts look like.
 
     Args:
         arguments: `SFTArguments` or `RewardModelArguments`.
         columns: the columns that the dataset needs beside the prompt.
         tokenize: makes the rows of a dataset from prompts, the tokenizer and `arguments`.
         with_prompts: adds the column of prompts to a dataset that may lack it; gets the dataset, the column's name, and
-            those of `columns` that can be chosen.
+            those of `columns` that an option names.
 
     Raises:
         ValueError: for an adapter, an `output_dir` that holds a model, or a dataset without the columns.

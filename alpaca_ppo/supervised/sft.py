@@ -4,8 +4,8 @@ Packing is left out; `--train_sampling_strategy group_by_length` keeps padding s
 """
 
 import re
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,17 @@ _OPENED = re.compile(r"(?i)(([<\[◁])((?:seed:)?(?:think(?:ing)?|thought|reason
 
 
 def with_prompts(dataset: Dataset, prompt_column: str, completion_column: str = "completion") -> Dataset:
-    """The demonstrations; of whole conversations, in that column, `messages` or `conversations`, the prompt is what
-    comes before the first answer.
+    """The demonstrations. Their completions, which may be in `messages` or `conversations`, become `completion_column`;
+    of a whole conversation, what comes before the first answer becomes the prompt.
     """
     names, usual = dataset.column_names, ("messages", "conversations")
     column = next((name for name in (completion_column, *usual) if name in names), None)
     for number, messages in enumerate(map(without_nulls, dataset[column]) if column else ()):
-        # What is no list has no messages to begin with, as turns have none; another list is meant for messages.
+        # Of anything but messages: text and turns are answers, and any other list was meant to be messages.
         other = "" if isinstance(messages, list) and not _are_turns(messages) else "assistant"
         first, end = (messages[i]["role"] if well_formed_messages(messages) else other for i in (0, -1))
-        if "assistant" not in (first, end) or (first == "assistant" and column in usual and prompt_column not in names):
+        lacks_prompt = first == "assistant" and column in usual and prompt_column not in names
+        if "assistant" not in (first, end) or lacks_prompt:
             raise ValueError(
                 f"row {number}: {column} is {messages!s:.99}; it must be messages (role, content) from prompt to answer"
             )
@@ -79,28 +80,8 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
         roles = [message["role"] for message in answers] if well_formed_messages(answers) else [""]
         if prompts.are_messages and roles[0] == roles[-1] == "assistant":
             options = {"tokenize": False, **prompts.form.options_of(row)}
-            starts, texts = [i for i, role in enumerate(roles) if role == "assistant"], []
-            for i in [*starts, len(answers)]:
-                given = {**options, "add_generation_prompt": i < len(answers)}
-                texts.append(rendered([*row["prompt"], *answers[:i]], tokenizer, given, number))
-            # The conversation from each earlier answer to the content of the next message, which is not learned.
-            cut = [[*row["prompt"], *answers[: i + 1], {**answers[i + 1], "content": PROBE}] for i in starts[:-1]]
-            written = [rendered(messages, tokenizer, options, number).rpartition(PROBE)[0] for messages in cut]
-            own = [encode(text.removeprefix(prompt)) for text, prompt in zip(written, texts, strict=False)]
-            # What follows each prompt: an answer, and messages up to the next one.
-            continuations = [_continuation(*two, answers[i]) for two, i in zip(pairwise(texts), starts, strict=True)]
-            encoded = accumulate(continuations, lambda before, text: encode(text, before), initial=item["input_ids"])
-            written = list(encoded)[1:]
-            # An answer without its end cannot be told from what follows it.
-            if not all(map(str.startswith, texts[1:], texts)) or any(end not in part for part in own):
-                rewritten += 1
-                parts = [(False, tokenizer(texts[-2], add_special_tokens=False)["input_ids"])]
-                written = [encode(continuations[-1], parts[-1][1])]
-            for part in written:
-                size = part.index(end) + 1 if end in part else len(part)
-                parts += [(True, part[:size]), (False, part[size:])]
-            # What the template writes after the last turn.
-            del parts[-1]
+            parts, only_last = _message_parts(item, answers, number, tokenizer, options, encode, end)
+            rewritten += only_last
         else:
             for is_learned, text in _parts(completion):
                 parts.append((is_learned, encode(text, parts[-1][1])))
@@ -116,6 +97,36 @@ def tokenize(prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, argumen
             "there, after the prompt of alpaca-ppo train"
         )
     return rows_that_fit(rows, arguments.max_length)
+
+
+def _message_parts(
+    item: Any, answers: list[Any], number: int, tokenizer: Any, options: Any, encode: Callable[..., list[int]], end: Any
+) -> tuple[list[tuple[bool, list[int]]], bool]:
+    """The token ids of a prompt and of the messages that answer it, in parts, each with whether it is learned; and
+    whether only the last answer is, because of how the template writes earlier ones. `end` ends a turn.
+    """
+    prompt = item["row"]["prompt"]
+    starts = [i for i, message in enumerate(answers) if message["role"] == "assistant"]
+    texts = [
+        rendered([*prompt, *answers[:i]], tokenizer, {**options, "add_generation_prompt": i < len(answers)}, number)
+        for i in [*starts, len(answers)]
+    ]
+    # The conversation from each earlier answer to the content of the next message, which is not learned.
+    cut = [[*prompt, *answers[: i + 1], {**answers[i + 1], "content": PROBE}] for i in starts[:-1]]
+    ended = [rendered(messages, tokenizer, options, number).rpartition(PROBE)[0] for messages in cut]
+    earlier = [encode(text.removeprefix(before)) for text, before in zip(ended, texts, strict=False)]
+    # What follows each prompt: an answer, and messages up to the next one.
+    continuations = [_continuation(*two, answers[i]) for two, i in zip(pairwise(texts), starts, strict=True)]
+    # An answer without its end cannot be told from what follows it.
+    only_last = not all(map(str.startswith, texts[1:], texts)) or any(end not in ids for ids in earlier)
+    ids = list(tokenizer(texts[-2], add_special_tokens=False)["input_ids"]) if only_last else item["input_ids"]
+    parts = [(False, ids)]
+    for text in continuations[-1:] if only_last else continuations:
+        ids = encode(text, ids)
+        size = ids.index(end) + 1 if end in ids else len(ids)
+        parts += [(True, ids[:size]), (False, ids[size:])]
+    # Without what the template writes after the last turn.
+    return parts[:-1], only_last
 
 
 def _continuation(prompt: str, text: str, answer: dict[str, Any]) -> str:
@@ -178,7 +189,7 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
     end = data["train_dataset"][0]["labels"][-1]
     generation_config = model.generation_config
     if generation_config is not None:
-        # The trainer changes and saves this one. Of the base's, it may refuse to do so.
+        # The trainer changes and saves the model's, and may refuse to save the base's.
         model.generation_config = GenerationConfig()
     model = with_adapter(model, lora, "CAUSAL_LM")
     trainer = _Trainer(model, training, DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED), **data)

@@ -49,39 +49,39 @@ class StopAt(TrainerCallback):
         self._option, self._remedy = option, remedy
         self._metric, self._comparison, self._bound = condition
         self._on_any_rank, self._say = on_any_rank, say
-        # Or has been said to be missing.
-        self._is_known = False
+        # Whether the metric has occurred, or has been said to be missing.
+        self._is_settled = False
         self.reached: str | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Says if no metric has the name, once a step has trained the policy; raises a `ValueError` for one of the
-        bounds that must not be missed.
+        """Ends the run if the step's metric is beyond the bound. If there is no such metric once a step has trained the
+        policy, says so, or raises a `ValueError` for a bound that must not be missed.
         """
         if not self._metric.startswith("eval/"):
             trains_policy = state.global_step > args.critic_pretraining_steps
             self._compare(state.global_step, control, context["metrics"], is_complete=trains_policy)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        """Raises a `ValueError` if no metric has the name and nothing has been trained yet; later, says it."""
+        """Ends the run likewise. Without such a metric, raises a `ValueError` before training, and later says so."""
         if self._metric.startswith("eval/"):
             self._compare(state.global_step, control, context["metrics"], is_complete=True)
 
     def _compare(self, step: int, control: Any, metrics: Mapping[str, float], *, is_complete: bool) -> None:
         value = metrics.get(self._metric)
-        self._is_known |= value is not None
-        if is_complete and not self._is_known:
+        self._is_settled |= value is not None
+        if is_complete and not self._is_settled:
             problem = f"{self._option}, but there is no metric {self._metric}"
             if step == 0 or self._remedy:
                 raise ValueError(f"{problem}; there are {', '.join(metrics)}")
             # It may come yet: entropies are measured in some steps, and a reward function may log what it likes.
             remedy = did_you_mean(self._metric, metrics) or " see docs/metrics.md"
             self._say(f"warning: {problem} yet;{remedy}")
-            self._is_known = True
+            self._is_settled = True
         met = value is not None and COMPARISONS[self._comparison](value, self._bound)
         # A run can only be ended after a step.
         if step and self._on_any_rank(met):
             control.should_save = control.should_training_stop = True
-            was = "was reached" if value is None else f"was {value:.4g}"
+            was = f"was {value:.4g}" if met else "met the condition on another process"
             self.reached = f"{self._metric} {was} ({self._option})"
             self._say(f"step {step}: {self.reached}: the run ends here, with a checkpoint{self._remedy}")
 

@@ -142,18 +142,19 @@ class Console(TrainerCallback):
 
     def _best_step_lines(self, history: Sequence[Metrics], state: Any) -> list[str]:
         """Names the step with the best `metric_for_best_model`, else with the highest evaluated reward."""
-        greater = self._args.greater_is_better or not state.best_global_step
         if state.best_global_step:
             step, value, metric = state.best_global_step, state.best_metric, self._args.metric_for_best_model
+            folder, greater = Path(state.best_model_checkpoint), self._args.greater_is_better
         else:
             metric = next((f"{prefix}rewards" for line in history for prefix in eval_sets(line)), "")
             step_values = [(line["step"], value) for line in history if (value := line.get(metric)) is not None]
-            if len(step_values) < 2:
+            # A teacher alone gives no reward.
+            if len({value for _, value in step_values}) < 2:
                 return []
             step, value = max(step_values, key=lambda pair: pair[1])
             if not step:
                 return [f"best step:   none is better than before training ({metric} {number(value)})"]
-        folder = Path(self._args.output_dir) / f"checkpoint-{step}"
+            folder, greater = Path(self._args.output_dir) / f"checkpoint-{step}", True
         kept = f"kept in {folder}" if folder.is_dir() else "not kept; metric_for_best_model keeps it"
         lines = [f"best step:   {step} ({metric} {number(value)}, {kept})"]
         if (before := better_before_training(history, metric, value, greater_is_better=greater)) is not None:
@@ -172,11 +173,12 @@ class Console(TrainerCallback):
         # The file is missing in a run that is resumed from another folder's checkpoint.
         if not self._log.is_main or not path.exists():
             return []
-        return [self._without_zero_kl(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        # Bytes, because text also has line breaks that JSON does not escape, such as U+2028.
+        return [self._without_zero_kl(json.loads(line)) for line in path.read_bytes().splitlines()]
 
 
 def _findings_in_words(path: Path) -> str:
-    count = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+    count = len(path.read_bytes().splitlines()) if path.exists() else 0
     return f"{count} (printed above and in {path})" if count else "none"
 
 
@@ -217,13 +219,15 @@ def evaluation_lines(stats: Metrics, start: Metrics, *, step: int) -> list[str]:
 
 def eval_sets(stats: Metrics) -> list[str]:
     """Returns the prefix of the metrics of each eval set: `eval/`, `eval/<set>/`."""
-    return [key.removesuffix("rewards") for key in stats if key.startswith("eval/") and key.endswith("/rewards")]
+    keys = [key for key in stats if key.startswith("eval/") and key.endswith("/rewards")]
+    # <set>/scores/rewards is the score of a source named rewards, below the metric <set>/scores.
+    return [key.removesuffix("rewards") for key in keys if key.removesuffix("/rewards") not in stats]
 
 
 def _evaluation_columns(stats: Metrics, prefix: str) -> list[Column]:
     """Returns the columns of an eval set, without metrics of other sets, spreads, and the scores behind the reward."""
     nested = tuple(other for other in eval_sets(stats) if other != prefix and other.startswith(prefix))
-    keys = [key for key in stats if key.startswith(prefix) and not (nested and key.startswith(nested))]
+    keys = [key for key in stats if key.startswith(prefix) and not key.startswith(nested)]
     names = [key.removeprefix(prefix) for key in keys if not key.endswith(("_se", "scores_std"))]
     sources = [name for name in names if name.startswith("scores/")]
     hidden = ["scores", "masked_rows", *(sources if len(sources) == 1 else [])]

@@ -27,7 +27,7 @@ def table_files(run: Path) -> Iterator[tuple[str, int, Path]]:
 
 
 class Ends(NamedTuple):
-    """A metric at the start and at the end of a run, which are the same if it was `measured` only once."""
+    """A metric at the start and at the end of a run, and how often it was measured; once makes both the same."""
 
     start: float
     end: float
@@ -49,8 +49,8 @@ def start_and_end(history: Sequence[Metrics], name: str) -> Ends | None:
 
 
 def means_in_words(history: Sequence[Metrics]) -> str:
-    """Returns what `start_and_end` takes of steps, such as "means of the first and the last 3 steps, before the last
-    update": a step's metrics are those of the policy before its update. "" without steps.
+    """Returns in words which steps `start_and_end` takes, such as "means of the first and the last 3 steps, before the
+    last update", because a step is measured before its update. "" without steps.
     """
     steps = sum(line.get("objective/rewards") is not None for line in history)
     count = averaged_steps(steps)
@@ -76,7 +76,7 @@ class WeightsStep:
         step: completed steps when the weights had these values.
         trained_steps: completed steps when they were saved: more than `step` if `load_best_model_at_end` chose earlier
             ones.
-        metric: `metric_for_best_model`, if the weights are those of the best checkpoint.
+        metric: `metric_for_best_model`, if the weights are those of the best checkpoint; `value` is its value there.
         ended_by: what has ended the run before its last step, in words.
     """
 

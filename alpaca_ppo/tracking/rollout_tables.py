@@ -19,9 +19,9 @@ TOKEN_COLUMNS = (
 def rollout_rows(
     rollouts: Rollouts, processing_class: Any, *, source_names: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Returns a row for each rollout, whose `tokens` has an entry for each token of the response, stop token included:
-    the `TOKEN_COLUMNS` that are in `rollouts`, or `environment: true` if the policy did not choose the token. With
-    `source_names`, it also has the `scores` of each source.
+    """Returns a row for each rollout. Its `tokens` has an entry for each token of the response, stop token included,
+    with id, text and the `TOKEN_COLUMNS` that are in `rollouts`, or `environment: true` instead of these columns if the
+    policy did not choose the token. With `source_names`, the row also has the `scores` of each source.
     """
     rows = []
     for i in range(rollouts["responses"].size(0)):

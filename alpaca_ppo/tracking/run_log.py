@@ -108,7 +108,7 @@ class RunLog:
             config: all options of the run, without credentials.
             provenance: where the run came from, for run.yaml only.
             step: completed steps; -1 for a new run. Tables and skipped updates of later steps are removed.
-            lines: how many of metrics.jsonl are kept. Findings and TensorBoard's events of later steps are removed.
+            lines: how many of metrics.jsonl are kept. Later steps' findings and TensorBoard events are removed.
         """
         self._begun = True
         last_logged = -1
@@ -219,8 +219,8 @@ def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any
 
 
 def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
-    """Checks that metrics.jsonl, if it exists, starts with the lines of the checkpoint's run (`written`, by
-    `metrics_identity`), so that resuming does not mix runs.
+    """Raises a ValueError, so that resuming does not mix runs, unless metrics.jsonl is missing or starts with the lines
+    of the checkpoint's run (`written`, by `metrics_identity`).
     """
     path, present = output_dir / "metrics.jsonl", metrics_identity(output_dir, written["lines"])
     if path.exists() and present != written:

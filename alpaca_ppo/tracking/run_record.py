@@ -45,6 +45,7 @@ class RunRecord:
     Attributes:
         options: those of `ScriptArguments` and `LoraArguments`, and of `PPOConfig` where they replace the run's.
         in_memory: descriptions of the objects that the run was given, by the argument of `PPOTrainer`.
+        command: how the program was started, for `provenance`.
     """
 
     options: Mapping[str, Any]
@@ -84,7 +85,9 @@ class RunRecord:
                 if key not in names:
                     in_memory[argument if key is None else f"{argument}[{key}]"] = _described(entry)
             if option == "reward_funcs":
-                options |= _reward_options(list(names.values()), given["args"].reward_weights)
+                # Beside a source without a name, which no option can hold, the weights stay in the run's order.
+                weights = given["args"].reward_weights if len(names) == len(_entries(value)) else None
+                options |= _reward_options(list(names.values()), weights)
             elif option == "environments":
                 options[option] = [name if key is None else f"{key}={name}" for key, name in names.items()] or None
             elif option is not None and names:
@@ -92,14 +95,14 @@ class RunRecord:
         model = given["model"]
         if isinstance(model, torch.nn.Module):
             options["dtype"] = "bfloat16" if next(model.parameters()).dtype == torch.bfloat16 else "float32"
-            if given["ref_model"] is None and given["args"].reference in REFERENCES[:-1]:
+            if given["ref_model"] is None and given["args"].reference in {*REFERENCES} - {"none"}:
                 in_memory["reference"] = in_memory["model"]
         return cls(options, in_memory, {"command_line": _shell(sys.argv), "launcher": None})
 
     def config(self, args: PPOConfig) -> dict[str, Any]:
-        """Returns all options of the run as plain values, without credentials; `options` win over those of `args`."""
-        whole = {**self.options, **asdict(args), **{k: v for k, v in self.options.items() if k in vars(args)}}
-        return cast(dict[str, Any], without_credentials({**whole, **_NOT_REPEATED}))
+        """Returns all options of the run as plain values, without credentials; `options` stand first, and win."""
+        options = {**self.options, **asdict(args), **self.options, **_NOT_REPEATED}
+        return cast(dict[str, Any], without_credentials(options))
 
     def provenance(self, hardware: Mapping[str, Any], *, resumed_step: int = 0) -> dict[str, Any]:
         """Returns where the run came from and its hardware, without credentials; `resumed_step` is the checkpoint's."""

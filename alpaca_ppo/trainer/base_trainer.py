@@ -137,7 +137,7 @@ class BaseTrainer(ABC):
         table of an earlier run that has checkpoints.
 
         Raises:
-            ValueError: when the trainer has no eval dataset.
+            ValueError: when the trainer has no eval dataset, or another run is writing to `output_dir`.
         """
         if not self.eval_prompts:
             raise ValueError("evaluate() needs prompts, but eval_dataset is None; pass eval_dataset to PPOTrainer")
@@ -159,8 +159,8 @@ class BaseTrainer(ABC):
         """Returns the current policy's answers to each prompt as text; nothing is scored or recorded.
 
         The same seed gives the same answers, and the run's random numbers are not affected. Under DDP and ZeRO 1 or 2
-        each process may call this alone; under ZeRO 3, or if the sampler has its own copy of the weights, all must,
-        with the same prompts.
+        each process may call this alone; under ZeRO 3 and FSDP2, or if the sampler has its own copy of the weights, all
+        must, with the same prompts.
 
         Args:
             prompts: one or several texts, or conversations (lists of messages), to which the chat template and the
@@ -231,7 +231,7 @@ class BaseTrainer(ABC):
         return components | added
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> dict[str, float]:
-        """Takes all steps and saves the final models; returns the last metrics, of a step those before its update.
+        """Takes all steps and saves the final models; returns the metrics of the last step and of its evaluation.
 
         Seeds the global random generators of Python, NumPy and torch from `seed` and the rank, for reward functions and
         callbacks that draw from them; a resumed run restores their states.
@@ -242,7 +242,8 @@ class BaseTrainer(ABC):
             resume_from_checkpoint: a checkpoint folder, or True for the newest complete one of `output_dir`.
 
         Raises:
-            ValueError: if another run is writing to `output_dir`; on the other ranks a RuntimeError with the same text.
+            ValueError: if the run cannot start or resume in `output_dir`; other ranks may raise a RuntimeError.
+            FloatingPointError: if more than `max_skipped_updates` optimizer steps had to be skipped.
             SamplerMismatch: if sampler and trainer disagree (`mismatch_action`), after saving a checkpoint of the
                 previous step.
             Interrupted: after a signal, once the checkpoint is saved: a SystemExit of 143 (SIGTERM) or 130 (SIGINT).
@@ -329,6 +330,7 @@ class BaseTrainer(ABC):
     def save_model(self, output_dir: str | None = None, stats: dict[str, float] | None = None) -> None:
         """Writes `policy/` and `value/`, which `from_pretrained` loads, into `output_dir` (None = the run's `final/`),
         with the metrics `stats` on the model card. Unlike with TRL, the folder itself is no model: load `policy/`.
+        That of `final/` is then uploaded to `hub_model_id`, if there is one. Every rank must call this.
         """
         folder = Path(output_dir) if output_dir else Path(self.args.output_dir) / "final"
         scorer = self.collector.scorer
@@ -356,7 +358,7 @@ class BaseTrainer(ABC):
         return replace(of_last, step=best, metric=self.checkpoints.best.metric, value=self.state.best_metric)
 
     def save_checkpoint(self, stats: Mapping[str, float] | None = None) -> Path:
-        """Writes `checkpoint-<step>` atomically and returns its path.
+        """Writes `checkpoint-<step>` atomically and returns its path. Every rank must call it.
 
         The metrics `stats` of an evaluation decide whether it becomes the best checkpoint (`metric_for_best_model`).
         """
@@ -366,6 +368,7 @@ class BaseTrainer(ABC):
         return folder
 
     def _save_interrupted(self, reason: str) -> None:
+        """Saves the last completed step, unless that is done, and ends the log; `reason` says why, for the user."""
         folder = self.checkpoints.folder(self.state.global_step)
         if not self.progress.saved:
             self.progress.rewind()

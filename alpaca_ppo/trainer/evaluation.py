@@ -43,7 +43,7 @@ class Evaluator:
 
     Attributes:
         settings: what is computed.
-        answers: prompt, response, set and scores of the last evaluation; `stored_answers` reads the first two.
+        answers: of the last evaluation, each with `prompt`, `response`, `set`, `scores` and what `_columns` returns.
     """
 
     def __init__(self, parts: RunParts, rollout: Callable[..., Rollouts]) -> None:
@@ -98,7 +98,7 @@ class Evaluator:
         return [answers[i : i + n] for i in range(0, len(answers), n)]
 
     def _evaluate_set(self, name: str, folder: str, step: int, record: metrics.StepRecord) -> dict[str, float]:
-        """Returns the metrics of the eval set `name`, without logged ones, and writes its table to `folder`."""
+        """Returns the metrics of the eval set `name`, but for what functions log, and writes its table to `folder`."""
         collector, args, prompts = self._collector, self._collector.args, self._prompts[name]
         # With the same random numbers at every step.
         params = replace(
@@ -127,7 +127,7 @@ class Evaluator:
         return summarize(records, self.settings) | metrics.evaluation_stats(all_rollouts) | dropped
 
     def _log_table(self, name: str, folder: str, step: int, rollouts: Rollouts, records: list[ResponseRecord]) -> None:
-        """Writes the table of the eval set `name`, and adds its responses to `answers`."""
+        """Writes the table of the eval set `name`, with tokens if it is the first; adds its responses to `answers`."""
         prompts = self._prompts[name]
         table = rollout_tables.evaluation_rows(rollouts, self._processing_class)
         for entry, response in zip(table, records, strict=True):

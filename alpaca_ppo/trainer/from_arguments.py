@@ -122,8 +122,8 @@ class Answer(NamedTuple):
 
 def answers_to(dataset: Dataset, model: str, processing_class: Any, script_args: Any, args: PPOConfig) -> list[Answer]:
     """The answers of `model`, a folder or hub id, and of the reference to the prompts of `dataset`, sampled as in an
-    evaluation; of the policy alone, if there are environments or tools. `script_args` name these, and the model that
-    the run started from.
+    evaluation; of the policy alone, if there is no reference, or there are environments or tools. `script_args` name
+    these, and the model that the run started from.
     """
     environments = named_environments(script_args)
     kinds = make_kinds(environments["tools"], environments["environment_factory"])
@@ -153,8 +153,8 @@ def answers_to(dataset: Dataset, model: str, processing_class: Any, script_args:
 
 
 def _reference_of(model: str, script_args: Any, args: PPOConfig) -> str:
-    """The KL's reference: the configuration's model or none; else the model that the run started from, else an
-    adapter's base, unless that is `model` itself.
+    """The KL's reference: what the configuration names, if that is a model or none. Otherwise the model that the run
+    started from, or an adapter's base; none if neither is known, or it is `model` itself.
     """
     if args.reference not in REFERENCES or args.reference == "none":
         return args.reference

@@ -30,7 +30,7 @@ def logged_rollouts(
 ) -> list[dict[str, Any]]:
     """Returns the rows of the table of rollouts of `step` (from 1), after its update.
 
-    In steps that log entropies the rows have the ratio of the updated policy to the old one, by another forward pass.
+    The rows have the ratio of new to old policy, by another forward pass, if the step trains it and logs entropies.
     """
     args = collector.args
     logged = select_rows(rollouts, slice(args.num_logged_rollouts))
@@ -43,10 +43,10 @@ def logged_rollouts(
 def add_tokens(
     collector: RolloutCollector, processing_class: Any, rollouts: Rollouts, rows: Sequence[dict[str, Any]]
 ) -> None:
-    """Adds `tokens` to the table's `rows` of an evaluation's first `num_inspected_prompts` prompts.
+    """Adds `tokens` to the table's `rows` of the first response to each of the first `num_inspected_prompts` prompts.
 
-    Values and entropies take a forward pass over these rows. `rollouts` are the responses with a reward, of all ranks:
-    one for each row of the table.
+    Values and entropies take a forward pass over these rows. `rollouts` are an evaluation's responses with a reward, of
+    all ranks: one for each row of the table.
     """
     inspected = (rollouts["prompt_ids"] < collector.args.num_inspected_prompts) & (rollouts["sample_ids"] == 0)
     indices = inspected.nonzero().squeeze(1)

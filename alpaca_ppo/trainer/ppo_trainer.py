@@ -199,8 +199,8 @@ class PPOTrainer(BaseTrainer):
         """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and computes their log-probs
         and values under policy, critic and reference.
 
-        Returns the rollouts of all ranks, on the CPU, in the prompts' order: the keys of `types.Rollouts` up to
-        `rewards`.
+        Returns the rollouts of all ranks, on the CPU, in the prompts' order: the keys of `types.Rollouts` before
+        `shaped_rewards`.
         """
         step, args = self.state.global_step, self.args
         self.sampling_params.check_full_softmax()
@@ -334,7 +334,7 @@ class PPOTrainer(BaseTrainer):
 
         Returns:
             `scores` (C,) float32, before any penalty; `rewards` (C,), or (C, R) with each token's reward in the column
-            of the token; `scores_by_source` (C, sources).
+            of the token; `scores_by_source` (C, sources); `overlong_penalties` and `trained_rows` where they apply.
         """
         scored = score_responses(self.collector.scorer, self.processing_class, samples, rows, self.args)
         if self.environments is not None and self.environments.reward_per_token:
@@ -370,7 +370,8 @@ class PPOTrainer(BaseTrainer):
     def step_with_rollouts(self, rollouts: Rollouts) -> dict[str, float]:
         """Takes the optimizer steps on the global rollouts (`ppo.update_plan`); returns the statistics of all ranks.
 
-        Optimizer steps of which no row gives a gradient (`ppo.row_masks`) are left out, and counted.
+        Optimizer steps of which no row gives a gradient (`ppo.row_masks`) are left out, and counted. Those that
+        remain when the KL exceeds `target_kl_stop` are not taken. Raises a SamplerMismatch, or as `_record_skip` does.
 
         Counts the step, so that the next `rollout` uses new random numbers.
         """
@@ -467,7 +468,7 @@ class PPOTrainer(BaseTrainer):
 
     def check_sampler(self) -> None:
         """Compares sampler and trainer on short responses to at most 4 of the next step's prompts, of lengths as
-        different as possible, unless `rollout` or `_generate` is overridden: a subclass may sample in another way.
+        different as possible. Does nothing if environments make the prompts, or `rollout` or `_generate` is overridden.
 
         Raises:
             ValueError: if they disagree and `mismatch_action` is stop.
@@ -475,7 +476,6 @@ class PPOTrainer(BaseTrainer):
         cls = type(self)
         inherited = cls.rollout is PPOTrainer.rollout and cls._generate is PPOTrainer._generate
         if self.sampler_check.compares and inherited and not self.train_prompts.any_blank:
-            # The same on every rank.
             ids = self.step_prompts(self.state.global_step).indices[:16]
             items = [self.train_prompts[i] for i in ids]
             chosen = spread_by_length([len(item["input_ids"]) for item in items], count=4)

@@ -59,8 +59,8 @@ def check_start(args: PPOConfig, resume_from_checkpoint: bool | str | None) -> N
 
 
 def check_room_for_policy(args: PPOConfig, policy: str) -> None:
-    """Checks, before a script loads anything, that the disk has room for checkpoints of a policy that is trained whole.
-    `train` checks again, with the critic, and counts the checkpoints that an earlier run has left.
+    """Checks, before a script loads anything, that the disk has room for a checkpoint of a policy trained as a whole,
+    unless an earlier run is deleted first. `train` checks again, with the critic and all checkpoints that it will keep.
 
     Raises:
         ValueError: see `check_room`; also for a `policy` that has no configuration.
@@ -80,8 +80,10 @@ def check_config_class(args: Any) -> PPOConfig:
         return args
     changed: dict[str, Any] = {}
     if dataclasses.is_dataclass(args) and not isinstance(args, type):
-        defaults = {field.name: field.default for field in dataclasses.fields(args) if field.init}
-        changed = {name: value for name in defaults if (value := vars(args).get(name)) != defaults[name]}
+        for field in dataclasses.fields(args):
+            factory, value = field.default_factory, vars(args).get(field.name)
+            if field.init and value != (field.default if factory is dataclasses.MISSING else factory()):
+                changed[field.name] = value
     lines = explain_names(changed, [field.name for field in dataclasses.fields(PPOConfig)], CONFIG_SECTIONS)
     raise ValueError(
         f"args is of the class {type(args).__module__}.{type(args).__qualname__}; PPOTrainer takes a PPOConfig, "
@@ -138,9 +140,10 @@ def check_room(args: PPOConfig, checkpoint_size: int, steps_left: int = 1) -> No
     if usage.total == 0 or usage.free >= needed:
         return
     what = {0: "the final models", 1: "one checkpoint"}.get(count, f"{count} checkpoints")
+    remedy = f", or lower save_total_limit ({args.save_total_limit})" if count > 1 else ""
     raise ValueError(
         f"output_dir ({args.output_dir}) has too little room: {what} will have more than {needed} bytes, and the disk "
-        f"has {usage.free} left; free some space, or lower save_total_limit ({args.save_total_limit})"
+        f"has {usage.free} left; free some space{remedy}"
     )
 
 

@@ -130,7 +130,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     """Builds a run. What can be checked without a model is checked before one is loaded.
 
     Args:
-        samples_itself: whether it overrides `_generate`, so that responses may have several turns.
+        samples_itself: whether `trainer_class` overrides `_generate`, so that responses may have several turns.
         scores_itself: whether it overrides `_score`, so that reward functions may get other columns than the dataset's.
 
     Raises:
@@ -176,6 +176,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
     checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
     sampling_params = make_sampling_params(actor_critic, processing_class, args, chat=chat)
+    # A model that is saved cannot wait with truncate tokens until `truncate_after`.
     truncate = () if sampling_params.truncate_after else sampling_params.truncate_token_ids
     actor_critic.policy.stop_token_ids = sampling_params.stop_token_ids + truncate
     add_reward_adapter(scorer, actor_critic, args, device)
@@ -254,19 +255,20 @@ def _make_all_prompts(
 def _make_actor_critic(
     given: TrainerArguments, model: Any, value_model: Any, processing_class: Any, args: PPOConfig
 ) -> ActorCritic:
-    """Policy and critic, which must share the tokenizer."""
+    """Policy and critic; raises a ValueError if they do not share the tokenizer."""
     actor_critic = factory.make_actor_critic(model, value_model, given.reward_funcs, given.peft_config, args)
     critic_start = factory.first_reward_model(given.reward_funcs) if args.init_value_with_reward else value_model
     # The tokenizer of a model in memory is not known.
-    layout = actor_critic.critic and actor_critic.critic.layout
-    if layout == "separate" and isinstance(critic_start, str):
+    is_separate = actor_critic.critic is not None and actor_critic.critic.layout == "separate"
+    if is_separate and isinstance(critic_start, str):
+        field = "reward_funcs" if args.init_value_with_reward else "value_model"
         remedy, trust = "start the critic from another model", args.trust_remote_code
-        check_same_tokenizer("value_model", critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
+        check_same_tokenizer(field, critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
     return actor_critic
 
 
 def _connect(collector: RolloutCollector, state: TrainerState, run_log: RunLog) -> None:
-    """Offers the state to reward functions, shows their names in the progress bar, and lets signals interrupt them."""
+    """Gives the scorers the state, one place for what functions log, and the bar; lets signals interrupt them."""
     collector.preemption.lockstep = collector.engine.synced_forwards
     collector.metric_scorer.logged = collector.scorer.logged
     for scorer in (collector.scorer, collector.metric_scorer):
@@ -281,17 +283,18 @@ def make_step_record(run_log: RunLog) -> StepRecord:
 
 
 def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Kinds) -> PromptDataset:
-    """The tokenized prompts of `dataset`, with the tools of `kinds`; overlong ones are dropped or raise an error
-    (`overlong_prompts`). Without a dataset or its prompt column, prompts are blank, and environments make them.
+    """The tokenized prompts of `dataset`, with the tools of `kinds`; `overlong_prompts` says what happens to overlong
+    ones. Where environments can make the prompts, a missing dataset or prompt column makes them blank.
 
     Raises:
         ValueError: see `prepare_prompts`; also for a truncate token that is not in the tokenizer's vocabulary, for no
-            dataset with several environments or without `max_steps`, and for a missing column that a `reset` requires.
+            dataset unless there are one environment and `max_steps`, and for a missing column that a `reset` requires.
     """
     resolve_truncate_tokens(processing_class, args.truncate_tokens or ())
     blank: Any = [{"role": "user", "content": ""}] if processing_class.chat_template else ""
+    makes_prompts = any(kind.environment_class is not NoEnvironment for kind in kinds.values())
     if dataset is None:
-        if not any(kind.environment_class is not NoEnvironment for kind in kinds.values()):
+        if not makes_prompts:
             raise ValueError("train_dataset is None; pass prompts, or an environment_factory whose reset returns them")
         if len(kinds) > 1:
             raise ValueError(f"environment_factory has {list(kinds)}, so train_dataset needs a column environment")
@@ -302,7 +305,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         if name is not None:
             row["environment"] = name
         dataset = Dataset.from_list([row] * args.rollout_batch_size)
-    elif kinds and isinstance(dataset, Dataset) and not (args.prompt_template or args.user_template):
+    elif makes_prompts and isinstance(dataset, Dataset) and not (args.prompt_template or args.user_template):
         if not {args.prompt_column, "instruction"} & {*columns_of(dataset)}:
             dataset = dataset.add_column(args.prompt_column, [blank] * len(dataset))
     if isinstance(dataset, Dataset):
@@ -448,7 +451,7 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
         adapters,
         args.reward_adapter,
         pad_token_id=tokenizer.pad_token_id,
-        # Cached by the policy's trial, before other adapters were added; later an engine may shard the layers.
+        # Asked now, when the policy's trial has cached the answer: later an engine may shard the layers.
         padding_free=bool(args.padding_free) and packing_problem(adapters.model) is None,
     )
     size, padding_free = args.rollout_per_device_batch_size, bool(args.padding_free)

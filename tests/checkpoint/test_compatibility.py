@@ -30,6 +30,13 @@ def test_what_may_change_is_named_and_then_allowed(tmp_path, entry, kind):
     check_identity(tmp_path, saved, here, tiny_config(tmp_path, ignore_changes=[kind]))
 
 
+def test_an_entry_that_only_the_checkpoint_has_is_a_difference(tmp_path):
+    # As of a run that is resumed with a schedule of the user's.
+    saved = {"lr_scheduler_type": {"optimizer_steps": 6}, "metrics": {"lines": 3}}
+    with pytest.raises(ValueError, match="run: lr_scheduler_type is present in the checkpoint and absent here"):
+        check_identity(tmp_path, saved, {}, tiny_config(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "first"

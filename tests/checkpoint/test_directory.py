@@ -42,8 +42,11 @@ def test_a_checkpoint_from_elsewhere_is_not_resumed_among_those_of_another_run(t
     named = tmp_path / "there/checkpoint-7"
     assert resolve_checkpoint(str(named), tmp_path / "here", overwrite=False) == named
     make_folders(tmp_path, "here/checkpoint-5")
-    with pytest.raises(ValueError, match="holds checkpoint-5 of an earlier run"):
-        resolve_checkpoint(str(named), tmp_path / "here", overwrite=False)
+    # One that a killed run was about to replace counts too.
+    work_folder(tmp_path / "there", "checkpoint-8", "old")
+    for path in (named, tmp_path / "there/checkpoint-8"):
+        with pytest.raises(ValueError, match="holds checkpoint-5 of an earlier run"):
+            resolve_checkpoint(str(path), tmp_path / "here", overwrite=False)
 
 
 def test_sizes_are_checked_before_models_are_loaded_and_contents_when_they_are_read(tmp_path):
@@ -100,13 +103,16 @@ def test_records_of_a_run_without_a_checkpoint_are_not_overwritten_either(tmp_pa
 
 
 def test_an_earlier_run_is_deleted_whole_and_nothing_else_is(tmp_path):
-    make_folders(tmp_path, "checkpoint-5", "abandoned-checkpoint-7", "final", "eval", "rollouts", "runs", "notes")
+    make_folders(tmp_path, "checkpoint-5", "abandoned-checkpoint-7", "abandoned-checkpoint-7-1", "final", "eval")
+    # The last two are the user's.
+    make_folders(tmp_path, "rollouts", "runs", "checkpoint-best", "notes")
     work_folder(tmp_path, "checkpoint-6", "old", "new")
     kept = ["run.yaml", "run.lock", "checkpoint-list.txt", "notes/metrics.jsonl"]
     for name in ["metrics.jsonl", "skipped_updates.jsonl", "findings.jsonl", "report.html", *kept]:
         (tmp_path / name).write_text("x")
     remove_run(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-best",
         "checkpoint-list.txt",
         "notes",
         "run.lock",

@@ -161,6 +161,7 @@ def test_each_kind_of_callable_is_named_by_what_defines_it(tmp_path):
         f"rewards.Judge.of_class{source} of {judge}": [module.Judge.of_class, module.Judge().of_class],
         judge: [module.Judge],
         r"builtins\.len": [len],
+        r"builtins\.str\.lower": [str.lower],
         r"operator\.itemgetter.*": [operator.itemgetter(1)],
         rf"tasks\.sleep{source} made with result=None": [asyncio.sleep],
         rf"{reward} with nothing": [functools.partial(module.reward)],

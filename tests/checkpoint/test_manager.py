@@ -4,9 +4,11 @@ import math
 import shutil
 
 import pytest
+from transformers import TrainerState
 
+from alpaca_ppo.checkpoint.manager import BestCheckpoint
 from tests.checkpoint.test_best_at_end import NAME, scripted
-from tests.tiny_runs import metric_lines, prompts, tiny_trainer
+from tests.tiny_runs import metric_lines, prompts, tiny_config, tiny_trainer
 
 
 def run(folder, values, *, limit=1, resume=None, total=50, **overrides):
@@ -59,6 +61,16 @@ def test_another_metric_or_a_best_that_is_gone_is_sought_anew(tmp_path):
     assert steps(tmp_path / "gone") == [4, 5] and gone.state.best_global_step == 4
 
 
+def test_a_best_of_later_steps_is_forgotten_where_training_goes_on_from_before(tmp_path):
+    state = TrainerState()
+    best = BestCheckpoint(state, tiny_config(tmp_path, eval_steps=1, save_steps=1, metric_for_best_model=NAME))
+    before = best.state_dict()
+    best.set({NAME: 3.0}, 2, tmp_path / "checkpoint-2")
+    best.load_state_dict(before, tmp_path)
+    assert best.state_dict() == before and best.folder is None and best.improves({NAME: 1.0})
+    assert state.best_metric is None and state.best_model_checkpoint is None
+
+
 def evaluated(folder, metric, **overrides):
     settings = {"save_steps": 1, "eval_steps": 1, "metric_for_best_model": metric, "ppo_epochs": 2}
     return tiny_trainer(folder, **settings, trainer_arguments={"eval_dataset": prompts(5)}, **overrides)
@@ -90,3 +102,5 @@ def test_a_run_that_is_overwritten_leaves_nothing_behind_and_a_trainer_does_not_
     other = str(tmp_path / "resumed/checkpoint-2")
     run(tmp_path / "twice", [5, 3, 2], total=30, resume=other, **settings)
     assert steps(tmp_path / "twice") == [3] and [line["step"] for line in metric_lines(tmp_path / "twice")] == [3]
+    # The later checkpoints of that folder stay its own.
+    assert steps(tmp_path / "resumed") == [1, 2, 3, 4]

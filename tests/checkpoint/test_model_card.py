@@ -27,7 +27,8 @@ RECORDS = [
 def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    # The last line is what a killed run has left.
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS) + '{"step": 5, "ev')
     (run / "run.yaml").write_text(yaml.safe_dump({"dataset_name": "/data/secret/questions.jsonl"}))
     config = asdict(
         PPOConfig(

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import get_scheduler
 
-from alpaca_ppo.checkpoint.serialization import FILES, Checkpoint, check_fits, checkpoint_bytes
+from alpaca_ppo.checkpoint.serialization import FILES, Checkpoint, check_fits, checkpoint_bytes, read_weights
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.random_states import random_states, seed_random_states
+from tests.leftovers import work_folder
 
 EXTRA = {
     "global_step": 3,
@@ -141,6 +142,12 @@ def test_a_fresh_optimizer_without_state_is_restored_too(tmp_path):
     assert other["optimizer"].state_dict() == run["optimizer"].state_dict()
 
 
+def test_a_checkpoint_that_a_killed_run_was_about_to_replace_is_read_where_it_is(saved):
+    names = set(read_weights(saved))
+    saved.rename(work_folder(saved.parent, saved.name) / "old.alpaca_ppo")
+    assert Checkpoint.read(saved).components == EXTRA and set(read_weights(saved)) == names
+
+
 def test_weights_keep_their_place_in_memory_and_stay_tied(saved):
     assert set(load_file(saved / "model.safetensors")) == {"first.weight", "first.bias", "low", "count"}
     run = make_run(seed=7)
@@ -173,11 +180,12 @@ def test_states_of_the_devices_present_are_saved_and_restored(tmp_path, monkeypa
 
 
 def test_numbers_of_numpy_are_saved_as_pythons_and_other_objects_are_refused_without_a_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"components/when is 1j, which a checkpoint cannot hold"):
-        save(make_run(), tmp_path / "checkpoint-1", components={"when": 1j})
+    for held in ({"when": 1j}, {"when": {1j: 1}}):
+        with pytest.raises(ValueError, match=r"components/when.* is 1j, which a checkpoint cannot hold"):
+            save(make_run(), tmp_path / "checkpoint-1", components=held)
     assert list(tmp_path.iterdir()) == []
-    save(make_run(), tmp_path / "checkpoint-1", components={"kl": np.float64(0.1)})
-    assert load(make_run(), tmp_path / "checkpoint-1") == {"kl": 0.1}
+    save(make_run(), tmp_path / "checkpoint-1", components={"kl": np.float64(0.1), "by_level": {np.float64(0.5): 1}})
+    assert load(make_run(), tmp_path / "checkpoint-1") == {"kl": 0.1, "by_level": {0.5: 1}}
 
 
 def test_the_generators_are_a_function_of_seed_and_rank():

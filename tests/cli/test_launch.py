@@ -58,6 +58,12 @@ def test_nodes_keep_their_port_and_a_file_is_taken_as_it_is(tmp_path):
     words = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
     flags = ["--config_file", str(path), *words]
     assert split_flags(["--accelerate_config", str(path), *words]) == (flags, [])
+    # So does one node whose file has a port.
+    path.write_text("distributed_type: MULTI_GPU\nmain_process_port: 29501\n")
+    assert split_flags(["--accelerate_config", str(path)]) == (["--config_file", str(path)], [])
+    path.write_text("- a")
+    with pytest.raises(ValueError, match=f"^--accelerate_config {path} holds a list"):
+        split_flags(["--accelerate_config", str(path)])
     # One process without torchrun has no port.
     assert split_flags(["--accelerate_config", "single"])[0][2:] == []
 

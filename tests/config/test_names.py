@@ -130,6 +130,7 @@ def test_a_folder_that_must_exist_and_a_file_have_neighbours_too(outputs):
     with pytest.raises(ValueError, match="^the run is 'org/run', but there is no such folder"):
         check_folder("the run", "org/run")
     assert path_problem("trainn.py", what="file").endswith("; did you mean train.py?")
+    assert path_problem("outputs", what="file") == " it is a folder, not a file"
 
 
 @pytest.mark.parametrize(

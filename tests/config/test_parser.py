@@ -161,6 +161,8 @@ def test_words_and_lists_in_brackets_add_up_and_other_text_with_a_bracket_stays(
     args = parse(tmp_path, "reward_weights: '[0.5, 1]'\nstop_strings: '[0.5, 1]'\n")
     assert (args.reward_weights, args.stop_strings) == ([0.5, 1], ["[0.5, 1]"])
     assert "reward_weights is [0.5, 'x']; " in refusal([PPOConfig], ["--reward_weights", "[0.5, x]"])
+    path = write(tmp_path, "reward_weights: ['[0.5, 1]', 3]")
+    assert "reward_weights is [[0.5, 1], 3]; " in refusal([PPOConfig], ["--config", path])
 
 
 def test_a_list_of_several_lines_is_one_in_a_flag_and_an_empty_word_is_text():
@@ -191,6 +193,10 @@ def test_model_is_another_word_for_model_name_or_path(tmp_path):
     assert "  model: " in refusal([ScriptArguments], ["--config", write(tmp_path, "{model: m, model_name_or_path: m}")])
     for flags in (["--modle", "m"], ["--config", write(tmp_path, "modle: m")]):
         assert "  modle: did you mean model?" in refusal([ScriptArguments], flags)
+    # It stands for a model that an earlier file cannot bring back.
+    first = write(tmp_path, "provenance: {in_memory: {model: M}}", "a.yaml")
+    flags = [*REQUIRED[2:], "--config", first, "--config", write(tmp_path, "model: m", "b.yaml")]
+    assert parse_args([ScriptArguments], flags)[0].model_name_or_path == "m"
 
 
 def test_an_unknown_name_suggests_the_nearest_and_lists_no_others():

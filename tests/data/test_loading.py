@@ -1,10 +1,11 @@
 import json
+from types import SimpleNamespace
 
 import datasets
 import pytest
 from datasets import Dataset, DatasetDict
 
-from alpaca_ppo.data import load_prompt_dataset
+from alpaca_ppo.data.loading import load_eval_datasets, load_prompt_dataset
 
 ROWS = [{"prompt": f"naïve {i} 🦙", "answer": i} for i in range(10)]
 
@@ -39,6 +40,12 @@ def test_a_slice_of_a_split_can_be_loaded(tmp_path):
     assert load_prompt_dataset(name, split="train[:3]").to_list() == ROWS[:3]
     assert load_prompt_dataset(name, split="train[80%:]").to_list() == ROWS[8:]
     assert load_prompt_dataset(name, split="train[:1]+train[9:]").to_list() == [ROWS[0], ROWS[9]]
+
+
+def test_the_path_of_an_eval_set_may_hold_the_sign_before_a_split(tmp_path):
+    name = write(tmp_path / "prompts@v2.jsonl", ROWS)
+    loaded = load_eval_datasets(SimpleNamespace(eval_datasets=[f"all={name}", f"some={name}@train[:3]"]))
+    assert {key: rows.to_list() for key, rows in loaded.items()} == {"all": ROWS, "some": ROWS[:3]}
 
 
 def test_saved_datasets_and_folders_of_files_are_loaded_by_split(tmp_path):

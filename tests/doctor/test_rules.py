@@ -215,6 +215,19 @@ def test_an_evaluation_that_falls_while_the_reward_rises_is_over_optimization():
     assert examined(evaluations(0.5, 1.0, 0.2, 0.2, error=0.3)) == {}
 
 
+def test_a_source_is_compared_by_whole_windows_in_long_runs_too():
+    # The window of steps 1001 to 1005 has a mean of 0.4; that of 1000 to 1004, of 0.6, is none.
+    found = examined(lambda t: {"objective/scores/gold": 1.0 if t < 1003 else 0.0}, steps=1005)["overoptimization"]
+    assert (found.step, found.severity) == (1005, "error") and "is 0.4" in found.sentence
+
+
+def test_scores_that_are_missing_or_begin_late_are_no_finding():
+    assert "constant_reward" not in examined(lambda t: {"objective/scores_std": 0.0}, without=["objective/scores"])
+    fall = evaluations(0.2, 0.2, 0.2, 0.2)
+    late = examined(lambda t: fall(t) | ({"objective/scores": None} if t == 1 else {}), before=evaluated(1.0))
+    assert "overoptimization" not in late and "eval_falling" in late
+
+
 def test_an_evaluation_that_ends_below_its_start_is_found_as_far_as_its_errors_tell():
     # A fall of 0.23 with a standard deviation of 0.37: 0.62 of it; its standard error is 0.046.
     history = History(DEFAULTS)

@@ -275,6 +275,8 @@ def test_white_space_and_words_that_were_added_are_no_control_tokens():
     said = "two\n\nalpacas    "
     assert tokens.encode(tokens.protect(said)) == tokenizer(said)["input_ids"]
     assert len(control(tokenizer, tokens.encode(said))) == 3
+    # A template can still strip it.
+    assert ControlTokens(chat_bytes()).protect(" \n") == " \n"
 
 
 def test_policy_reward_model_and_table_read_the_same_tokens():

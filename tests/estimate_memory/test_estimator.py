@@ -438,6 +438,22 @@ def test_what_is_offloaded_is_in_host_memory():
     assert by_hand(Sharding(4, 2, offload_weights=True), **ON_A_DEVICE)[1] == 0
 
 
+def test_offloaded_models_are_in_host_memory_and_on_the_device_one_at_a_time():
+    weights = {"policy": 8e9, "reference": 6e9, "teacher": 4e9}
+    measured = Measured(weights, gradients=4000.0, elements=1000.0, layer=7e7)
+    teacher = {"teacher_model_name_or_path": "teacher", "teacher_offloaded": True}
+    args = settings(reference="copy_offloaded", **teacher, **ON_A_DEVICE)
+    # ZeRO 3 shards them too.
+    for sharding, on_host in ((Sharding(), 10e9), (Sharding(4, 2), 10e9), (Sharding(4, 3), 10e9 / 4)):
+        assert phases(measured, args, sharding)[1] == on_host
+    found, _ = phases(measured, args, Sharding())
+    assert {phase.phase: phase.weights for phase in found} == dict.fromkeys(PHASES, 8e9) | {"log-probs": 14e9}
+
+
+def test_fsdp_shards_nothing_over_one_process():
+    assert by_hand(Sharding(fsdp=True)) == by_hand(Sharding())
+
+
 @pytest.mark.parametrize("kind", [proved("mixtral"), "qwen3_moe", proved("gemma2")])
 def test_other_architectures_can_be_measured(kind):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -580,6 +596,19 @@ def test_several_processes_get_the_peak_of_each_zero_stage(folder):
     assert peaks["3"] < peaks["1"] < result["peak"] and peaks["fsdp"] < peaks["2"]
     for flag, key in (("accelerate_config=fsdp", "fsdp"), ("fsdp=true", "fsdp"), ("accelerate_config=zero2", "2")):
         assert estimated(*run, f"--{flag}")["peak"] == peaks[key]
+    # A launch configuration or the run's option says what is done, whatever the stage.
+    for flag, key in (("accelerate_config=ddp", "0"), ("fsdp=true", "fsdp")):
+        result = estimated(*run, f"--{flag}", "--zero_stage=3")
+        assert (result["peak"], result["zero_stage"]) == (peaks[key], 0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "allowed"),
+    [("--teacher_dtype=4bit", ["0", "1", "2"]), ("--reference=copy_offloaded", ["0", "1", "2", "3"])],
+)
+def test_only_shardings_that_the_options_allow_are_listed(folder, flag, allowed):
+    run = ("--model_name_or_path", folder, *FLAGS, "--num_processes=2", "--teacher_model_name_or_path", folder)
+    assert list(estimated(*run, flag)["peak_by_zero_stage"]) == allowed
 
 
 @pytest.mark.parametrize(

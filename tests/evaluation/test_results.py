@@ -1,10 +1,12 @@
 """What `alpaca-ppo evaluate` prints, and the names by which options of evaluation mean a score."""
 
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
 
-from alpaca_ppo.evaluation.results import results_text
+from alpaca_ppo.evaluation.results import results_text, write_results
 from alpaca_ppo.evaluation.settings import make_settings
 
 ARGS = {
@@ -78,3 +80,18 @@ def test_the_text_says_what_was_drawn_and_names_each_number_once():
         "a/scores           1",
         "b/scores           1",
     ]
+
+
+def test_a_metric_may_be_named_like_a_standard_error():
+    results = {"model": "m", "prompts": {"": 4}, "samples_per_prompt": 1, "temperature": 0.0, "success": None}
+    results["metrics"] = {"eval/noise_se": 0.5, "eval/noise_se_se": 0.1, "eval/scores": 1.0, "eval/scores_se": 0.2}
+    assert results_text(results).splitlines()[1:] == ["noise_se         0.5  ±0.1", "scores             1  ±0.2"]
+
+
+def test_numbers_that_are_not_finite_are_null_in_both_files(tmp_path):
+    answers = [{"prompt": "p", "response": "r", "scores": 0.5, "exact": math.nan, "correct": True, "win": None}]
+    write_results(tmp_path, {"model": "m", "metrics": {"eval/scores": 0.5, "eval/scores_se": math.nan}}, answers)
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written == {"model": "m", "metrics": {"eval/scores": 0.5, "eval/scores_se": None}}
+    line = '{"prompt": "p", "response": "r", "scores": 0.5, "exact": null, "correct": true, "win": null}\n'
+    assert (tmp_path / "answers.jsonl").read_text() == line

@@ -237,7 +237,7 @@ def test_gdpo_refuses_shapes_that_do_not_fit():
         gdpo_advantages(BY_SOURCE, torch.ones(3), GROUP, MASK)
     with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\) and weights \(2,\)"):
         gdpo_advantages(BY_SOURCE[:, 0], torch.ones(2), GROUP, MASK)
-    with pytest.raises(ValueError, match=r"scores_by_source has shape \(3,\), response_mask \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"each column of scores_by_source has shape \(3,\), response_mask \(2, 2\)"):
         gdpo_advantages(BY_SOURCE, torch.ones(2), GROUP, MASK[:2])
 
 

@@ -290,6 +290,19 @@ def test_a_server_that_dies_or_hangs_while_it_loads_weights_is_started_on_them(
     assert torch.equal(whole.sampled().responses, new.responses)
 
 
+def test_a_server_that_gives_a_wrong_answer_is_not_started_again(tmp_path: Path) -> None:
+    wrong = """
+def before(path, body):
+    if path == "/update_weight_version" and body["new_version"].endswith("-1"):
+        fake.resets = False
+fake.before = before
+"""
+    setting = Setting(tmp_path, vllm_python=fake_python(tmp_path, first=wrong), query_len=40)
+    setting.sync()
+    with pytest.raises(ValueError, match=r"gave a wrong answer: .*success"):
+        setting.sync()
+
+
 @pytest.mark.parametrize(("ends", "timeout"), [("", 5), ("fake.lives = False", 1800)], ids=["hangs", "ends"])
 def test_a_server_that_hangs_in_a_rollout_is_started_again_after_one_timeout_and_one_that_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, timeout: int

@@ -71,6 +71,7 @@ def read(text: str) -> dict[str, str]:
             {"a.n": "$(pwd)/x", "a.m": 'x_$(date+"%Y-%m")'},
         ),
         (f"uv run --frozen --no-sync {RUN} a.n=1", {"a.n": "1"}),
+        (f"{RUN} $@", {}),
         # Of a variable that is not set, the name stays, with its dollar sign.
         (f"N=x_$USER\n{RUN} a.n=$N a.m=${{M}}", {"a.n": "x_$USER", "a.m": "$M"}),
     ],

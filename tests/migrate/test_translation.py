@@ -449,6 +449,11 @@ def test_a_yaml_file_of_verl_with_overrides(tmp_path):
         ({"scale_rewards": "batch"}, {"adv_estimator": "reinforce_plus_plus_baseline"}),
         ({"num_train_epochs": 1.5, "save_strategy": "no"}, {"total_epochs": 2, "save_steps": 0}),
         ({"save_strategy": "epoch", "warmup_steps": 10}, {"save_steps": 10, "warmup_steps": 10}),
+        # YAML's false is the word no, of flags too.
+        ({"eval_strategy": False, "logging_strategy": "no"}, {"eval_steps": 0, "logging_steps": 1}),
+        # A number that YAML reads as text, and text that begins like one.
+        ({"learning_rate": "2E-6", "dataset_config": "1-1e5"}, {"learning_rate": 2e-6, "dataset_config": "1-1e5"}),
+        ({"dataset_name": "BAAI/Infinity-Instruct"}, {"dataset_name": "BAAI/Infinity-Instruct"}),
         ({"lr_scheduler_type": "constant", "warmup_steps": 10}, {"lr_scheduler_type": "constant", "warmup_steps": 0}),
         # It needs arguments, which no option has; the nearest without stands for it.
         ({"lr_scheduler_type": "cosine_with_min_lr", "warmup_steps": 10}, {"lr_scheduler_type": "cosine"}),
@@ -522,6 +527,7 @@ def test_values_of_trl_that_follow_from_others(given, expected, tmp_path):
         ),
         ({"reward_model": {"overlong_buffer": {"enable": True, "len": 0}}}, {"overlong_buffer_len": None}),
         ({"trainer.logger": ["console", "wandb"]}, {"report_to": ["wandb"]}),
+        ({"trainer.logger": None}, {"report_to": ["none"]}),
         # Megatron's configuration has null. verl's upper range is 0.2, whatever the lower one is.
         ({f"{ACTOR}.optim.lr_warmup_steps": None}, {"warmup_steps": 0, "lr_scheduler_type": "constant"}),
         ({f"{ACTOR}.clip_ratio_low": 0.1}, {"cliprange": 0.1, "cliprange_high": 0.2}),
@@ -738,6 +744,8 @@ def test_the_processes_of_a_trl_file_count_in_its_batch_sizes(tmp_path):
     result = translate(str(tmp_path / "given.yaml"), processes=8)
     some(result.options, step_batch_size=32, rollout_batch_size=4)
     assert listed(result) == {}
+    with pytest.raises(ValueError, match="num_processes is -8; batch sizes follow from it"):
+        translate(str(tmp_path / "given.yaml"), processes=-8)
 
 
 @pytest.mark.parametrize(
@@ -858,6 +866,9 @@ def test_the_command_prints_what_is_asked_for(capsys):
         ("x.yaml", "actor_rollout_ref.rollout.n: -1", [], "actor_rollout_ref.rollout.n is -1"),
         ("x.yaml", "actor_rollout_ref.rollout.n: 1", ["--flag"], "'--flag' is no override of hydra"),
         ("x.yaml", "seed: 1", ["seed=3"], "seed=3 is no flag of TRL"),
+        ("x.yaml", "num_generations: 8", ["--run_name", "a: b: c"], "x.yaml is no TRL script, .* after it"),
+        ("x.yaml", "actor_rollout_ref.rollout.n: 1", ["trainer.n=a: b: c"], "x.yaml is no TRL script, .* after it"),
+        ("x.yaml", "num_generations: 8\nlearning_rate: 2020-01-01", [], "learning_rate is .*; it must be a number"),
         ("y.py", "", [], "give a script or a YAML file; there is no such file"),
     ],
 )

@@ -292,6 +292,12 @@ def test_a_value_model_without_a_place_is_refused(layout, message, kind):
         build_actor_critic(tiny_causal_lm("llama"), critic_layout=layout, value_model=value_model)
 
 
+@pytest.mark.parametrize("layout", ["auto", "seperate"])
+def test_an_unknown_layout_is_refused(layout):
+    with pytest.raises(ValueError, match=f"critic_layout is '{layout}'; choose separate, adapter"):
+        build_actor_critic(tiny_causal_lm("llama"), critic_layout=layout)
+
+
 @EACH_KIND
 def test_a_classifier_gives_its_backbone_and_only_to_a_scalar_head_its_score(kind):
     classifier = load_sequence_classifier(tiny_sequence_classifier("llama"))

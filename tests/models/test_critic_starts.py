@@ -10,6 +10,7 @@ from peft import LoraConfig
 from alpaca_ppo.checkpoint.compatibility import run_identity
 from alpaca_ppo.checkpoint.export import save_final
 from alpaca_ppo.checkpoint.model_card import TrainedRun
+from alpaca_ppo.models import load_critic
 from alpaca_ppo.models.factory import make_actor_critic
 from alpaca_ppo.tracking.results import WeightsStep
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -166,6 +167,15 @@ def test_what_a_folder_or_a_policy_lacks_is_named(saved, tmp_path):
     (tmp_path / "scaled" / "adapter_config.json").write_text(config.replace('"lora_alpha": 6', '"lora_alpha": 7'))
     with pytest.raises(ValueError, match="the adapter's configuration differs"):
         make(folder, "shared", adapters=True, model=str(final / "policy"), value_model=str(tmp_path / "scaled"))
+
+
+def test_an_adapter_is_read_from_safetensors_only(saved, tmp_path):
+    _, save = saved
+    shutil.copytree(save("adapter", True, "scalar")[0] / "value", tmp_path / "value")
+    path = tmp_path / "value" / "adapter_model.safetensors"
+    path.rename(path.with_suffix(".bin"))
+    with pytest.raises(ValueError, match="value_model .*/value has no adapter_model.safetensors, the only format"):
+        load_critic(str(tmp_path / "value"))
 
 
 def test_an_adapter_of_another_base_is_warned_of(saved, tmp_path):

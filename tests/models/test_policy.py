@@ -82,6 +82,21 @@ def test_a_model_that_changes_its_logits_in_an_unsupported_way_is_refused(kind):
     assert model.config.final_logit_softcapping == plain
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_logits_that_are_not_finite_are_refused(value):
+    model = tiny_causal_lm("llama")
+    forward = model.forward
+
+    def masked(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.logits[..., 5] = value
+        return output
+
+    model.forward = masked
+    with pytest.raises(ValueError, match="LlamaForCausalLM's logits are not finite"):
+        Policy(model)
+
+
 @pytest.mark.parametrize(
     ("arch", "message"),
     [

@@ -116,7 +116,7 @@ def test_rows_are_counted_only_where_one_process_pads_them():
     lengths = [9, 9, 3, 3, 3, 3, 3, 3]
 
     def plan(padding_free, num_ranks=2, **settings):
-        args = tiny_config("unused", step_batch_size=8, **settings)
+        args = tiny_config("unused", **{"step_batch_size": 8, **settings})
         return plan_micro_batches(lengths, args, padding_free=padding_free, num_ranks=num_ranks)
 
     # Budgets of 3 * (4 + 5) = 27 tokens hold the 18 of each rank.
@@ -124,5 +124,7 @@ def test_rows_are_counted_only_where_one_process_pads_them():
     assert plan(False) == [[[0, 1]], [[2, 3, 4, 5, 6, 7]]]
     # ceil(8 / 3 rows) = 3 micro-batches.
     assert plan(False, 1) == [[[0, 1, 2], [3, 4, 5], [6, 7]]]
+    # A batch of the critic that is larger than the policy's has no more rows in a micro-batch.
+    assert plan(False, 1, step_batch_size=4, critic_step_batch_size=8) == plan(False, 1)
     assert plan(False, 1, max_tokens_per_micro_batch=27) == [[[0, 1], [2, 3, 4, 5, 6, 7]]]
     assert len(plan(True, 1, max_tokens_per_micro_batch=11)[0]) == 4

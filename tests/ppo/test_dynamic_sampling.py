@@ -107,9 +107,17 @@ def test_a_fresh_prompt_without_a_response_replaces_nothing():
 
 
 def test_a_prompt_that_is_drawn_for_the_place_of_another_is_in_the_batch_once():
-    # 4 is drawn again, in the place of 3, and 10, in the place of 4, has no response.
+    # 4 is drawn again, in the place of 3, and 10, in the place of 4, has no response: 3 takes the place of 4.
     found, *_ = replaced({3: [1.0, 1.0], 4: [1.0, 1.0]}, {4: [0.0, 2.0]}, prompts=Prompts(4, 10), max_rounds=1)
-    assert found == [(4, [0.0, 2.0])]
+    assert found == [(4, [0.0, 2.0]), (3, [1.0, 1.0])]
+    # 5 to the place of 4, and 4 to that of 3, leave the place of 5, for which 10 has no response, to 3.
+    found, *_ = replaced(
+        {3: [1.0, 1.0], 4: [1.0, 1.0], 5: [1.0, 1.0]},
+        {4: [0.0, 2.0], 5: [0.0, 3.0]},
+        prompts=Prompts(4, 5, 10),
+        max_rounds=1,
+    )
+    assert found == [(4, [0.0, 2.0]), (5, [0.0, 3.0]), (3, [1.0, 1.0])]
     # Its own place may be given to it too.
     assert replaced({3: [1.0, 1.0]}, {3: [0.0, 2.0]}, prompts=Prompts(3))[0] == [(3, [0.0, 2.0])]
 

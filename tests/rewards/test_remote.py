@@ -150,6 +150,7 @@ HOSTILE = {
     "digits": (response(b'{"rewards": [%s]}' % (b"9" * 5000)), r"no JSON \(ValueError\)"),
     "too few": (response({"rewards": [1, 2]}), r"sent .*; it must send \{\"rewards\": \[...\]\} with 3 entries"),
     "no object": (response([1, 2, 3]), r"sent \[1, 2, 3\]; it must send"),
+    "metrics": (response({**ONES, "metrics": [4]}), r'sent .*; it must send .*"metrics", if any, are an object'),
     "another key": (response({"reward": [1, 2, 3]}), "sent .*'reward'.*; it must send"),
     "status": (response(b"broken", status="500 No"), "answered with HTTP status 500: 'broken'; check its log"),
     "refusal": (response(b"key?", status="401 No"), "status 401: 'key\\?'; check .*REWARD_API_KEY"),
@@ -230,6 +231,15 @@ def test_no_credential_is_shown(monkeypatch):
     with pytest.raises(ValueError, match="REWARD_API_KEY holds characters that no HTTP header can") as bad:
         RemoteReward("http://h/")
     assert "s3cret" not in str(bad.value)
+
+
+def test_a_shortened_answer_shows_no_part_of_a_credential(monkeypatch):
+    """Of a long answer the first 197 characters are shown: all of the key but its last letter."""
+    monkeypatch.setenv("REWARD_API_KEY", "s3cret")
+    with RawServer(lambda request: response(b"-" * 192 + b"s3cret" + b"-" * 999, status="400 No")) as server:
+        with pytest.raises(RewardError) as found:
+            scored(RemoteReward(server.url))
+    assert "status 400: '---" in str(found.value.__cause__) and "s3c" not in str(found.value)
 
 
 def test_the_proxy_of_the_environment_is_asked(monkeypatch):

@@ -142,8 +142,9 @@ class Log:
 STEP = {"objective/rewards": 1.0, "objective/kl_sum_seq": 0.0}
 
 
-def at(step, *, best=None, metric=None):
-    return SimpleNamespace(global_step=step, max_steps=100, best_global_step=best, best_metric=metric)
+def at(step, *, best=None, metric=None, folder="elsewhere/checkpoint"):
+    kept = {"best_global_step": best, "best_metric": metric, "best_model_checkpoint": str(folder)}
+    return SimpleNamespace(global_step=step, max_steps=100, **kept)
 
 
 def console(folder, **overrides):
@@ -231,12 +232,14 @@ def test_a_step_that_a_callback_logs_is_printed_once(tmp_path):
 
 
 def test_the_best_step_is_that_of_the_chosen_metric(tmp_path):
-    (tmp_path / "checkpoint-4").mkdir()
+    # That of a run which was resumed from another folder may still be there.
+    best = tmp_path / "before/checkpoint-4"
+    best.mkdir(parents=True)
     chosen = {"metric_for_best_model": "eval/error", "greater_is_better": False, "save_steps": 2, "eval_steps": 1}
     lines = [{"step": 1, "eval/error": 1.0}, {"step": 4, "eval/error": 0.5}]
-    printed = end_of(tmp_path, *lines, state=at(5, best=4, metric=0.5), **chosen)
+    printed = end_of(tmp_path, *lines, state=at(5, best=4, metric=0.5, folder=best), **chosen)
     assert printed[0].startswith("done: stopped at step 5 of 100 in 00:00")
-    assert f"best step:   4 (eval/error 0.500, kept in {tmp_path / 'checkpoint-4'})" in printed
+    assert f"best step:   4 (eval/error 0.500, kept in {best})" in printed
     # It is among the changes, too.
     assert printed[2] == "  eval error      1.000 ->      0.500"
 
@@ -301,6 +304,14 @@ def test_a_resumed_run_reads_what_its_first_evaluation_was(tmp_path):
         shown.on_train_begin(None, at(step), None)
         shown.on_evaluate(None, at(3), None, metrics={"eval/rewards": 4.0})
     assert log.printed == ["eval at step 3:  reward 1.000 -> 4.000 (+3.000)"] * 2
+
+
+def test_a_metric_whose_name_has_a_line_break_of_text_does_not_end_the_run_with_an_error(tmp_path):
+    shown, log = console(tmp_path)
+    for name in ("metrics.jsonl", "findings.jsonl"):
+        (tmp_path / name).write_text('{"step": 1, "objective/rewards": 1.0, "a\u2028b": 2.0}\n', encoding="utf-8")
+    shown.on_train_end(None, at(1), None)
+    assert f"findings:    1 (printed above and in {tmp_path / 'findings.jsonl'})" in log.printed
 
 
 def test_samples_are_printed_in_the_first_step_and_every_so_often():

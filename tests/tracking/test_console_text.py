@@ -55,6 +55,14 @@ def test_an_only_source_is_not_shown_beside_the_reward():
     assert line.endswith("  even 0.500 ±0.100  odd 0.250")
 
 
+def test_a_source_named_rewards_is_no_eval_set():
+    (line,) = evaluation_lines(EVAL | {"eval/scores/rewards": 0.5, "eval/scores/odd": 0.25}, {}, step=0)
+    assert line.endswith("  cut off 25.0%  rewards 0.500  odd 0.250")
+    # A set named scores is one.
+    (line,) = evaluation_lines({"eval/scores/rewards": 0.5, "eval/scores/scores": 0.5}, {}, step=0)
+    assert line == "eval scores before training:  reward 0.500"
+
+
 def test_numbers_that_are_the_same_are_shown_once():
     same = {f"eval/{name}{end}": value for name in ("rewards", "pass_at_1", "right") for end, value in SAME.items()}
     stats = EVAL | same | {"eval/other": 0.5, "eval/other_se": 0.2}

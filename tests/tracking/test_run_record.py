@@ -246,6 +246,9 @@ def test_reward_weights_follow_their_sources_into_the_order_of_the_command():
     assert content["reward_model_name_or_path"] == ["me/reward", "me/other"]
     assert content["reward_funcs"] == ["tests.tiny_runs:count_even", "my.py:f"]
     assert content["reward_weights"] == [2.0, 4.0, 1.0, 3.0] and not record.in_memory
+    # Beside a source without a name they stay as they are.
+    partly = RunRecord.of_objects(PPOTrainer, {**GIVEN, "args": args, "reward_funcs": [len, *sources[:3]]})
+    assert partly.config(args)["reward_weights"] == [1.0, 2.0, 3.0, 4.0] and [*partly.in_memory] == ["reward_funcs[0]"]
     nameless = RunRecord.of_objects(PPOTrainer, {**GIVEN, "reward_funcs": [len, tiny_causal_lm, lambda x: x]})
     assert dict(nameless.in_memory) == {
         "reward_funcs[0]": "builtins.len",

@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models import C51Head, build_actor_critic
 from alpaca_ppo.ppo.update_plan import plan_updates
+from alpaca_ppo.tracking.callbacks import StopAt
 from alpaca_ppo.tracking.results import read_weights_step
 from tests.tiny_models import tiny_causal_lm
 from tests.tiny_runs import metric_lines, one_update, prompts, tiny_config, tiny_trainer, weights, with_advantages
@@ -97,7 +99,10 @@ def test_a_run_ends_where_a_score_is_reached_and_says_why(condition, steps, tmp_
 
 @pytest.mark.parametrize(
     "option",
-    ["eval/scores", "0.8 <= eval/scores", "eval/scores >= high", "eval/scores >= nan", "eval/scores=>1", "eval/x>>1"],
+    [
+        *("eval/scores", " >= 0.8", "0.8 <= eval/scores", "eval/scores >= high"),
+        *("eval/scores >= nan", "eval/scores=>1", "eval/x>>1"),
+    ],
 )
 def test_a_condition_that_is_none_is_refused(option, tmp_path):
     with pytest.raises(ValueError, match="stop_at is .*; write a metric, one of >= <= > < and a number"):
@@ -140,6 +145,17 @@ def test_a_metric_that_comes_after_the_critic_s_pretraining_may_end_a_run(tmp_pa
     trainer = tiny_trainer(tmp_path, stop_at="ppo/policy/optimizer_steps >= 1", **settings)
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_a_run_that_another_process_ends_does_not_say_that_its_own_value_is_beyond_the_bound():
+    rule = StopAt("stop_at: x > 0.5", ("x", ">", 0.5), on_any_rank=lambda met: True, say=lambda text: None)
+    args, state, control = (
+        SimpleNamespace(critic_pretraining_steps=0),
+        SimpleNamespace(global_step=1),
+        SimpleNamespace(),
+    )
+    rule.on_step_end(args, state, control, metrics={"x": 0.25})
+    assert rule.reached == "x met the condition on another process (stop_at: x > 0.5)" and control.should_training_stop
 
 
 def test_a_bound_of_the_kl_needs_the_metric(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from alpaca_ppo.models import factory
+from alpaca_ppo.models import ActorCritic, Policy, factory, load_critic
 from alpaca_ppo.models.factory import build_actor_critic, make_actor_critic
 from alpaca_ppo.models.state_reader import StateReader, all_decoder_layers
 from alpaca_ppo.ppo.state_cache import StateCache
@@ -171,6 +171,15 @@ def test_an_actor_critic_with_other_sizes_than_the_options_is_refused(tmp_path):
     model = build_actor_critic(policy, critic_layout="cached", reader=lambda model: StateReader(model, width=128))
     with pytest.raises(ValueError, match=r"critic_width and critic_depth \[.*128, 3\], the options are \[.*64, 1\]"):
         tiny_trainer(tmp_path, model=model, **CACHED)
+
+
+def test_a_saved_critic_is_trained_beside_its_policy_without_another_copy_of_that(tmp_path):
+    tiny_trainer(tmp_path / "first", **CACHED).save_model(str(tmp_path / "saved"))
+    critic = load_critic(str(tmp_path / "saved/value"))
+    model = ActorCritic(Policy(tiny_causal_lm("llama")), critic)
+    trainer = tiny_trainer(tmp_path / "second", model=model, **CACHED)
+    parts = {name.split(".")[1] for name, _ in trainer.actor_critic.critic.named_parameters(prefix="critic")}
+    assert parts == {"head", "reader"}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3", "mixtral", "qwen2"])

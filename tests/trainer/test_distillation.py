@@ -148,13 +148,23 @@ def test_what_a_teacher_cannot_be_is_said_before_the_run(teacher, tmp_path):
         tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher, teacher_dtype="4bit")
 
 
-def test_what_judges_scores_alone_leaves_a_teacher_s_run_in_peace(teacher, tmp_path):
+def test_a_reward_adapter_is_no_teacher(teacher, tmp_path):
+    config = {"peft_type": "LORA", "task_type": "SEQ_CLS", "base_model_name_or_path": teacher}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="teacher_model_name_or_path is .*, a reward adapter, which writes no text"):
+        tiny_trainer(tmp_path / "run", teacher_model_name_or_path=str(tmp_path / "adapter"))
+
+
+def test_what_judges_scores_alone_leaves_a_teacher_s_run_in_peace(teacher, tmp_path, capsys):
     groups = {"adv_estimator": "grpo", "num_return_sequences": 2, "total_episodes": 40, "stop_on": ["error"]}
-    trainer = tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher, **ALONE, **groups)
+    held_out = {"trainer_arguments": {"reward_funcs": None, "eval_dataset": prompts(4)}, "eval_steps": 2}
+    trainer = tiny_trainer(tmp_path / "run", teacher_model_name_or_path=teacher, **ALONE | held_out, **groups)
     trainer.train()
     assert trainer.state.global_step == 4
     found = (tmp_path / "run/findings.jsonl").read_text() if (tmp_path / "run/findings.jsonl").exists() else ""
     assert "constant_reward" not in found and "uniform_groups" not in found
+    assert "best step" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="dynamic_sampling is 2, but judges prompts by scores, without the teacher"):
         tiny_config(tmp_path, teacher_model_name_or_path=teacher, dynamic_sampling=2, num_return_sequences=2)
 
@@ -207,6 +217,9 @@ def test_a_run_goes_on_and_is_sampled_though_its_teacher_has_moved(teacher, tmp_
     trainer.train()
     Path(teacher).rename(tmp_path / "moved")
     moved = {"teacher_model_name_or_path": str(tmp_path / "moved"), "teacher_offloaded": True}
+    half = tiny_trainer(**settings | {"total_episodes": 30}, **moved, teacher_dtype="bfloat16")
+    with pytest.raises(ValueError, match="rewards.teacher.* ignore_changes"):
+        half.train(resume_from_checkpoint=True)
     resumed = tiny_trainer(**settings | {"total_episodes": 30}, **moved)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3

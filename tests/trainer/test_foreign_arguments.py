@@ -16,6 +16,7 @@ class GRPOConfig:
     num_generations: int = 8
     beta: float = 0.0
     top_p: float = 1.0
+    include_for_metrics: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
         self.beta = self.beta or 0.0
@@ -48,7 +49,7 @@ def test_another_trainers_configuration_is_explained():
     text = refusal(model="m", reward_funcs=len, args=GRPOConfig(num_generations=4, beta=0.1), train_dataset=[])
     assert text.startswith(f"args is of the class {GRPOConfig.__module__}.GRPOConfig; PPOTrainer takes a PPOConfig")
     assert "  num_generations (TRL): num_return_sequences: 4" in text and "kl_loss_coef: 0.1" in text
-    assert "top_p" not in text and "output_dir" not in text
+    assert "top_p" not in text and "output_dir" not in text and "include_for_metrics" not in text
     plain = refusal(model="m", reward_funcs=len, args={"seed": 1}, train_dataset=[])
     assert (
         plain == "args is of the class builtins.dict; PPOTrainer takes a PPOConfig, `from alpaca_ppo import PPOConfig`"

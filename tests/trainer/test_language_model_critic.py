@@ -109,8 +109,13 @@ def test_a_critic_with_another_tokenizer_is_refused_and_special_tokens_may_diffe
     tiny_trainer(tmp_path / "run", **given(folder))
     tiny_tokenizer(["w5", "w4"]).save_pretrained(folder)
     # Ids 4 and 5 are w4 and w5 for the policy.
-    with pytest.raises(ValueError, match=r"another tokenizer than the policy: 2 ids.* 4 for 'w5' instead of 'w4'"):
+    problem = "another tokenizer than the policy: 2 ids.* 4 for 'w5' instead of 'w4'"
+    with pytest.raises(ValueError, match=f"value_model '.*' has {problem}"):
         tiny_trainer(tmp_path / "run", **given(folder))
+    tiny_sequence_classifier("llama").save_pretrained(folder)
+    reward = {"reward_funcs": folder}
+    with pytest.raises(ValueError, match=f"reward_funcs '.*' has {problem}"):
+        tiny_trainer(tmp_path / "run", trainer_arguments=reward, init_value_with_reward=True)
 
 
 def test_a_folder_is_read_as_what_it_was_saved_as(tmp_path):

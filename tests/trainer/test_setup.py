@@ -7,11 +7,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 import alpaca_ppo
 from alpaca_ppo.distributed.accelerator import make_accelerator
 from alpaca_ppo.environments.kinds import make_kinds
-from alpaca_ppo.models import load_causal_lm, load_sequence_classifier
+from alpaca_ppo.models import build_actor_critic, load_causal_lm, load_sequence_classifier
+from alpaca_ppo.models.reference import make_reference
 from alpaca_ppo.trainer.setup import build_scorer, make_prompts
 from tests.data.tokenizers import PHI_3, turn_tokenizer
 from tests.tiny_models import EOS, tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer
@@ -151,6 +153,25 @@ def test_a_reference_of_the_users_own_is_what_kl_is_measured_against(tmp_path):
     assert stats["objective/kl_sum_seq"] > 0.1
 
 
+def test_a_reference_in_memory_stays_as_it_is(tmp_path):
+    other = tiny_causal_lm("llama", seed=1, attention_dropout=0.5)
+    trainer = tiny_trainer(tmp_path, trainer_arguments={"ref_model": other})
+    assert trainer.collector.reference.policy.model is not other
+    assert [layer.self_attn.attention_dropout for layer in other.model.layers] == [0.5, 0.5]
+
+
+def test_models_of_text_and_images_are_policy_and_reference(tmp_path):
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text, vision_config={**images, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    policy, other = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    reference = make_reference(build_actor_critic(policy, critic_layout=None), other, tiny_config(tmp_path))
+    assert reference.policy.model is not other
+
+
 def test_models_load_from_folders_in_float32_whatever_the_checkpoint_holds(tmp_path):
     tiny_causal_lm("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "policy")
     tiny_sequence_classifier("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "value")
@@ -262,6 +283,16 @@ class Dealer:
         return "w10"
 
 
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
 def test_environments_make_the_prompts_where_there_are_none_whatever_their_column_is_called():
     args, kinds = (
         tiny_config("unused", prompt_column="question", total_episodes=None, max_steps=1),
@@ -270,6 +301,9 @@ def test_environments_make_the_prompts_where_there_are_none_whatever_their_colum
     given = [None, Dataset.from_list([{"level": 1}]), Dataset.from_list([{"question": "w10"}])]
     blank = [make_prompts(dataset, tiny_tokenizer(), args, kinds).any_blank for dataset in given]
     assert blank == [True, True, False]
+    # Tools alone make no prompts.
+    with pytest.raises(ValueError, match="has no column 'question'"):
+        make_prompts(given[1], tiny_tokenizer(), args, make_kinds([add], None))
 
 
 def test_a_subclass_that_scores_in_another_way_may_give_functions_what_the_dataset_lacks(tmp_path):

@@ -79,9 +79,8 @@ class VLLMBackend(Backend):
         if number == 0:
             self._prepare(policy)
         self._publications += 1
-        # One that hangs is asked by no process any more.
-        left = set.intersection(*gather_list({server.name for server in self.servers}, state)) if self._urls else set()
-        self.servers = [server for server in self.servers if server.name in left] or self.servers
+        if self._urls:
+            self._keep_common_servers()
         folder = self._folder / str(number)
         version = f"{self._folder.name}-{number}"
         model = self._folder / "base" if adapted else folder
@@ -89,7 +88,7 @@ class VLLMBackend(Backend):
         base_changed = number == 0 or not adapted
         base = files.copied(weights(base=True), self._dtype, keep=self._writes) if base_changed else {}
         adapter = files.copied(weights(), None, keep=self._writes) if adapted else {}
-        # Not by way of `weights`, so that what that leaves out is seen.
+        # Not from `weights`, so that a tensor that these leave out is noticed.
         base_sums = whole_sums(files.live_tensors(policy, adapter=False), self._dtype) if base_changed else {}
         adapter_sums = whole_sums(files.live_tensors(policy, adapter=True), None) if adapted else {}
         with raise_on_all_ranks(state):
@@ -106,6 +105,11 @@ class VLLMBackend(Backend):
             shutil.rmtree(self._folder / str(number - 1))
         self.half_precision = any(server.half_precision for server in self.servers)
 
+    def _keep_common_servers(self) -> None:
+        """Removes the servers that some process has removed, unless none would be left. All ranks must call this."""
+        left = set.intersection(*gather_list({server.name for server in self.servers}, PartialState()))
+        self.servers = [server for server in self.servers if server.name in left] or self.servers
+
     def _prepare(self, policy: Policy) -> None:
         """Chooses the dtype, and makes the folder of the weights and the servers. All ranks must call this."""
         files.check_policy(policy)
@@ -121,7 +125,7 @@ class VLLMBackend(Backend):
         peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
         self._share_folder(policy, writer=peers[0], in_output_dir=remote)
         if self._urls:
-            # Each process sends its first prompt to another server.
+            # The processes of a machine send their first prompts to different servers.
             first = peers.index(state.process_index) % len(self._urls)
             urls, timeout = self._urls[first:] + self._urls[:first], self.args.ddp_timeout
             self.servers = [Server(url, timeout=timeout) for url in urls]

@@ -12,6 +12,7 @@ from accelerate import PartialState
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.generation.vllm.process import END_SECONDS, ServerProcess, server_command, server_variables
 from alpaca_ppo.generation.vllm.server import START_SHARE, Publication, Server, together
+from alpaca_ppo.http_json import RequestFailed
 
 
 class LocalServer(Server):
@@ -76,8 +77,8 @@ class LocalServer(Server):
         try:
             together([call], poll)
         except ValueError as error:
-            # A cause is the lack of an answer; otherwise the answer is wrong.
-            if error.__cause__ is None and self.answers(poll):
+            # Without a failed request the server did answer, but wrongly; a new start would not change that.
+            if not isinstance(error.__cause__, RequestFailed) and self.answers(poll):
                 raise
             self.restart(weights, poll)
 

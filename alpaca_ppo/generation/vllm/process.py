@@ -23,13 +23,13 @@ from alpaca_ppo.generation.vllm.server import MODEL, check_version
 _POLL_SECONDS = 0.2
 # For a server whose engine has ended to end too, which not every one does.
 END_SECONDS = 5.0
-# Not for `vllm_args`, as the flags of `server_command` are not; with a dash at its end, all that begin so.
+# Flags that `vllm_args` may not hold, as those of `server_command`; with a dash at its end, all that begin so.
 _RESERVED = (
     "help host port grpc- tokens-only api-key ssl- root-path config headless load-format disable-log-stats device- dp- "
     "override-generation-config tensor-parallel- pipeline-parallel- data-parallel- decode-context- prefill-context- "
     "api-server- nnodes node-rank master- distributed-executor- no-enforce-eager enable-chunked-prefill"
 ).split()
-# Nor are short forms, such as -tp, but for those of settings: -O, -q and some that end in c.
+# Short flags, such as -tp, may not be there either, except -O, -q, -ac, -cc, -dc and -sc.
 _SHORT = re.compile(r"-(?!O|(q|ac|cc|dc|sc)\b)[a-zA-Z]")
 # With these, a server would take itself for a rank of the run, or use the run's libraries.
 _LAUNCHER_VARIABLES = re.compile(
@@ -168,7 +168,7 @@ class ServerProcess:
 
     def reason(self, poll: Callable[[], Any], within: float) -> str:
         """Why the server has ended: its exit status, and the last error in its log that is no consequence of another.
-        Waits up to `within` seconds for that, and calls `poll` meanwhile; then ends the server.
+        Waits up to `within` seconds for its end, and calls `poll` meanwhile; then ends the server.
         """
         until = time.monotonic() + within
         while not self.ends(_POLL_SECONDS) and time.monotonic() < until:
@@ -176,11 +176,13 @@ class ServerProcess:
         if (status := self._process.returncode) is None:
             self.stop()
         endings = {status: f"exit status {status}", None: "it did not answer, or its engine has ended"}
+        # The watchdog's status after the server's end by a signal.
         endings |= {256 - number: f"signal {number.name}" for number in signal.Signals}
         text = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         errors = [match[1] for line in text.splitlines() if (match := _ERROR.search(line))]
         causes = [error for error in errors if not _CONSEQUENCE.search(error)]
-        message = causes[-1] if causes else "" if errors or status is None else " ".join(text.split()[-30:])
+        last_words = "" if errors or status is None else " ".join(text.split()[-30:])
+        message = causes[-1] if causes else last_words
         return f"{endings[status]}: {message[:500] or 'without a word'}; its log is {self._log}"
 
 

@@ -64,7 +64,7 @@ class _Row:
 
 class Sampling:
     """Samples the responses of one call of `Backend.generate`. The `timeout` of a request is in seconds; a server that
-    exceeds it is removed from `servers`.
+    exceeds it is started again, or removed from `servers` (`_retry`).
     """
 
     def __init__(
@@ -181,8 +181,9 @@ class Sampling:
         """Appends the sampled tokens up to the one that ends the turn. Without one, asks for more, up to the limit."""
         start = len(row.tokens) - row.turn_start
         ids, positions = torch.tensor(tokens), torch.arange(start, start + len(tokens))
-        # The rule takes a token of each row. Without stop strings it keeps no state, so all tokens may pass for rows.
-        size, kept = 1 if self._params.stop_strings else len(tokens), len(tokens)
+        # `StopRule` reads one token of each row. Without stop strings it keeps no state: tokens may pass for rows.
+        size = 1 if self._params.stop_strings else len(tokens)
+        kept = len(tokens)
         for first in range(0, len(tokens), size):
             part = slice(first, first + size)
             ends, row.matched = self._rule(ids[part], positions[part], row.matched)

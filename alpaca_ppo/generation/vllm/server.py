@@ -97,7 +97,7 @@ class Server:
 
     Attributes:
         name: of the server in messages.
-        patience: seconds after which calls other than `sample` fail.
+        patience: seconds after which `check`, `load`, `wake` and `sleep` fail.
         half_precision: whether it computes in less than 32 bits; set by `check`.
         longest_row: the most tokens of a prompt and its response; set by `check`.
         loaded: the weights that it holds; None before the first `load`.
@@ -153,7 +153,7 @@ class Server:
         server that this run did not start: it must see the folder, and its model's name is read.
 
         Raises:
-            ValueError: for an untested version or a missing flag, or if it does not see `folder`.
+            ValueError: for another version or dtype, a missing flag or a wrong answer, or if it does not see `folder`.
             RequestFailed: without a usable answer.
         """
         check_version((await self.ask("/version"))["version"], f"the vLLM server at {self.name}")
@@ -186,7 +186,7 @@ class Server:
         try:
             await self._ask_patiently("/collective_rpc", {"method": "reload_weights", "kwargs": empty})
         except RequestFailed as error:
-            # If it cannot answer at all, this is the problem.
+            # Raises RequestFailed itself if it does not answer at all.
             await self.ask("/health", parse=str)
             problem = f"does not see {folder}, where weights are written for it"
             remedy = "give its host or container that folder under the same path"
@@ -197,8 +197,8 @@ class Server:
         """Loads weights, empties the cache of what older ones computed, and checks both.
 
         Raises:
-            ValueError: if the server then holds other weights or old results, or requests of others keep its cache
-                filled.
+            ValueError: for a wrong answer, or if the server has lost the last weights, then holds other weights or old
+                results, or requests of others keep its cache filled.
             RequestFailed: without a usable answer.
         """
         old = self.loaded
@@ -245,13 +245,13 @@ class Server:
         if new.adapter is None or self.loaded is None or self.loaded.adapter is None:
             held = await self._checksums()
             equal = {name for name, digest in held.items() if new.digests.get(name) == digest}
+            different = (self._comparable & new.digests.keys()) - equal
             kept = {name for name, digest in held.items() if digest == self._held.get(name) != _PACKED}
             old = {} if self.loaded is None else self.loaded.digests
             # Under other layouts than the files', a tensor must at least have changed with these. All were zeros before
             # the first, as those without a digest are.
-            stale = self._comparable & new.digests.keys() - equal | {
-                name for name in kept if old.get(name) != new.digests.get(name)
-            }
+            unchanged = {name for name in kept if old.get(name) != new.digests.get(name)}
+            stale = different | unchanged
             if stale or not equal:
                 names = ", ".join(sorted(stale)[:3]) or "none of them"
                 problem = f"holds other weights than the published ones ({names})"

@@ -114,7 +114,7 @@ def check_written(folder: Path, sums: Mapping[str, int], copies: Mapping[str, Te
     renamed = {_base_name(name): tensor for name, tensor in copies.items() if _base_name(name) not in tensors}
     sums_written = {name: int(bit_sum(tensor)) for name, tensor in tensors.items()}
     sums_renamed = {name: int(bit_sum(tensor)) for name, tensor in renamed.items()}
-    any_written, own = {*sums_written.values()}, {*sums.values()}
+    any_written, any_own = {*sums_written.values()}, {*sums.values()}
     stale = []
     for name, total in sums.items():
         found = sums_written.get(name, sums_renamed.get(name))
@@ -124,7 +124,7 @@ def check_written(folder: Path, sums: Mapping[str, int], copies: Mapping[str, Te
             stale.append(name)
     # Of tensors in parts, only the sum of all elements can be compared: which of them is in which part is not known.
     divided = [tensor for name, tensor in renamed.items() if sums_renamed[name] not in any_written]
-    parts = {name: tensor for name, tensor in tensors.items() if name not in sums and sums_written[name] not in own}
+    parts = {name: tensor for name, tensor in tensors.items() if name not in sums and sums_written[name] not in any_own}
     if _sum_of_elements(divided) != _sum_of_elements(parts.values()):
         stale += renamed or parts
     if stale:

@@ -3,6 +3,7 @@
 const MAIN = [
   ["objective/scores", "Reward", "mean score of a response"],
   ["objective/kl_sum_seq", "KL to the reference", "nats a response"],
+  ["teacher/kl_sum_seq", "KL to the teacher", "nats a response"],
   ["objective/response_length", "Response length", "tokens"],
   ["objective/truncated_fraction", "Truncated", "share of responses that were cut off"],
   ["ppo/val/explained_variance", "Explained variance", "of the critic; 1 is perfect"],
