@@ -17,7 +17,7 @@ endif
 timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; seconds=$$(($$(date +%s) - start)); \
 	printf '%s: %d.%d minutes\n' "$(1)" $$((seconds / 60)) $$((seconds % 60 / 6)); exit $$status
 
-.PHONY: quickstart real results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test real-test docs browser-test check
+.PHONY: quickstart real real-rlhf results overopt compare lora against-trl long-horizon games memory-table bench same-run same-numbers torture fuzz cut-options test messages proof proof-ci vllm-test real-test docs browser-test check
 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
@@ -26,6 +26,10 @@ quickstart results overopt compare lora: $(INSTALLED)
 REAL ?=
 real: $(VENV)/.installed_for_real
 	$(BIN)/python -m examples.sentences.run $(REAL)
+
+# RLHF on the same model: pairs of its answers, a reward model, PPO; an hour.
+real-rlhf: $(VENV)/.installed_for_real
+	$(BIN)/python -m examples.mini_farm.real $(REAL)
 
 # The same training by TRL, which gets .venv-trl; AGAINST="--seeds 1 2" for fewer seeds, "--quick" for small models.
 AGAINST ?=

@@ -1,6 +1,7 @@
-"""The figure of a run: what it has learned, how far it went, and what its critic knows."""
+"""The figure of a run: panels by PPO step."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,34 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#777777"
 
 
-def plot_run(metrics: Sequence[Mapping[str, Any]], best_of: float, path: Path) -> None:
-    """Writes three panels by step: the reward in training and held out, with the mark `best_of`; KL; the critic."""
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    curves = (
-        (0, "objective/scores", "training prompts", BLUE, "-"),
-        (0, "eval/scores", "held-out topics", ORANGE, "o-"),
-        (1, "objective/kl_sum_seq", "training prompts", BLUE, "-"),
-        (1, "eval/kl_sum_seq", "held-out topics", ORANGE, "o-"),
-        (2, "ppo/val/explained_variance", "training prompts", BLUE, "-"),
-    )
-    for panel, key, label, colour, style in curves:
-        points = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
-        if points:
-            axes[panel].plot(*zip(*points, strict=True), style, color=colour, label=label)
-    axes[0].axhline(best_of, color=GREY, linestyle="--", label="best of 8 before training")
-    titles = ("Reward: share of the words", "Distance from the start", "Critic: explained variance of the returns")
-    units = ("reward of an answer", "KL, nats per answer", "share (1 = perfect)")
-    for axis, title, unit in zip(axes, titles, units, strict=True):
-        axis.set(title=title, xlabel="PPO step", ylabel=unit)
+TRAINING, HELD_OUT = ("training prompts", BLUE, "-"), ("held-out prompts", ORANGE, "o-")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves by PPO step."""
+
+    title: str
+    unit: str
+    training: str
+    """A metric of the steps."""
+    held_out: str | None = None
+    """A metric of the evaluations."""
+    mark: float | None = None
+    """The best of several answers before training."""
+
+
+def plot_panels(metrics: Sequence[Mapping[str, Any]], panels: Sequence[Panel], path: Path) -> None:
+    """Writes the panels side by side."""
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.6), layout="constrained")
+    for axis, panel in zip(axes, panels, strict=True):
+        for key, (label, colour, style) in ((panel.training, TRAINING), (panel.held_out, HELD_OUT)):
+            points = [(row["step"], row[key]) for row in metrics if key is not None and row.get(key) is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), style, color=colour, label=label)
+        if panel.mark is not None:
+            axis.axhline(panel.mark, color=GREY, linestyle="--", label="best of 8 before training")
+        axis.set(title=panel.title, xlabel="PPO step", ylabel=panel.unit)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.25)
         if axis.lines:

@@ -19,7 +19,7 @@ from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
 from examples.sentences.model import fetch_model
-from examples.sentences.plots import plot_run
+from examples.sentences.plots import Panel, plot_panels
 from examples.sentences.task import HELD_OUT, TRAINING, all_used, draw_prompts, share_used
 
 CONFIG = Path(__file__).parents[1] / "configs/sentences.yaml"
@@ -78,7 +78,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
     tables = [_read(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]
     results = {"before": _result(tables[0]), f"before, best of {BEST_OF}": best, "after": _result(tables[1])}
     metrics = _read(folder / "metrics.jsonl")
-    plot_run(metrics, fmean(best.scores), folder / "results.png")
+    reward = Panel(
+        "Reward: share of the words", "reward of an answer", "objective/scores", "eval/scores", fmean(best.scores)
+    )
+    kl = Panel("Distance from the start", "KL, nats per answer", "objective/kl_sum_seq", "eval/kl_sum_seq")
+    explained = "ppo/val/explained_variance"
+    critic = Panel("Critic: explained variance of the returns", "share (1 = perfect)", explained)
+    plot_panels(metrics, [reward, kl, critic], folder / "results.png")
     text = report(results, *tables)
     write_text_atomically(folder / "results.txt", text)
     print(f"\n{text}\nFigure: {folder / 'results.png'}\nReport: {folder / 'report.html'} (open it in a browser)")

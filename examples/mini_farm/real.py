@@ -1,0 +1,202 @@
+"""`make real-rlhf`: the laboratory with a model that people use. SmolLM2-135M-Instruct answers the laboratory's
+instructions; its simulated annotators compare pairs of the answers; a reward model of these pairs trains it by PPO.
+
+Every option of the trainer is a flag. Ended stages are kept, and an interrupted training continues at its checkpoint.
+"""
+
+import random
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from datasets import Dataset
+
+from alpaca_ppo import PPOConfig, PPOTrainer
+from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.config.fields import argument
+from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.rewards import build_reward
+from alpaca_ppo.supervised.reward_model import train_reward_model
+from examples.long_horizon.pipeline import flags_of
+from examples.mini_farm.annotators import gold, gold_score, prefers_first
+from examples.mini_farm.splits import Row, draw_splits, read_rows, write_rows
+from examples.mini_farm.stages import run_stage
+from examples.sentences.model import fetch_model
+from examples.sentences.plots import Panel, plot_panels
+
+CONFIG = Path(__file__).parents[1] / "configs/sentences_rlhf.yaml"
+BEST_OF = 8
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class RealArguments:
+    """What is trained, and on how much."""
+
+    model: str | None = argument(
+        None, "Folder or hub id of a chat model; without one, SmolLM2-135M-Instruct is fetched."
+    )
+    pairs: int = argument(480, "Pairs of answers for the reward model.")
+    held_out: int = argument(100, "Instructions that are held out.")
+    data_seed: int = argument(0, "Of instructions, pairs and reward model.")
+
+
+class RealLab:
+    """The stages before PPO, in folders beside the run."""
+
+    def __init__(self, run: RealArguments, args: PPOConfig) -> None:
+        self.args, self.root = args, Path(args.output_dir).parent
+        self.model = run.model or str(self.root / "SmolLM2-135M-Instruct")
+        if run.model is None:
+            fetch_model(Path(self.model))
+        steps = args.max_steps or 0
+        sizes = {"sft": 0, "preference": run.pairs, "unlabeled": steps * args.rollout_batch_size, "val": run.held_out}
+        rows = draw_splits(run.data_seed, sizes)
+        self.rows = {split: [_with_prompt(row) for row in of_split] for split, of_split in rows.items()}
+        settings = {"model": self.model, "seed": run.data_seed, "pairs": run.pairs, "tokens": args.response_len}
+        pairs = run_stage(self.root / "pairs", "pairs of answers", self._write_pairs, settings=settings)
+        self.reward_model = run_stage(
+            self.root / "reward_model",
+            "reward model",
+            lambda folder: self._train_reward_model(folder, pairs / "pairs.jsonl", run.data_seed),
+            settings={},
+            parents=[pairs],
+        )
+        self.pairs = read_rows(pairs / "pairs.jsonl")
+
+    def trainer(self, output_dir: str | None = None, **given: Any) -> PPOTrainer:
+        """PPO on the instructions for it, with the annotators' score watched."""
+        settings: dict[str, Any] = {"reward_weights": [1.0, 0.0]} if len(given["reward_funcs"]) > 1 else {}
+        return PPOTrainer(
+            model=self.model,
+            args=replace(self.args, output_dir=output_dir or self.args.output_dir, **settings),
+            train_dataset=Dataset.from_list(self.rows["unlabeled"]),
+            eval_dataset=Dataset.from_list(self.rows["val"]),
+            **given,
+        )
+
+    def _write_pairs(self, folder: Path) -> None:
+        rng, rows, pairs = random.Random(self.args.seed), self.rows["preference"], []
+        with TemporaryDirectory() as unused:
+            trainer = self.trainer(unused, reward_funcs=[gold])
+            for start in range(0, len(rows), 32):
+                part = rows[start : start + 32]
+                answers = trainer.generate([row["prompt"] for row in part], num_return_sequences=2, seed=start)
+                for row, (first, second) in zip(part, answers, strict=True):
+                    chosen, rejected = (first, second) if prefers_first(first, second, row, rng) else (second, first)
+                    pairs.append({**row, "chosen": chosen, "rejected": rejected})
+                print(f"{len(pairs)} pairs", flush=True)
+        write_rows(folder / "pairs.jsonl", [pair for pair in pairs if pair["chosen"] != pair["rejected"]])
+
+    def _train_reward_model(self, folder: Path, pairs: Path, seed: int) -> None:
+        options = {
+            "model_name_or_path": self.model,
+            "dataset_name": pairs,
+            "output_dir": folder,
+            "max_length": self.args.query_len + self.args.response_len,
+            "learning_rate": 2e-5,
+            "warmup_steps": 4,
+            "per_device_train_batch_size": 8,
+            "train_sampling_strategy": "group_by_length",
+            "num_train_epochs": 1,
+            "seed": seed,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+        }
+        train_reward_model(flags_of(options))
+
+
+def _with_prompt(row: Row) -> Row:
+    """The instruction as a user's message, beside what the annotators look for."""
+    text = f"{row['instruction']} {row['input']}".strip()
+    return {"prompt": [{"role": "user", "content": text}], "asks": row["asks"], "avoids": row["avoids"]}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Answers to the held-out instructions: the reward model's scores, the annotators', and the KL in nats."""
+
+    scores: Sequence[float]
+    gold: Sequence[float]
+    kl: float | None = None
+
+    def line(self, title: str) -> str:
+        """This line of the table."""
+        cells = [f"{fmean(n):8.3f} ±{stdev(n) / len(n) ** 0.5:.3f}" for n in (self.scores, self.gold)]
+        kl = "" if self.kl is None else f"{self.kl:.2f}"
+        return f"{title:24} {'  '.join(cells)} {kl:>8}"
+
+
+def best_of(trainer: PPOTrainer, lab: RealLab) -> Judged:
+    """Of several answers of the present policy to each instruction, that which the reward model likes best."""
+    scorer, rows = build_reward(str(lab.reward_model), batch_size=32), lab.rows["val"]
+    scores, liked = [], []
+    for start in range(0, len(rows), 25):
+        part = rows[start : start + 25]
+        prompts = [row["prompt"] for row in part]
+        answers = trainer.generate(prompts, num_return_sequences=BEST_OF, seed=start)
+        for row, given in zip(part, answers, strict=True):
+            of_row = scorer([row["prompt"]] * BEST_OF, given, [[] for _ in given], [row] * BEST_OF).rewards
+            best = int(of_row.argmax())
+            scores.append(float(of_row[best]))
+            liked.append(gold_score(given[best], row))
+        print(f"  {BEST_OF * len(scores)} answers", flush=True)
+    return Judged(scores, liked)
+
+
+def report(results: Mapping[str, Judged], before: Sequence[Row], after: Sequence[Row]) -> str:
+    """The table, and the first answers before and after the training."""
+    lines = [f"{'':24} {'reward model':>15} {'annotators':>16} {'KL':>8}"]
+    lines += [judged.line(title) for title, judged in results.items()]
+    lines += [
+        "",
+        f"{len(before)} instructions that no model has learned from, ± standard error; KL in nats per answer",
+        "",
+    ]
+    for old, new in list(zip(before, after, strict=True))[:_SHOWN]:
+        lines += [_short(old["prompt"]), f"  before: {_short(old['response'])}", f"  after:  {_short(new['response'])}"]
+    return "\n".join(lines) + "\n"
+
+
+def _short(text: str) -> str:
+    return " ".join(re.sub(r"<\|.*?\|>", " ", text).split())
+
+
+def _judged(table: Sequence[Row]) -> Judged:
+    scores = [row["score"] for row in table]
+    liked = [gold_score(_short(row["response"]), row["columns"]) for row in table]
+    return Judged(scores, liked, fmean(row["kl"] for row in table))
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Judged]:
+    """Trains as the command line says, writes results.txt and results.png, and returns the lines of the table."""
+    given = sys.argv[1:] if argv is None else argv
+    run, args = parse_args([RealArguments, PPOConfig], ["--config", str(CONFIG), *given])
+    start, folder = time.perf_counter(), Path(args.output_dir)
+    lab = RealLab(run, args)
+    trainer = lab.trainer(reward_funcs=[str(lab.reward_model), gold])
+    print(f"best of {BEST_OF} answers before training, as a mark: {BEST_OF * run.held_out} answers", flush=True)
+    best = best_of(trainer, lab)
+    trainer.train()
+    tables = [read_rows(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]
+    before, after = map(_judged, tables)
+    results = {"before": before, f"before, best of {BEST_OF}": best, "after": after}
+    text = report(results, *tables)
+    marks = fmean(best.scores), fmean(best.gold)
+    panels = [
+        Panel("Reward model", "score of an answer", "objective/scores", "eval/scores", marks[0]),
+        Panel("Annotators", "gold score", "objective/scores/gold", "eval/scores/gold", marks[1]),
+        Panel("Distance from the start", "KL, nats per answer", "objective/kl_sum_seq", "eval/kl_sum_seq"),
+    ]
+    plot_panels(read_rows(folder / "metrics.jsonl"), panels, folder / "results.png")
+    write_text_atomically(folder / "results.txt", text)
+    print(f"\n{text}\nFigure: {folder / 'results.png'}\nReport: {folder / 'report.html'} (open it in a browser)")
+    print(f"Total time: {(time.perf_counter() - start) / 60:.1f} minutes")
+    return results
