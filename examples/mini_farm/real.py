@@ -9,7 +9,8 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
@@ -21,10 +22,11 @@ from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
+from alpaca_ppo.data.loading import load_prompt_dataset
 from alpaca_ppo.rewards import build_reward
 from alpaca_ppo.supervised.reward_model import train_reward_model
 from examples.long_horizon.pipeline import flags_of
-from examples.mini_farm.annotators import gold, gold_score, prefers_first
+from examples.mini_farm.annotators import gold_score, prefers_first
 from examples.mini_farm.splits import Row, draw_splits, read_rows, write_rows
 from examples.mini_farm.stages import run_stage
 from examples.sentences.model import fetch_model
@@ -33,6 +35,20 @@ from examples.sentences.plots import Panel, plot_panels
 CONFIG = Path(__file__).parents[1] / "configs/sentences_rlhf.yaml"
 BEST_OF = 8
 _SHOWN = 10
+_SAMPLING = ("query_len", "response_len", "temperature")
+_SOURCES = ("annotators", "grammar", "lexicon", "real", "splits")
+_REWARD_MODEL = {
+    "learning_rate": 2e-5,
+    "warmup_steps": 4,
+    "per_device_train_batch_size": 8,
+    "train_sampling_strategy": "group_by_length",
+    "num_train_epochs": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+}
+_ASKED = 4
+"""Words of an instruction of one's own that annotators look for."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,9 @@ class RealArguments:
 
     model: str | None = argument(
         None, "Folder or hub id of a chat model; without one, SmolLM2-135M-Instruct is fetched."
+    )
+    instructions: str | None = argument(
+        None, "File or hub id of rows with instruction and input; without one, the laboratory's are used."
     )
     pairs: int = argument(480, "Pairs of answers for the reward model.")
     held_out: int = argument(100, "Instructions that are held out.")
@@ -51,24 +70,29 @@ class RealLab:
     """The stages before PPO, in folders beside the run."""
 
     def __init__(self, run: RealArguments, args: PPOConfig) -> None:
-        self.args, self.root = args, Path(args.output_dir).parent
+        self.args, self.seed, self.root = args, run.data_seed, Path(args.output_dir).parent
         self.model = run.model or str(self.root / "SmolLM2-135M-Instruct")
         if run.model is None:
             fetch_model(Path(self.model))
-        steps = args.max_steps or 0
-        sizes = {"sft": 0, "preference": run.pairs, "unlabeled": steps * args.rollout_batch_size, "val": run.held_out}
-        rows = draw_splits(run.data_seed, sizes)
+        prompts = (args.max_steps or 0) * args.rollout_batch_size
+        sizes = {"sft": 0, "preference": run.pairs, "unlabeled": prompts, "val": run.held_out}
+        rows = _split(run.instructions, run.data_seed, sizes) if run.instructions else draw_splits(run.data_seed, sizes)
         self.rows = {split: [_with_prompt(row) for row in of_split] for split, of_split in rows.items()}
-        settings = {"model": self.model, "seed": run.data_seed, "pairs": run.pairs, "tokens": args.response_len}
-        pairs = run_stage(self.root / "pairs", "pairs of answers", self._write_pairs, settings=settings)
+        settings = {**asdict(run), "model": self.model, **{name: getattr(args, name) for name in _SAMPLING}}
+        pairs = run_stage(
+            self.root / "pairs",
+            "pairs of answers",
+            self._write_pairs,
+            settings=settings,
+            sources=[Path(__file__).with_name(f"{name}.py") for name in _SOURCES],
+        )
         self.reward_model = run_stage(
             self.root / "reward_model",
             "reward model",
-            lambda folder: self._train_reward_model(folder, pairs / "pairs.jsonl", run.data_seed),
-            settings={},
+            lambda folder: self._train_reward_model(folder, pairs / "pairs.jsonl"),
+            settings=_REWARD_MODEL,
             parents=[pairs],
         )
-        self.pairs = read_rows(pairs / "pairs.jsonl")
 
     def trainer(self, output_dir: str | None = None, **given: Any) -> PPOTrainer:
         """PPO on the instructions for it, with the annotators' score watched."""
@@ -82,7 +106,7 @@ class RealLab:
         )
 
     def _write_pairs(self, folder: Path) -> None:
-        rng, rows, pairs = random.Random(self.args.seed), self.rows["preference"], []
+        rng, rows, pairs = random.Random(self.seed), self.rows["preference"], []
         with TemporaryDirectory() as unused:
             trainer = self.trainer(unused, reward_funcs=[gold])
             for start in range(0, len(rows), 32):
@@ -94,23 +118,42 @@ class RealLab:
                 print(f"{len(pairs)} pairs", flush=True)
         write_rows(folder / "pairs.jsonl", [pair for pair in pairs if pair["chosen"] != pair["rejected"]])
 
-    def _train_reward_model(self, folder: Path, pairs: Path, seed: int) -> None:
+    def _train_reward_model(self, folder: Path, pairs: Path) -> None:
         options = {
             "model_name_or_path": self.model,
             "dataset_name": pairs,
             "output_dir": folder,
             "max_length": self.args.query_len + self.args.response_len,
-            "learning_rate": 2e-5,
-            "warmup_steps": 4,
-            "per_device_train_batch_size": 8,
-            "train_sampling_strategy": "group_by_length",
-            "num_train_epochs": 1,
-            "seed": seed,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
+            "seed": self.seed,
+            **_REWARD_MODEL,
         }
         train_reward_model(flags_of(options))
+
+
+def _split(source: str, seed: int, sizes: Mapping[str, int]) -> dict[str, list[Row]]:
+    """The rows of `source` by split: those held out are in no other; the others, mixed, serve both splits, repeatedly
+    if they are too few. Annotators look for the longest words of an instruction and its input.
+
+    Raises:
+        ValueError: if no more rows are there than are held out.
+    """
+    rows = [dict(row) for row in load_prompt_dataset(source)]
+    if len(rows) <= sizes["val"]:
+        raise ValueError(f"instructions {source!r} have {len(rows)} rows; set held_out, now {sizes['val']}, below that")
+    random.Random(seed).shuffle(rows)
+    for row in rows:
+        words = dict.fromkeys(re.findall(r"[a-z]{5,}", f"{row['instruction']} {row['input']}".lower()))
+        row |= {"asks": sorted(words, key=len, reverse=True)[:_ASKED] or ["answer"], "avoids": []}
+    held_out, others = rows[: sizes["val"]], rows[sizes["val"] :]
+    return {"val": held_out, **{name: list(islice(cycle(others), sizes[name])) for name in ("preference", "unlabeled")}}
+
+
+def gold(
+    completions: Sequence[Any], asks: Sequence[Sequence[str]], avoids: Sequence[Sequence[str]], **columns: Any
+) -> list[float]:
+    """The annotators' score of messages, as a reward function of weight 0."""
+    rows = [{"asks": wanted, "avoids": unwanted} for wanted, unwanted in zip(asks, avoids, strict=True)]
+    return [gold_score(turns[-1]["content"], row) for turns, row in zip(completions, rows, strict=True)]
 
 
 def _with_prompt(row: Row) -> Row:
@@ -200,3 +243,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Judged]:
     print(f"\n{text}\nFigure: {folder / 'results.png'}\nReport: {folder / 'report.html'} (open it in a browser)")
     print(f"Total time: {(time.perf_counter() - start) / 60:.1f} minutes")
     return results
+
+
+if __name__ == "__main__":
+    main()
