@@ -27,7 +27,7 @@ REAL ?=
 real: $(VENV)/.installed_for_real
 	$(BIN)/python -m examples.sentences.run $(REAL)
 
-# RLHF on the same model: pairs of its answers, a reward model, PPO; an hour.
+# RLHF on the same model: pairs of its answers, a reward model, PPO; 55 minutes of processor time.
 real-rlhf: $(VENV)/.installed_for_real
 	$(BIN)/python -m examples.mini_farm.real $(REAL)
 

@@ -32,7 +32,7 @@ from examples.mini_farm.stages import run_stage
 from examples.sentences.model import fetch_model
 from examples.sentences.plots import Panel, plot_panels
 
-CONFIG = Path(__file__).parents[1] / "configs/sentences_rlhf.yaml"
+CONFIG = Path(__file__).parents[1] / "configs/real_rlhf.yaml"
 BEST_OF = 8
 _SHOWN = 10
 _SAMPLING = ("query_len", "response_len", "temperature")
@@ -194,7 +194,7 @@ def best_of(trainer: PPOTrainer, lab: RealLab) -> Judged:
     return Judged(scores, liked)
 
 
-def report(results: Mapping[str, Judged], before: Sequence[Row], after: Sequence[Row]) -> str:
+def report(results: Mapping[str, Judged], asked: Sequence[Row], before: Sequence[Row], after: Sequence[Row]) -> str:
     """The table, and the first answers before and after the training."""
     lines = [f"{'':24} {'reward model':>15} {'annotators':>16} {'KL':>8}"]
     lines += [judged.line(title) for title, judged in results.items()]
@@ -203,8 +203,9 @@ def report(results: Mapping[str, Judged], before: Sequence[Row], after: Sequence
         f"{len(before)} instructions that no model has learned from, ± standard error; KL in nats per answer",
         "",
     ]
-    for old, new in list(zip(before, after, strict=True))[:_SHOWN]:
-        lines += [_short(old["prompt"]), f"  before: {_short(old['response'])}", f"  after:  {_short(new['response'])}"]
+    for row, old, new in list(zip(asked, before, after, strict=True))[:_SHOWN]:
+        question = row["prompt"][0]["content"]
+        lines += [question, f"  before: {_short(old['response'])}", f"  after:  {_short(new['response'])}"]
     return "\n".join(lines) + "\n"
 
 
@@ -231,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Judged]:
     tables = [read_rows(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]
     before, after = map(_judged, tables)
     results = {"before": before, f"before, best of {BEST_OF}": best, "after": after}
-    text = report(results, *tables)
+    text = report(results, lab.rows["val"], *tables)
     marks = fmean(best.scores), fmean(best.gold)
     panels = [
         Panel("Reward model", "score of an answer", "objective/scores", "eval/scores", marks[0]),
