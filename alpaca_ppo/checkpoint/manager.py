@@ -175,9 +175,9 @@ class CheckpointManager:
         """Restores everything from the checkpoint `folder` and returns it; if it is in the output folder, abandons
         later ones there. Raises a ValueError, before anything changes, for one that is damaged or of another run.
         """
-        saved = Checkpoint.read(folder)
         components = self._components()
         with collectives.raise_on_all_ranks(self._accelerator):
+            saved = Checkpoint.read(folder)
             if saved.components.keys() != components.keys():
                 then, now = (", ".join(sorted(names)) for names in (saved.components, components))
                 problem = f"holds the components {then}, but this trainer has {now}"

@@ -86,20 +86,23 @@ def _ask_hub(field: str, name: str) -> None:
     """
     # Imported only now, because it takes half a second.
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     files = ("config.json", "adapter_config.json")
-    if "/" in name or any(try_to_load_from_cache(name, file) is not None for file in files):
-        return
     try:
+        if "/" in name or any(try_to_load_from_cache(name, file) is not None for file in files):
+            return
         get_hf_file_metadata(hf_hub_url(name, files[0]))
+        return
+    except GatedRepoError:
+        # Loading says how to get access.
         return
     except RepositoryNotFoundError:
         reason = "has no model of that name"
     except HfHubHTTPError:
         # An adapter has no config.json, or the hub is busy; loading it tells more.
         return
-    # Which HTTP library raises depends on the version.
+    # Which HTTP library raises depends on the version; the hub's own checks the name.
     except Exception as error:
         reason = f"cannot be asked ({error})"
     problem = f"{field} is {name!r}, but{path_problem(name)}, and the hub {reason}"

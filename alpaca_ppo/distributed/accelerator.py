@@ -56,8 +56,9 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
     check_launch(args)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
     has = launched if accelerator is None else accelerator.mixed_precision
-    # A launch configuration without a precision says "no".
-    if has != ("bf16" if args.bf16 else "no") and (accelerator is not None or has != "no"):
+    expected = "bf16" if args.bf16 else "no"
+    # A launch configuration that says nothing of a precision has "no", which contradicts no option.
+    if has != expected and (accelerator is not None or has != "no"):
         raise ValueError(f"bf16 is {args.bf16} but the accelerator's mixed_precision is {has!r}; use bf16: true or no")
     if accelerator is None:
         accelerator = _new_accelerator(args)

@@ -95,7 +95,8 @@ class FunctionJudge:
         the answer shown first makes a tie; None if one of the two verdicts is None.
 
         Raises:
-            ValueError: if the function returns something else than one verdict for each pair.
+            ValueError: for a column with the name of an argument; if the function returns something else than one
+                verdict for each pair.
         """
         own_first = self._verdicts(comparisons)
         other_first = self._verdicts([replace(pair, own=pair.other, other=pair.own) for pair in comparisons])
@@ -105,6 +106,10 @@ class FunctionJudge:
     def _verdicts(self, comparisons: Sequence[Comparison]) -> list[float | None]:
         """Returns the function's verdict on each pair's own answer, checked."""
         columns = {name: [pair.columns[name] for pair in comparisons] for name in comparisons[0].columns}
+        if taken := columns.keys() & {"prompts", "completions", "others"}:
+            raise ValueError(
+                f"the dataset's column {min(taken)!r} is an argument of eval_judge {self._name}; rename it"
+            )
         verdicts = self._function(
             prompts=[pair.prompt for pair in comparisons],
             completions=[pair.own for pair in comparisons],

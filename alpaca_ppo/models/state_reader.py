@@ -110,18 +110,18 @@ def _layer_stack(model: Any) -> nn.ModuleList | None:
 
 @contextmanager
 def ended_after(model: Any, number: int) -> Iterator[None]:
-    """A block in which a pass of `model` goes from its layer of this `number` to its last norm; the factory tries
-    whether a model can.
+    """A block in which passes of `model` skip its decoder layers after the first `number`. The factory has tried that
+    the model can.
     """
     stack = _layer_stack(model)
     assert stack is not None
     # Slices keep the layers themselves, with the hooks of whoever shards them.
-    (owner,) = ((m, name) for m in model.modules() for name, child in m.named_children() if child is stack)
-    setattr(*owner, stack[:number])
+    ((parent, name),) = ((m, name) for m in model.modules() for name, child in m.named_children() if child is stack)
+    setattr(parent, name, stack[:number])
     try:
         yield
     finally:
-        setattr(*owner, stack)
+        setattr(parent, name, stack)
 
 
 @contextmanager

@@ -78,6 +78,7 @@ LOST = "m is 'gpt2', but there is no such folder (relative paths count from {}),
         # An adapter has no config.json, and a hub that is too busy is left to the libraries.
         (response(b"", status="404 x", headers="X-Error-Code: EntryNotFound\r\n"), "gpt2\n"),
         (response(b"", status="503 x"), "gpt2\n"),
+        (response(b"", status="403 x", headers="X-Error-Code: GatedRepo\r\n"), "gpt2\n"),
     ],
 )
 def test_a_name_without_an_owner_is_asked_for_once(answer, said, tmp_path):
@@ -117,6 +118,9 @@ def test_a_model_in_the_cache_needs_no_hub(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="m is 'gpt2', but .* the hub cannot be asked"):
         model_folder("m", "gpt2")
+    # No name of the hub.
+    with pytest.raises(ValueError, match="m is 'my--model', but there is no such folder .* the hub cannot be asked"):
+        model_folder("m", "my--model")
     snapshot = tmp_path / "models--gpt2/snapshots/abc"
     snapshot.mkdir(parents=True)
     (snapshot / "adapter_config.json").touch()

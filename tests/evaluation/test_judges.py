@@ -26,6 +26,12 @@ def test_a_function_sees_both_orders_and_the_columns():
     assert FunctionJudge(lambda **arguments: next(unsure), name="unsure")(PAIRS) == [0.75, None]
 
 
+def test_a_column_cannot_have_the_name_of_an_argument():
+    pair = Comparison("p", LONG, SHORT, {"others": "7"})
+    with pytest.raises(ValueError, match="the dataset's column 'others' is an argument of eval_judge f; rename it"):
+        FunctionJudge(lambda **arguments: [1.0], name="f")([pair])
+
+
 def test_equal_scores_are_half_a_win():
     assert [compare(2.0, 1.0), compare(1.0, 1.0), compare(0.0, 1.0)] == [1.0, 0.5, 0.0]
     # The rounding of float32 is a tie.
