@@ -98,10 +98,9 @@ async def ask_json(
                 answer += part
                 if len(answer) > max_bytes:
                     break
-        text = quoted(answer.decode(errors="replace"))
         if not response.is_success:
-            status = response.status_code
-            problem = f"answered with HTTP status {status}: {text}; check {checks}"
+            text = quoted(answer.decode(errors="replace"))
+            problem = f"answered with HTTP status {response.status_code}: {text}; check {checks}"
         elif len(answer) > max_bytes:
             problem = f"sent an answer of more than {max_bytes} bytes; check its address"
         else:
@@ -109,6 +108,7 @@ async def ask_json(
                 return parse(answer.decode())
             # Deep nesting is a RecursionError.
             except (ValueError, RecursionError) as error:
+                text = quoted(answer.decode(errors="replace"))
                 problem = f"sent an answer that is no JSON ({type(error).__name__}): {text}; check its address"
     except TimeoutError:
         problem = f"did not answer within {seconds:g} s; allow it more time, or send less"

@@ -65,8 +65,8 @@ def inject_adapter(make: Callable[..., Any], model: PreTrainedModel, config: Lor
 
 
 class UnreachedAdapters(TrainerCallback):
-    """Says after the first step which layers with an adapter no pass of the step has gone through: those of an image
-    encoder, or whose weights a fused kernel takes past the adapter. They learn nothing.
+    """Says after the first step that trains the model which layers with an adapter no pass has gone through: those of
+    an image encoder, or whose weights a fused kernel takes past the adapter.
     """
 
     def __init__(self, model: nn.Module, say: Callable[[str], Any]) -> None:
@@ -75,21 +75,27 @@ class UnreachedAdapters(TrainerCallback):
         self._hooks: list[Any] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
-        self._hooks += [
-            layer.register_forward_hook(lambda *_, name=name: self._reached.add(name))
-            for name, layer in self._layers.items()
-        ]
+        if not self._hooks:
+            self._hooks = [
+                layer.register_forward_hook(lambda *_, name=name: self._reached.add(name))
+                for name, layer in self._layers.items()
+            ]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
+        # A resumed run may begin with the end of a step, and steps that train the critic alone may do without a pass of
+        # the policy.
+        if not self._hooks or state.global_step <= getattr(args, "critic_pretraining_steps", 0):
+            return
         for hook in self._hooks:
             hook.remove()
         if unreached := [name for name in self._layers if name not in self._reached]:
             kinds = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in unreached})
             self._say(
-                f"warning: {len(unreached)} of {len(self._layers)} layers with an adapter took no part in this step: "
-                f"they learn nothing ({', '.join(kinds)}); leave them out of target_modules (--lora_target_modules)"
+                f"warning: {len(unreached)} of {len(self._layers)} layers with an adapter took no part in this step "
+                f"({', '.join(kinds)}), so it taught them nothing; if no step needs them, leave them out of "
+                "target_modules (--lora_target_modules)"
             )
-        self._layers = {}
+        self._hooks, self._layers = [], {}
 
 
 def remove_adapter(peft: Any, flags: Iterable[tuple[nn.Parameter, bool]]) -> None:

@@ -39,7 +39,7 @@ FREE_TO_CHANGE = frozenset(
     """.split()
 )
 # Options that name folders, which may be moved: `start_identity` has what the folders hold.
-_COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights", "teacher_model_name_or_path", "teacher_dtype"}
+_COMPARED_BY_CONTENT = {"reference", "reward_adapter", "reward_weights", "teacher_model_name_or_path"}
 # Location, origin and outputs of a model. transformers changes some when it saves the model.
 _NOT_ARCHITECTURE = """
 _name_or_path transformers_version architectures auto_map use_cache dtype id2label label2id output_attentions

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from alpaca_ppo.atomic_io import clean_leftovers
+from alpaca_ppo.atomic_io import clean_leftovers, committed_path
 from alpaca_ppo.checkpoint import directory
 from alpaca_ppo.checkpoint.serialization import Checkpoint, check_fits, read_weights
 from alpaca_ppo.config.ppo_config import PPOConfig
@@ -72,8 +72,8 @@ class BestCheckpoint:
         return self._criterion | {"step": self._state.best_global_step, "stats": self.stats}
 
     def load_state_dict(self, saved: Mapping[str, Any], parent: Path) -> None:
-        """Restores which checkpoint in the folder `parent` is the best. If there was none, it was chosen by another
-        metric, or it is gone, the best is chosen among later ones.
+        """Restores which checkpoint in the folder `parent` is the best. If there was none, if it is gone, or if it was
+        chosen by another metric, it is chosen among later ones.
         """
         # A trainer that has trained may resume from before its best checkpoint.
         self.folder, self.stats = None, {}
@@ -81,7 +81,7 @@ class BestCheckpoint:
         if saved["step"] is None or not self._criterion.items() <= saved.items():
             return
         best = parent / f"checkpoint-{saved['step']}"
-        if best.is_dir():
+        if committed_path(best).is_dir():
             self.set(saved["stats"], saved["step"], best)
         else:
             gone = f"{best}, the best checkpoint so far ({self.metric} = {saved['stats'][self.metric]}), is gone"

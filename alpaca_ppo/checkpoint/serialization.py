@@ -158,9 +158,12 @@ def _stored(value: Any, name: str) -> Any:
     """`value` as plain values and tensors, which `torch.load(weights_only=True)` can read. Raises a ValueError for any
     other object in it, where `name` is the place of `value`.
     """
-    if value is None:
+    if value is None or type(value) is bytes:
         return value
-    for kind in (bool, int, float, str):
+    if isinstance(value, str):
+        # As below; str(value) would be the name of an Enum.
+        return str.__str__(value)
+    for kind in (bool, int, float):
         if isinstance(value, kind):
             # NumPy's float64 is a float, but torch.load refuses it.
             return kind(value)

@@ -56,7 +56,7 @@ def without_nulls(value: Any, *, deep: bool = True) -> Any:
 
 def stop_condition(option: str, condition: str) -> tuple[str, str, float]:
     """Metric, comparison and number of a condition. Raises a ValueError that begins with `option` if it is none."""
-    found = re.fullmatch(rf"\s*([^<>=\s][^<>=]*?)\s*({'|'.join(COMPARISONS)})\s*(\S+)\s*", condition)
+    found = re.fullmatch(rf"\s*(\S(?:.*[^\s<>=])?)\s*({'|'.join(COMPARISONS)})\s*(\S+)\s*", condition)
     with suppress(ValueError):
         if found is not None and isfinite(bound := float(found[3])):
             return found[1], found[2], bound

@@ -101,7 +101,9 @@ def _in_words(change: Mapping[str, Any]) -> str:
 
 
 def on_device(peak: float, device_gib: float | None, *, use_cpu: bool) -> dict[str, Any]:
-    """Entries of an estimate: whether `peak` bytes fit into `device_gib`, on a GPU less RESERVE_GIB; {} without it."""
+    """Entries of an estimate: whether `peak` bytes fit into `device_gib`, of which a GPU reserves RESERVE_GIB. Empty if
+    `device_gib` is None.
+    """
     if device_gib is None:
         return {}
     limit = (device_gib - (0.0 if use_cpu else RESERVE_GIB)) * GIB

@@ -30,6 +30,7 @@ from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_criti
 from alpaca_ppo.models.factory import make_actor_critic
 from alpaca_ppo.models.policy import use_eval_mode_but_checkpoint
 from alpaca_ppo.models.reference import make_reference
+from alpaca_ppo.models.trial import fit_rows
 from alpaca_ppo.ppo.teacher import TeacherModel
 from alpaca_ppo.saved_models import remote_code
 
@@ -76,7 +77,9 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
             trust = args.trust_remote_code
             teacher = model_folder("teacher_model_name_or_path", teacher)
             model = without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
-            roles["teacher"] = TeacherModel(model.eval())
+            reader = TeacherModel(model.eval())
+            fit_rows(reader, model, args, owner="teacher")
+            roles["teacher"] = reader
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
         if cast_to_bf16:
             # As in `DeepSpeedEngine`, buffers and reward models keep their type.

@@ -113,7 +113,7 @@ class SlotLoop:
         self._waiting = deque(prompt * n + i for group in groups for prompt in group.prompts for i in range(n))
         self._busy: dict[int, _Row] = {}
         self._between_turns: dict[int, _Row] = {}
-        # Over all rows; their quotient is the mean length of a turn, up to steps that a row no longer took.
+        # Over all rows; their quotient is the mean length of a turn, or a little more: see `_end_turns`.
         self._ended_turns = self._decoded_tokens = 0
         # Steps since the last `_admit` that rows with a reply could have taken part in, summed over these rows.
         self._idle_steps = 0

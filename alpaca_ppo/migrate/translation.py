@@ -182,7 +182,8 @@ class Translation:
 
 def _text(value: Any) -> str:
     """`value` as YAML on one line: JSON, which writes only infinity differently."""
-    return ".inf" if value == float("inf") else json.dumps(value, ensure_ascii=False, default=str)
+    infinite = {float("inf"): ".inf", float("-inf"): "-.inf"}.get(value) if isinstance(value, float) else None
+    return infinite or json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _evaluated(value: Any) -> Any:

@@ -228,8 +228,8 @@ def response_stats(scored: Rollouts) -> dict[str, float]:
 
 
 def teacher_stats(rollouts: Rollouts) -> dict[str, float]:
-    """Returns, without their prefix and with a teacher, the KL of the policy to it (k1), in nats per token and per
-    response, and the share of tokens that are the teacher's likeliest.
+    """Returns, if there is a teacher, `teacher/*` without the prefix: the KL of the policy to it (k1), in nats per
+    token and per response, and the share of tokens that are the teacher's likeliest.
     """
     if "teacher_logprobs" not in rollouts:
         return {}

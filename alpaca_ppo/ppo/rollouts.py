@@ -166,8 +166,9 @@ def forward_responses(
     cache: StateCache | None = None,
     **parts: bool,
 ) -> dict[str, Tensor]:
-    """`logprobs`, `entropies`, `values` and `value_means` of an `ActorCritic`, and `top_tokens` of a teacher: (B, R),
-    on the CPU, detached. Also `state_keys` (B, 2) of a critic that reads states of the policy, which the `cache` keeps.
+    """`logprobs`; `entropies`, except of a teacher; of an `ActorCritic` also `values` and `value_means`, of a teacher
+    `top_tokens`: (B, R), on the CPU, detached. Also `state_keys` (B, 2) of a critic that reads states of the policy,
+    which the `cache` keeps.
 
     Args:
         temperature: divides the logits.

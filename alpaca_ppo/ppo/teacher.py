@@ -91,11 +91,10 @@ class TeacherServer:
         logprobs, top_tokens = outputs.where(mask, 0.0)
         return {"teacher_logprobs": logprobs, "teacher_top_tokens": top_tokens}
 
-    def ask_longest(self, query_len: int, response_len: int) -> None:
-        """Raises a `ValueError` if the server cannot read the longest row, so that a run does not begin in vain."""
-        query, response = torch.zeros(1, query_len, dtype=torch.long), torch.zeros(1, response_len, dtype=torch.long)
-        row = {"queries": query, "query_attn_masks": query + 1, "responses": response, "response_mask": response == 0}
-        self(row)
+    def ask_once(self) -> None:
+        """Raises a `ValueError` if the server gives no log-prob of a token, so that a run does not begin in vain."""
+        token = torch.zeros(1, 1, dtype=torch.long)
+        self({"queries": token, "query_attn_masks": token + 1, "responses": token, "response_mask": token == 0})
 
     async def _ask(self, prompt: list[int], answer: list[int]) -> list[tuple[float, float]]:
         """Log-prob of each token of `answer`, and 1 if it is the likeliest."""
@@ -139,7 +138,7 @@ def make_teacher(args: PPOConfig, processing_class: Any, *, vocab_size: int) -> 
         return None
     if is_server(name):
         server = TeacherServer(name)
-        server.ask_longest(args.query_len, args.response_len)
+        server.ask_once()
         return server
     name = model_folder(option, name)
     remedy = "learn from a model with the same one"

@@ -149,7 +149,7 @@ class Console(TrainerCallback):
             metric = next((f"{prefix}rewards" for line in history for prefix in eval_sets(line)), "")
             step_values = [(line["step"], value) for line in history if (value := line.get(metric)) is not None]
             # A teacher alone gives no reward.
-            if len({value for _, value in step_values}) < 2:
+            if len(step_values) < 2 or any("eval/scores/teacher_alone" in line for line in history):
                 return []
             step, value = max(step_values, key=lambda pair: pair[1])
             if not step:

@@ -31,6 +31,7 @@ from examples.mini_farm.splits import Row, draw_splits, read_rows, write_rows
 from examples.mini_farm.stages import run_stage
 from examples.sentences.model import fetch_model
 from examples.sentences.plots import Panel, plot_panels
+from examples.sentences.run import continues
 
 CONFIG = Path(__file__).parents[1] / "configs/real_rlhf.yaml"
 BEST_OF = 8
@@ -84,7 +85,10 @@ class RealLab:
             "pairs of answers",
             self._write_pairs,
             settings=settings,
-            sources=[Path(__file__).with_name(f"{name}.py") for name in _SOURCES],
+            sources=[
+                *(Path(__file__).with_name(f"{name}.py") for name in _SOURCES),
+                *([Path(run.instructions)] if run.instructions and Path(run.instructions).is_file() else []),
+            ],
         )
         self.reward_model = run_stage(
             self.root / "reward_model",
@@ -131,13 +135,14 @@ class RealLab:
 
 
 def _split(source: str, seed: int, sizes: Mapping[str, int]) -> dict[str, list[Row]]:
-    """The rows of `source` by split: those held out are in no other; the others, mixed, serve both splits, repeatedly
-    if they are too few. Annotators look for the longest words of an instruction and its input.
+    """The rows of `source` by split, without copies: those held out are in no other; the others, mixed, serve both
+    splits, repeatedly if they are too few. Annotators look for the longest words of an instruction and its input.
 
     Raises:
         ValueError: if no more rows are there than are held out.
     """
-    rows = [dict(row) for row in load_prompt_dataset(source)]
+    rows = [{name: row.get(name) or "" for name in ("instruction", "input")} for row in load_prompt_dataset(source)]
+    rows = [dict(items) for items in dict.fromkeys(tuple(row.items()) for row in rows) if dict(items)["instruction"]]
     if len(rows) <= sizes["val"]:
         raise ValueError(f"instructions {source!r} have {len(rows)} rows; set held_out, now {sizes['val']}, below that")
     random.Random(seed).shuffle(rows)
@@ -159,7 +164,8 @@ def gold(
 def _with_prompt(row: Row) -> Row:
     """The instruction as a user's message, beside what the annotators look for."""
     text = f"{row['instruction']} {row['input']}".strip()
-    return {"prompt": [{"role": "user", "content": text}], "asks": row["asks"], "avoids": row["avoids"]}
+    columns = {"instruction": text, "asks": row["asks"], "avoids": row["avoids"]}
+    return {"prompt": [{"role": "user", "content": text}], **columns}
 
 
 @dataclass(frozen=True)
@@ -194,17 +200,18 @@ def best_of(trainer: PPOTrainer, lab: RealLab) -> Judged:
     return Judged(scores, liked)
 
 
-def report(results: Mapping[str, Judged], asked: Sequence[Row], before: Sequence[Row], after: Sequence[Row]) -> str:
+def report(results: Mapping[str, Judged], before: Sequence[Row], after: Sequence[Row]) -> str:
     """The table, and the first answers before and after the training."""
     lines = [f"{'':24} {'reward model':>15} {'annotators':>16} {'KL':>8}"]
     lines += [judged.line(title) for title, judged in results.items()]
     lines += [
         "",
-        f"{len(before)} instructions that no model has learned from, ± standard error; KL in nats per answer",
+        f"{len(before)} instructions that no model has learned from, ± standard error; KL in nats per answer;",
+        f"answers are the likeliest ones, but the best of {BEST_OF}, which are sampled",
         "",
     ]
-    for row, old, new in list(zip(asked, before, after, strict=True))[:_SHOWN]:
-        question = row["prompt"][0]["content"]
+    for old, new in list(zip(before, after, strict=True))[:_SHOWN]:
+        question = old["columns"]["instruction"]
         lines += [question, f"  before: {_short(old['response'])}", f"  after:  {_short(new['response'])}"]
     return "\n".join(lines) + "\n"
 
@@ -214,8 +221,7 @@ def _short(text: str) -> str:
 
 
 def _judged(table: Sequence[Row]) -> Judged:
-    scores = [row["score"] for row in table]
-    liked = [gold_score(_short(row["response"]), row["columns"]) for row in table]
+    scores, liked = ([row[name] for row in table] for name in ("score", "scores/gold"))
     return Judged(scores, liked, fmean(row["kl"] for row in table))
 
 
@@ -224,15 +230,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Judged]:
     given = sys.argv[1:] if argv is None else argv
     run, args = parse_args([RealArguments, PPOConfig], ["--config", str(CONFIG), *given])
     start, folder = time.perf_counter(), Path(args.output_dir)
+    resumes = continues(args)
     lab = RealLab(run, args)
     trainer = lab.trainer(reward_funcs=[str(lab.reward_model), gold])
     print(f"best of {BEST_OF} answers before training, as a mark: {BEST_OF * run.held_out} answers", flush=True)
     best = best_of(trainer, lab)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumes)
     tables = [read_rows(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]
     before, after = map(_judged, tables)
     results = {"before": before, f"before, best of {BEST_OF}": best, "after": after}
-    text = report(results, lab.rows["val"], *tables)
+    text = report(results, *tables)
     marks = fmean(best.scores), fmean(best.gold)
     panels = [
         Panel("Reward model", "score of an answer", "objective/scores", "eval/scores", marks[0]),

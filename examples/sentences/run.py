@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
 from examples.sentences.model import fetch_model
@@ -53,16 +54,30 @@ class Result:
         return f"{title:24} {fmean(self.scores):8.3f} ±{error:.3f} {100 * fmean(self.all_used):13.1f} % {kl:>8}"
 
 
+def continues(args: PPOConfig) -> bool:
+    """Whether the run of `args` was interrupted after a checkpoint, at which it goes on.
+
+    Raises:
+        ValueError: if it has ended, or steps are not what sets its length.
+    """
+    folder = Path(args.output_dir)
+    if args.max_steps is None:
+        raise ValueError("the length of the run is set by max_steps alone; leave out total_episodes and total_epochs")
+    if (folder / "final").exists() and not args.overwrite_output_dir:
+        raise ValueError(f"output_dir {str(folder)!r} holds a run that has ended; choose another, or delete it")
+    return not args.overwrite_output_dir and newest_checkpoint(folder) is not None
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
     """Trains as the command line says, writes results.txt and results.png, and returns the lines of the table."""
     given = sys.argv[1:] if argv is None else argv
     run, args = parse_args([SentencesArguments, PPOConfig], ["--config", str(CONFIG), *given])
     start, folder = time.perf_counter(), Path(args.output_dir)
+    resumes = continues(args)
     model = run.model or str(folder.parent / "SmolLM2-135M-Instruct")
     if run.model is None:
         fetch_model(Path(model))
-    steps = args.max_steps or 0
-    prompts = draw_prompts(steps * args.rollout_batch_size, split=TRAINING, seed=run.prompts_seed)
+    prompts = draw_prompts((args.max_steps or 0) * args.rollout_batch_size, split=TRAINING, seed=run.prompts_seed)
     held_out = draw_prompts(run.held_out, split=HELD_OUT, seed=run.prompts_seed)
     trainer = PPOTrainer(
         model=model,
@@ -74,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
     )
     print(f"best of {BEST_OF} answers before training, as a mark: {BEST_OF * len(held_out)} answers", flush=True)
     best = best_of(trainer, held_out)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumes)
     tables = [_read(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]
     results = {"before": _result(tables[0]), f"before, best of {BEST_OF}": best, "after": _result(tables[1])}
     metrics = _read(folder / "metrics.jsonl")

@@ -1,6 +1,7 @@
 """`make real` and `make real-rlhf` with a tiny model: what they write, and what they keep."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,15 +60,23 @@ def test_rlhf_writes_pairs_and_a_reward_model_once_and_shows_both_scores(model, 
     assert 0 < len(pairs) <= 6 and all(pair["chosen"] != pair["rejected"] for pair in pairs)
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {"eval/scores", "eval/scores/gold", "eval/kl_sum_seq"} <= steps[0].keys()
-    real.main([*given, "--output_dir", str(tmp_path / "again")])
-    assert capsys.readouterr().out.count("kept from an earlier run") == 2
+    with pytest.raises(ValueError, match="holds a run that has ended; choose another, or delete it"):
+        real.main([*given, "--output_dir", str(folder)])
+    # Interrupted after its first step.
+    again = [*given, "--output_dir", str(tmp_path / "again"), "--save_steps", "1"]
+    real.main(again)
+    shutil.rmtree(tmp_path / "again/final")
+    shutil.rmtree(tmp_path / "again/checkpoint-2")
+    capsys.readouterr()
+    assert real.main(again).keys() == results.keys()
+    said = capsys.readouterr().out
+    assert said.count("kept from an earlier run") == 2 and "checkpoint-1" in said
 
 
 def test_instructions_of_ones_own_are_held_out_or_trained_on(tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text(
-        "".join(json.dumps({"instruction": f"Describe lanterns {n}.", "input": ""}) + "\n" for n in range(5))
-    )
+    texts = [f"Describe lanterns {n}." for n in (0, 1, 2, 3, 4, 4)]
+    file.write_text("".join(json.dumps({"instruction": text, "input": None}) + "\n" for text in texts))
     rows = real._split(str(file), 0, {"sft": 0, "preference": 7, "unlabeled": 3, "val": 2})
     texts = {split: [row["instruction"] for row in of_split] for split, of_split in rows.items()}
     assert [len(texts[split]) for split in ("preference", "unlabeled", "val")] == [7, 3, 2]

@@ -27,7 +27,7 @@ from tests.tiny_runs import metric_lines, weights
 MODEL = Path("outputs/sentences/SmolLM2-135M-Instruct").resolve()
 PYTHON = os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")
 PROOF = pytest.mark.proof
-"""What `.ci/run` leaves out, because all of it would take it twice as long."""
+"""What `.ci/run` leaves out: half of the minutes."""
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 SETTINGS: dict[str, Any] = {
     "query_len": 96,

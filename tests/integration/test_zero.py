@@ -192,8 +192,8 @@ def flags(folder: Path, name: str, stage: str) -> list[str]:
     settings = {"dtype": "float32", **(RUNS | HEAVY)[name]}
     if name == "clipped_offloaded" and stage != "single":
         settings["deepspeed"] = str(offloading(folder, stage))
-    for name in {"reward_adapter", "teacher_model_name_or_path"} & settings.keys():
-        settings[name] = str(folder / settings[name])
+    for option in {"reward_adapter", "teacher_model_name_or_path"} & settings.keys():
+        settings[option] = str(folder / settings[option])
     return [
         f"{key}={yaml.safe_dump(value, default_flow_style=True, width=1e9).splitlines()[0]}"
         for key, value in settings.items()

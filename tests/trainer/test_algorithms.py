@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.config.checks import stop_condition
 from alpaca_ppo.models import C51Head, build_actor_critic
 from alpaca_ppo.ppo.update_plan import plan_updates
 from alpaca_ppo.tracking.callbacks import StopAt
@@ -105,6 +106,7 @@ def test_a_run_ends_where_a_score_is_reached_and_says_why(condition, steps, tmp_
     ],
 )
 def test_a_condition_that_is_none_is_refused(option, tmp_path):
+    assert stop_condition("stop_at", " reward/pass@k=1>= 0.5") == ("reward/pass@k=1", ">=", 0.5)
     with pytest.raises(ValueError, match="stop_at is .*; write a metric, one of >= <= > < and a number"):
         tiny_config(tmp_path, stop_at=option, eval_steps=2)
     with pytest.raises(ValueError, match="stop_at is 'eval/scores > 1', but eval_steps is 0; set it to 10"):
