@@ -82,6 +82,17 @@ OF_SCALES: Mapping[str, Settings] = {
     if scale != 1
 }
 """Rows of mini_farm alone, whose second source, the gold score, has weight 0."""
+_FROM_REWARD: Settings = {"init_value_with_reward": True, "kl_coef": 0.02}
+RLHF: Mapping[str, Settings] = {
+    "today's default": {},
+    "critic from the reward model": {"init_value_with_reward": True},
+    "`kl_coef` 0.02": {"kl_coef": 0.02},
+    "both": _FROM_REWARD,
+    "both, 1 pass of the policy": {**_FROM_REWARD, "ppo_epochs": 1},
+    "both, constant rate": {**_FROM_REWARD, "lr_scheduler_type": "constant"},
+    "1 pass of the policy": {"ppo_epochs": 1},
+}
+"""Rows of mini_farm alone, beside today's default, by what other projects set."""
 GIVEN_UP = ("+ scaled KL in the reward, 0.1, 4 epochs", "+ scaled KL in the reward, 0.1, 4 epochs, linear schedule")
 """Rows that were given up after their first runs."""
 
@@ -105,7 +116,7 @@ def grpo(task: str) -> Settings:
 
 def settings_of(row: str, task: str) -> Settings:
     """Returns the options of `row` for `task`."""
-    settings = dict({**ROWS, **OF_SCALES}[row])
+    settings = dict({**ROWS, **OF_SCALES, **RLHF}[row])
     if CRITIC_RATE in settings:
         settings["critic_learning_rate"] = settings.pop(CRITIC_RATE) * RATE_TIMES_WIDTH / TASKS[task].width
     if CRITIC_BATCH in settings:

@@ -9,7 +9,7 @@ from alpaca_ppo import PPOConfig, parse_args
 from examples.defaults import compare, search
 from examples.defaults.chain import QUERY_LEN, RESPONSE_LEN, STEPS, TABLE, Teacher, build_tokenizer, draw_prompt, right
 from examples.defaults.records import fill, outcome, recorded, runs_of
-from examples.defaults.rows import GIVEN_UP, KL_RULES, OF_SCALES, ROWS, of_scale, settings_of
+from examples.defaults.rows import GIVEN_UP, KL_RULES, OF_SCALES, RLHF, ROWS, of_scale, settings_of
 from examples.defaults.tasks import SMALL_TASKS, TASKS
 from examples.long_horizon.pipeline import flags_of
 
@@ -64,7 +64,7 @@ def test_every_compared_program_samples_as_many_responses_and_is_evaluated_five_
 def test_the_search_asks_for_every_row_and_keeps_the_fifth_task():
     asked = search.asked()
     assert len(asked) == len({tuple(run.values()) for run in asked})
-    assert {run["row"] for run in asked} == {*ROWS, *OF_SCALES} - set(GIVEN_UP)
+    assert {run["row"] for run in asked} == {*ROWS, *OF_SCALES, *RLHF} - set(GIVEN_UP)
     assert {run["task"] for run in asked} == set(SMALL_TASKS) - {"chain"}
 
 
@@ -101,6 +101,12 @@ def test_rewards_of_another_scale_have_a_table_of_their_own():
     page = search.page(runs)
     assert "| `fixed`, 0.05 | 1.00 at 2.0 nats | 2.00 at 4.0 nats | 3.00 at 6.0 nats |" in page
     assert f"| {of_scale(row, 10)} |" not in page
+
+
+def test_settings_of_other_projects_are_shown_at_their_end_and_their_best():
+    curve = [[0, 0.0, 1.0, 0.0], [10, 1.0, 3.0, 0.5], [20, 2.0, 2.0, 4.0]]
+    run = {"row": "both", "task": "mini_farm", "seed": 11, "after": 2.0, "kl": 4.0, "processor_seconds": 2.0}
+    assert "| both | 2.00 at 4.0 nats | 3.00 at 0.5 nats |" in search.page([{**run, "curve": curve}])
 
 
 def test_a_failed_run_loses_no_other(tmp_path):
