@@ -84,7 +84,7 @@ class TeacherServer:
         outputs = torch.zeros(2, *mask.shape)
         for row, entries in enumerate(found):
             if isinstance(entries, RequestFailed):
-                raise ValueError(f"teacher_model_name_or_path: {entries}") from entries
+                entries = ValueError(f"teacher_model_name_or_path: {entries}")
             if isinstance(entries, BaseException):
                 raise entries
             outputs[:, row, : len(entries)] = torch.tensor(entries).reshape(-1, 2).T

@@ -27,7 +27,7 @@ from tests.tiny_runs import metric_lines, weights
 MODEL = Path("outputs/sentences/SmolLM2-135M-Instruct").resolve()
 PYTHON = os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")
 PROOF = pytest.mark.proof
-"""What `.ci/run` leaves out: half of the minutes."""
+"""What `.ci/run` leaves out: more than half of the minutes."""
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 SETTINGS: dict[str, Any] = {
     "query_len": 96,
@@ -79,7 +79,9 @@ def step_of(folder: Path) -> dict[str, Any]:
     [
         pytest.param({}, 1e-4, id="slots"),
         pytest.param({"generation_backend": "generate"}, 1e-4, id="model.generate", marks=PROOF),
-        pytest.param({"generation_backend": "vllm", "vllm_python": PYTHON, "vllm_dtype": "float32"}, 1e-4, id="vLLM"),
+        pytest.param(
+            {"generation_backend": "vllm", "vllm_python": PYTHON, "vllm_dtype": "float32"}, 1e-4, id="vLLM", marks=PROOF
+        ),
         pytest.param({"use_peft": True}, 1e-4, id="LoRA"),
         pytest.param({"use_peft": True, "critic_layout": "adapter"}, 1e-4, id="LoRA, two adapters", marks=PROOF),
         pytest.param({"critic_layout": "separate", "critic_epochs": 1}, 1e-4, id="separate critic", marks=PROOF),
