@@ -26,16 +26,15 @@ from alpaca_ppo.data.loading import load_prompt_dataset
 from alpaca_ppo.rewards import build_reward
 from alpaca_ppo.supervised.reward_model import train_reward_model
 from examples.long_horizon.pipeline import flags_of
+from examples.mini_farm import annotators
 from examples.mini_farm.annotators import gold_score, prefers_first
 from examples.mini_farm.splits import Row, draw_splits, read_rows, write_rows
 from examples.mini_farm.stages import run_stage
 from examples.sentences.model import fetch_model
 from examples.sentences.plots import Panel, plot_panels
-from examples.sentences.run import continues
+from examples.sentences.run import BEST_OF, SHOWN, continues, several_answers
 
 CONFIG = Path(__file__).parents[1] / "configs/real_rlhf.yaml"
-BEST_OF = 8
-_SHOWN = 10
 _SAMPLING = ("query_len", "response_len", "temperature")
 _SOURCES = ("annotators", "grammar", "lexicon", "real", "splits")
 _REWARD_MODEL = {
@@ -157,8 +156,7 @@ def gold(
     completions: Sequence[Any], asks: Sequence[Sequence[str]], avoids: Sequence[Sequence[str]], **columns: Any
 ) -> list[float]:
     """The annotators' score of messages, as a reward function of weight 0."""
-    rows = [{"asks": wanted, "avoids": unwanted} for wanted, unwanted in zip(asks, avoids, strict=True)]
-    return [gold_score(turns[-1]["content"], row) for turns, row in zip(completions, rows, strict=True)]
+    return annotators.gold([turns[-1]["content"] for turns in completions], asks, avoids)
 
 
 def _with_prompt(row: Row) -> Row:
@@ -187,16 +185,11 @@ def best_of(trainer: PPOTrainer, lab: RealLab) -> Judged:
     """Of several answers of the present policy to each instruction, that which the reward model likes best."""
     scorer, rows = build_reward(str(lab.reward_model), batch_size=32), lab.rows["val"]
     scores, liked = [], []
-    for start in range(0, len(rows), 25):
-        part = rows[start : start + 25]
-        prompts = [row["prompt"] for row in part]
-        answers = trainer.generate(prompts, num_return_sequences=BEST_OF, seed=start)
-        for row, given in zip(part, answers, strict=True):
-            of_row = scorer([row["prompt"]] * BEST_OF, given, [[] for _ in given], [row] * BEST_OF).rewards
-            best = int(of_row.argmax())
-            scores.append(float(of_row[best]))
-            liked.append(gold_score(given[best], row))
-        print(f"  {BEST_OF * len(scores)} answers", flush=True)
+    for row, given in zip(rows, several_answers(trainer, rows), strict=True):
+        of_row = scorer([row["prompt"]] * BEST_OF, given, [[] for _ in given], [row] * BEST_OF).rewards
+        best = int(of_row.argmax())
+        scores.append(float(of_row[best]))
+        liked.append(gold_score(given[best], row))
     return Judged(scores, liked)
 
 
@@ -210,7 +203,7 @@ def report(results: Mapping[str, Judged], before: Sequence[Row], after: Sequence
         f"answers are the likeliest ones, but the best of {BEST_OF}, which are sampled",
         "",
     ]
-    for old, new in list(zip(before, after, strict=True))[:_SHOWN]:
+    for old, new in list(zip(before, after, strict=True))[:SHOWN]:
         question = old["columns"]["instruction"]
         lines += [question, f"  before: {_short(old['response'])}", f"  after:  {_short(new['response'])}"]
     return "\n".join(lines) + "\n"
@@ -233,7 +226,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Judged]:
     resumes = continues(args)
     lab = RealLab(run, args)
     trainer = lab.trainer(reward_funcs=[str(lab.reward_model), gold])
-    print(f"best of {BEST_OF} answers before training, as a mark: {BEST_OF * run.held_out} answers", flush=True)
     best = best_of(trainer, lab)
     trainer.train(resume_from_checkpoint=resumes)
     tables = [read_rows(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]

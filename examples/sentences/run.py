@@ -3,7 +3,6 @@
 Every option of the trainer is a flag. An interrupted training continues at its last checkpoint.
 """
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,14 @@ from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.checkpoint.directory import newest_checkpoint
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
+from examples.mini_farm.splits import read_rows
 from examples.sentences.model import fetch_model
 from examples.sentences.plots import Panel, plot_panels
 from examples.sentences.task import HELD_OUT, TRAINING, all_used, draw_prompts, share_used
 
 CONFIG = Path(__file__).parents[1] / "configs/sentences.yaml"
 BEST_OF = 8
-_SHOWN = 10
+SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
         train_dataset=Dataset.from_list(prompts),
         eval_dataset=Dataset.from_list(held_out),
     )
-    print(f"best of {BEST_OF} answers before training, as a mark: {BEST_OF * len(held_out)} answers", flush=True)
     best = best_of(trainer, held_out)
     trainer.train(resume_from_checkpoint=resumes)
-    tables = [_read(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]
+    tables = [read_rows(folder / f"eval/step_{step:06}.jsonl") for step in (0, trainer.state.global_step)]
     results = {"before": _result(tables[0]), f"before, best of {BEST_OF}": best, "after": _result(tables[1])}
-    metrics = _read(folder / "metrics.jsonl")
+    metrics = read_rows(folder / "metrics.jsonl")
     reward = Panel(
         "Reward: share of the words", "reward of an answer", "objective/scores", "eval/scores", fmean(best.scores)
     )
@@ -109,15 +108,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
 
 def best_of(trainer: PPOTrainer, rows: Sequence[Mapping[str, Any]]) -> Result:
     """The best of several answers of the present policy to each prompt."""
-    answers = []
+    prompts, answers = [row["prompt"] for row in rows], several_answers(trainer, rows)
+    scores = [share_used([prompt] * len(given), given) for prompt, given in zip(prompts, answers, strict=True)]
+    best = [max(given) for given in scores]
+    return Result(best, [float(score == 1) for score in best])
+
+
+def several_answers(trainer: PPOTrainer, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """`BEST_OF` answers of the present policy to the prompt of each row."""
+    print(f"best of {BEST_OF} answers before training, as a mark: {BEST_OF * len(rows)} answers", flush=True)
+    answers: list[list[str]] = []
     for start in range(0, len(rows), 25):
         prompts = [row["prompt"] for row in rows[start : start + 25]]
         answers += trainer.generate(prompts, num_return_sequences=BEST_OF, seed=start)
         print(f"  {BEST_OF * len(answers)} answers", flush=True)
-    prompts = [row["prompt"] for row in rows]
-    scores = [share_used([prompt] * len(given), given) for prompt, given in zip(prompts, answers, strict=True)]
-    best = [max(given) for given in scores]
-    return Result(best, [float(score == 1) for score in best])
+    return answers
 
 
 def report(results: Mapping[str, Result], before: Sequence[Any], after: Sequence[Any]) -> str:
@@ -129,7 +134,7 @@ def report(results: Mapping[str, Result], before: Sequence[Any], after: Sequence
         f"{len(before)} prompts of topics that the training has not, ± standard error; KL in nats per answer",
         "",
     ]
-    for old, new in list(zip(before, after, strict=True))[:_SHOWN]:
+    for old, new in list(zip(before, after, strict=True))[:SHOWN]:
         lines += [", ".join(old["columns"]["words"]), f"  before: {_short(old)}", f"  after:  {_short(new)}"]
     return "\n".join(lines) + "\n"
 
@@ -141,10 +146,6 @@ def _short(row: Mapping[str, Any]) -> str:
 def _result(table: Sequence[Mapping[str, Any]]) -> Result:
     columns = {name: [float(row[name]) for row in table] for name in ("score", "all_used", "kl")}
     return Result(columns["score"], columns["all_used"], fmean(columns["kl"]))
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 if __name__ == "__main__":
