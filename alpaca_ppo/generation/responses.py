@@ -5,7 +5,7 @@ backend.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class SamplingParams:
         sampling_round: 0, or the round of `dynamic_sampling` that drew the prompts.
         sample_ids: sample index of each row, where the samples of a prompt are rows of `prompts` and
             `num_return_sequences` is 1; None numbers the samples of each prompt from 0.
+        state_layers: numbers of the model's layers, from 1, whose states a backend that can returns as
+            `Generation.states`.
     """
 
     max_new_tokens: int
@@ -56,6 +58,7 @@ class SamplingParams:
     step: int = 0
     sampling_round: int = 0
     sample_ids: tuple[int, ...] | None = None
+    state_layers: tuple[int, ...] = ()
 
     def random_keys(self, prompt_ids: Tensor) -> Tensor:
         """Returns the key of each response's stream of random numbers, (P * n,) int64, prompt-major, for `prompt_ids`
@@ -103,12 +106,15 @@ class Generation:
         logprobs: (B * n, R) float32 (float64 for a float64 model), in nats, of the full softmax at the temperature;
             zero outside the mask.
         stopped: (B * n,) bool, True = ended by a stop or truncate token or a stop string, False = cut off by a limit.
+        states: (B * n, R, layers, H), the outputs of the layers `state_layers` before each token under the mask,
+            anything outside it; None from a backend that has none, and of rows that are reported on the way.
     """
 
     responses: Tensor
     response_mask: Tensor
     logprobs: Tensor
     stopped: Tensor
+    states: Tensor | None = None
 
     def __getitem__(self, rows: Any) -> "Generation":
         """The responses `rows`, any index of a tensor."""
@@ -217,19 +223,26 @@ class ResponseRows:
         self.limits, self.rows, self.keys, self.matched = self._slot_state[4:]
         self.rows.fill_(rows)
         self.running = torch.zeros(slots, dtype=torch.bool, device=device)
+        self._states: Tensor | None = None
+
+    def complete(self) -> Generation:
+        """The N responses."""
+        outputs = self.outputs[: self._scratch_row]
+        return replace(outputs, states=None if self._states is None else self._states[: self._scratch_row])
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Moves the state of the slots `sources` (k,) int64 to `targets` (k,), which may be some of the same slots."""
         self._slot_state[:, targets] = self._slot_state[:, sources]
         self.running[targets] = self.running[sources]
 
-    def choose(self, logits: Tensor, slots: Tensor | slice) -> None:
+    def choose(self, logits: Tensor, slots: Tensor | slice, states: Tensor | None = None) -> None:
         """Chooses and records the next token of the rows in `slots` that run, and advances them by one position.
         `lengths` do not change: the chosen tokens are not yet in the cache.
 
         Args:
             logits: (N', V), of the next token in each of `slots`.
             slots: their indices (N',) int64, each at most once, or a slice.
+            states: (S or more, layers, H), those before the next token of every slot.
         """
         params, out = self._params, self.outputs
         running, positions = self.running[slots], self.positions[slots]
@@ -246,6 +259,10 @@ class ResponseRows:
         out.logprobs.index_put_((rows, columns), logprobs.to(out.logprobs.dtype))
         out.response_mask.index_put_((rows, columns), running)
         out.stopped.index_put_((rows,), ends)
+        if states is not None:
+            if self._states is None:
+                self._states = states.new_empty(*out.responses.shape, *states.shape[1:])
+            self._states.index_put_((rows, columns), states[slots])
         goes_on = running & ~ends & (positions + 1 < self.limits[slots])
         # Last, because `running` and `positions` are views of these if `slots` is a slice.
         self.tokens[slots] = tokens.where(running, self.tokens[slots])

@@ -24,6 +24,7 @@ from alpaca_ppo.models.packed_attention import (
     cache_argument,
     dense_attention,
 )
+from alpaca_ppo.models.state_reader import captured_outputs
 
 
 class Pass(NamedTuple):
@@ -49,11 +50,16 @@ class SlotCache(Cache):
 
     The model gets it as its `cache_argument`, after `start`. The first pass allocates the storage, in the dtype of its
     states, with zeros, because masked columns must be finite. Layers with a sliding window keep all columns.
+
+    Attributes:
+        outputs: (slots, layers, H), the outputs of `output_layers` for the last token that each slot has read; None
+            before the first pass, and without such layers.
     """
 
-    def __init__(self, slots: int, columns: int) -> None:
+    def __init__(self, slots: int, columns: int, output_layers: Sequence[nn.Module] = ()) -> None:
         super().__init__(layers=[])
-        self.slots, self.columns = slots, columns
+        self.slots, self.columns, self.output_layers = slots, columns, output_layers
+        self.outputs: Tensor | None = None
         self._storage: dict[int, tuple[Tensor, Tensor]] = {}
         # `start` sets it.
         self._pass: Pass
@@ -97,8 +103,19 @@ class SlotCache(Cache):
             self._indices[heads] = (index if isinstance(self._pass.read_slots, int) else index.T).flatten()
         return self._indices[heads]
 
+    def keep_outputs(self, slots: Tensor, outputs: Sequence[Tensor]) -> None:
+        """Sets `outputs` of the `slots` (k,) int64 to those of each layer, (k, H)."""
+        if outputs:
+            found = torch.stack(list(outputs), dim=1)
+            if self.outputs is None:
+                self.outputs = found.new_zeros(self.slots, *found.shape[1:])
+            self.outputs[slots] = found
+
     def copy(self, source: int, targets: Sequence[int], columns: int) -> None:
-        """Copies the first `columns` columns of slot `source` to the slots `targets`."""
+        """Copies the first `columns` columns of slot `source`, and its outputs, to the slots `targets`."""
+        if self.outputs is not None:
+            for target in targets:
+                self.outputs[target] = self.outputs[source]
         for stored in (stored for storage in self._storage.values() for stored in storage):
             states = stored[source, :, :columns]
             for target in targets:
@@ -134,7 +151,7 @@ class NewTokens(NamedTuple):
 
 
 def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -> Tensor:
-    """Returns the logits (k, V) after the last of each row's new tokens, whose states are then in `cache`."""
+    """Returns the logits (k, V) after the last of each row's new tokens. Their states are then in `cache`."""
     device = model.device
     # Sorted, because attention can compute neighbours of equal length together.
     order = sorted(range(len(new)), key=lambda i: len(new[i].tokens))
@@ -158,7 +175,9 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
     # The class's signature, because the instance's forward may be wrapped.
     selects = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     selection = {"logits_to_keep": last} if selects else {}
-    logits = _forward(model, cache, tokens.unsqueeze(0), columns.unsqueeze(0), attention, **selection)[0]
+    with captured_outputs(cache.output_layers) as outputs:
+        logits = _forward(model, cache, tokens.unsqueeze(0), columns.unsqueeze(0), attention, **selection)[0]
+    cache.keep_outputs(slots[last], [output[0, last] for output in outputs])
     return logits if selects else logits[last]
 
 
@@ -249,7 +268,10 @@ def read_next(
     first_slots = torch.arange(len(lengths), device=lengths.device)
     cache.start(Pass(first_slots, lengths, len(lengths), columns))
     attention = StepAttention(lengths.unsqueeze(1), columns)
-    return _forward(model, cache, tokens.unsqueeze(1), position_ids.unsqueeze(1), attention)[:, -1]
+    with captured_outputs(cache.output_layers) as outputs:
+        logits = _forward(model, cache, tokens.unsqueeze(1), position_ids.unsqueeze(1), attention)[:, -1]
+    cache.keep_outputs(first_slots, [output[:, -1] for output in outputs])
+    return logits
 
 
 class StepAttention(_SlotAttention):

@@ -24,6 +24,7 @@ from alpaca_ppo.generation.slot_prompts import SlotPrompts, group_prompts
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
 from alpaca_ppo.models.policy import difference
+from alpaca_ppo.models.state_reader import decoder_layers
 from alpaca_ppo.models.trial import Trial, packing_problem
 from alpaca_ppo.types import PromptBatch
 
@@ -107,7 +108,8 @@ class SlotLoop:
         groups = group_prompts(tokens)
         self._lengths = [len(prompt) for prompt in tokens]
         columns = shapes.columns(max(self._lengths) + params.max_new_tokens)
-        self._cache = SlotCache(self._slots + SlotPrompts.extra_slots(groups, n), columns)
+        output_layers = decoder_layers(model, params.state_layers) if params.state_layers else []
+        self._cache = SlotCache(self._slots + SlotPrompts.extra_slots(groups, n), columns, output_layers)
         self._prompts = SlotPrompts(model, self._cache, tokens, groups, n)
 
         self._waiting = deque(prompt * n + i for group in groups for prompt in group.prompts for i in range(n))
@@ -132,7 +134,7 @@ class SlotLoop:
                 continue
             self._collect_ended()
             self._receive_replies(timeout=0)
-        return self._out.outputs[torch.arange(len(self._keys), device=self._keys.device)]
+        return self._out.complete()
 
     def _resumable(self) -> list[int]:
         """The slots whose rows can begin another turn."""
@@ -202,7 +204,7 @@ class SlotLoop:
         out.turn_starts[slots], out.limits[slots] = turn_starts, limits
         out.running[slots], out.matched[slots] = True, 0
         self._hooks.before_token()
-        out.choose(torch.stack(list(logits.values())), slots)
+        out.choose(torch.stack(list(logits.values())), slots, self._cache.outputs)
         for slot in logits:
             self._busy[slot].position += 1
 
@@ -241,7 +243,7 @@ class SlotLoop:
             positions = (lengths + running - 1).clamp(min=0)
             logits = read_next(self._model, self._cache, tokens, lengths, positions, columns=columns)
             lengths.add_(running)
-            self._out.choose(logits, slice(0, slots))
+            self._out.choose(logits, slice(0, slots), self._cache.outputs)
             for row in self._busy.values():
                 row.length += 1
                 row.position += 1

@@ -14,7 +14,7 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
 from alpaca_ppo.models.critic_heads import CriticHead
 from alpaca_ppo.models.packed_attention import row_layout
 from alpaca_ppo.models.policy import Policy, before_tokens, response_states, scatter_tokens, use_torch_activations
-from alpaca_ppo.models.state_reader import StateReader, captured_outputs, decoder_layers, ended_after
+from alpaca_ppo.models.state_reader import StateReader, captured_outputs, decoder_layers
 
 
 class ActorCriticOutputs(NamedTuple):
@@ -94,6 +94,14 @@ class ActorCritic(nn.Module):
         return all(layout.padding_free for layout in self.layouts)
 
     @property
+    def layers_read(self) -> tuple[int, ...]:
+        """The layers of the policy whose states a critic with a `reader` reads, if `Policy.states` is not overridden:
+        whoever runs the model may then keep them.
+        """
+        reader = None if self.critic is None else self.critic.reader
+        return () if reader is None or type(self.policy).states is not Policy.states else tuple(reader.layers)
+
+    @property
     def layouts(self) -> tuple[RowLayout, RowLayout]:
         """How policy and critic read rows."""
         if self.critic is None or self.critic.backbone is None or self.critic.reader is not None:
@@ -142,14 +150,7 @@ class ActorCritic(nn.Module):
         reader = None if critic is None else critic.reader
         read = [] if reader is None or policy_states is not None else decoder_layers(self.policy.model, reader.layers)
         if with_policy or (critic is not None and critic.reads_policy and policy_states is None):
-            end: AbstractContextManager[None] = nullcontext()
-            if reader is not None and reader.ends_pass and not with_policy:
-                end = ended_after(self.policy.model, reader.layers[-1])
-            with (
-                torch.set_grad_enabled(torch.is_grad_enabled() and with_policy),
-                captured_outputs(read) as outputs,
-                end,
-            ):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy), captured_outputs(read) as outputs:
                 states = self.policy.states(rows)
             if read:
                 policy_states = torch.stack([before_tokens(output, rows) for output in outputs], dim=1).detach()

@@ -4,8 +4,7 @@ What each argument may be, and which of them exclude each other, is checked here
 reference is made in `reference`.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -26,13 +25,7 @@ from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.models.saved_critic import has_adapter, has_reader, load_value_model, name_of, start_on_policy
-from alpaca_ppo.models.state_reader import (
-    StateReader,
-    all_decoder_layers,
-    captured_outputs,
-    decoder_layers,
-    ended_after,
-)
+from alpaca_ppo.models.state_reader import StateReader, all_decoder_layers, captured_outputs
 from alpaca_ppo.models.trial import Trial, fit_rows
 from alpaca_ppo.registry import CRITIC_HEADS
 
@@ -160,19 +153,6 @@ def _try_states(model: PreTrainedModel) -> str | None:
 
 
 _states_trial = Trial(_try_states)
-
-
-def _try_end(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
-    """Why no pass of `model` can end after the last of `layers`, or None."""
-    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-    found = []
-    for end in (nullcontext(), ended_after(model, layers[-1])):
-        with captured_outputs(decoder_layers(model, layers)) as outputs, end:
-            model.base_model(input_ids=ids, use_cache=False)
-        found.append(outputs)
-    whole, ended = found
-    same = len(ended) == len(whole) and all(map(torch.equal, ended, whole))
-    return None if same else "its layers compute something else without those above them"
 
 
 def states_problem(model: PreTrainedModel) -> str | None:
@@ -303,11 +283,6 @@ def _prepare(built: ActorCritic, args: PPOConfig) -> ActorCritic:
         critic.head.risk_level = args.risk_level
         if critic.reader is not None:
             critic.backbone = None  # `load_critic` gives one beside the reader; here it reads the policy
-            end_trial = Trial(partial(_try_end, layers=critic.reader.layers))
-            model = built.policy.model
-            # A subclass may read more than the trial does.
-            can_try = type(built.policy).states is Policy.states and model.device.type != "meta"
-            critic.reader.ends_pass = can_try and end_trial(model) is None
         if critic.backbone is not None:
             _prepare_backbone(critic, critic.backbone, args, owner="critic")
     return built

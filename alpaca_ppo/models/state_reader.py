@@ -40,8 +40,6 @@ class StateReader(nn.Module):
         self.width, self.depth = width, depth
         # For its errors.
         decoder_layers(policy, self.layers)
-        # Whether a pass for its states may end after the last of these layers.
-        self.ends_pass = False
         self.input = nn.Linear(len(self.layers) * policy.config.get_text_config().hidden_size, width)
         config = LlamaConfig(
             vocab_size=1,
@@ -87,7 +85,8 @@ class StateReader(nn.Module):
 
 def decoder_layers(model: Any, numbers: Sequence[int]) -> list[nn.Module]:
     """The layers of a language model with these `numbers`, from 1. Raises a ValueError if it does not have them."""
-    stack = _layer_stack(model)
+    count = model.config.get_text_config().num_hidden_layers
+    stack = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
     if stack is None or not set(numbers) <= set(range(1, len(stack) + 1)):
         raise ValueError(
             f"critic_layers is {list(numbers)}, but {type(model).__name__} has "
@@ -100,28 +99,6 @@ def decoder_layers(model: Any, numbers: Sequence[int]) -> list[nn.Module]:
 def all_decoder_layers(model: Any) -> list[nn.Module]:
     """Returns all layers of a language model, as `decoder_layers`."""
     return decoder_layers(model, range(1, model.config.get_text_config().num_hidden_layers + 1))
-
-
-def _layer_stack(model: Any) -> nn.ModuleList | None:
-    """The list of the layers of a language model, or None."""
-    count = model.config.get_text_config().num_hidden_layers
-    return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
-
-
-@contextmanager
-def ended_after(model: Any, number: int) -> Iterator[None]:
-    """A block in which passes of `model` skip its decoder layers after the first `number`. The factory has tried that
-    the model can.
-    """
-    stack = _layer_stack(model)
-    assert stack is not None
-    # Slices keep the layers themselves, with the hooks of whoever shards them.
-    ((parent, name),) = ((m, name) for m in model.modules() for name, child in m.named_children() if child is stack)
-    setattr(parent, name, stack[:number])
-    try:
-        yield
-    finally:
-        setattr(parent, name, stack)
 
 
 @contextmanager

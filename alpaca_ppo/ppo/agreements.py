@@ -1,5 +1,4 @@
-"""Makes all processes choose the same: rows with or without padding, passes that end early, sampling in slots or by
-`model.generate`.
+"""Makes all processes choose the same: rows with or without padding, sampling in slots or by `model.generate`.
 
 Each process tries what its models can do, with results that may differ between machines, devices and versions of
 libraries. Processes with different micro-batches would wait for each other forever.
@@ -10,7 +9,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from alpaca_ppo.distributed.collectives import any_rank, gather_list
+from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.generation import Backend
 from alpaca_ppo.models import ActorCritic, CopiedReference, Policy
@@ -38,13 +37,6 @@ def agree_on_padding(actor_critic: ActorCritic, frozen: Mapping[str, Any], accel
         models[name].padding_reason = reason
         by_reason.setdefault(reason, []).append(name if name in local else f"{name} on process {rank}")
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
-
-
-def agree_on_ended_passes(actor_critic: ActorCritic, accelerator: Accelerator) -> None:
-    """Lets passes for a cached critic's states end early only if they can on every process. Every rank must call it."""
-    reader = None if actor_critic.critic is None else actor_critic.critic.reader
-    if reader is not None:
-        reader.ends_pass = not any_rank(not reader.ends_pass, accelerator)
 
 
 def agree_on_backend(backend: Backend, engine: Engine, *, multi_turn: bool) -> str:

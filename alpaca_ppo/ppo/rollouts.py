@@ -67,17 +67,19 @@ def sample_responses(
     per_device_batch_size: int,
     turns: Turns | None = None,
     hooks: SamplingHooks | None = None,
+    cache: StateCache | None = None,
 ) -> dict[str, Tensor]:
     """Responses to P prompts, `num_return_sequences` (n) each, in the prompts' order; (P * n, ...) tensors on the CPU.
 
     Returns the keys of `types.Rollouts` from `queries` to `rollout_logprobs`, with R = max_new_tokens.
     `per_device_batch_size` responses are sampled at once, which changes no token. `generate` documents the rest.
+    With `params.state_layers` also `state_keys` (P * n, 2), if the backend has the states, which the `cache` keeps.
     """
     n = params.num_return_sequences
     generation = generate(
         model, prompts, params, backend=backend, rows_at_once=per_device_batch_size, turns=turns, hooks=hooks
     )
-    return {
+    samples = {
         "queries": prompts["queries"].repeat_interleave(n, dim=0),
         "query_attn_masks": prompts["query_attn_masks"].repeat_interleave(n, dim=0),
         "prompt_ids": prompts["prompt_ids"].repeat_interleave(n),
@@ -87,6 +89,9 @@ def sample_responses(
         "stopped": generation.stopped.cpu(),
         "rollout_logprobs": generation.logprobs.cpu(),
     }
+    if generation.states is not None and cache is not None:
+        samples["state_keys"] = cache.add(generation.states[generation.response_mask], samples["response_mask"])
+    return samples
 
 
 class ForwardBatch(NamedTuple):
@@ -164,11 +169,12 @@ def forward_responses(
     with_entropies: bool = False,
     poll: Callable[[], Any] = lambda: None,
     cache: StateCache | None = None,
+    state_keys: Tensor | None = None,
     **parts: bool,
 ) -> dict[str, Tensor]:
     """`logprobs`; `entropies`, except of a teacher; of an `ActorCritic` also `values` and `value_means`, of a teacher
     `top_tokens`: (B, R), on the CPU, detached. Also `state_keys` (B, 2) of a critic that reads states of the policy,
-    which the `cache` keeps.
+    which the `cache` keeps, unless it has them.
 
     Args:
         temperature: divides the logits.
@@ -176,11 +182,15 @@ def forward_responses(
         with_entropies: as in `RolloutOptions`.
         poll: called before each forward pass; may raise.
         cache: keeps what a critic with a reader has read.
+        state_keys: (B, 2), of states that the `cache` has.
         parts: `with_policy` and `with_critic` of an `ActorCritic`.
     """
     out: dict[str, Tensor] = {}
     for numbers, tensors, packed in rows.batches(model):
         poll()
+        known: dict[str, Any] = {}
+        if state_keys is not None and cache is not None:
+            known["policy_states"] = cache.states(state_keys[numbers], tensors[0].device)
         outputs = model(
             *tensors,
             temperature=temperature,
@@ -188,10 +198,11 @@ def forward_responses(
             with_entropies=with_entropies,
             packed=packed,
             **parts,
+            **known,
         )
         found: dict[str, Any] = outputs._asdict()
         states = found.pop("policy_states", None)
-        if states is not None and cache is not None:
+        if states is not None and cache is not None and not known:
             found["state_keys"] = cache.add(states, tensors[-1])
         for name, value in found.items():
             if value is None or name == "predictions":
@@ -323,6 +334,7 @@ class RolloutCollector:
                 per_device_batch_size=self.args.rollout_per_device_batch_size,
                 turns=None if episodes is None else episodes.turns,
                 hooks=SamplingHooks(poll, finish),
+                cache=self.cache,
             )
             backend.sleep()
         if episodes is None:
@@ -364,6 +376,7 @@ class RolloutCollector:
                 out = run(
                     engine.actor_critic,
                     cache=self.cache,
+                    state_keys=None if options.with_policy else samples.get("state_keys"),
                     with_policy=options.with_policy,
                     with_critic=options.with_critic,
                 )

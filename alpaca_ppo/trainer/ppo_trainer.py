@@ -205,9 +205,18 @@ class PPOTrainer(BaseTrainer):
         step, args = self.state.global_step, self.args
         self.sampling_params.check_full_softmax()
         sampling_round = max((batch.get("sampling_round", 0) for batch in prompt_batches), default=0)
-        sampling_params = replace(self.sampling_params, seed=args.seed, step=step, sampling_round=sampling_round)
+        recomputes = self.sampler_check.recomputes(step)
+        # An override may change the responses.
+        keeps_states = not recomputes and type(self)._generate is PPOTrainer._generate
+        sampling_params = replace(
+            self.sampling_params,
+            seed=args.seed,
+            step=step,
+            sampling_round=sampling_round,
+            state_layers=self.actor_critic.layers_read if keeps_states else (),
+        )
         options = RolloutOptions(
-            with_policy=self.sampler_check.recomputes(step),
+            with_policy=recomputes,
             with_critic=args.uses_critic,
             with_entropies=metrics.logs_entropies(step),
             greedy_baseline=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_greedy_baseline"),

@@ -40,7 +40,7 @@ from alpaca_ppo.models.loading import check_same_tokenizer, check_token_ids, loa
 from alpaca_ppo.models.policy import use_torch_activations
 from alpaca_ppo.models.reference import make_reference
 from alpaca_ppo.models.trial import packing_problem
-from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_ended_passes, agree_on_padding
+from alpaca_ppo.ppo.agreements import agree_on_backend, agree_on_padding
 from alpaca_ppo.ppo.kl_controllers import KLController
 from alpaca_ppo.ppo.metrics import StepRecord
 from alpaca_ppo.ppo.mismatch import SamplerCheck
@@ -191,7 +191,6 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     identity = start_identity(actor_critic, reference, teacher, scorer, environments)
 
     padding = agree_on_padding(actor_critic, {"reference": reference, "teacher": teacher}, accelerator)
-    agree_on_ended_passes(actor_critic, accelerator)
     updater = make_updater(accelerator, actor_critic, *given.optimizers, args=args, schedule=schedule)
     multi_turn = environments is not None and environments.answer
     run_log = RunLog(accelerator, args)

@@ -59,6 +59,10 @@ def rows(generation: Generation, index: Any) -> Generation:
     return generation[index]
 
 
+def tensors_of(generation: Generation) -> list[Tensor]:
+    return [tensor for tensor in vars(generation).values() if tensor is not None]
+
+
 def assert_same(actual: Generation, expected: Generation, tolerance: float = 1e-5) -> None:
     assert torch.equal(actual.responses, expected.responses)
     assert torch.equal(actual.response_mask, expected.response_mask)

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from alpaca_ppo.generation import slots
 from alpaca_ppo.generation.slots import slot_problem
-from tests.generation.test_generate import run
+from tests.generation.test_generate import run, tensors_of
 from tests.tiny_models import PACKED, PADDED, tiny_causal_lm, tiny_config
 from tests.tiny_runs import metric_lines, tiny_trainer
 
@@ -27,7 +27,7 @@ def test_other_families_are_not_and_auto_generates_them() -> None:
         assert slot_problem(tiny_causal_lm(arch)) is not None
     model = tiny_causal_lm("bloom")
     found, expected = run(model, rows_at_once=2), run(model, backend="generate", rows_at_once=2)
-    assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), tensors_of(expected), strict=True))
     with pytest.raises(ValueError, match="generation_backend slots cannot run BloomForCausalLM"):
         run(model, backend="slots")
 

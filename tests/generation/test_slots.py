@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from alpaca_ppo.functional.rng import uniforms
@@ -13,7 +14,7 @@ from alpaca_ppo.generation.slot_passes import visible_columns
 from alpaca_ppo.generation.slots import EXACT, SlotLoop, StepShapes, slot_problem
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from alpaca_ppo.models.packed_attention import is_installed
-from tests.generation.test_generate import NAMES, PROMPTS, assert_same, padded
+from tests.generation.test_generate import NAMES, PROMPTS, assert_same, padded, tensors_of
 from tests.models.test_packed_sequences import InFloat64
 from tests.tiny_models import EOS, PACKED, PAD, tiny_causal_lm
 
@@ -82,6 +83,20 @@ def plain(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, **changes:
     return Generation(responses, mask, logprobs, stopped)
 
 
+@torch.no_grad()
+def assert_states(model: PreTrainedModel, prompts: list[list[int]], found: Generation) -> None:
+    """The states of `found` are those that a pass over each whole row has before its tokens, in the first layers."""
+    n = len(found.responses) // len(prompts)
+    assert found.states is not None
+    layers = found.states.size(2)
+    for row, (response, mask) in enumerate(zip(found.responses, found.response_mask, strict=True)):
+        tokens = torch.tensor([prompts[row // n] + response.tolist()])
+        # Index 0 has the embeddings.
+        hidden = model(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states[1 : layers + 1]
+        before = torch.stack(hidden, dim=2)[0, len(prompts[row // n]) - 1 : -1]
+        assert_close(found.states[row][mask], before[mask], rtol=1e-10, atol=1e-10)
+
+
 # What `make test` runs; the others are for `make proof`.
 KEPT = ("gpt2", "llama", "gemma3_window", "gpt_oss", "mixtral")
 
@@ -110,6 +125,18 @@ def test_no_number_of_slots_and_no_shape_of_the_steps_changes_a_token(arch: str,
         assert_same(in_slots(model, prompts, slots=12, shapes=TIGHT), expected, 1e-10)
     greedy = {"do_sample": False, "num_return_sequences": 1, "stop_token_ids": (), "truncate_token_ids": ()}
     assert_same(in_slots(model, slots=3, **greedy), plain(model, **greedy), 1e-10)
+
+
+@pytest.mark.parametrize("arch", KEPT)
+def test_states_before_each_token_are_those_of_a_pass_over_the_whole_row(arch: str) -> None:
+    model = model_of(arch)
+    with InFloat64():
+        for prompts in (PROMPTS, SYSTEM):
+            for slots, shapes in ((1, EXACT), (5, BUCKETS), (None, EXACT), (12, TIGHT)):
+                found = in_slots(model, prompts, slots=slots, shapes=shapes, state_layers=(1,))
+                assert_states(model, prompts, found)
+    without = in_slots(model, SYSTEM, slots=5)
+    assert without.states is None and torch.equal(without.responses, found.responses)
 
 
 def test_idle_slots_see_something_in_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +236,12 @@ def test_rows_are_reported_once_and_as_they_end(slots: int | None) -> None:
     def on_finished(rows: list[int], finished: Generation) -> None:
         for i, row in enumerate(rows):
             assert row not in reported
-            reported[row] = tuple(tensor[i].clone() for tensor in vars(finished).values())
+            reported[row] = tuple(tensor[i].clone() for tensor in tensors_of(finished))
             at[row] = len(polls)
 
     found = in_slots(model, slots=slots, on_finished=on_finished, before_token=lambda: polls.append(0))
     for row in range(12):
-        for mine, whole in zip(reported[row], vars(found).values(), strict=True):
+        for mine, whole in zip(reported[row], tensors_of(found), strict=True):
             assert torch.equal(mine, whole[row])
     lengths = found.response_mask.sum(dim=1).tolist()
     # Rows that start together and wait for no other prompt have ended after as many passes as they have tokens.
@@ -238,7 +265,7 @@ def test_an_exception_between_tokens_leaves_a_model_that_samples_the_same_again(
             in_slots(model, slots=3, before_token=poll)
         assert len(calls) == stop_at
         found = in_slots(model, slots=3)
-        assert all(torch.equal(a, b) for a, b in zip(vars(found).values(), vars(expected).values(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), tensors_of(expected), strict=True))
 
 
 def test_a_token_sees_the_columns_up_to_its_own_and_within_its_window() -> None:

@@ -16,7 +16,7 @@ from alpaca_ppo.generation import PENDING, Generation, SamplingParams, Turn, Tur
 from alpaca_ppo.generation.slots import EXACT, StepShapes
 from alpaca_ppo.generation.token_sampling import choose_tokens
 from tests.generation.test_generate import PROMPT_IDS, PROMPTS, padded
-from tests.generation.test_slots import BUCKETS, SETTINGS, in_slots, model_of
+from tests.generation.test_slots import BUCKETS, SETTINGS, assert_states, in_slots, model_of
 from tests.models.test_packed_sequences import InFloat64
 from tests.tiny_models import EOS, PAD, tiny_causal_lm
 
@@ -107,7 +107,7 @@ def plain(
 @pytest.mark.parametrize("limits", [{}, {"max_turn_tokens": 4}, {"max_turn_tokens": 5, "max_policy_tokens": 9}])
 @torch.no_grad()
 def test_responses_of_several_turns_are_those_of_plain_passes_whenever_answers_come(limits: dict[str, int]) -> None:
-    model = model_of("qwen3")
+    model = model_of("qwen3", num_hidden_layers=3)
     keys = SamplingParams(**SETTINGS).random_keys(torch.tensor(PROMPT_IDS))
     cut = {"most_in_turn": limits.get("max_turn_tokens", WIDTH), "most_in_all": limits.get("max_policy_tokens", WIDTH)}
     with InFloat64():
@@ -124,8 +124,10 @@ def test_responses_of_several_turns_are_those_of_plain_passes_whenever_answers_c
                 turns=Turns(script, **limits),
                 before_token=lambda polls=polls: polls.append(0),
                 on_finished=lambda rows, _, reported=reported: reported.extend(rows),
+                state_layers=(1, 2),
                 **SEVERAL,
             )
+            assert_states(model, PROMPTS, found)
             for row, (tokens, mask, logprobs, stopped, asked) in enumerate(wanted):
                 rest = WIDTH - len(tokens)
                 assert found.responses[row].tolist() == tokens + [PAD] * rest

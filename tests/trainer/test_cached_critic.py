@@ -4,9 +4,10 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from alpaca_ppo import PPOTrainer
 from alpaca_ppo.models import ActorCritic, Policy, factory, load_critic
 from alpaca_ppo.models.factory import build_actor_critic, make_actor_critic
-from alpaca_ppo.models.state_reader import StateReader, all_decoder_layers
+from alpaca_ppo.models.state_reader import StateReader
 from alpaca_ppo.ppo.state_cache import StateCache
 from tests.tiny_models import READ_BY_CRITICS, tiny_causal_lm, tiny_sequence_classifier
 from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer
@@ -95,37 +96,51 @@ def test_it_reads_every_family_whose_layers_return_a_state_for_each_token(family
     torch.testing.assert_close(values[1:, :1], alone.values, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", READ_BY_CRITICS)
-def test_a_pass_for_its_values_alone_ends_with_the_last_layer_that_it_reads(family, tmp_path):
-    policy = tiny_causal_lm(family)
-    layers = all_decoder_layers(policy)
-    assert len(layers) > 1
-    model = make_actor_critic(policy, None, [], None, tiny_config(tmp_path, **CACHED, critic_layers=[1])).eval()
-    ran = []
-    for number, layer in enumerate(layers, start=1):
-        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
-    rows = torch.tensor([[5, 6, 7]]), torch.ones(1, 3), torch.tensor([[10, 11]]), torch.tensor([[True, True]])
-    with torch.no_grad():
-        whole = model(*rows, temperature=1.0, chunk_size=8)
-        assert sorted({*ran}) == list(range(1, len(layers) + 1))
-        ran.clear()
-        alone = model(*rows, temperature=1.0, chunk_size=8, with_policy=False)
-    assert ran == [1] and all_decoder_layers(policy) == layers
-    assert torch.equal(alone.policy_states, whole.policy_states) and torch.equal(alone.values, whole.values)
+class ChangesResponses(PPOTrainer):
+    def _generate(self, prompts, sampling_params):
+        samples = super()._generate(prompts, sampling_params)
+        samples["responses"] = samples["responses"].where(~samples["response_mask"], 5)
+        return samples
 
 
-def test_a_model_that_needs_all_its_layers_for_those_below_has_whole_passes(tmp_path, monkeypatch):
-    policy = tiny_causal_lm("llama")
-    count, inner = len(all_decoder_layers(policy)), policy.base_model.forward
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"old_policy": "rollout"}, [False, False, False]),
+        # The first step compares the sampler with the trainer.
+        ({"old_policy": "auto"}, [True, False, False]),
+        ({"old_policy": "recompute"}, [True, True, True]),
+        ({"old_policy": "rollout", "generation_backend": "generate"}, [True, True, True]),
+        ({"old_policy": "rollout", "mismatch_action": "ignore", "trainer_class": ChangesResponses}, [True, True, True]),
+    ],
+)
+def test_with_the_samplers_log_probs_come_its_states_and_no_pass(settings, passes, tmp_path, monkeypatch):
+    sizes = {"total_episodes": 30, "reference": "none", "kl_coef": 0.0}
+    trainer = tiny_trainer(tmp_path, **{**CACHED, **sizes, **settings})
+    made, rollout, states = [], trainer.rollout, Policy.states
 
-    def of_so_many_layers(*args, **keywords):
-        assert len(policy.base_model.layers) == count
-        return inner(*args, **keywords)
+    def counted(policy, rows):
+        made[-1] = True
+        return states(policy, rows)
 
-    monkeypatch.setattr(policy.base_model, "forward", of_so_many_layers)
-    trainer = tiny_trainer(tmp_path, model=policy, **CACHED, critic_layers=[1])
-    assert not trainer.actor_critic.critic.reader.ends_pass
+    def collected(batches):
+        made.append(False)
+        with monkeypatch.context() as patch:
+            patch.setattr(Policy, "states", counted)
+            return rollout(batches)
+
+    monkeypatch.setattr(trainer, "rollout", collected)
     trainer.train()
+    assert made == passes
+
+
+def test_a_run_with_the_samplers_states_is_one_with_those_of_a_pass(tmp_path, monkeypatch):
+    settings = {"old_policy": "rollout", "num_return_sequences": 2, "total_episodes": 30}
+    from_sampler, _ = run(tmp_path / "sampler", **settings)
+    monkeypatch.setattr(ActorCritic, "layers_read", ())
+    from_pass, _ = run(tmp_path / "pass", **settings)
+    for name, weights in from_sampler.items():
+        torch.testing.assert_close(weights, from_pass[name], rtol=1e-4, atol=1e-6)
 
 
 def test_the_samplers_log_probs_are_the_old_ones_from_the_second_step_on(tmp_path):
