@@ -47,10 +47,11 @@ games: $(INSTALLED)
 memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table
 
-# Against TRL, which gets .venv-trl, and against the bare model compute; BENCH="--quick" takes two minutes.
+# Against TRL, which gets .venv-trl, and against the bare model compute, on SmolLM2-135M's shape; BENCH="--quick" takes three minutes.
 BENCH ?=
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.tools.benchmarks.step $(BENCH)
+	$(BIN)/python -m tests.tools.benchmarks.critic_cost $(filter --quick,$(BENCH))
 
 # Kills runs at every kind of moment and compares what they leave with a run left alone; half an hour on two cores, and
 # an hour more with a vLLM (VLLM_PYTHON, or what vllm-test makes).

@@ -2,8 +2,7 @@
 
 All rows have the mean length, so that nothing is padded and no row of the decoding is idle; the likeliest token comes
 next. Log-probs are computed without chunks, losses are sums, and no optimizer steps. The stage `old policy` is the
-policy's pass with its old weights, which a step does without if the sampler's log-probs serve. `bare_torch_gelu` is the
-same with an activation that is not transformers' own.
+policy's pass with its old weights, which a step does without if the sampler's log-probs serve.
 """
 
 from collections.abc import Callable

@@ -1,55 +1,105 @@
-"""What a critic costs on SmolLM2-135M's shape: processor time and peak memory of a step, relative to GRPO's on as many
-answers with as many passes of the policy.
+"""What a critic costs on SmolLM2-135M's shape: processor time, peak memory and FLOPs of a step, relative to GRPO's on
+as many answers with as many passes of the policy. TRL's GRPO and PPO stand beside them.
 
-    python -m tests.tools.benchmarks.critic_cost [--rounds 3] [--without_separate]     # ten minutes on one core
+    python -m tests.tools.benchmarks.critic_cost --quick     # small sizes, a minute; nothing is written
 
 Eight answers to each of four prompts of 40 tokens, 19 tokens each on average, without a reward model. The policy makes
-one pass over each rollout, in one optimizer step, for every program. `auto` takes the sampler's log-probs where it can,
-`recompute` never does, as in half precision.
+one pass over each rollout, in one optimizer step, for every program. Each takes turns, step by step, with GRPO of this
+package: more of such models at once would not fit into memory. It is the second half of `make bench`.
 """
 
 import argparse
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from tests.tools.benchmarks.programs import Step, started, take_turns
-from tests.tools.benchmarks.report import cpu, ratios, spread
-from tests.tools.benchmarks.workloads import Workload
+from examples.trl_virtualenv import FOLDER, GRPO_FOLDER, GRPO_VERSION, trl_python
+from tests.tools.benchmarks.programs import ROOT, Step, started, take_turns
+from tests.tools.benchmarks.report import Machine, cpu, machine_facts, ratios, spread, write_between_markers
+from tests.tools.benchmarks.workloads import QUICK, SMOLLM2, Workload
 
+PAGE = ROOT / "examples/performance.md"
+BEGIN = "<!-- tests.tools.benchmarks.critic_cost writes this -->"
 WARM_UP = 2
-SHAPE = {"vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30}
-EIGHT: dict[str, Any] = {"num_return_sequences": 8, "ppo_epochs": 1, "step_batch_size": 32}
+OWN, TRL_GRPO, TRL_PPO = "own_steps", "trl_grpo_steps", "trl_steps"
+ANSWERS = 8
+EIGHT: dict[str, Any] = {"num_return_sequences": ANSWERS, "ppo_epochs": 1, "step_batch_size": 32}
 CACHED = {**EIGHT, "critic_layout": "cached", "critic_epochs": 8}
+SEPARATE = {**EIGHT, "critic_layout": "separate", "critic_epochs": 4}
 GRPO = {**EIGHT, "adv_estimator": "grpo", "critic_epochs": "auto"}
-PROGRAMS = {
-    "GRPO, auto": GRPO,
-    "cached critic, auto": CACHED,
-    "GRPO, recompute": {**GRPO, "old_policy": "recompute"},
-    "cached critic, recompute": {**CACHED, "old_policy": "recompute"},
-    "separate critic, 4 passes": {**EIGHT, "critic_layout": "separate", "critic_epochs": 4},
+RECOMPUTE = {"old_policy": "recompute"}
+"""What half precision does at every step; the default takes the sampler's log-probs where they agree."""
+PROGRAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "cached critic": (OWN, CACHED, {}),
+    "cached critic, old log-probs recomputed for both": (OWN, CACHED, RECOMPUTE),
+    "separate critic, 4 passes": (OWN, SEPARATE, {}),
+    "TRL's GRPO, without a reference": (TRL_GRPO, EIGHT, {}),
+    "TRL's PPO, with a prompt for each answer and a reward model": (TRL_PPO, {}, {}),
 }
+"""For each row its program, its options, and those of both programs."""
+
+
+def row(name: str, made: list[Step], grpo: list[Step], counted: list[Step]) -> str:
+    """The row of the table for the steps `made`, beside GRPO's in the same rounds; `counted` are a step of each whose
+    FLOPs were counted.
+    """
+    memory = max(step.peak_bytes for step in made) / max(step.peak_bytes for step in grpo)
+    flops = (counted[0].flops or 0) / (counted[1].flops or 1)
+    seconds = spread([step.cpu for step in made], 1), spread([step.cpu for step in grpo], 1)
+    return f"| {name} | {' | '.join(seconds)} | {spread(ratios(made, grpo, cpu))} | {memory:.2f} | {flops:.2f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each program")
-    parser.add_argument("--without_separate", action="store_true", help="GRPO and the cached critic alone")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every program")
+    for option, folder in (("--trl_environment", FOLDER), ("--trl_grpo_environment", GRPO_FOLDER)):
+        parser.add_argument(option, type=Path, default=folder, help="made if it does not exist")
     args = parser.parse_args()
-    base = Workload((12, 16, 20, 28), 32, (40,) * 4, **SHAPE, step_batch_size=4, has_reward_model=False)
-    settings = {"rollout_per_device_batch_size": 32, "step_per_device_batch_size": 32}
-    chosen = {k: v for k, v in PROGRAMS.items() if not (args.without_separate and k.startswith("separate"))}
-    workloads = [replace(base, settings={**settings, **options}) for options in chosen.values()]
-    with started([("own_steps", sys.executable, workload) for workload in workloads], threads=1) as programs:
-        found = take_turns(programs, args.rounds, warm_up=WARM_UP)
-    steps: dict[str, list[Step]] = dict(zip(chosen, found, strict=True))
-    print("| | processor seconds | of GRPO's with the same log-probs | peak memory of GRPO's |\n|---|---|---|---|")
-    for name, made in steps.items():
-        other = steps["GRPO, recompute" if name.endswith("recompute") else "GRPO, auto"]
-        memory = max(step.peak_bytes for step in made) / max(step.peak_bytes for step in other)
-        print(
-            f"| {name} | {spread([step.cpu for step in made], 1)} | {spread(ratios(made, other, cpu))} | {memory:.2f} |"
-        )
+    trl, trl_grpo = trl_python(args.trl_environment), trl_python(args.trl_grpo_environment, GRPO_VERSION)
+    pythons = {OWN: sys.executable, TRL_PPO: trl, TRL_GRPO: trl_grpo}
+    shape = QUICK if args.quick else SMOLLM2
+    base = Workload((12, 16, 20, 28), 32, (40,) * 4, **shape, step_batch_size=4, has_reward_model=False)
+    # TRL's PPO has no groups: each answer comes with a prompt of its own.
+    ungrouped = replace(
+        base,
+        lengths=base.lengths * ANSWERS,
+        prompt_lengths=base.prompt_lengths * ANSWERS,
+        ppo_epochs=1,
+        step_batch_size=32,
+    )
+    sizes = {"rollout_per_device_batch_size": 32, "step_per_device_batch_size": 32}
+    machine, lines, versions = Machine.begin(args.threads), [], {}
+    for name, (module, options, both) in PROGRAMS.items():
+        python = pythons[module]
+        if python is None:
+            continue
+        print(name, flush=True)
+        workload = replace(ungrouped if module == TRL_PPO else base, settings={**sizes, **options, **both})
+        pair = (module, python, workload), (OWN, sys.executable, replace(base, settings={**sizes, **GRPO, **both}))
+        with started(pair, args.threads) as programs:
+            made, grpo = take_turns(programs, args.rounds, warm_up=WARM_UP)
+            counted = [program.step(count_flops=True) for program in programs]
+            versions |= {k: v for program in programs for k, v in program.versions.items()}
+        if counted[0].response_tokens != counted[1].response_tokens:
+            raise RuntimeError(f"{name} sampled {counted[0].response_tokens} tokens, not {counted[1].response_tokens}")
+        lines.append(row(name, made, grpo, counted))
+    head = ["a step", "processor seconds", "of GRPO here", "ratio", "peak memory, ratio", "FLOPs, ratio"]
+    text = f"""{machine_facts(machine.end(), versions)}
+
+Eight answers, 19 tokens each on average, to each of 4 prompts of 40 tokens; one pass of the policy, in one optimizer
+step; median, smallest and largest of {args.rounds} rounds.
+
+| {" | ".join(head)} |
+{"|---" * len(head)}|
+"""
+    text += "\n".join(lines) + "\n"
+    print(text)
+    if not args.quick:
+        write_between_markers(PAGE, text, BEGIN)
 
 
 if __name__ == "__main__":

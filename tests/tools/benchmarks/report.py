@@ -12,8 +12,8 @@ from pathlib import Path
 from tests.tools.benchmarks.programs import Step
 from tests.tools.benchmarks.workloads import Workload
 
-OWN, BARE, BARE_TORCH_GELU, TRL = "own_steps", "bare_steps", "bare_torch_gelu", "trl_steps"
-NAMES = {TRL: "TRL", BARE: "bare compute", BARE_TORCH_GELU: "the same with torch's gelu", OWN: "alpaca_ppo"}
+OWN, BARE, TRL = "own_steps", "bare_steps", "trl_steps"
+NAMES = {TRL: "TRL", BARE: "bare compute", OWN: "alpaca_ppo"}
 STAGES = ("rollout", "score", "logprobs", "old policy", "update")
 BEGIN, END = "<!-- make bench writes this -->", "<!-- until here -->"
 
@@ -27,7 +27,9 @@ class Comparison:
     counted: dict[str, Step]
     """A step of each program whose FLOPs were counted; its time says nothing."""
     steps: dict[str, list[Step]]
-    """The measured steps, one a round."""
+    """The measured steps of each other program, one a round."""
+    own: dict[str, list[Step]]
+    """Those of this package in the same rounds, by the other program."""
     versions: dict[str, str]
 
 
@@ -113,24 +115,16 @@ def ratios(
 
 def claims(comparison: Comparison) -> list[str]:
     """The rows of the table of ratios."""
-    steps, counted = comparison.steps, comparison.counted
+    steps, own, counted = comparison.steps, comparison.own, comparison.counted
     rows = []
     for label, seconds in (("by the clock", wall), ("in processor time", cpu)):
         if TRL in steps:
-            rows.append(f"times as fast as TRL, {label} | {spread(ratios(steps[TRL], steps[OWN], seconds))}")
-        rows.append(f"of bare compute, {label} | {spread(ratios(steps[OWN], steps[BARE], seconds))}")
-        bare = without_old_policy(seconds)
-        rows.append(
-            f"of bare compute without the old policy's pass, {label} | "
-            f"{spread(ratios(steps[OWN], steps[BARE], seconds, bare))}"
-        )
-        rows.append(
-            f"of the latter with torch's gelu, {label} | "
-            f"{spread(ratios(steps[OWN], steps[BARE_TORCH_GELU], seconds, bare))}"
-        )
-    others = [name for name in (TRL, BARE) if name in steps]
-    for name in others:
-        flops, memory = (counted[OWN].flops or 0) / (counted[name].flops or 1), _peak(steps[OWN]) / _peak(steps[name])
+            rows.append(f"times as fast as TRL, {label} | {spread(ratios(steps[TRL], own[TRL], seconds))}")
+        rows.append(f"of bare compute, {label} | {spread(ratios(own[BARE], steps[BARE], seconds))}")
+        rest = ratios(own[BARE], steps[BARE], seconds, without_old_policy(seconds))
+        rows.append(f"of bare compute without the old policy's pass, {label} | {spread(rest)}")
+    for name in steps:
+        flops, memory = (counted[OWN].flops or 0) / (counted[name].flops or 1), _peak(own[name]) / _peak(steps[name])
         rows.append(f"of the FLOPs of {NAMES[name]} | {flops:.2f}")
         rows.append(f"of the peak memory of {NAMES[name]} | {memory:.2f}")
     return rows
@@ -159,8 +153,8 @@ def describe(workload: Workload) -> str:
 
 
 def stage_table(comparison: Comparison) -> list[str]:
-    """Seconds by stage and peak memory of each program."""
-    steps = comparison.steps
+    """Seconds by stage and peak memory of each program; of this package, in all rounds."""
+    steps = comparison.steps | {OWN: [step for steps in comparison.own.values() for step in steps]}
     lines = [f"| {comparison.name} | {' | '.join(NAMES[name] for name in steps)} |", "|---" * (len(steps) + 1) + "|"]
     rows: list[tuple[str, Callable[[Sequence[Step]], str]]] = [
         (f"{stage}, s", lambda s, stage=stage: _seconds([step.stages.get(stage) for step in s])) for stage in STAGES
@@ -220,7 +214,7 @@ def machine_facts(machine: Machine, versions: dict[str, str]) -> str:
 
 def text(comparisons: Sequence[Comparison], growths: Sequence[Growth], machine: Machine) -> str:
     """The whole block that `make bench` writes."""
-    rounds = len(comparisons[0].steps[OWN])
+    rounds = len(comparisons[0].steps[BARE])
     lines = [machine_facts(machine, comparisons[0].versions), ""]
     lines += [f"- **{comparison.name}**: {describe(comparison.workload)}." for comparison in comparisons]
     lines += [

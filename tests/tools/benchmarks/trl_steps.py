@@ -26,8 +26,7 @@ MANY_STEPS = 1000
 def make_trainer(workload: Workload, output_dir: str, meter: StepMeter) -> PPOTrainer:
     """TRL's trainer of `workload`: float32, no gradient checkpointing, nothing saved, evaluated or sent anywhere.
 
-    TRL steps the optimizer where its gradient accumulation ends, not where a mini-batch does, so here once an epoch
-    instead of twice; the passes are the same.
+    TRL steps the optimizer where its gradient accumulation ends, not where a mini-batch does: once an epoch.
     """
     prompts = Dataset.from_list([{"input_ids": ids} for ids in workloads.prompt_ids(workload)])
     args = PPOConfig(

@@ -26,6 +26,9 @@ from transformers import (
 )
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
+SMOLLM2 = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49152}
+"""Width, depth and vocabulary of SmolLM2-135M."""
+QUICK = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 2048}
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 EMBEDDING_NORM = 32.0
 """Of a class's direction in the residual stream, to which the random layers add about 6."""
@@ -50,8 +53,6 @@ class Workload:
     ppo_epochs: int = 2
     step_batch_size: int = 16
     micro_batch_size: int = 8
-    activation: str = "gelu_new"
-    """Of the models; Phi's own."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Options of this package's runs, in place of the benchmark's."""
     has_reward_model: bool = True
@@ -116,7 +117,8 @@ def _config(workload: Workload, **fields: Any) -> PreTrainedConfig:
         num_hidden_layers=workload.num_hidden_layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        hidden_act=workload.activation,
+        # Phi's own, with one operator of torch where transformers' `gelu_new` is a chain of eight.
+        hidden_act="gelu_pytorch_tanh",
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
