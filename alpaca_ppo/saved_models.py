@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import dynamic_module_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
-
-# Errors of the machine or its packages.
-_NOT_ABOUT_FILES = (ImportError, MemoryError, torch.OutOfMemoryError)
 
 
 @contextmanager
@@ -36,8 +34,8 @@ def loading(problem: str, name: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except _NOT_ABOUT_FILES:
-        raise
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise  # the machine or its packages are at fault, no file
     except Exception as error:
         if damage := damaged_file(Path(name)):
             raise ValueError(f"{problem}: {damage}; copy or save that folder again") from error
@@ -71,20 +69,14 @@ def remote_code(name: str, *, trust: bool) -> Iterator[None]:
     """
     # The module asks the user by `input`; a global of that name in it replaces the builtin there alone.
     # Remove it once transformers passes `trust_remote_code` on to the models inside a model.
-    names = vars(dynamic_module_utils)
-    outer = names.get("input")
-    names["input"] = lambda question: "yes" if trust else "no"
+    answered = mock.patch.object(dynamic_module_utils, "input", lambda question: "yes" if trust else "no", create=True)
     try:
-        yield
+        with answered:
+            yield
     except ValueError as error:
         if trust or "trust_remote_code=True" not in str(error):
             raise
         raise ValueError(f"{name!r} comes with code of its own; read it, and set trust_remote_code: true") from error
-    finally:
-        if outer is None:
-            del names["input"]
-        else:
-            names["input"] = outer
 
 
 def has_remote_code(model: Any) -> bool:

@@ -13,16 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-_WITH_FUSED_KERNELS = (
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "mamba",
-    "mamba2",
-    "nemotron_h",
-    "zamba2",
-)
+_WITH_FUSED_KERNELS = "bamba falcon_h1 falcon_mamba granitemoehybrid mamba mamba2 nemotron_h zamba2".split()
 _OWNED = "_adapters_made_by_a_run"
 
 
@@ -90,11 +81,9 @@ class UnreachedAdapters(TrainerCallback):
             hook.remove()
         if unreached := [name for name in self._layers if name not in self._reached]:
             kinds = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in unreached})
-            self._say(
-                f"warning: {len(unreached)} of {len(self._layers)} layers with an adapter took no part in this step "
-                f"({', '.join(kinds)}), so it taught them nothing; if no step needs them, leave them out of "
-                "target_modules (--lora_target_modules)"
-            )
+            problem = f"{len(unreached)} of {len(self._layers)} layers with an adapter took no part in this step"
+            remedy = "if no step needs them, leave them out of target_modules (--lora_target_modules)"
+            self._say(f"warning: {problem} ({', '.join(kinds)}), so it taught them nothing; {remedy}")
         self._hooks, self._layers = [], {}
 
 

@@ -31,11 +31,18 @@ class DeepSpeedEngine(Engine):
             # DeepSpeed flattens each group into one tensor.
             group = f"group {self._parts.index('both')} of the optimizer"
             raise ValueError(f"{group} has parameters of policy and critic; for DeepSpeed make a group for each")
-        self._configure(args)
+        plugin: Any = self.accelerator.deepspeed_plugin
+        self.stage: int = plugin.zero_stage
+        self.synced_forwards = self.stage == 3
+        # Completed in place.
+        self.config: dict[str, Any] = plugin.deepspeed_config
+        policy, processes = self.actor_critic.policy, self.accelerator.num_processes
+        hidden_size = policy.model.config.get_text_config().hidden_size
+        self.config.update(resolve_auto(self.config, args, processes=processes, hidden_size=hidden_size))
+        self.accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
         # DeepSpeed replaces the parameters of each group by flat partitions.
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._frozen_optimizers: list[Any] = []
-        policy = self.actor_critic.policy
         if self.stage == 3:
             self._samplers[policy] = Sampler(policy.model, self.accelerator.device)
         engine, _ = self.accelerator.prepare(self.actor_critic, self.optimizer)
@@ -51,17 +58,6 @@ class DeepSpeedEngine(Engine):
         self._zero._optimizer_step = self._step_group
         self._frozen_groups: set[int] = set()
         return engine
-
-    def _configure(self, args: PPOConfig) -> None:
-        """Completes the plugin's configuration in place."""
-        plugin: Any = self.accelerator.deepspeed_plugin
-        self.stage: int = plugin.zero_stage
-        self.synced_forwards = self.stage == 3
-        self.config: dict[str, Any] = plugin.deepspeed_config
-        hidden_size = self.actor_critic.policy.model.config.get_text_config().hidden_size
-        processes = self.accelerator.num_processes
-        self.config.update(resolve_auto(self.config, args, processes=processes, hidden_size=hidden_size))
-        self.accelerator.gradient_accumulation_steps = self.config["gradient_accumulation_steps"]
 
     def begin(self) -> None:
         self._zero.zero_grad()

@@ -177,9 +177,9 @@ class Engine:
         yield [tensor.detach() for tensor in tensors]
 
     @contextmanager
-    def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
-        """A block in which every rank holds all parameters of `modules`."""
-        with self._unsharded(*(parameter for module in modules for parameter in module.parameters())):
+    def gathered_parameters(self, module: nn.Module) -> Iterator[None]:
+        """A block in which every rank holds all parameters of `module`."""
+        with self._unsharded(*module.parameters()):
             yield
 
     def policy_weights(self, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -128,14 +128,13 @@ class FSDPEngine(Engine):
         yield whole
 
     @contextmanager
-    def gathered_parameters(self, *modules: nn.Module) -> Iterator[None]:
-        """Puts whole copies of the parameters in host memory into `modules`; the shards are put back at the end, so
+    def gathered_parameters(self, module: nn.Module) -> Iterator[None]:
+        """Puts whole copies of the parameters in host memory into `module`; the shards are put back at the end, so
         changes to the copies are lost.
         """
         # A tied parameter has several places.
         places = [
             (part, name, parameter)
-            for module in modules
             for part in module.modules()
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
         ]

@@ -17,8 +17,6 @@ from alpaca_ppo.models import ActorCritic
 
 # What an optimizer step trains.
 Part = Literal["both", "policy", "critic"]
-# Devices that have torch's fused AdamW for every floating-point dtype.
-_FUSED_DEVICES = ("cpu", "cuda")
 RATES = {5e7: ((1e-4, 1e-2), (5e-4, 2e-2)), 1e9: ((1e-6, 1e-5), (5e-6, 2e-4)), math.inf: ((3e-7, 1e-5), (5e-6, 5e-5))}
 """For models with fewer weights than the key: the lowest and highest usual learning rate of all weights, and of LoRA.
 docs/getting-started.md has the sources."""
@@ -50,8 +48,9 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
         for are_matrices, decay in ((True, args.weight_decay), (False, 0.0)):
             if members := [p for p in parameters if (p.dim() >= 2) == are_matrices]:
                 groups.append({"params": members, "weight_decay": decay, "lr": part_rate, **common})
-    # With None, not False, torch chooses between its loop and its foreach implementation.
-    return torch.optim.AdamW(groups, lr=rate, fused=True if device.type in _FUSED_DEVICES else None)
+    # These devices have the fused kernel for every floating-point dtype. With None, not False, torch chooses between
+    # its loop and its foreach implementation.
+    return torch.optim.AdamW(groups, lr=rate, fused=True if device.type in ("cpu", "cuda") else None)
 
 
 def prepared_optimizer(given: Optimizer | None, model: ActorCritic, args: PPOConfig, device: torch.device) -> Optimizer:

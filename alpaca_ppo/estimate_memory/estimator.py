@@ -126,7 +126,12 @@ class _Run:
         the run would choose, for which its models are built. Raises a ValueError for what a run would refuse.
         """
         args = replace(args, fsdp=args.fsdp or script.accelerate_config == "fsdp")
-        sharding = _checked_sharding(script, args)
+        stages = {None: script.zero_stage, "ddp": 0, "fsdp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+        check_fsdp(args)
+        sharding = sharding_of(script.num_processes, stages[script.accelerate_config], args)
+        check_four_bit(sharding.stage, args)
+        if args.load_in_4bit and args.use_cpu:
+            raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
         if args.reference not in REFERENCES:
             args = replace(args, reference=model_folder("reference", args.reference))
         # Only a separate critic has another size if it starts from a value model.
@@ -213,17 +218,6 @@ class _Run:
 def _name(sharding: Sharding) -> str:
     """The ZeRO stage (0 = DDP), or "fsdp"."""
     return "fsdp" if sharding.fsdp else str(sharding.stage)
-
-
-def _checked_sharding(script: EstimateArguments, args: PPOConfig) -> Sharding:
-    """How the run's processes share its memory; raises a ValueError for what a run would refuse."""
-    stages = {None: script.zero_stage, "ddp": 0, "fsdp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
-    check_fsdp(args)
-    sharding = sharding_of(script.num_processes, stages[script.accelerate_config], args)
-    check_four_bit(sharding.stage, args)
-    if args.load_in_4bit and args.use_cpu:
-        raise ValueError("load_in_4bit and use_cpu are both True, but 4 bits need a CUDA device; drop one of them")
-    return sharding
 
 
 def table(result: dict[str, Any]) -> str:

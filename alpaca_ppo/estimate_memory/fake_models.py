@@ -7,7 +7,7 @@ those of a reward or a reference, are left out.
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -139,10 +139,8 @@ def fake_runs(model: str) -> Iterator[None]:
             yield
     # What models raise that read values of tensors.
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(
-            f"model_name_or_path {model!r} cannot run without weights ({str(error)[:200]}); start a short run and read "
-            "memory/peak_gib in its metrics.jsonl"
-        ) from error
+        problem = f"model_name_or_path {model!r} cannot run without weights ({str(error)[:200]})"
+        raise ValueError(f"{problem}; start a short run and read memory/peak_gib in its metrics.jsonl") from error
 
 
 @contextmanager
@@ -186,9 +184,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.track(result)
         return result

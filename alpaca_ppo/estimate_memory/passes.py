@@ -68,12 +68,9 @@ def bytes_saved_by_four_bit(model: nn.Module, head: nn.Module | None) -> float:
     """What 4 bits save of the linear layers of a base, whose `head` keeps its type. The copy of the one layer that is
     dequantized at a time is not counted.
     """
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "lora_" not in name and module is not head
-    ]
-    return sum(layer.weight.numel() * (layer.weight.element_size() - _FOUR_BIT) for layer in layers)
+    layers = [part for name, part in model.named_modules() if isinstance(part, nn.Linear) and "lora_" not in name]
+    weights = [layer.weight for layer in layers if layer is not head]
+    return sum(weight.numel() * (weight.element_size() - _FOUR_BIT) for weight in weights)
 
 
 class _Passes:

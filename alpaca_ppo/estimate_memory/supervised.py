@@ -25,7 +25,8 @@ def estimate_training(
     device: DeviceArguments, arguments: SupervisedArguments, lora: SupervisedLoraArguments, training: TrainingArguments
 ) -> dict[str, Any]:
     """The estimate as `--json` prints it, in bytes, of one device that shards nothing: `model`, `phases`, `peak` and
-    `peak_phase`, and what `on_device` returns.
+    `peak_phase`, and what `on_device` returns. The peak is that of the backward pass, every row as long as
+    `max_length`.
 
     Raises:
         ValueError: for an optimizer other than torch's AdamW; when the model cannot run on fake tensors.
@@ -33,16 +34,6 @@ def estimate_training(
     if training.optim not in _ADAMW:
         remedy = f"set it to {' or '.join(_ADAMW)}"
         raise ValueError(f"optim is {training.optim.value!r}, whose memory is not known; {remedy}")
-    phase = _backward(arguments, lora, training)
-    result = {"model": arguments.model_name_or_path, "peak": phase.total, "peak_phase": phase.phase}
-    result["phases"] = [{**asdict(phase), "total": phase.total}]
-    return result | on_device(phase.total, device.device_gib, use_cpu=False)
-
-
-def _backward(
-    arguments: SupervisedArguments, lora: SupervisedLoraArguments, training: TrainingArguments
-) -> PhaseMemory:
-    """The memory at the peak of the backward pass, every row as long as `max_length`."""
     writes_text = isinstance(arguments, SFTArguments)
     name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=writes_text)
     rows = training.per_device_train_batch_size * (1 if writes_text else 2)
@@ -63,12 +54,14 @@ def _backward(
                 parameter.grad = torch.empty_like(parameter)
             ids = torch.zeros(rows, arguments.max_length, dtype=torch.long)
             with torch.autocast("cpu", torch.bfloat16, enabled=training.bf16):
-                output = model(
-                    input_ids=ids, attention_mask=ids + 1, use_cache=False, labels=ids if writes_text else None
-                )
+                labels = ids if writes_text else None
+                output = model(input_ids=ids, attention_mask=ids + 1, use_cache=False, labels=labels)
                 loss: Tensor = output.loss if writes_text else output.logits.float().sum()
             loss.backward()
         activations = live.peak - held - size_of(trained)
         if lora.load_in_4bit:
             weights -= bytes_saved_by_four_bit(model, model.get_output_embeddings())
-    return PhaseMemory("backward", weights, size_of(trained), 2 * size_of(trained), activations)
+    phase = PhaseMemory("backward", weights, size_of(trained), 2 * size_of(trained), activations)
+    result = {"model": arguments.model_name_or_path, "peak": phase.total, "peak_phase": phase.phase}
+    result["phases"] = [{**asdict(phase), "total": phase.total}]
+    return result | on_device(phase.total, device.device_gib, use_cpu=False)

@@ -92,10 +92,8 @@ def gdpo_advantages(
             they are added to the weighted sum. Division by their std would undo their coefficient.
     """
     if scores_by_source.dim() != 2 or weights.shape != scores_by_source.shape[1:]:
-        raise ValueError(
-            f"scores_by_source has shape {tuple(scores_by_source.shape)} and weights {tuple(weights.shape)}; pass "
-            "scores (B, S) of S sources and one weight for each of these"
-        )
+        problem = f"scores_by_source has shape {tuple(scores_by_source.shape)} and weights {tuple(weights.shape)}"
+        raise ValueError(f"{problem}; pass scores (B, S) of S sources and one weight for each of these")
     check_row_values("each column of scores_by_source", scores_by_source.sum(dim=1), response_mask)
     check_row_values("group_ids", group_ids, response_mask)
     _, group = torch.unique(group_ids, return_inverse=True)

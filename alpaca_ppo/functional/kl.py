@@ -55,10 +55,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor
     value = KL_ESTIMATORS.get(estimator)(difference)
     if not isinstance(value, Tensor) or value.shape != difference.shape:
         returned = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ValueError(
-            f"the KL estimator {estimator!r} returned {returned}; it must return a tensor of the shape of its input, "
-            f"{tuple(difference.shape)}"
-        )
+        needed = f"a tensor of the shape of its input, {tuple(difference.shape)}"
+        raise ValueError(f"the KL estimator {estimator!r} returned {returned}; it must return {needed}")
     return value
 
 

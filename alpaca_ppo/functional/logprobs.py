@@ -89,7 +89,10 @@ def chunked_logprobs(
     needs_grad = any(tensor is not None and tensor.requires_grad for tensor in (hidden, lm_head_weight, bias))
     if not (torch.is_grad_enabled() and needs_grad):
         kept_bytes = 0
-    matmul_dtype = _matmul_dtype(hidden, lm_head_weight)
+    # Autocast's dtype where autocast would apply to the product, else the wider dtype of the two.
+    matmul_dtype = torch.promote_types(hidden.dtype, lm_head_weight.dtype)
+    if torch.is_autocast_enabled(hidden.device.type) and matmul_dtype != torch.float64:
+        matmul_dtype = torch.get_autocast_dtype(hidden.device.type)
     settings = _Settings(matmul_dtype, temperature, chunk_size, with_entropy, kept_bytes, logit_transform)
     logprobs, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden.reshape(-1, hidden.size(-1)), lm_head_weight, bias, labels.reshape(-1), settings
@@ -121,7 +124,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_zeros(hidden.size(0), dtype=_softmax_dtype(settings))
+        logprobs = hidden.new_zeros(hidden.size(0), dtype=torch.promote_types(settings.matmul_dtype, torch.float32))
         entropies, normalizers = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         kept: dict[int, Tensor] = {}
         with torch.autocast(hidden.device.type, enabled=False):
@@ -151,7 +154,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         tokens = _Tokens(labels, normalizers, entropies, grad_logprobs, grad_entropies)
         inputs = (hidden, weight, bias)
         grads = [
-            torch.zeros_like(tensor, dtype=_softmax_dtype(settings)) if needed else None
+            torch.zeros_like(tensor, dtype=entropies.dtype) if needed else None
             for tensor, needed in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -168,14 +171,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return (*cast, None, None)
 
 
-class _Outputs(NamedTuple):
-    """What the forward pass computes of each token of a chunk, all (chunk,)."""
-
-    logprobs: Tensor
-    normalizers: Tensor
-    entropies: Tensor | float  # 0.0 if they are not asked for
-
-
 class _Head(NamedTuple):
     """The language-model head in the dtype of the matrix product."""
 
@@ -187,9 +182,12 @@ class _Head(NamedTuple):
         return F.linear(states.to(self.weight.dtype), self.weight, self.bias)
 
 
-def _forward_chunk(states: Tensor, head: _Head, labels: Tensor, settings: _Settings, kept: Tensor | None) -> _Outputs:
-    """The outputs of a chunk. `kept` are its raw logits (chunk, V), if the backward pass will read them, and are not
-    modified. Everything else happens in place, so that few (chunk, V) tensors are in memory.
+def _forward_chunk(
+    states: Tensor, head: _Head, labels: Tensor, settings: _Settings, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Log-probs, normalizers and entropies (0.0 if they are not asked for) of a chunk, all (chunk,). `kept` are its raw
+    logits (chunk, V), if the backward pass will read them, and are not modified. Everything else happens in place, so
+    that few (chunk, V) tensors are in memory.
     """
     scaled = at_least_float32(head.raw_logits(states) if kept is None else kept)
     if settings.logit_transform is not None:
@@ -198,9 +196,9 @@ def _forward_chunk(states: Tensor, head: _Head, labels: Tensor, settings: _Setti
     normalizers = scaled.logsumexp(dim=-1)
     logprobs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers
     if not settings.with_entropy:
-        return _Outputs(logprobs, normalizers, 0.0)
+        return logprobs, normalizers, 0.0
     all_logprobs = scaled.sub_(normalizers.unsqueeze(-1)).clamp_min_(LOWEST_LOGPROB)
-    return _Outputs(logprobs, normalizers, -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1))
+    return logprobs, normalizers, -all_logprobs.exp().mul_(all_logprobs).sum(dim=-1)
 
 
 def _grad_logits(states: Tensor, head: _Head, tokens: _Tokens, settings: _Settings, kept: Tensor | None) -> Tensor:
@@ -252,18 +250,6 @@ def _add_chunk(grads: list[Tensor | None], chunk: slice, grad_logits: Tensor, st
 
 def _chunks(tokens: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + chunk_size, tokens)) for start in range(0, tokens, chunk_size)]
-
-
-def _matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Autocast's dtype where autocast would apply to the product, else the wider dtype of the two."""
-    promoted = torch.promote_types(hidden.dtype, weight.dtype)
-    if torch.is_autocast_enabled(hidden.device.type) and promoted != torch.float64:
-        return torch.get_autocast_dtype(hidden.device.type)
-    return promoted
-
-
-def _softmax_dtype(settings: _Settings) -> torch.dtype:
-    return torch.float64 if settings.matmul_dtype == torch.float64 else torch.float32
 
 
 def _check_temperature(temperature: float) -> None:

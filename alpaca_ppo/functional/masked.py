@@ -47,9 +47,8 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 def check_row_values(name: str, values: Tensor, response_mask: Tensor) -> None:
     """Raises a `ValueError` unless `values`, called `name`, is (B,) and the mask (B, R)."""
     if response_mask.dim() != 2 or values.shape != response_mask.shape[:1]:
-        raise ValueError(
-            f"{name} has shape {tuple(values.shape)}, response_mask {tuple(response_mask.shape)}; pass (B,) and (B, R)"
-        )
+        problem = f"{name} has shape {tuple(values.shape)}, response_mask {tuple(response_mask.shape)}"
+        raise ValueError(f"{problem}; pass (B,) and (B, R)")
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:

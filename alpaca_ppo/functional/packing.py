@@ -102,49 +102,32 @@ def pack_rows(
         row = int((prompt_lengths == 0).nonzero()[0])
         raise ValueError(f"query_attn_masks has no real token in row {row}; a prompt needs at least one token")
     tokens = torch.cat([queries, responses.to(queries.device)], dim=1)
+    lengths, counts = response_lengths(response_mask), tuple(response_mask.sum(dim=1).tolist())
+    rows, actions = response_mask.nonzero(as_tuple=True)
     if layout.padding_free:
-        return _one_sequence(tokens, prompt_lengths, response_mask, layout, device)
-    lengths = response_lengths(response_mask)
+        prompt_end = queries.size(1)
+        prompts = [row[prompt_end - length : prompt_end] for row, length in zip(queries, prompt_lengths, strict=True)]
+        groups = _rows_by_prompt(prompts, lengths.tolist(), layout)
+        spans, span_rows, prompt_ends, response_starts = _lay_out(groups, prompt_lengths.tolist(), lengths.tolist())
+        sizes = torch.tensor([span.length for span in spans])
+        # The positions of a span continue those of its prefix.
+        shifts = torch.tensor([span.prefix_length - span.start for span in spans])
+        positions = torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
+        sources = torch.tensor(span_rows).repeat_interleave(sizes)
+        ids = tokens[sources, prompt_end - prompt_lengths[sources] + positions]
+        states = torch.where(actions == 0, prompt_ends[rows], response_starts[rows] + actions - 1)
+        # One copy to the device instead of five.
+        parts = [ids, positions, rows, states, actions]
+        ids, positions, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
+        return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(spans), counts)
     # A row without a response (a dummy, where ranks must make the same number of passes) costs one column.
     kept = torch.where(lengths > 0, prompt_lengths + lengths - 1, 1)
     width = int(kept.max())
     source = torch.arange(width, device=queries.device) + (queries.size(1) - prompt_lengths).unsqueeze(1)
     inside = torch.arange(width, device=queries.device) < kept.unsqueeze(1)
     input_ids = tokens.gather(1, source.clamp_max(tokens.size(1) - 1)).where(inside, 0)
-    rows, actions = response_mask.nonzero(as_tuple=True)
     states = prompt_lengths[rows] - 1 + actions
-    counts = tuple(response_mask.sum(dim=1).tolist())
     return PackedRows(input_ids.to(device), rows.to(device), states.to(device), actions.to(device), counts=counts)
-
-
-def _one_sequence(
-    tokens: Tensor, prompt_lengths: Tensor, response_mask: Tensor, layout: RowLayout, device: torch.device
-) -> PackedRows:
-    """The rows `tokens` (B, Q + R), queries and responses, as one sequence on `device`. The arguments are on the CPU.
-
-    Rows without a response are left out. If that leaves none (a dummy, where ranks must make the same number of
-    passes), one token stays.
-    """
-    lengths = response_lengths(response_mask)
-    prompt_end = tokens.size(1) - response_mask.size(1)
-    prompts = [row[prompt_end - length : prompt_end] for row, length in zip(tokens, prompt_lengths, strict=True)]
-    groups = _rows_by_prompt(prompts, lengths.tolist(), layout)
-    arrangement = _lay_out(groups, prompt_lengths.tolist(), lengths.tolist())
-    spans = arrangement.spans
-    sizes = torch.tensor([span.length for span in spans])
-    # The positions of a span continue those of its prefix.
-    shifts = torch.tensor([span.prefix_length - span.start for span in spans])
-    positions = torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
-    sources = torch.tensor(arrangement.span_rows).repeat_interleave(sizes)
-    ids = tokens[sources, prompt_end - prompt_lengths[sources] + positions]
-    rows, actions = response_mask.nonzero(as_tuple=True)
-    prompt_ends, response_starts = arrangement.prompt_ends[rows], arrangement.response_starts[rows]
-    states = torch.where(actions == 0, prompt_ends, response_starts + actions - 1)
-    # One copy to the device instead of five.
-    parts = [ids, positions, rows, states, actions]
-    ids, positions, rows, states, actions = torch.split(torch.cat(parts).to(device), [len(part) for part in parts])
-    counts = tuple(response_mask.sum(dim=1).tolist())
-    return PackedRows(ids.unsqueeze(0), rows, states, actions, positions.unsqueeze(0), tuple(spans), counts)
 
 
 def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], layout: RowLayout) -> list[list[int]]:
@@ -159,24 +142,16 @@ def _rows_by_prompt(prompts: list[Tensor], lengths: list[int], layout: RowLayout
     return list(groups.values())
 
 
-class _Arrangement(NamedTuple):
-    """Where rows lie in one sequence.
+def _lay_out(
+    groups: list[list[int]], prompt_lengths: list[int], lengths: list[int]
+) -> tuple[list[Span], list[int], Tensor, Tensor]:
+    """Puts each group's prompt before the responses of its rows, without their last tokens. Without groups (a dummy,
+    where ranks must make the same number of passes), one token stays.
 
-    Attributes:
-        spans: ordered by column.
-        span_rows: the row that each span is copied from.
-        prompt_ends: (B,), the column of each row's last prompt token, whose state chose its first response token.
-        response_starts: (B,), the column of that token, whose state chose the second one.
+    Returns:
+        The spans, ordered by column; the row that each span is copied from; the column of each row's last prompt token,
+        (B,), whose state chose its first response token; and that of this token, (B,), whose state chose the second.
     """
-
-    spans: list[Span]
-    span_rows: list[int]
-    prompt_ends: Tensor
-    response_starts: Tensor
-
-
-def _lay_out(groups: list[list[int]], prompt_lengths: list[int], lengths: list[int]) -> _Arrangement:
-    """Puts each group's prompt before the responses of its rows, without their last tokens."""
     spans: list[Span] = []
     span_rows: list[int] = []
     prompt_ends = torch.zeros(len(lengths), dtype=torch.long)
@@ -198,4 +173,4 @@ def _lay_out(groups: list[list[int]], prompt_lengths: list[int], lengths: list[i
         start = end
     if not groups:
         spans, span_rows = [Span(0, 1)], [0]
-    return _Arrangement(spans, span_rows, prompt_ends, response_starts)
+    return spans, span_rows, prompt_ends, response_starts

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import local_torch_dtype
 
 from alpaca_ppo import functional
 from alpaca_ppo.config.learning_options import RiskLevel
@@ -170,12 +171,8 @@ def register_critic_head(
 
 def build_head(make: Callable[[int], CriticHead], hidden_size: int, dtype: torch.dtype) -> CriticHead:
     """`make(hidden_size)`, such as a head's class, with weights in float32, or float64 where `dtype` is."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
-    try:
+    with local_torch_dtype(torch.promote_types(dtype, torch.float32)):
         return make(hidden_size)
-    finally:
-        torch.set_default_dtype(before)
 
 
 class HeadLinear(nn.Linear):
@@ -203,7 +200,6 @@ def _zero_linear(inputs: int, outputs: int) -> HeadLinear:
     return linear
 
 
-@CRITIC_HEADS.implement("scalar")
 class ScalarHead(CriticHead):
     """A linear value head without bias, V(s) = w . h(s), zero at the start; trained by the squared error."""
 
@@ -270,7 +266,6 @@ class _CategoricalCritic(CriticHead):
         return HeadOutputs(values, means, logits)
 
 
-@CRITIC_HEADS.implement("c51")
 class C51Head(_CategoricalCritic):
     """Probabilities of `num_atoms` returns evenly spaced over [v_min, v_max] (arXiv:1707.06887)."""
 
@@ -285,7 +280,6 @@ class C51Head(_CategoricalCritic):
         return functional.c51_loss(predictions, v_min=self.v_min, v_max=self.v_max, **_loss_arguments(batch, args))
 
 
-@CRITIC_HEADS.implement("hl_gauss")
 class HLGaussHead(_CategoricalCritic):
     """Probabilities of `num_atoms` bins of equal width over [v_min, v_max], learned from returns that are smoothed by a
     normal distribution (HL-Gauss, arXiv:2403.03950). A risk level reads a tail of the smoothed distribution.
@@ -335,7 +329,6 @@ class _QuantileCritic(CriticHead):
         return functional.quantile_huber_loss(predictions, taus=taus, kappa=args.quantile_huber_kappa, **shared)
 
 
-@CRITIC_HEADS.implement("quantile")
 class QuantileHead(_QuantileCritic):
     """The quantiles of the return at the levels (i + 1/2) / K (arXiv:1710.10044), all 0 at the start."""
 
@@ -355,7 +348,6 @@ class QuantileHead(_QuantileCritic):
         return HeadOutputs(values, means, quantiles)
 
 
-@CRITIC_HEADS.implement("iqn")
 class IQNHead(_QuantileCritic):
     """The quantile function of the return, Z(s, tau) = w . (h(s) * phi(tau)) + b(tau) (arXiv:1806.06923, equation 4).
 
@@ -404,6 +396,10 @@ class IQNHead(_QuantileCritic):
 
             values = self.value_of(means, tail_mean)
         return HeadOutputs(values, means, at_midpoints if taus is None else self.quantiles(states, taus))
+
+
+for _head in (ScalarHead, C51Head, HLGaussHead, QuantileHead, IQNHead):
+    CRITIC_HEADS.implement(_head.kind)(_head)
 
 
 def _initial_logits(atoms: Tensor) -> Tensor:

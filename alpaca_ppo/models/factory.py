@@ -7,7 +7,7 @@ reference is made in `reference`.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -25,7 +25,7 @@ from alpaca_ppo.models.loading import ModelSource, is_causal_lm, load_causal_lm
 from alpaca_ppo.models.policy import Policy, disable_dropout
 from alpaca_ppo.models.reference import copy_without_adapters
 from alpaca_ppo.models.saved_critic import has_adapter, has_reader, load_value_model, name_of, start_on_policy
-from alpaca_ppo.models.state_reader import StateReader, all_decoder_layers, captured_outputs
+from alpaca_ppo.models.state_reader import StateReader, captured_outputs, decoder_layers
 from alpaca_ppo.models.trial import Trial, fit_rows
 from alpaca_ppo.registry import CRITIC_HEADS
 
@@ -116,19 +116,16 @@ def with_chosen_layout(args: PPOConfig, model: ActorCritic) -> PPOConfig:
     return replace(args, critic_layout=layout)
 
 
-def _choose_layout(
-    policy: PreTrainedModel, critic_start: ModelSource | None, args: PPOConfig
-) -> Literal["separate", "cached"]:
+def _choose_layout(policy: PreTrainedModel, critic_start: ModelSource | None, args: PPOConfig) -> str:
     """The critic's layout for `critic_layout: auto`; a ValueError if options ask for another than `critic_start`."""
     options, names = options_of(PPOConfig), ("load_in_4bit", "critic_layers", "critic_width", "critic_depth")
     asked = [name for name in names if getattr(args, name) != options[name].default]
     if isinstance(critic_start, str) and has_reader(critic_start):
         return "cached"
     if critic_start is not None and asked:
-        raise ValueError(
-            f"{asked[0]} is {getattr(args, asked[0])}, which asks for a cached critic, but the critic starts from "
-            f"{name_of(critic_start)}, which is none; leave value_model and init_value_with_reward out, or {asked[0]}"
-        )
+        problem = f"{asked[0]} is {getattr(args, asked[0])}, which asks for a cached critic, but the critic starts from"
+        remedy = f"leave value_model and init_value_with_reward out, or {asked[0]}"
+        raise ValueError(f"{problem} {name_of(critic_start)}, which is none; {remedy}")
     if asked:
         return "cached"
     if critic_start is not None or states_problem(policy) is not None:
@@ -136,13 +133,13 @@ def _choose_layout(
     with torch.device("meta"):
         reader = _make_reader(args)(policy)
     reader_weights = sum(parameter.numel() for parameter in reader.parameters())
-    layer_weights = sum(parameter.numel() for layer in all_decoder_layers(policy) for parameter in layer.parameters())
+    layer_weights = sum(parameter.numel() for layer in decoder_layers(policy) for parameter in layer.parameters())
     return "cached" if layer_weights >= LAYERS_TO_READER * reader_weights else "separate"
 
 
 def _try_states(model: PreTrainedModel) -> str | None:
     """Why no critic can read the states of `model`, or None."""
-    layers, size = all_decoder_layers(model), model.config.get_text_config().hidden_size
+    layers, size = decoder_layers(model), model.config.get_text_config().hidden_size
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     with captured_outputs(layers) as outputs:
         model.base_model(input_ids=ids, use_cache=False)
@@ -187,7 +184,7 @@ def make_actor_critic(
     critic_start = _critic_start(value_model, reward_funcs, args)
     policy = _load_policy(model, peft_config, args)
     language_model = policy.model if isinstance(policy, AdapterSet) else policy
-    layout = args.critic_layout if args.uses_critic else None
+    layout: str | None = args.critic_layout if args.uses_critic else None
     if layout == "auto":
         layout = _choose_layout(language_model, critic_start, args)
     if layout == "cached" and (problem := states_problem(language_model)) is not None:

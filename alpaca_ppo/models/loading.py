@@ -26,10 +26,8 @@ from alpaca_ppo.models.policy import disable_dropout
 from alpaca_ppo.saved_models import loading, remote_code
 
 ModelSource: TypeAlias = str | PreTrainedModel | PeftModel  # a folder, a hub id, or a model in memory
-LOADING_REMEDY = (
-    "check model_name_or_path, reference, value_model_name_or_path, teacher_model_name_or_path: "
-    "a folder with safetensors, or a hub id"
-)
+_OPTIONS = "model_name_or_path, reference, value_model_name_or_path, teacher_model_name_or_path"
+LOADING_REMEDY = f"check {_OPTIONS}: a folder with safetensors, or a hub id"
 
 
 def load_causal_lm(
@@ -179,10 +177,8 @@ def check_lengths(config: Any, lengths: Mapping[str, int], *, owner: str = "mode
         switch = _switch_length(rope, text)
         # The model does not read a response's last token.
         if switch is not None and total - 1 > switch:
-            raise ValueError(
-                f"rows of {total} tokens cross {switch}, where the rotary frequencies of the {owner} "
-                f"({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}"
-            )
+            problem = f"rows of {total} tokens cross {switch}, where the rotary frequencies of the {owner}"
+            raise ValueError(f"{problem} ({config.model_type}) change; lower {' + '.join(lengths)} to {switch + 1}")
     # Models whose attention is biased by distance, such as BLOOM, have no such limit.
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and total > limit:
@@ -214,9 +210,8 @@ def check_token_ids(model: PreTrainedModel, tokenizer: Any, owner: str = "the to
         # The last token of Gemma 3's tokenizer represents an image; its text-only models have no embedding for it.
         unused = i in added and added[i].special and i not in in_use and token not in str(tokenizer.chat_template)
         if i >= embeddings and not unused:
-            raise ValueError(
-                f"{owner} has {token!r} (id {i}), but the model has {embeddings} embeddings; take the model's tokenizer"
-            )
+            problem = f"{owner} has {token!r} (id {i}), but the model has {embeddings} embeddings"
+            raise ValueError(f"{problem}; take the model's tokenizer")
 
 
 def check_same_tokenizer(
@@ -238,7 +233,6 @@ def check_same_tokenizer(
     different = [(number, token) for token, number in policy_vocabulary if token_of.get(number, token) != token]
     if different:
         number, token = min(different)
-        raise ValueError(
-            f"{field} {model!r} has another tokenizer than the policy: {len(different)} ids stand for other tokens, "
-            f"{number} for {token_of[number]!r} instead of {token!r}; {remedy}"
-        )
+        first = f"{number} for {token_of[number]!r} instead of {token!r}"
+        problem = f"has another tokenizer than the policy: {len(different)} ids stand for other tokens, {first}"
+        raise ValueError(f"{field} {model!r} {problem}; {remedy}")

@@ -101,9 +101,7 @@ def _attention(
         return underlying(module, *args, **kwargs)
     query, key, value, *_ = args
     get = kwargs.get
-    settings = AttentionSettings(
-        scaling=get("scaling"), sliding_window=get("sliding_window"), softcap=get("softcap"), sinks=get("s_aux")
-    )
+    settings = AttentionSettings(get("scaling"), get("sliding_window"), get("softcap"), get("s_aux"))
     return packing.attend(module, query, key, value, settings), None
 
 
@@ -151,8 +149,8 @@ def dense_attention(
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    if sinks is not None:
-        weights = weights[..., :-1]
+    # Without those of the sinks.
+    weights = weights[..., : key.size(2)]
     return weights.to(value.dtype) @ _repeated(value, groups)
 
 
@@ -183,15 +181,6 @@ def sequence_keywords(backbone: nn.Module, packed: PackedRows) -> dict[str, Any]
     return {"position_ids": packed.position_ids, **flash}
 
 
-class _KernelRows(NamedTuple):
-    """What torch's kernel is told of the rows."""
-
-    key_columns: Tensor | None  # None = the kernel reads each key once, in order
-    query_ends: Tensor  # cumulative lengths
-    key_ends: Tensor
-    longest_query: int
-
-
 class PackedSequences:
     """The `packing` of rows in one sequence, whose tokens see what `spans` say."""
 
@@ -202,7 +191,9 @@ class PackedSequences:
         self._batches = [list(rows) for _, rows in groupby(self.spans, key=lambda span: span[1:])]
         self._prefix_starts = {span.prefix_start for span in self.spans if span.prefix_length}
         self._masks: dict[int | None, Tensor] = {}
-        self._kernel_rows: _KernelRows | None = None
+        # What the kernel is told: the columns of the keys, or None if it reads each key once, in order; and the
+        # cumulative lengths of queries and keys, and the longest of each.
+        self._kernel_rows: tuple[Tensor | None, tuple[Tensor, Tensor, int, int]] | None = None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings
@@ -250,34 +241,30 @@ class PackedSequences:
         `key` (T, kv_heads, d) and `value` (T, kv_heads, width <= d).
         """
         if self._kernel_rows is None:
-            self._kernel_rows = self._prepare_kernel(query.device)
-        rows = self._kernel_rows
-        if rows.key_columns is not None:
-            key, value = key[rows.key_columns], value[rows.key_columns]
+            query_ends = key_ends = _cumulative([span.length for span in self.spans], query.device)
+            key_columns = None
+            if any(span.prefix_length for span in self.spans):
+                columns = []
+                for span in self.spans:
+                    columns.append(torch.arange(span.prefix_start, span.prefix_start + span.prefix_length))
+                    columns.append(torch.arange(span.start, span.start + span.length))
+                key_columns = torch.cat(columns).to(query.device)
+                key_ends = _cumulative([span.prefix_length + span.length for span in self.spans], query.device)
+            longest_query = max(span.length for span in self.spans)
+            self._kernel_rows = key_columns, (query_ends, key_ends, longest_query, self.longest)
+        key_columns, lengths = self._kernel_rows
+        if key_columns is not None:
+            key, value = key[key_columns], value[key_columns]
         # The kernel takes one width; multi-head latent attention has values that are narrower than its keys.
         width = value.size(-1)
         if width < query.size(-1):
             value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
-        lengths = (rows.query_ends, rows.key_ends, rows.longest_query, self.longest)
         before_and_after = (-1 if window is None else window - 1, 0)
         grouped = query.size(1) != key.size(1)
         out: Any = varlen.varlen_attn(
             query, key, value, *lengths, scale=scaling, window_size=before_and_after, enable_gqa=grouped
         )
         return out[..., :width]
-
-    def _prepare_kernel(self, device: torch.device) -> _KernelRows:
-        query_ends = key_ends = _cumulative([span.length for span in self.spans], device)
-        longest = max(span.length for span in self.spans)
-        key_columns = None
-        if any(span.prefix_length for span in self.spans):
-            columns = []
-            for span in self.spans:
-                columns.append(torch.arange(span.prefix_start, span.prefix_start + span.prefix_length))
-                columns.append(torch.arange(span.start, span.start + span.length))
-            key_columns = torch.cat(columns).to(device)
-            key_ends = _cumulative([span.prefix_length + span.length for span in self.spans], device)
-        return _KernelRows(key_columns=key_columns, query_ends=query_ends, key_ends=key_ends, longest_query=longest)
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -267,11 +267,9 @@ def use_update_mode(backbone: PreTrainedModel) -> None:
             problem = "it draws random numbers"
     if problem is not None:
         in_train_mode = {type(module).__name__: None for module in backbone.modules() if module.training}
-        raise ValueError(
-            f"in an update, {' or '.join(in_train_mode) or 'the code'} of {type(backbone).__name__} does not compute "
-            f"what the sampler does: {problem}; remove that from it, or set gradient_checkpointing: false if that "
-            "needs train mode"
-        )
+        part = f"{' or '.join(in_train_mode) or 'the code'} of {type(backbone).__name__}"
+        remedy = "remove that from it, or set gradient_checkpointing: false if that needs train mode"
+        raise ValueError(f"in an update, {part} does not compute what the sampler does: {problem}; {remedy}")
 
 
 def _reached_by_gradient(backbone: PreTrainedModel) -> set[Tensor]:

@@ -100,7 +100,7 @@ def load_critic(folder: str, *, trust_remote_code: bool = False, arguments: Mapp
     else:
         backbone = load(AutoModel, folder)
     disable_dropout(backbone)
-    return Critic(head, backbone, reader=_load_reader(folder, backbone))
+    return Critic(head, backbone, reader=_load_reader(folder, backbone) if has_reader(folder) else None)
 
 
 def _load_head(folder: str) -> CriticHead:
@@ -116,10 +116,8 @@ def _load_head(folder: str) -> CriticHead:
     return head
 
 
-def _load_reader(folder: str, backbone: PreTrainedModel) -> StateReader | None:
-    """The reader in a critic's folder, if there is one, for the layers of `backbone`; raises as `load_critic`."""
-    if not has_reader(folder):
-        return None
+def _load_reader(folder: str, backbone: PreTrainedModel) -> StateReader:
+    """The reader in a critic's folder that `has_reader`, for the layers of `backbone`; raises as `load_critic`."""
     with loading(f"no critic can be loaded from {folder!r}", folder, _REMEDY):
         reader = StateReader(backbone, **json.loads((Path(folder) / READER_SETTINGS).read_text(encoding="utf-8")))
         reader.load_state_dict(load_file(Path(folder) / READER_WEIGHTS))
@@ -136,9 +134,8 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
     """
     options: Any = {"trust_remote_code": args.trust_remote_code, "arguments": args.model_init_kwargs}
     if has_adapter(value_model):
-        raise ValueError(
-            f"value_model {name_of(value_model)!r} is an adapter; set critic_layout: adapter, or merge it into its base"
-        )
+        remedy = "set critic_layout: adapter, or merge it into its base"
+        raise ValueError(f"value_model {name_of(value_model)!r} is an adapter; {remedy}")
     if isinstance(value_model, str) and is_critic_folder(value_model):
         start: Any = load_critic(value_model, **options)
     else:
@@ -153,9 +150,8 @@ def load_value_model(value_model: ModelSource, policy: PreTrainedModel, args: PP
     vocabulary, needed = language_model.config.get_text_config().vocab_size, policy.config.get_text_config().vocab_size
     # Larger is fine: models of one tokenizer pad their embeddings differently.
     if vocabulary < needed:
-        raise ValueError(
-            f"the critic's vocabulary ({vocabulary}) is smaller than the policy's ({needed}); start it from another"
-        )
+        problem = f"the critic's vocabulary ({vocabulary}) is smaller than the policy's ({needed})"
+        raise ValueError(f"{problem}; start it from another")
     return start.requires_grad_(True)
 
 
@@ -175,22 +171,21 @@ def start_on_policy(built: ActorCritic, value_model: ModelSource, args: PPOConfi
         and is_adapter(value_model) == (adapters is not None)
         and has_reader(value_model) == (built.critic.reader is not None)
     ):
-        raise ValueError(
-            f"value_model {name_of(value_model)!r} is not the final/value of a run with critic_layout "
-            f"{layout!r} and {'adapters' if adapters else 'no adapters'}; use one, or leave value_model out"
-        )
+        run = f"a run with critic_layout {layout!r} and {'adapters' if adapters else 'no adapters'}"
+        problem = f"value_model {name_of(value_model)!r} is not the final/value of {run}"
+        raise ValueError(f"{problem}; use one, or leave value_model out")
     head = _load_head(value_model)
     built.critic.head.check_like(head)
     built.critic.head.load_state_dict(head.state_dict())
-    if built.critic.reader is not None and (reader := _load_reader(value_model, built.policy.model)) is not None:
+    if built.critic.reader is not None:
+        reader = _load_reader(value_model, built.policy.model)
         built.critic.reader.check_like(reader)
         built.critic.reader.load_state_dict(reader.state_dict())
     if adapters is not None and built.critic.has_adapter:
         adapters.load(VALUE, "value_model", value_model, read_value_adapter(value_model), trainable=True)
     elif different := _differences_from_policy(value_model, built.policy, args):
-        raise ValueError(
-            f"value_model {value_model!r} reads another policy ({different[0]} differs); take final/policy beside it"
-        )
+        problem = f"value_model {value_model!r} reads another policy ({different[0]} differs)"
+        raise ValueError(f"{problem}; take final/policy beside it")
 
 
 def _differences_from_policy(value_model: str, policy: Policy, args: PPOConfig) -> list[str]:

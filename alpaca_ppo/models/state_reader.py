@@ -5,7 +5,7 @@ part of one of the policy.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -66,10 +66,9 @@ class StateReader(nn.Module):
     def check_like(self, saved: "StateReader") -> None:
         """Raises a `ValueError` if this reader cannot take the weights of `saved`."""
         if saved.settings() != self.settings():
-            raise ValueError(
-                f"the critic has critic_layers, critic_width and critic_depth {[*saved.settings().values()]}, the "
-                f"options are {[*self.settings().values()]}; set the same"
-            )
+            has, needed = [*saved.settings().values()], [*self.settings().values()]
+            problem = f"the critic has critic_layers, critic_width and critic_depth {has}, the options are {needed}"
+            raise ValueError(f"{problem}; set the same")
 
     def forward(self, states: Tensor, rows: PackedRows) -> Tensor:
         """Its states (N, width) for those of the policy, (N, layers, H), before the N response tokens of `rows`."""
@@ -83,22 +82,18 @@ class StateReader(nn.Module):
         return read[rows.rows, columns]
 
 
-def decoder_layers(model: Any, numbers: Sequence[int]) -> list[nn.Module]:
-    """The layers of a language model with these `numbers`, from 1. Raises a ValueError if it does not have them."""
+def decoder_layers(model: Any, numbers: Sequence[int] | None = None) -> list[nn.Module]:
+    """The layers of a language model with these `numbers`, from 1, or all. Raises a ValueError if it does not have
+    them.
+    """
     count = model.config.get_text_config().num_hidden_layers
     stack = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
+    numbers = range(1, count + 1) if numbers is None else numbers
     if stack is None or not set(numbers) <= set(range(1, len(stack) + 1)):
-        raise ValueError(
-            f"critic_layers is {list(numbers)}, but {type(model).__name__} has "
-            f"{'no list of its layers' if stack is None else f'the layers 1 to {len(stack)}'}; name others, or choose "
-            "another critic_layout"
-        )
+        layers = "no list of its layers" if stack is None else f"the layers 1 to {len(stack)}"
+        problem = f"critic_layers is {list(numbers)}, but {type(model).__name__} has {layers}"
+        raise ValueError(f"{problem}; name others, or choose another critic_layout")
     return [stack[number - 1] for number in numbers]
-
-
-def all_decoder_layers(model: Any) -> list[nn.Module]:
-    """Returns all layers of a language model, as `decoder_layers`."""
-    return decoder_layers(model, range(1, model.config.get_text_config().num_hidden_layers + 1))
 
 
 @contextmanager
@@ -109,9 +104,7 @@ def captured_outputs(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:
         found.append(output if torch.is_tensor(output) else output[0])
 
-    hooks = [module.register_forward_hook(keep) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(keep))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
