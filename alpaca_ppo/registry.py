@@ -55,10 +55,8 @@ class Registry(Generic[T]):
     def check(self, name: str, *, field: str | None = None) -> None:
         """Raises a `ValueError` if `name` is not registered; `field` is another option with the same valid names."""
         if name not in self.traits:
-            raise ValueError(
-                f"{field or self.field} is {name!r}; choose one of {', '.join(self.names)}, or register your own and "
-                "add its file to import_modules"
-            )
+            problem = f"{field or self.field} is {name!r}; choose one of {', '.join(self.names)}"
+            raise ValueError(f"{problem}, or register your own and add its file to import_modules")
 
     def implement(self, name: str) -> Callable[[T], T]:
         """A decorator that attaches code to the declared `name`."""

@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.parser import parse_args, read_preset
@@ -59,32 +58,24 @@ def migrate(argv: Sequence[str]) -> int:
 def estimate_memory(argv: Sequence[str]) -> int:
     """Prints the estimated memory of a run of `train`, or, after their names, of `sft` or `reward`."""
     supervised = {"sft": SFTArguments, "reward": RewardModelArguments}
+    prog = "alpaca-ppo estimate-memory"
     if argv and argv[0] in supervised:
-        result, as_json = _estimate_of_supervised(argv[0], supervised[argv[0]], argv[1:])
+        from transformers import TrainingArguments
+
+        types = [DeviceArguments, supervised[argv[0]], SupervisedLoraArguments, TrainingArguments]
+        # Or transformers would refuse bf16 on a machine without a GPU, where nothing runs.
+        given = parse_args(types, [*argv[1:], "--use_cpu"], prog=f"{prog} {argv[0]}")
+        say_loading()
+        from alpaca_ppo.estimate_memory.supervised import estimate_training
+
+        result = estimate_training(*given)
     else:
-        result, as_json = _estimate_of_train(argv)
+        given = parse_args([EstimateArguments, LoraArguments, PPOConfig], argv, prog=prog)
+        say_loading()
+        from alpaca_ppo.estimate_memory.estimator import estimate
+
+        result = estimate(*given)
     from alpaca_ppo.estimate_memory.estimator import table
 
-    print(json.dumps(result, indent=2) if as_json else table(result))
+    print(json.dumps(result, indent=2) if given[0].json else table(result))
     return 0
-
-
-def _estimate_of_train(argv: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    types = [EstimateArguments, LoraArguments, PPOConfig]
-    script, lora, args = parse_args(types, argv, prog="alpaca-ppo estimate-memory")
-    say_loading()
-    from alpaca_ppo.estimate_memory.estimator import estimate
-
-    return estimate(script, lora, args), script.json
-
-
-def _estimate_of_supervised(command: str, arguments: type, argv: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    from transformers import TrainingArguments
-
-    types = [DeviceArguments, arguments, SupervisedLoraArguments, TrainingArguments]
-    # Or transformers would refuse bf16 on a machine without a GPU, where nothing runs.
-    device, *given = parse_args(types, [*argv, "--use_cpu"], prog=f"alpaca-ppo estimate-memory {command}")
-    say_loading()
-    from alpaca_ppo.estimate_memory.supervised import estimate_training
-
-    return estimate_training(device, *given), device.json

@@ -12,7 +12,7 @@ from alpaca_ppo.config.fields import argument, options_of
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import MEASURED, LoraArguments, ScriptArguments
+from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.evaluation.results import results_text
 from alpaca_ppo.library_output import say_loading
 
@@ -42,7 +42,11 @@ class EvaluateArguments(ScriptArguments):
     """Replace the results of an earlier evaluation in results_dir."""
 
     required = (("model", "model_name_or_path"),)
-    needed_objects = MEASURED
+    # Those on which the evaluation of a given model depends.
+    needed_objects = frozenset({
+        "trainer_class", "eval_dataset", "reward_funcs", "metric_funcs", "reward_processing_classes",
+        "metric_processing_classes", "ref_model", "reference", "tools", "environment_factory", "tool_call_parser",
+    })  # fmt: skip
 
 
 def evaluation_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,11 +59,6 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     if given == {"num_processes": 1}:
         return None, rest
     config = given.pop("accelerate_config", "ddp")
-    return _accelerate_flags(config, given), rest
-
-
-def _accelerate_flags(config: str, given: Mapping[str, object]) -> list[str]:
-    """The flags of `accelerate launch` for an `accelerate_config` and the other `LaunchArguments` that were given."""
     if config not in _CONFIGS and not os.path.isfile(config):
         raise ValueError(
             f"--accelerate_config is {config!r}, neither a file nor one of {', '.join(_CONFIGS)};"
@@ -85,7 +80,7 @@ def _accelerate_flags(config: str, given: Mapping[str, object]) -> list[str]:
     if needs_port and content.get("distributed_type") != "NO":
         # 0 is any free port, because another run on this machine may have Accelerate's default.
         flags += ["--main_process_port", "0"]
-    return flags
+    return flags, rest
 
 
 def launch(flags: Sequence[str], words: Sequence[str]) -> int:

@@ -26,7 +26,6 @@ _OBJECT_ARGUMENTS = {"model", "ref_model", "environment_factory", "tools", "tool
 # Those of the command line that stand for the run's.
 _OVERRIDES = ("prompt_template", "user_template", "system_prompt", "prompt_column", "reference", "seed")
 # Options of a run that do not apply: nothing is scored, and a single process samples, without a server.
-_LEFT_OUT_GROUPS = ("Evaluation", "Rewards")
 _LEFT_OUT = (
     *("generation_backend", "vllm_python", "vllm_urls", "vllm_dtype", "vllm_gpu_memory_utilization", "vllm_args"),
     *("deepspeed", "fsdp", "max_tokens_per_micro_batch"),
@@ -34,10 +33,10 @@ _LEFT_OUT = (
 )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="alpaca-ppo sample", description="Shows what a policy answers, beside its reference.", allow_abbrev=False
-    )
+def sample(argv: Sequence[str]) -> int:
+    """Prints the answers of the policy, and of its reference if there is one."""
+    description = "Shows what a policy answers, beside its reference."
+    parser = argparse.ArgumentParser(prog="alpaca-ppo sample", description=description, allow_abbrev=False)
     add = parser.add_argument
     add("model", help="a run's output_dir, or a model: a folder, an adapter's folder or a hub id")
     add("--reference", metavar="MODEL", help="to compare with, or none (default: the run's)")
@@ -54,12 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, help="0 = the likeliest token (default: the run's, or 1)")
     add("--seed", type=int, help="of the random numbers (default: the run's)")
     add("--trust_remote_code", action="store_true", help="run code that comes with a model")
-    return parser
-
-
-def sample(argv: Sequence[str]) -> int:
-    """Prints the answers of the policy, and of its reference if there is one."""
-    given = _parser().parse_args(argv)
+    given = parser.parse_args(argv)
     for name in ("num_prompts", "max_new_tokens"):
         if (count := getattr(given, name)) is not None and count < 1:
             raise ValueError(f"--{name} is {count}; give at least 1")
@@ -95,7 +89,7 @@ def sample(argv: Sequence[str]) -> int:
 def _configuration(given: argparse.Namespace, run: Mapping[str, Any], output_dir: str) -> PPOConfig:
     """The options of the run that affect an answer, under those of the command line."""
     options = options_of(PPOConfig)
-    groups, names = [*_LEFT_OUT_GROUPS], [*_LEFT_OUT]
+    groups, names = ["Evaluation", "Rewards"], [*_LEFT_OUT]
     if not any(run.get(name) for name in _OBJECT_OPTIONS):
         groups.append("Environments")
     if given.prompt_template:

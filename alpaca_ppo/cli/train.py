@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 from alpaca_ppo.cli.launch import LaunchArguments, launch, split_flags
 from alpaca_ppo.config import TRAINING_ARGUMENTS, LoraArguments
@@ -38,29 +39,24 @@ def train(argv: Sequence[str]) -> int:
 
 def sft(argv: Sequence[str]) -> int:
     """Fine-tunes a causal language model."""
-    _print_help_if_asked([SFTArguments, LoraArguments], "alpaca-ppo sft", argv)
-    say_loading()
-    from alpaca_ppo.supervised.sft import train_sft
-
-    train_sft(argv)
-    return 0
+    return _train_supervised(argv, "alpaca-ppo sft", SFTArguments, "sft:train_sft")
 
 
 def reward(argv: Sequence[str]) -> int:
     """Trains a reward model on preference pairs."""
-    _print_help_if_asked([RewardModelArguments, LoraArguments], "alpaca-ppo reward", argv)
-    say_loading()
-    from alpaca_ppo.supervised.reward_model import train_reward_model
-
-    train_reward_model(argv)
-    return 0
+    return _train_supervised(argv, "alpaca-ppo reward", RewardModelArguments, "reward_model:train_reward_model")
 
 
-def _print_help_if_asked(types: Sequence[type], prog: str, argv: Sequence[str]) -> None:
-    """If `argv` asks for the help, prints it and exits, without importing transformers, which takes seconds."""
+def _train_supervised(argv: Sequence[str], prog: str, arguments: type, function: str) -> int:
+    """Calls a function of `supervised`, named as module:function, with `argv`. If that asks for the help, prints it and
+    exits, without importing transformers, which takes seconds.
+    """
     if {"--help", "-h"} & set(argv):
         epilog = "Every field of transformers.TrainingArguments is an option too; --help-all describes them."
-        parse_options(types, ["--help"], prog=prog, epilog=epilog)
+        parse_options([arguments, LoraArguments], ["--help"], prog=prog, epilog=epilog)
+    say_loading()
+    resolve_name(f"alpaca_ppo.supervised.{function}")(argv)
+    return 0
 
 
 def run_training(argv: Sequence[str] | None = None) -> dict[str, float]:

@@ -77,7 +77,15 @@ def check_combinations(config: Any) -> None:
         problem = f"dynamic_sampling is {config.dynamic_sampling}, but judges prompts by scores, without the teacher"
         raise ValueError(f"{problem}; set it to 0, or teacher_model_name_or_path to null")
     if is_server(teacher):
-        _check_teacher_server(config, teacher)
+        check_url("teacher_model_name_or_path", teacher)
+        if config.temperature != 1:
+            problem = "but a teacher behind a server gives log-probs of temperature 1"
+            remedy = "set temperature: 1, or name the teacher's folder"
+            raise ValueError(f"temperature is {config.temperature}, {problem}; {remedy}")
+        for name, default in {"teacher_dtype": "float32", "teacher_offloaded": False}.items():
+            if (value := getattr(config, name)) != default:
+                problem = "but the teacher is behind a server, which keeps its weights"
+                raise ValueError(f"{name} is {value}, {problem}; leave it out")
     if config.load_in_4bit and config.generation_backend == "vllm":
         raise ValueError("load_in_4bit is True, but generation_backend vllm gets whole weights; set it to auto")
     if config.stop_at is not None:
@@ -86,20 +94,6 @@ def check_combinations(config: Any) -> None:
             raise ValueError(f"stop_at is {shown(config.stop_at)}, but eval_steps is {config.eval_steps}; set it to 10")
     if config.eval_opponent == "reference" and config.reference == "none":
         raise ValueError("eval_opponent is 'reference', but reference is 'none'; set reference, or compare with a file")
-
-
-def _check_teacher_server(config: Any, url: str) -> None:
-    check_url("teacher_model_name_or_path", url)
-    if config.temperature != 1:
-        raise ValueError(
-            f"temperature is {config.temperature}, but a teacher behind a server gives log-probs of temperature 1; "
-            "set temperature: 1, or name the teacher's folder"
-        )
-    for name, default in {"teacher_dtype": "float32", "teacher_offloaded": False}.items():
-        if (value := getattr(config, name)) != default:
-            raise ValueError(
-                f"{name} is {value}, but the teacher is behind a server, which keeps its weights; leave it out"
-            )
 
 
 def _check_learning(config: Any) -> None:

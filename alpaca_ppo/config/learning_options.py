@@ -22,11 +22,6 @@ _FIXED_SUPPORT = when_trait(CRITIC_HEADS, "fixed_support")
 _CACHED = (_CRITIC, when("critic_layout", "auto", "cached"))
 _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
-CRITIC_RATE_RATIO = 3
-"""The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
-CACHED_CRITIC_RATE = 3e-4
-"""The default learning rate of a critic that is a small transformer of its own."""
-
 HAS_WARMUP = unless("lr_scheduler_type", "constant")
 WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 CriticEpochs = Annotated[int, Field(ge=1)] | Literal["auto"]

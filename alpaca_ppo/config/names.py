@@ -131,12 +131,11 @@ def path_problem(name: str, *, what: Literal["folder", "file"] = "folder") -> st
 
 def _similar_path(name: str, what: str) -> str:
     """`did_you_mean` of the folders beside `name`, or of files and folders if `what` is file."""
-    try:
-        siblings = [path for path in sorted(Path(name).parent.iterdir()) if path.is_dir() or what == "file"]
     # ValueError for a name that no file can have.
-    except (OSError, ValueError):
-        siblings = []
-    return did_you_mean(str(Path(name)), map(str, siblings))
+    with suppress(OSError, ValueError):
+        siblings = [path for path in sorted(Path(name).parent.iterdir()) if path.is_dir() or what == "file"]
+        return did_you_mean(str(Path(name)), map(str, siblings))
+    return ""
 
 
 def did_you_mean(word: str, known: Iterable[str], *, likeness: float = 0.75, prefix: str = "") -> str:

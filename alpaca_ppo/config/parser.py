@@ -73,27 +73,6 @@ def parse_options(
     options = {name: option for cls in dataclass_types for name, option in options_of(cls).items()}
     flags = _split_flags(sys.argv[1:] if argv is None else argv, options)
     given = {name: flag_value(options[name], words) for name, words in flags if name in options}
-    values, files = _read_sources(flags, options)
-    # A command without script arguments, such as `export`, needs only the models of a run.
-    script_type = next((cls for cls in dataclass_types if issubclass(cls, ScriptArguments)), ModelArguments)
-    check_run_files(files, given=given, needed=script_type.needed_objects)
-    _update(values, given)
-    if "import_modules" in values:
-        options["import_modules"].check(values["import_modules"])
-        import_modules(values["import_modules"] or [])
-    if asked := [flag for flag, _ in flags if flag in ("help", "help_all")]:
-        print(_help(options, prog, epilog, common if asked[-1] == "help" else ()))
-        sys.exit(0)
-    _check_flags(flags, options)
-    instances = [cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types]
-    presets = tuple(words[0] for flag, words in flags if flag == "preset")
-    return ParsedOptions(tuple(instances), presets, files)
-
-
-def _read_sources(
-    flags: Sequence[tuple[str, list[str]]], options: Mapping[str, Option]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The values in all files and presets, of which later ones win, and the mapping in each file."""
     values: dict[str, Any] = {}
     files: dict[str, dict[str, Any]] = {}
     for flag, words in flags:
@@ -104,14 +83,23 @@ def _read_sources(
             _update(values, _file_values(files[words[0]], options, f"the --config file {words[0]}"))
         elif flag == "preset":
             _update(values, _file_values(read_preset(words[0]), options, f"the preset {words[0]}"))
-    return values, files
-
-
-def _check_flags(flags: Sequence[tuple[str, list[str]]], options: Mapping[str, Option]) -> None:
+    # A command without script arguments, such as `export`, needs only the models of a run.
+    script_type = next((cls for cls in dataclass_types if issubclass(cls, ScriptArguments)), ModelArguments)
+    check_run_files(files, given=given, needed=script_type.needed_objects)
+    _update(values, given)
+    if "import_modules" in values:
+        options["import_modules"].check(values["import_modules"])
+        import_modules(values["import_modules"] or [])
+    if asked := [flag for flag, _ in flags if flag in ("help", "help_all")]:
+        print(_help(options, prog, epilog, common if asked[-1] == "help" else ()))
+        sys.exit(0)
     if unknown := {flag: " ".join(words) for flag, words in flags if flag not in {*options, *_SOURCES}}:
         problem = f"unknown command-line arguments: {', '.join(unknown)}; --help-all lists the valid ones"
         valid = [*_valid_names(options, unknown), *_SOURCES]
         raise ValueError(f"{problem}\n{explain_names(unknown, valid, CONFIG_SECTIONS)}")
+    instances = [cls(**{name: values[name] for name in options_of(cls) if name in values}) for cls in dataclass_types]
+    presets = tuple(words[0] for flag, words in flags if flag == "preset")
+    return ParsedOptions(tuple(instances), presets, files)
 
 
 def _valid_names(options: Mapping[str, Option], given: Collection[str]) -> list[str]:

@@ -14,15 +14,13 @@ from pydantic import JsonValue
 
 from alpaca_ppo.config.checks import check_combinations
 from alpaca_ppo.config.fields import argument, when
-from alpaca_ppo.config.learning_options import (
-    CACHED_CRITIC_RATE,
-    CRITIC_RATE_RATIO,
-    HAS_WARMUP,
-    LearningOptions,
-    WarmupSteps,
-    chosen_rate,
-)
+from alpaca_ppo.config.learning_options import HAS_WARMUP, LearningOptions, WarmupSteps, chosen_rate
 from alpaca_ppo.registry import ADV_ESTIMATORS
+
+CRITIC_RATE_RATIO = 3
+"""The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
+CACHED_CRITIC_RATE = 3e-4
+"""The default learning rate of a critic that is a small transformer of its own."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,6 @@ from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.fields import CheckedArguments, argument, check_needs, when
 from alpaca_ppo.config.names import check_model_name, check_url, is_server
 
-MODELS = frozenset({"model", "value_model", "peft_config"})
-"""The arguments of `PPOTrainer` on which a run's weights depend."""
-MEASURED = frozenset({
-    "trainer_class", "eval_dataset", "reward_funcs", "metric_funcs", "reward_processing_classes",
-    "metric_processing_classes", "ref_model", "reference", "tools", "environment_factory", "tool_call_parser",
-})  # fmt: skip
-"""The arguments of `PPOTrainer` on which the evaluation of a given model depends."""
 RESERVE_GIB = 1.0
 """GiB of an accelerator's memory that tensors cannot use: CUDA context, kernel workspaces, fragmentation."""
 
@@ -113,7 +106,8 @@ class ModelArguments(ScriptArguments):
     """`ScriptArguments` for commands that load the models only."""
 
     required = (("model_name_or_path",),)
-    needed_objects = MODELS
+    # Those on which a run's weights depend.
+    needed_objects = frozenset({"model", "value_model", "peft_config"})
 
 
 @dataclass(frozen=True)

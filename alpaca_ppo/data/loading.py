@@ -59,10 +59,15 @@ def load_eval_datasets(script_args: Any) -> Dataset | dict[str, Dataset] | None:
         for entry in script_args.eval_datasets:
             name, _, source = entry.partition("=")
             if not name or not source or name in eval_datasets:
-                raise ValueError(
-                    f"eval_datasets has {entry!r}; write set=dataset, each set once: gsm8k=openai/gsm8k:main@test"
-                )
-            eval_datasets[name] = _load_eval_dataset(source)
+                remedy = "write set=dataset, each set once: gsm8k=openai/gsm8k:main@test"
+                raise ValueError(f"eval_datasets has {entry!r}; {remedy}")
+            split, config = "", ""
+            # The path of a file may contain @ and :.
+            if not os.path.exists(source) and "@" in source:
+                source, _, split = source.rpartition("@")
+            if not os.path.exists(source):
+                source, _, config = source.partition(":")
+            eval_datasets[name] = load_prompt_dataset(source, split=split or None, config_name=config or None)
         return eval_datasets
     split = script_args.dataset_test_split
     if script_args.eval_dataset_name:
@@ -82,17 +87,6 @@ def unformatted(dataset: Dataset) -> Dataset:
 def columns_of(dataset: Dataset) -> list[str]:
     """The columns of the rows of `dataset`, which a function that transforms rows may make or drop."""
     return [*dataset[:1]] if dataset.format["type"] == "custom" else dataset.column_names
-
-
-def _load_eval_dataset(source: str) -> Dataset:
-    """Returns the dataset of an entry of `eval_datasets`: dataset, dataset@split or dataset:config@split."""
-    name, split, config = source, "", ""
-    # The path of a file may contain @ and :.
-    if not os.path.exists(name) and "@" in name:
-        name, _, split = name.rpartition("@")
-    if not os.path.exists(name):
-        name, _, config = name.partition(":")
-    return load_prompt_dataset(name, split=split or None, config_name=config or None)
 
 
 def _load(name: str, config_name: str | None) -> DatasetDict:

@@ -135,7 +135,14 @@ def prepare_prompts(
             malformed, overlong under "error", or does not fit the others or the chat template; if none is left.
     """
     assert query_len >= 1 and overlong in ("drop", "truncate", "error")
-    _check_dataset(dataset)
+    if not isinstance(dataset, Dataset) or len(dataset) == 0:
+        found = "empty" if isinstance(dataset, Dataset) else f"a {type(dataset).__name__}"
+        raise ValueError(
+            f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, of a stream "
+            "Dataset.from_list(list(stream.take(10000)), features=stream.features)"
+        )
+    if images := [name for name in columns_of(dataset) if name in _NOT_TEXT]:
+        raise ValueError(f"the dataset has a column {images[0]!r}, but the policy reads only text; remove or rename it")
     dataset = unformatted(dataset)
     form = (form or PromptForm()).resolved(columns_of(dataset), chat=bool(tokenizer.chat_template))
     json_columns = frozenset(name for name, feature in dataset.features.items() if "Json(" in str(feature))
@@ -151,8 +158,20 @@ def prepare_prompts(
         columns = dataset[start : start + _CHUNK]
         digest.update(json.dumps(columns, sort_keys=True, default=_json_value).encode())
         rows = [form.own_options(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-        prompts, options = _prompts_of_rows(rows, start, form, tools_of, kind, tokenizer)
-        kind = type(prompts[0])
+        prompts: list[Any] = []
+        options: list[dict[str, Any]] = []
+        for number, row in enumerate(rows, start):
+            try:
+                prompt = form.prompt_of(row)
+                options.append(_options_of(row, prompt, form, tools_of, tokenizer))
+            except ValueError as error:
+                raise ValueError(f"row {number}: {error}") from error
+            _check_prompt(prompt, number, may_be_blank=tools_of is not None)
+            kind = kind or type(prompt)
+            if type(prompt) is not kind:
+                problem = f"the prompt in row {number} is {shown(prompt)}, unlike row 0"
+                raise ValueError(f"{problem}; make all text, or messages")
+            prompts.append(prompt)
         protected = control_tokens.protect(prompts) if control_tokens else prompts
         tokenized = tokenize_prompts(
             protected, tokenizer, options, may_be_blank=tools_of is not None, control_tokens=control_tokens, start=start
@@ -161,10 +180,8 @@ def prepare_prompts(
         for number, ids in enumerate(tokenized, start):
             if len(ids) > query_len:
                 if overlong == "error":
-                    raise ValueError(
-                        f"the prompt in row {number} has {len(ids)} tokens, more than {limit} ({query_len}); raise "
-                        f"{limit}, or set overlong_prompts: drop or truncate"
-                    )
+                    problem = f"the prompt in row {number} has {len(ids)} tokens, more than {limit} ({query_len})"
+                    raise ValueError(f"{problem}; raise {limit}, or set overlong_prompts: drop or truncate")
                 if overlong == "drop":
                     continue
                 num_cut += 1
@@ -206,28 +223,6 @@ def _options_of(row: Any, prompt: Any, form: PromptForm, tools_of: ToolsOf | Non
     elif "tools" in options and not _writes_tools(prompt, tokenizer, options):
         raise ValueError("column 'tools': the chat template writes nothing about tools; remove or rename it")
     return options
-
-
-def _prompts_of_rows(
-    rows: list[Any], start: int, form: PromptForm, tools_of: ToolsOf | None, kind: type | None, tokenizer: Any
-) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Returns the checked prompts of `rows`, the first of which is row `start`, and the chat template's arguments for
-    each. All must be of one type: that of earlier rows, `kind`, if there are any.
-    """
-    prompts: list[Any] = []
-    options: list[dict[str, Any]] = []
-    for number, row in enumerate(rows, start):
-        try:
-            prompt = form.prompt_of(row)
-            options.append(_options_of(row, prompt, form, tools_of, tokenizer))
-        except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from error
-        _check_prompt(prompt, number, may_be_blank=tools_of is not None)
-        kind = kind or type(prompt)
-        if type(prompt) is not kind:
-            raise ValueError(f"the prompt in row {number} is {shown(prompt)}, unlike row 0; make all text, or messages")
-        prompts.append(prompt)
-    return prompts, options
 
 
 def _writes_tools(messages: Any, tokenizer: Any, options: Mapping[str, Any]) -> bool:
@@ -278,17 +273,6 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
     return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else type(value).__name__
-
-
-def _check_dataset(dataset: Dataset) -> None:
-    if not isinstance(dataset, Dataset) or len(dataset) == 0:
-        found = "empty" if isinstance(dataset, Dataset) else f"a {type(dataset).__name__}"
-        raise ValueError(
-            f"the prompt dataset is {found}; pass one split as a datasets.Dataset with rows, of a stream "
-            "Dataset.from_list(list(stream.take(10000)), features=stream.features)"
-        )
-    if images := [name for name in columns_of(dataset) if name in _NOT_TEXT]:
-        raise ValueError(f"the dataset has a column {images[0]!r}, but the policy reads only text; remove or rename it")
 
 
 def well_formed_messages(value: Any) -> bool:
@@ -357,9 +341,8 @@ def rendered(messages: Any, tokenizer: PreTrainedTokenizerBase, options: Mapping
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:
-        raise ValueError(
-            f"the chat template refuses row {number}, {shown(messages)}: {type(error).__name__}: {error}; change either"
-        ) from error
+        problem = f"the chat template refuses row {number}, {shown(messages)}"
+        raise ValueError(f"{problem}: {type(error).__name__}: {error}; change either") from error
 
 
 def _tokenize_texts(
@@ -390,12 +373,8 @@ def collate_prompts(
     must have equal widths. Wider rows cost nothing: the sampler and `pack_rows` drop columns that are padding only.
     """
     queries, masks = left_padded([item["input_ids"] for item in items], query_len, pad_token_id)
-    return PromptBatch(
-        queries=queries,
-        query_attn_masks=masks,
-        prompt_ids=torch.tensor(indices, dtype=torch.int64),
-        rows=[item["row"] for item in items],
-    )
+    prompt_ids, rows = torch.tensor(indices, dtype=torch.int64), [item["row"] for item in items]
+    return PromptBatch(queries=queries, query_attn_masks=masks, prompt_ids=prompt_ids, rows=rows)
 
 
 def left_padded(rows: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:

@@ -99,10 +99,9 @@ class PromptForm:
         form = self
         if self.prompt_template is None and self.user_template is None and self.prompt_column not in columns:
             if self.prompt_column != "prompt" or "instruction" not in columns:
-                raise ValueError(
-                    f"the dataset has no column {self.prompt_column!r}; its columns are {list(columns)}; set "
-                    "prompt_column to the one with the prompt, or user_template to such as '{question}'"
-                )
+                problem = f"the dataset has no column {self.prompt_column!r}; its columns are {list(columns)}"
+                remedy = "set prompt_column to the one with the prompt, or user_template to such as '{question}'"
+                raise ValueError(f"{problem}; {remedy}")
             if chat or self.system_prompt is not None:
                 form = replace(self, user_template="{instruction}\n{input}")
             else:

@@ -42,7 +42,17 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
         options.setdefault("cliprange_high", values[f"{_ACTOR}.clip_ratio"])
     if "dynamic_sampling" in options and (batches := values["algorithm.filter_groups.max_num_gen_batches"] or 0) > 0:
         result.set("dynamic_sampling", batches - 1, f"max_num_gen_batches: {batches}, with the first")
-    updates = _set_batch_sizes(result)
+    group, prompts = result.count(f"{_ROLLOUT}.n"), result.count("data.train_batch_size")
+    mini_batch = result.count(f"{_ACTOR}.ppo_mini_batch_size")
+    step = min(mini_batch, prompts) * group
+    result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini_batch} * rollout.n {group}")
+    lengths = result.count("data.max_prompt_length") + result.count("data.max_response_length")
+    if values.get(f"{_ACTOR}.use_dynamic_bsz"):
+        result.set("max_tokens_per_micro_batch", max(result.count(f"{_ACTOR}.ppo_max_token_len_per_gpu"), lengths))
+    forward_batch = values[f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"] or 32
+    result.set("rollout_per_device_batch_size", max(forward_batch, group), "sampled and scored at once: memory alone")
+    # The optimizer steps on a rollout.
+    updates = math.ceil(options["rollout_batch_size"] * group / step) * result.count(f"{_ACTOR}.ppo_epochs")
     if options.get("max_steps"):
         options.pop("total_epochs", None)
     # verl's scheduler steps once a rollout, ours once an optimizer step.
@@ -75,18 +85,3 @@ def translate_verl(source: str, given: Mapping[str, Any]) -> Translation:
     if "gsm8k" in options["dataset_name"] and not has_own_reward:
         result.set("reward_funcs", ["examples.rewards.gsm8k:correctness"], "verl's own rule for gsm8k")
     return result
-
-
-def _set_batch_sizes(result: Translation) -> int:
-    """Sets batch sizes; returns the optimizer steps on a rollout."""
-    values, options = result.values, result.options
-    group, prompts = result.count(f"{_ROLLOUT}.n"), result.count("data.train_batch_size")
-    mini_batch = result.count(f"{_ACTOR}.ppo_mini_batch_size")
-    step = min(mini_batch, prompts) * group
-    result.set("step_batch_size", step, f"responses: ppo_mini_batch_size {mini_batch} * rollout.n {group}")
-    lengths = result.count("data.max_prompt_length") + result.count("data.max_response_length")
-    if values.get(f"{_ACTOR}.use_dynamic_bsz"):
-        result.set("max_tokens_per_micro_batch", max(result.count(f"{_ACTOR}.ppo_max_token_len_per_gpu"), lengths))
-    forward_batch = values[f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"] or 32
-    result.set("rollout_per_device_batch_size", max(forward_batch, group), "sampled and scored at once: memory alone")
-    return math.ceil(options["rollout_batch_size"] * group / step) * result.count(f"{_ACTOR}.ppo_epochs")

@@ -163,7 +163,19 @@ def choose_answers(runs: Sequence[Run], *, token_mb: float) -> Answers:
     summaries = [_summary(row, prompts) for row in rows]
     answers.columns = {name: [summary[name] for summary in summaries] for name in _COLUMNS}
     answers.prompts = list(prompts)
-    _choose_tokens(answers, rows, token_mb=token_mb)
+    candidates = [i for i, row in enumerate(rows) if row.get("tokens")]
+    spent = 0.0
+    for i in _token_order(answers.columns, candidates):
+        tokens = script_json(_token_columns(rows[i]["tokens"]))
+        size = len(tokens.encode(errors="replace"))
+        if spent + size <= token_mb * 1e6:
+            answers.tokens[i] = tokens
+            spent += size
+    if missing := len(candidates) - len(answers.tokens):
+        answers.left_out.append(
+            f"The tokens of {len(answers.tokens)} of {len(candidates)} answers are in this file; those of {missing} "
+            f"were left out, because the numbers of tokens may take {token_mb:g} MB (--token_mb)."
+        )
     return answers
 
 
@@ -186,23 +198,6 @@ def _choose_rows(runs: Sequence[Run], *, max_bytes: float, left_out: list[str]) 
         left_out.append(f"The tables show {MAX_ANSWERS} of {len(rows)} answers, spread over runs and steps.")
         rows = [rows[i] for i in sorted(spread_order(len(rows))[:MAX_ANSWERS])]
     return rows
-
-
-def _choose_tokens(answers: Answers, rows: Sequence[Mapping[str, Any]], *, token_mb: float) -> None:
-    """Adds to `answers` the tokens of as many `rows` as fit into `token_mb`, and says how many are left out."""
-    candidates = [i for i, row in enumerate(rows) if row.get("tokens")]
-    spent = 0.0
-    for i in _token_order(answers.columns, candidates):
-        tokens = script_json(_token_columns(rows[i]["tokens"]))
-        size = len(tokens.encode(errors="replace"))
-        if spent + size <= token_mb * 1e6:
-            answers.tokens[i] = tokens
-            spent += size
-    if missing := len(candidates) - len(answers.tokens):
-        answers.left_out.append(
-            f"The tokens of {len(answers.tokens)} of {len(candidates)} answers are in this file; those of {missing} "
-            f"were left out, because the numbers of tokens may take {token_mb:g} MB (--token_mb)."
-        )
 
 
 def _choose_files(files: Sequence[tuple[int, TableFile]], *, max_bytes: float) -> set[tuple[int, TableFile]]:

@@ -52,7 +52,13 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
         ValueError: if a folder is not that of a run or is given twice, or one of its files is damaged.
     """
     paths = [Path(folder).resolve() for folder in folders]
-    return [read_run(path, name, examine=True) for path, name in zip(paths, _distinct_names(paths), strict=True)]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}; name each folder once")
+    # The last parts of each path, as many as make the names distinct.
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return [read_run(path, "/".join(path.parts[-depth:]), examine=True) for path in paths]
 
 
 def read_run(path: Path, name: str, *, examine: bool = False) -> Run:
@@ -95,13 +101,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value) or not isinstance(value, str | int | float | None):
         return str(value)
     return value
-
-
-def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Returns the last parts of each path, as many as make the names distinct."""
-    if len(set(paths)) < len(paths):
-        raise ValueError(f"a run is given twice: {', '.join(map(str, paths))}; name each folder once")
-    depth = 1
-    while len({path.parts[-depth:] for path in paths}) < len(paths):
-        depth += 1
-    return ["/".join(path.parts[-depth:]) for path in paths]

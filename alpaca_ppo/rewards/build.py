@@ -87,9 +87,8 @@ def check_columns(reward_funcs: RewardFunc | Sequence[RewardFunc] | None, datase
     functions = [source for source in _resolve_sources(reward_funcs) if isinstance(source, FunctionReward)]
     for function in functions:
         if missing := [name for name in function.parameters.required if name not in (*available, *OFFERED)]:
-            raise ValueError(
-                f"reward source {function.name!r} requires {missing}, but the {dataset} has {available}; rename either"
-            )
+            problem = f"reward source {function.name!r} requires {missing}, but the {dataset} has {available}"
+            raise ValueError(f"{problem}; rename either")
 
 
 def _resolve_sources(reward_funcs: Any) -> list[FunctionReward | PreTrainedModel | str]:

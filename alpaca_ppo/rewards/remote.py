@@ -7,7 +7,7 @@ To the scorer it is a Python function: its scores are checked and its calls retr
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -91,11 +91,18 @@ class RemoteReward:
             }
             for part in parts
         ]
-        bodies = _as_json(requests, list(sent))
+        try:
+            bodies = [json.dumps(request, allow_nan=False).encode() for request in requests]
+        except (TypeError, ValueError, RecursionError) as error:
+            problem = f"a column of {list(sent)} or a prompt cannot be sent as JSON ({type(error).__name__}: {error})"
+            raise ValueError(f"{problem}; name the columns to send, RemoteReward(columns=[...])") from error
         answers = await asyncio.gather(*map(self._ask, bodies, [completion_ids[part] for part in parts], turns))
         if log_metric is not None:
             for answer, _ in answers:
-                _log_metrics(answer, log_metric)
+                for metric, value in (answer.get("metrics") or {}).items():
+                    # A single number counts once for each row.
+                    for row_value in value if isinstance(value, list) else [value] * len(answer["rewards"]):
+                        log_metric(metric, row_value)
             if len(self.urls) > 1:
                 log_metric(f"{self.__name__}/failed_requests", sum(failed_servers for _, failed_servers in answers))
         return [reward for answer, _ in answers for reward in answer["rewards"]]
@@ -120,23 +127,6 @@ class RemoteReward:
             except RequestFailed as failure:
                 failures.append(failure)
         raise RemoteServersFailed("the reward server " + ", and ".join(map(str, failures)))
-
-
-def _as_json(requests: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[bytes]:
-    try:
-        return [json.dumps(request, allow_nan=False).encode() for request in requests]
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"a column of {columns} or a prompt cannot be sent as JSON ({type(error).__name__}: {error}); name the "
-            "columns to send, RemoteReward(columns=[...])"
-        ) from error
-
-
-def _log_metrics(answer: Mapping[str, Any], log_metric: Callable[[str, float], None]) -> None:
-    """Logs the metrics in an answer; a single number counts once for each row."""
-    for name, value in (answer.get("metrics") or {}).items():
-        for row_value in value if isinstance(value, list) else [value] * len(answer["rewards"]):
-            log_metric(name, row_value)
 
 
 def _split_between_prompts(prompts: Sequence[Prompt], count: int) -> list[slice]:

@@ -17,7 +17,7 @@ from alpaca_ppo.adapters.files import is_adapter
 from alpaca_ppo.config.checks import template_options
 from alpaca_ppo.config.names import model_folder
 from alpaca_ppo.control_tokens import ControlTokens
-from alpaca_ppo.functional.packing import PackedRows, RowLayout, pack_rows
+from alpaca_ppo.functional.packing import RowLayout, pack_rows
 from alpaca_ppo.models.loading import load_complete
 from alpaca_ppo.models.packed_attention import sequence_keywords
 from alpaca_ppo.models.policy import difference, eval_mode
@@ -175,8 +175,7 @@ def _score_padded(model: Any, sequences: Sequence[Tensor]) -> Tensor:
     config = model.config.get_text_config()
     pad = _padding_id(config, sequences)
     input_ids = pad_sequence(list(sequences), batch_first=True, padding_value=pad)
-    lengths = torch.tensor([len(ids) for ids in sequences])
-    attention_mask = (torch.arange(input_ids.size(1)) < lengths.unsqueeze(1)).long()
+    attention_mask = pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True)
     device = next(model.parameters()).device
     with _scoring_config(config, pad):
         scores: Tensor = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device)).logits
@@ -187,7 +186,12 @@ def _score_packed(model: Any, sequences: Sequence[Tensor]) -> Tensor:
     """Returns the scores of `_score_padded` from rows laid end to end."""
     config = model.config.get_text_config()
     pad = _padding_id(config, sequences)
-    packed = _pack(sequences, next(model.parameters()).device)
+    queries = pad_sequence(list(sequences), batch_first=True, padding_side="left")
+    mask = pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True, padding_side="left")
+    # Stands for the token that a row's last hidden state would predict; `states` are the columns of last tokens.
+    response = torch.zeros(len(sequences), 1, dtype=torch.long)
+    layout, device = RowLayout(padding_free=True), next(model.parameters()).device
+    packed = pack_rows(queries, mask, response, response == 0, layout=layout, device=device)
     # transformers reads the score at the last token that is not `pad`, or else at the first.
     scored = [int(real[-1]) if len(real := (ids != pad).nonzero()) else 0 for ids in sequences]
     tokens_after = torch.tensor([len(ids) - 1 - column for ids, column in zip(sequences, scored, strict=True)])
@@ -198,22 +202,10 @@ def _score_packed(model: Any, sequences: Sequence[Tensor]) -> Tensor:
     logits: list[Tensor] = []
     # The model's own forward pass gathers sharded parameters, but returns the score of one row only. The hook reads the
     # scores of all tokens from the head, which transformers calls `score`.
-    handle = model.score.register_forward_hook(lambda module, inputs, output: logits.append(output))
-    try:
-        with _scoring_config(config, pad):
-            model(input_ids=packed.input_ids, **sequence_keywords(model.base_model, packed))
-    finally:
-        handle.remove()
+    hook = model.score.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    with hook, _scoring_config(config, pad):
+        model(input_ids=packed.input_ids, **sequence_keywords(model.base_model, packed))
     return logits[0][0, columns].squeeze(-1).cpu()
-
-
-def _pack(sequences: Sequence[Tensor], device: torch.device) -> PackedRows:
-    """Returns the rows laid end to end, whose `states` are the columns of their last tokens."""
-    queries = pad_sequence(list(sequences), batch_first=True, padding_side="left")
-    mask = pad_sequence([torch.ones_like(ids) for ids in sequences], batch_first=True, padding_side="left")
-    # Stands for the token that a row's last hidden state would predict.
-    response = torch.zeros(len(sequences), 1, dtype=torch.long)
-    return pack_rows(queries, mask, response, response == 0, layout=RowLayout(padding_free=True), device=device)
 
 
 def build_model_reward(
@@ -238,7 +230,16 @@ def build_model_reward(
             weights, comes with code that it may not run, or has no tokenizer.
     """
     origin, name = _origin(source), model_name(source)
-    model = _load_model(source, dtype, trust_remote_code) if isinstance(source, str) else source
+    model: Any = source
+    if isinstance(source, str):
+        field = "reward_model_name_or_path (or an entry of reward_funcs, whose functions are module:function)"
+        # Only checks it.
+        model_folder(field, source, part=None, writes_text=False)
+        if is_adapter(source):
+            raise ValueError(f"{field} is {source!r}, an adapter; pass it as reward_adapter, or merge it into its base")
+        remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
+        options: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}
+        model = load_complete(AutoModelForSequenceClassification, source, **options)
     if tokenizer is None:
         remedy = "pass one in reward_processing_classes"
         if not origin:
@@ -247,18 +248,6 @@ def build_model_reward(
         with remote_code(origin, trust=trust_remote_code), loading(problem, origin, remedy):
             tokenizer = AutoTokenizer.from_pretrained(origin, trust_remote_code=trust_remote_code)
     return ModelReward(model, tokenizer, name=name, batch_size=batch_size, padding_free=padding_free)
-
-
-def _load_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Returns the classifier in `folder`, which may be a hub id; raises ValueError as `build_model_reward` does."""
-    field = "reward_model_name_or_path (or an entry of reward_funcs, whose functions are module:function)"
-    # Only checks it.
-    model_folder(field, folder, part=None, writes_text=False)
-    if is_adapter(folder):
-        raise ValueError(f"{field} is {folder!r}, an adapter; pass it as reward_adapter, or merge it into its base")
-    remedy = "a source is module:function, file.py:function, or a model: a folder with safetensors or a hub id"
-    options: Any = {"trust_remote_code": trust_remote_code, "dtype": dtype, "remedy": remedy}
-    return load_complete(AutoModelForSequenceClassification, folder, **options)
 
 
 def model_name(source: Any) -> str:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, Trainer, TrainingArguments
-from transformers.trainer_utils import EvalPrediction, set_seed
+from transformers.trainer_utils import EvalPrediction
 
 from alpaca_ppo.adapters.files import CLASSIFIER_HEADS
 from alpaca_ppo.config.checks import template_options
@@ -56,10 +56,9 @@ def _sequence(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], completio
         return list(tokenizer(prompt + completion)["input_ids"])
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     if isinstance(prompt, str) or not well_formed_messages(answer):
-        raise ValueError(
-            f"the completion {str(completion)[:200]} is a {type(completion).__name__}; it must be text, or, after "
-            "a prompt of messages, a list of messages with 'role' and 'content'"
-        )
+        problem = f"the completion {str(completion)[:200]} is a {type(completion).__name__}"
+        remedy = "it must be text, or, after a prompt of messages, a list of messages with 'role' and 'content'"
+        raise ValueError(f"{problem}; {remedy}")
     options: Any = {"tokenize": True, "return_dict": True, **template_options(row)}
     return list(tokenizer.apply_chat_template([*prompt, *answer], **options)["input_ids"])
 
@@ -95,15 +94,11 @@ def train_reward_model(argv: Sequence[str] | None = None) -> None:
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path, writes_text=False)
     data, counts = trainer_data(model_name, arguments, training, PAIR, tokenize, with_prompts)
     tokenizer = data["processing_class"]
-    # The trainer would seed after the head and the adapter are initialized.
-    set_seed(training.seed)
-    options: Any = {"pad_token_id": tokenizer.pad_token_id, "dtype": getattr(torch, lora.dtype)}
+    options: Any = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id, "dtype": getattr(torch, lora.dtype)}
     if lora.load_in_4bit:
         options["quantization_config"] = four_bit(without=CLASSIFIER_HEADS)
     with transformers_bars(shown=has_screen()):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            model_name, num_labels=1, trust_remote_code=False, **options
-        )
+        model = AutoModelForSequenceClassification.from_pretrained(model_name, trust_remote_code=False, **options)
     model = with_adapter(model, lora, "SEQ_CLS")
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    set_seed,
 )
 
 from alpaca_ppo.adapters.checks import UnreachedAdapters, inject_adapter
@@ -96,7 +97,8 @@ def trainer_data(
     with_prompts: Callable[..., Dataset],
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The tokenizer and the datasets of a `Trainer`, as keyword arguments, and how many rows they have and how many
-    were dropped. Sets some defaults in `training`, and prints what the training prompts look like.
+    were dropped. Sets some defaults in `training`, prints what the training prompts look like, and seeds the random
+    generators for the model that is made next.
 
     Args:
         arguments: `SFTArguments` or `RewardModelArguments`.
@@ -111,7 +113,14 @@ def trainer_data(
     training.disable_tqdm = training.disable_tqdm or not has_screen()
     # True, the default, warns without a GPU.
     training.dataloader_pin_memory = training.dataloader_pin_memory and torch.cuda.is_available()
-    _check_folders(model, training)
+    # transformers would load the adapter onto its base. Then a new adapter would replace it, or the base would be
+    # trained but not saved.
+    if is_adapter(model):
+        raise ValueError(f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)")
+    folder = str(training.output_dir)
+    files = [os.path.join(folder, name) for name in ("config.json", "adapter_config.json")]
+    if any(map(os.path.isfile, files)) and not training.resume_from_checkpoint:
+        raise ValueError(f"output_dir is {folder!r}, which holds a model; choose another folder, or delete it")
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     chosen = columns if "completion_column" in vars(arguments) else ()
@@ -132,18 +141,9 @@ def trainer_data(
     prompts = load("train", arguments.dataset_train_split)
     PartialState().print(*introduction(prompts, tokenizer), sep="\n", flush=True)
     prompts.record_wording(tokenizer)
+    # The trainer would seed after a head and an adapter are initialized.
+    set_seed(training.seed)
     return data, counts
-
-
-def _check_folders(model: str, training: TrainingArguments) -> None:
-    # transformers would load the adapter onto its base. Then a new adapter would replace it, or the base would be
-    # trained but not saved.
-    if is_adapter(model):
-        raise ValueError(f"model_name_or_path {model!r} is an adapter; merge it into its base first (merge_and_unload)")
-    folder = str(training.output_dir)
-    files = [os.path.join(folder, name) for name in ("config.json", "adapter_config.json")]
-    if any(map(os.path.isfile, files)) and not training.resume_from_checkpoint:
-        raise ValueError(f"output_dir is {folder!r}, which holds a model; choose another folder, or delete it")
 
 
 class _HeldOut(TrainerCallback):

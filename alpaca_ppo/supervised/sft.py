@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import (
-    DataCollatorForSeq2Seq,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import DataCollatorForSeq2Seq, GenerationConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from alpaca_ppo.config.checks import without_nulls
 from alpaca_ppo.config.names import model_folder
@@ -51,9 +44,8 @@ def with_prompts(dataset: Dataset, prompt_column: str, completion_column: str = 
         first, end = (messages[i]["role"] if well_formed_messages(messages) else other for i in (0, -1))
         lacks_prompt = first == "assistant" and column in usual and prompt_column not in names
         if "assistant" not in (first, end) or lacks_prompt:
-            raise ValueError(
-                f"row {number}: {column} is {messages!s:.99}; it must be messages (role, content) from prompt to answer"
-            )
+            remedy = "it must be messages (role, content) from prompt to answer"
+            raise ValueError(f"row {number}: {column} is {messages!s:.99}; {remedy}")
     dataset = dataset.rename_columns({column: completion_column} if column else {})
 
     def before_answer(messages: list[dict[str, Any]]) -> int:
@@ -181,8 +173,6 @@ def train_sft(argv: Sequence[str] | None = None) -> None:
     arguments, lora, training = parse_args(types, argv, prog="alpaca-ppo sft")
     model_name = model_folder("model_name_or_path", arguments.model_name_or_path)
     data, counts = trainer_data(model_name, arguments, training, [arguments.completion_column], tokenize, with_prompts)
-    # The trainer would seed after the adapter is initialized.
-    set_seed(training.seed)
     model = load_causal_lm(model_name, dtype=getattr(torch, lora.dtype), load_in_4bit=lora.load_in_4bit)
     tokenizer = data["processing_class"]
     # The end of a completion, which is learned.

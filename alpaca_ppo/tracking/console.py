@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.tracking.results import Metrics, better_before_training, means_in_words, start_and_end
-from alpaca_ppo.tracking.run_log import RunLog
+from alpaca_ppo.tracking.run_log import RunLog, complete_lines
 
 _ROWS_PER_HEADER = 20
 _SOURCE_PREFIX = "objective/scores/"
@@ -99,24 +99,23 @@ class Console(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prints the summary of the run."""
         history, folder = self._history(), Path(self._args.output_dir)
-        lines = [self._done_line(state)]
+        step, total = state.global_step, state.max_steps
+        done = f"{step} steps" if step == total else f"stopped at step {step} of {total}"
+        resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
+        lines = [f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._start_time)}{resumed}"]
         if changed := change_lines(history, metric=self._args.metric_for_best_model):
             means = means_in_words(history)
             lines += [f"from start to end, {means}:" if means else "from start to end:", *changed]
         lines += self._best_step_lines(history, state)
-        lines.append(f"findings:    {_findings_in_words(folder / 'findings.jsonl')}")
+        findings = folder / "findings.jsonl"
+        count = len(complete_lines(findings))
+        lines.append(f"findings:    {f'{count} (printed above and in {findings})' if count else 'none'}")
         best = state.best_global_step if self._args.load_best_model_at_end else None
         of_step = f" (of step {best})" if best else ""
         lines.append(f"policy:      {folder / 'final' / 'policy'}{of_step}")
         lines += [f"curves:      tensorboard --logdir {shlex.quote(board)}" for board in self._log.boards]
         lines.append(f"report:      alpaca-ppo report {shlex.quote(str(folder))}")
         self._log.message("\n".join(lines))
-
-    def _done_line(self, state: Any) -> str:
-        step, total = state.global_step, state.max_steps
-        done = f"{step} steps" if step == total else f"stopped at step {step} of {total}"
-        resumed = f" (resumed after step {self._first_step})" if self._first_step else ""
-        return f"done: {done} in {tqdm.format_interval(time.perf_counter() - self._start_time)}{resumed}"
 
     def _print_step(self, stats: Metrics, state: Any) -> None:
         """Prints a row of the table, below its titles where they are due."""
@@ -169,17 +168,9 @@ class Console(TrainerCallback):
 
     def _history(self) -> list[Metrics]:
         """Returns the lines of metrics.jsonl on the main process."""
-        path = Path(self._args.output_dir) / "metrics.jsonl"
         # The file is missing in a run that is resumed from another folder's checkpoint.
-        if not self._log.is_main or not path.exists():
-            return []
-        # Bytes, because text also has line breaks that JSON does not escape, such as U+2028.
-        return [self._without_zero_kl(json.loads(line)) for line in path.read_bytes().splitlines()]
-
-
-def _findings_in_words(path: Path) -> str:
-    count = len(path.read_bytes().splitlines()) if path.exists() else 0
-    return f"{count} (printed above and in {path})" if count else "none"
+        lines = complete_lines(Path(self._args.output_dir) / "metrics.jsonl") if self._log.is_main else []
+        return [self._without_zero_kl(json.loads(line)) for line in lines]
 
 
 def step_columns(stats: Metrics, *, max_steps: int, width: int) -> list[Column]:

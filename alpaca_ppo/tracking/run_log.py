@@ -116,10 +116,10 @@ class RunLog:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             metrics = self.output_dir / "metrics.jsonl"
             _keep_lines(metrics, lines)
-            last_logged = max((json.loads(line)["step"] for line in _lines(metrics)), default=-1)
+            last_logged = max((json.loads(line)["step"] for line in complete_lines(metrics)), default=-1)
             for name, last_step in (("findings.jsonl", last_logged), ("skipped_updates.jsonl", step)):
                 path = self.output_dir / name
-                _keep_lines(path, sum(json.loads(line)["step"] <= last_step for line in _lines(path)))
+                _keep_lines(path, sum(json.loads(line)["step"] <= last_step for line in complete_lines(path)))
             for _, table_step, path in list(table_files(self.output_dir)):
                 if table_step > step:
                     path.unlink()
@@ -214,7 +214,7 @@ class RunLog:
 
 def metrics_identity(output_dir: Path, most: int | None = None) -> dict[str, Any]:
     """Returns number and hash of the first lines of metrics.jsonl, at most `most`; their timings make a run unique."""
-    lines = _lines(output_dir / "metrics.jsonl")[:most]
+    lines = complete_lines(output_dir / "metrics.jsonl")[:most]
     return {"lines": len(lines), "sha256": hashlib.sha256(b"".join(lines)).hexdigest()}
 
 
@@ -227,14 +227,15 @@ def check_metrics(output_dir: Path, written: Mapping[str, Any]) -> None:
         raise ValueError(f"{path} belongs to another run than the checkpoint; move it, or choose another output_dir")
 
 
-def _lines(path: Path) -> list[bytes]:
-    """Returns a file's lines but for an incomplete last one, which a killed run leaves."""
+def complete_lines(path: Path) -> list[bytes]:
+    """Returns a file's lines but for an incomplete last one, which a killed run leaves; none without the file."""
+    # Bytes, because text also has line breaks that JSON does not escape, such as U+2028.
     return [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def _keep_lines(path: Path, count: int) -> None:
     if path.exists():
-        write_text_atomically(path, b"".join(_lines(path)[:count]).decode())
+        write_text_atomically(path, b"".join(complete_lines(path)[:count]).decode())
 
 
 def _json_line(row: Mapping[str, Any]) -> str:
