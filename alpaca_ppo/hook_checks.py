@@ -79,15 +79,16 @@ def check_scores(scores: Any, samples: Mapping[str, Tensor], *, num_sources: int
     return {**scores, "rewards": torch.where(samples["response_mask"], rewards, 0.0)}
 
 
-def check_rollouts(rollouts: Any) -> None:
-    """Checks that every entry of what `rollout` returned is a tensor with one row for each response.
+def check_rollouts(rollouts: Any) -> Rollouts:
+    """The checked result of `rollout`.
 
     Raises:
-        ValueError: if one is not.
+        ValueError: unless every entry is a tensor with one row for each response.
     """
     responses = rollouts.get("responses") if isinstance(rollouts, Mapping) else None
     shape = tuple(responses.shape) if isinstance(responses, Tensor) else ()
     _check("rollout", rollouts, {"responses": shape}, shape[:1])
+    return cast(Rollouts, rollouts)
 
 
 def checked(hook: str, returned: Any, rollouts: Rollouts) -> Rollouts:

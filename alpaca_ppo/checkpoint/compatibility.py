@@ -84,11 +84,9 @@ def _frozen_weights(actor_critic: ActorCritic, reference: Reference | None) -> d
     frozen_policy = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
     critic_parameters = [] if critic is None else critic.named_parameters()
     frozen_critic = {name: parameter for name, parameter in critic_parameters if not parameter.requires_grad}
-    weights = {"reference": _reference_identity(reference)}
-    for role, tensors in (("starting_policy", frozen_policy), ("frozen_critic", frozen_critic)):
-        if tensors:
-            weights[role] = tensors_fingerprint(tensors)
-    return weights
+    frozen: dict[str, dict[str, Any]] = {"starting_policy": frozen_policy, "frozen_critic": frozen_critic}
+    fingerprints = {role: tensors_fingerprint(tensors) for role, tensors in frozen.items() if tensors}
+    return {"reference": _reference_identity(reference), **fingerprints}
 
 
 def _reference_identity(reference: Reference | None) -> str:

@@ -5,6 +5,7 @@ with its checkpoint in `compatibility`.
 """
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,11 +56,8 @@ class BestCheckpoint:
     def improves(self, stats: Mapping[str, float]) -> bool:
         """Whether the metric in `stats` is better than that of the best checkpoint so far, or the first one."""
         value, best = stats.get(self.metric or "", math.nan), self._state.best_metric
-        if not math.isfinite(value):
-            return False
-        if best is None:
-            return True
-        return value > best if self._greater_is_better else value < best
+        is_better = operator.gt if self._greater_is_better else operator.lt
+        return math.isfinite(value) and (best is None or is_better(value, best))
 
     def set(self, stats: Mapping[str, float], step: int, folder: Path) -> None:
         """Makes `folder`, the checkpoint of `step` with the metrics `stats`, the best."""
@@ -138,10 +136,7 @@ class CheckpointManager:
         with collectives.raise_on_all_ranks(self._accelerator):
             if self._accelerator.is_main_process:
                 scheduler, best = self._scheduler.state_dict(), self.best.state_dict()
-                checkpoint = Checkpoint(
-                    weights, optimizer, scheduler, rng, components=components, best=best, identity=self._identity()
-                )
-                checkpoint.write(folder)
+                Checkpoint(weights, optimizer, scheduler, rng, components, best, self._identity()).write(folder)
                 clean_leftovers(self._output_dir)
                 kept = [folder] if self.best.folder is None else [folder, self.best.folder]
                 directory.rotate_checkpoints(self._output_dir, self._args.save_total_limit, keep=kept)
@@ -151,9 +146,7 @@ class CheckpointManager:
         """Whether an evaluation with the metrics `stats` is the best so far, as the main process sees it: a user's
         `evaluate` may return other metrics on each rank, but all ranks must save and load the same checkpoints.
         """
-        if self.best.metric is None:
-            return False
-        return collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
+        return self.best.metric is not None and collectives.gather_list(self.best.improves(stats), self._accelerator)[0]
 
     def prepare_folder(self, resume_from_checkpoint: bool | str | None, *, has_trained: bool = False) -> Path | None:
         """Returns the checkpoint to resume from, or None; raises as `directory.resolve_checkpoint`. Removes from the

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from alpaca_ppo.config.learning_options import chosen_rate
 from alpaca_ppo.config.parser import as_yaml
-from alpaca_ppo.doctor.examination import read_lines
+from alpaca_ppo.doctor.examination import read_config, read_lines
 from alpaca_ppo.models.saved_critic import has_reader
 from alpaca_ppo.registry import ADV_ESTIMATORS
 from alpaca_ppo.tracking.results import Ends, WeightsStep, better_before_training, means_in_words, start_and_end
@@ -56,7 +55,9 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     """
     config, step = run.config, run.step
     adapter = (folder / "adapter_config.json").exists()
-    records, data = _read_run(run.folder)
+    metrics = run.folder / "metrics.jsonl"
+    records = list(read_lines(metrics)) if metrics.exists() else []
+    data = read_config(run.folder).get("dataset_name") if metrics.exists() else None
     records_of_weights = [record for record in records if record["step"] <= step.step]
     greater = config.get("greater_is_better", True)
     has_curve = _write_curve(records, folder / _CURVE)
@@ -95,15 +96,6 @@ def write_value_card(folder: Path, *, own_code: bool) -> None:
     reads_policy = has_reader(str(folder))
     card = ModelCard.from_template(front, str(_TEMPLATES / "value.md"), own_code=own_code, reads_policy=reads_policy)
     card.save(folder / "README.md")
-
-
-def _read_run(folder: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The records in metrics.jsonl, and the name of the data in run.yaml; nothing of a run without metrics.jsonl."""
-    metrics, options = folder / "metrics.jsonl", folder / "run.yaml"
-    if not metrics.exists():
-        return [], None
-    data = yaml.safe_load(options.read_text(encoding="utf-8")).get("dataset_name") if options.exists() else None
-    return list(read_lines(metrics)), data
 
 
 def _key_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Ends]:

@@ -29,25 +29,11 @@ def stored_answers(opponent: str, rows: Sequence[Mapping[str, Any]]) -> list[str
         ValueError: if there is no such column or file, or an answer is missing or not text.
     """
     if opponent.startswith(_COLUMN):
-        return _answers_in_column(opponent, rows)
-    answers = _answers_in_file(opponent)
-    keys = [_key(row["prompt"]) for row in rows]
-    for key in keys:
-        if key not in answers:
-            raise ValueError(f"eval_opponent {opponent} does not answer {key[:80]}; write it from the same eval set")
-    return [answers[key] for key in keys]
-
-
-def _answers_in_column(opponent: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    column = opponent.removeprefix(_COLUMN)
-    for number, row in enumerate(rows):
-        if not isinstance(row.get(column), str):
-            raise ValueError(f"eval_opponent is {opponent!r}, but row {number} has no text in it, only {list(row)}")
-    return [row[column] for row in rows]
-
-
-def _answers_in_file(opponent: str) -> dict[str, str]:
-    """Returns the first answer to each prompt, by its `_key`."""
+        column = opponent.removeprefix(_COLUMN)
+        for number, row in enumerate(rows):
+            if not isinstance(row.get(column), str):
+                raise ValueError(f"eval_opponent is {opponent!r}, but row {number} has no text in it, only {list(row)}")
+        return [row[column] for row in rows]
     path = Path(opponent)
     if not path.is_file():
         raise ValueError(
@@ -58,7 +44,11 @@ def _answers_in_file(opponent: str) -> dict[str, str]:
         if not isinstance(row.get("response"), str):
             raise ValueError(f"eval_opponent {path} has a row without a text as response: {row!r:.200}; add it")
         answers.setdefault(_key(row["prompt"]), row["response"])
-    return answers
+    keys = [_key(row["prompt"]) for row in rows]
+    for key in keys:
+        if key not in answers:
+            raise ValueError(f"eval_opponent {opponent} does not answer {key[:80]}; write it from the same eval set")
+    return [answers[key] for key in keys]
 
 
 def _key(prompt: Any) -> str:

@@ -12,8 +12,7 @@ from accelerate import Accelerator
 from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.generation import Backend
-from alpaca_ppo.models import ActorCritic, CopiedReference, Policy
-from alpaca_ppo.models.actor_critic import Critic
+from alpaca_ppo.models import ActorCritic, CopiedReference, Critic, Policy
 
 
 def agree_on_padding(actor_critic: ActorCritic, frozen: Mapping[str, Any], accelerator: Accelerator) -> str:

@@ -56,15 +56,14 @@ def plan_micro_batches(
     With `padding_free`, rows are laid end to end; otherwise they are padded to the longest of their micro-batch. For
     `groups` see `plan_packed_micro_batches`.
     """
+    max_tokens = args.micro_batch_tokens
     if padding_free:
-        return plan_packed_micro_batches(
-            lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens, groups=groups
-        )
+        return plan_packed_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens, groups=groups)
     if args.max_tokens_per_micro_batch is None and num_ranks == 1:
         # A smaller batch has as many micro-batches as the policy's full one; a larger batch of the critic has more.
         rows = max(len(lengths), args.step_batch_size)
         return plan_equal_rows(lengths, num_micro_batches=-(-rows // args.step_per_device_batch_size))
-    return plan_padded_micro_batches(lengths, num_ranks=num_ranks, max_tokens=args.micro_batch_tokens)
+    return plan_padded_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
 
 
 def plan_packed_micro_batches(

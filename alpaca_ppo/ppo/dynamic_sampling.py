@@ -76,10 +76,7 @@ def _distinct(prompt_ids: Tensor) -> list[int]:
 
 
 def _rows_by_prompt(prompt_ids: Tensor) -> dict[int, list[int]]:
-    rows: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompt_ids.tolist()):
-        rows.setdefault(prompt, []).append(row)
-    return rows
+    return {prompt: (prompt_ids == prompt).nonzero().flatten().tolist() for prompt in _distinct(prompt_ids)}
 
 
 def _replace(rollouts: Rollouts, new: Rollouts, replacements: dict[int, int]) -> tuple[Rollouts, int]:

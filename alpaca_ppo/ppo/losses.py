@@ -4,7 +4,7 @@ The mathematics is in `functional`, the critic's loss in `models.critic_heads`. 
 of the whole optimizer step (`types.Rollouts.denominator`), so the terms of its micro-batches add up.
 """
 
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -24,13 +24,9 @@ def correction_weights(rollouts: Rollouts, args: PPOConfig) -> dict[str, Tensor]
     """`loss_weights` (B, R) of the global rollouts if `old_policy` is `correct`; otherwise empty."""
     if args.old_policy != "correct":
         return {}
-    weights = functional.rollout_correction_weights(
-        rollouts["logprobs"],
-        rollouts["rollout_logprobs"],
-        gradient_mask(rollouts, args),
-        level=args.rollout_correction_level,
-        threshold=args.rollout_correction_threshold,
-    )
+    logprobs, sampled, mask = rollouts["logprobs"], rollouts["rollout_logprobs"], gradient_mask(rollouts, args)
+    level, threshold = args.rollout_correction_level, args.rollout_correction_threshold
+    weights = functional.rollout_correction_weights(logprobs, sampled, mask, level=level, threshold=threshold)
     return {"loss_weights": weights}
 
 
@@ -101,11 +97,6 @@ def checked_loss(what: str, returned: Any) -> Loss:
     return returned
 
 
-class _Scale(TypedDict):
-    weights: Tensor | None
-    denominator: Tensor
-
-
 class _ClipRanges(TypedDict):
     cliprange_low: float
     cliprange_high: float
@@ -117,44 +108,41 @@ def _ranges(args: PPOConfig) -> _ClipRanges:
 
 _DPPO_RATIO_BOUND = 20.0
 
-# `inputs` are logprobs, old_logprobs, advantages and response_mask.
+# `inputs` are logprobs, old_logprobs, advantages and response_mask; `scale` are weights and denominator.
 
 
 @POLICY_LOSSES.implement("clip")
-def _clip(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+def _clip(*inputs: Tensor, args: PPOConfig, **scale: Any) -> Loss:
     return functional.policy_loss(
         *inputs, clip_ratio_c=args.clip_ratio_c, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale
     )
 
 
 @POLICY_LOSSES.implement("gspo")
-def _gspo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+def _gspo(*inputs: Tensor, args: PPOConfig, **scale: Any) -> Loss:
     return functional.gspo_policy_loss(*inputs, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale)
 
 
 @POLICY_LOSSES.implement("cispo")
-def _cispo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+def _cispo(*inputs: Tensor, args: PPOConfig, **scale: Any) -> Loss:
     return functional.cispo_policy_loss(*inputs, loss_agg_mode=args.loss_agg_mode, **_ranges(args), **scale)
 
 
 @POLICY_LOSSES.implement("sapo")
-def _sapo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+def _sapo(*inputs: Tensor, args: PPOConfig, **scale: Any) -> Loss:
     return functional.sapo_policy_loss(*inputs, tau_pos=1.0, tau_neg=1.05, loss_agg_mode=args.loss_agg_mode, **scale)
 
 
 @POLICY_LOSSES.implement("gmpo")
-def _gmpo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+def _gmpo(*inputs: Tensor, args: PPOConfig, **scale: Any) -> Loss:
     return functional.gmpo_policy_loss(*inputs, **_ranges(args), **scale)
 
 
 @POLICY_LOSSES.implement("dppo")
 @POLICY_LOSSES.implement("dppo_kl")
-def _dppo(*inputs: Tensor, args: PPOConfig, **scale: Unpack[_Scale]) -> Loss:
+def _dppo(*inputs: Tensor, args: PPOConfig, **scale: Any) -> Loss:
+    divergence = "kl" if args.policy_loss == "dppo_kl" else "tv"
+    bound, mode = args.clip_ratio_c or _DPPO_RATIO_BOUND, args.loss_agg_mode
     return functional.dppo_policy_loss(
-        *inputs,
-        divergence="kl" if args.policy_loss == "dppo_kl" else "tv",
-        clip_ratio_c=args.clip_ratio_c or _DPPO_RATIO_BOUND,
-        loss_agg_mode=args.loss_agg_mode,
-        **_ranges(args),
-        **scale,
+        *inputs, divergence=divergence, clip_ratio_c=bound, loss_agg_mode=mode, **_ranges(args), **scale
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -20,8 +21,7 @@ from torch import Tensor
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import gather_list
 from alpaca_ppo.distributed.optimizer import Part
-from alpaca_ppo.functional import kl_penalty, masked_mean, masked_var
-from alpaca_ppo.functional.groups import informative_rows
+from alpaca_ppo.functional import informative_rows, kl_penalty, masked_mean, masked_var
 from alpaca_ppo.functional.kl import LOG_RATIO_LIMIT
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.ppo.row_masks import gradient_mask, with_reward
@@ -334,10 +334,9 @@ class StatsAccumulator:
         self.means[name] = (total_before + total, weight_before + weight)
 
     def _extreme(self, name: str, value: float) -> None:
-        values = (self.extremes.get(name, value), value)
-        choose = min if name.endswith("_min") else max
         # Python's `min` and `max` drop a NaN that is not the first.
-        self.extremes[name] = math.nan if any(map(math.isnan, values)) else choose(values)
+        choose = np.minimum if name.endswith("_min") else np.maximum
+        self.extremes[name] = float(choose(self.extremes.get(name, value), value))
 
 
 class BatchStats(NamedTuple):

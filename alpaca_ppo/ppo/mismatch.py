@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from alpaca_ppo.distributed.collectives import max_over_ranks
-from alpaca_ppo.functional.kl import kl_penalty
-from alpaca_ppo.functional.masked import masked_mean
+from alpaca_ppo.functional import kl_penalty, masked_mean
 from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.ppo.metrics import mismatch_of, mismatch_stats
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector

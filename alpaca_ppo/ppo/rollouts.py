@@ -164,45 +164,32 @@ def forward_responses(
     model: ActorCritic | Policy,
     rows: ForwardRows,
     *,
-    temperature: float,
-    chunk_size: int,
     with_entropies: bool = False,
     poll: Callable[[], Any] = lambda: None,
     cache: StateCache | None = None,
     state_keys: Tensor | None = None,
-    **parts: bool,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """`logprobs`; `entropies`, except of a teacher; of an `ActorCritic` also `values` and `value_means`, of a teacher
     `top_tokens`: (B, R), on the CPU, detached. Also `state_keys` (B, 2) of a critic that reads states of the policy,
     which the `cache` keeps, unless it has them.
 
     Args:
-        temperature: divides the logits.
-        chunk_size: tokens whose logits are in memory at once.
         with_entropies: as in `RolloutOptions`.
         poll: called before each forward pass; may raise.
         cache: keeps what a critic with a reader has read.
         state_keys: (B, 2), of states that the `cache` has.
-        parts: `with_policy` and `with_critic` of an `ActorCritic`.
+        options: further arguments of the model: `temperature`, which divides the logits; `chunk_size`, the tokens whose
+            logits are in memory at once; `with_policy` and `with_critic` of an `ActorCritic`.
     """
     out: dict[str, Tensor] = {}
     for numbers, tensors, packed in rows.batches(model):
         poll()
-        known: dict[str, Any] = {}
         if state_keys is not None and cache is not None:
-            known["policy_states"] = cache.states(state_keys[numbers], tensors[0].device)
-        outputs = model(
-            *tensors,
-            temperature=temperature,
-            chunk_size=chunk_size,
-            with_entropies=with_entropies,
-            packed=packed,
-            **parts,
-            **known,
-        )
-        found: dict[str, Any] = outputs._asdict()
+            options["policy_states"] = cache.states(state_keys[numbers], tensors[0].device)
+        found: dict[str, Any] = model(*tensors, packed=packed, with_entropies=with_entropies, **options)._asdict()
         states = found.pop("policy_states", None)
-        if states is not None and cache is not None and not known:
+        if states is not None and cache is not None and state_keys is None:
             found["state_keys"] = cache.add(states, tensors[-1])
         for name, value in found.items():
             if value is None or name == "predictions":
@@ -371,15 +358,11 @@ class RolloutCollector:
             poll=self.preemption.poll,
         )
         out: dict[str, Tensor] = {}
-        if options.with_policy or options.with_critic:
+        parts: dict[str, Any] = {"with_policy": options.with_policy, "with_critic": options.with_critic}
+        if any(parts.values()):
             with engine.autocast():
-                out = run(
-                    engine.actor_critic,
-                    cache=self.cache,
-                    state_keys=None if options.with_policy else samples.get("state_keys"),
-                    with_policy=options.with_policy,
-                    with_critic=options.with_critic,
-                )
+                known = None if options.with_policy else samples.get("state_keys")
+                out = run(engine.actor_critic, cache=self.cache, state_keys=known, **parts)
         if options.with_policy:
             out["recomputed"] = torch.ones(len(samples["responses"]), dtype=torch.bool)
         else:

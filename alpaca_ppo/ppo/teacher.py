@@ -19,6 +19,7 @@ from alpaca_ppo.config.names import is_server, model_folder, shown_url
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.functional.shaping import response_lengths
+from alpaca_ppo.generation.responses import unpadded
 from alpaca_ppo.http_json import RequestFailed, ask_json
 from alpaca_ppo.models.loading import check_same_tokenizer, load_causal_lm
 from alpaca_ppo.models.policy import Policy, scatter_tokens
@@ -75,11 +76,8 @@ class TeacherServer:
             ValueError: if the server gives no usable answer.
         """
         mask, lengths = samples["response_mask"], response_lengths(samples["response_mask"]).tolist()
-        prompts = [
-            ids[real.bool()].tolist() for ids, real in zip(samples["queries"], samples["query_attn_masks"], strict=True)
-        ]
         answers = [ids[:length].tolist() for ids, length in zip(samples["responses"], lengths, strict=True)]
-        rows = list(zip(prompts, answers, strict=True))
+        rows = zip(unpadded(samples), answers, strict=True)  # type: ignore[arg-type]
         found = await_all([self._ask(prompt, answer) for prompt, answer in rows], poll)
         outputs = torch.zeros(2, *mask.shape)
         for row, entries in enumerate(found):

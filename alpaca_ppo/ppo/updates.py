@@ -112,13 +112,9 @@ class Updater:
         if keys is None:
             all_lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])
             lengths = [all_lengths[row] for row in rows.tolist()]
-            plans = plan_micro_batches(
-                lengths,
-                self.args,
-                padding_free=actor_critic.padding_free,
-                num_ranks=self.accelerator.num_processes,
-                groups=self._groups_that_share(rollouts, rows),
-            )
+            packs, ranks = actor_critic.padding_free, self.accelerator.num_processes
+            groups = self._groups_that_share(rollouts, rows)
+            plans = plan_micro_batches(lengths, self.args, padding_free=packs, num_ranks=ranks, groups=groups)
         else:
             lengths = rollouts["response_mask"][rows].sum(dim=1).tolist()
             plans = self.cache.plan(keys[rows], lengths, self.args)
@@ -309,28 +305,23 @@ def non_finite(loss: Tensor, stats: Mapping[str, Any]) -> str | None:
 
 
 def make_updater(
-    accelerator: Accelerator,
-    actor_critic: ActorCritic,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    *,
-    args: PPOConfig,
-    schedule: PromptSchedule,
+    accelerator: Accelerator, actor_critic: ActorCritic, optimizers: Any, args: PPOConfig, schedule: PromptSchedule
 ) -> Updater:
-    """The updater of a run, with the default for an `optimizer` or `scheduler` of None. Call `agree_on_padding` before.
+    """The updater of a run, with `optimizers`, an optimizer and a learning-rate schedule, each None for the default.
+    Call `agree_on_padding` before.
 
     Raises:
-        ValueError: when `optimizer` is passed together with AdamW settings of the critic, or lacks a trainable
+        ValueError: when an optimizer is passed together with AdamW settings of the critic, or lacks a trainable
             parameter; for a learning-rate schedule that does not fit; and see `use_update_mode`.
     """
-    optimizer = prepared_optimizer(optimizer, actor_critic, args, accelerator.device)
+    optimizer = prepared_optimizer(optimizers[0], actor_critic, args, accelerator.device)
     n, pretraining = args.num_return_sequences, args.critic_pretraining_steps
     planned = [
         step_counts(schedule.num_prompts_at(step) * n, args, critic_only=step < pretraining)
         for step in range(schedule.num_steps)
     ]
     totals = StepCounts(*map(sum, zip(*planned, strict=True)))
-    schedules = Schedules(optimizer, actor_critic, args, totals, own=scheduler)
+    schedules = Schedules(optimizer, actor_critic, args, totals, own=optimizers[1])
     actor_critic.eval()
     critic = actor_critic.critic
     for backbone in (actor_critic.policy.model, None if critic is None else critic.backbone):

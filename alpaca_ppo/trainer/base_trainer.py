@@ -31,8 +31,6 @@ from alpaca_ppo.distributed.preemption import Interrupted
 from alpaca_ppo.distributed.random_states import kept_random_states, seed_random_states
 from alpaca_ppo.models import ActorCritic
 from alpaca_ppo.ppo.mismatch import SamplerMismatch, last_update
-from alpaca_ppo.ppo.rollouts import RolloutCollector
-from alpaca_ppo.ppo.updates import Updater
 from alpaca_ppo.report.refresher import ReportRefresher, refresh_report
 from alpaca_ppo.tracking.callbacks import CallbackHandler, EvaluationMetrics, StopAt
 from alpaca_ppo.tracking.console import Console
@@ -49,8 +47,6 @@ from alpaca_ppo.types import PromptBatch, Rollouts
 class BaseTrainer(ABC):
     """The loop of a run. A subclass defines `step` and sets `evaluator`; `PPOTrainer` documents the attributes."""
 
-    collector: RolloutCollector
-    updater: Updater
     evaluator: Evaluator
     last_rollouts: Rollouts | None = None
 

@@ -5,21 +5,18 @@ sharded models need; the main process writes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from alpaca_ppo import hook_checks
-from alpaca_ppo.generation import SamplingParams
 from alpaca_ppo.ppo import metrics
 from alpaca_ppo.ppo.device_rows import row_tensors
 from alpaca_ppo.ppo.rollouts import POLICY_ALONE, RolloutCollector, RolloutOptions
 from alpaca_ppo.ppo.row_masks import select_rows
 from alpaca_ppo.tracking import rollout_tables
-from alpaca_ppo.types import PromptBatch, Rollouts
+from alpaca_ppo.types import Rollouts
 
 NUM_INSPECTIONS = 10
 """How often training prompts are answered during a run, besides its start."""
@@ -64,21 +61,6 @@ def token_statistics(collector: RolloutCollector, samples: Mapping[str, Tensor])
     options = RolloutOptions(with_critic=collector.engine.actor_critic.critic is not None, with_entropies=True)
     statistics = collector.forward(rows, options, temperature=collector.args.temperature)
     return statistics | {"kl": statistics["logprobs"] - statistics["ref_logprobs"]}
-
-
-def greedy_answers(
-    collector: RolloutCollector,
-    prompts: PromptBatch,
-    sampling_params: SamplingParams,
-    generate: Callable[[PromptBatch, SamplingParams], dict[str, Tensor]],
-) -> dict[str, Tensor]:
-    """The policy's greedy answer to each of `prompts`, by the hook `generate`, with `token_statistics` and scores of
-    NaN.
-    """
-    params = replace(sampling_params, do_sample=False, num_return_sequences=1)
-    samples = hook_checks.complete_samples(generate(prompts, params), prompts, params)
-    unscored = torch.full((len(prompts["rows"]),), torch.nan)
-    return {**samples, **token_statistics(collector, samples), "scores": unscored}
 
 
 class TrainingPromptInspector(TrainerCallback):

@@ -48,7 +48,7 @@ from alpaca_ppo.tracking.console import samples_are_due
 from alpaca_ppo.trainer import setup
 from alpaca_ppo.trainer.base_trainer import BaseTrainer
 from alpaca_ppo.trainer.evaluation import Evaluator, Measure
-from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector, greedy_answers, logged_rollouts
+from alpaca_ppo.trainer.inspected_prompts import TrainingPromptInspector, logged_rollouts, token_statistics
 from alpaca_ppo.types import PromptBatch, Rollouts
 
 
@@ -179,8 +179,7 @@ class PPOTrainer(BaseTrainer):
     def step_rollouts(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """The global rollouts of a step (`rollout`), after `dynamic_sampling` has replaced uninformative prompts."""
         step = self.state.global_step
-        rollouts = self.rollout(prompt_batches)
-        hook_checks.check_rollouts(rollouts)
+        rollouts = hook_checks.check_rollouts(self.rollout(prompt_batches))
         if self.args.dynamic_sampling:
             prompts = self.step_prompts(step)
             rollouts, stats = replace_uninformative(rollouts, prompts, self._redraw, args=self.args)
@@ -191,9 +190,7 @@ class PPOTrainer(BaseTrainer):
     def _redraw(self, prompt_ids: Sequence[int], sampling_round: int) -> Rollouts:
         """The global rollouts of dataset indices that `dynamic_sampling` has drawn in a round (from 1)."""
         batches = self.collector.collate(self.train_prompts, prompt_ids, sampling_round=sampling_round)
-        rollouts = self.rollout(batches)
-        hook_checks.check_rollouts(rollouts)
-        return rollouts
+        return hook_checks.check_rollouts(self.rollout(batches))
 
     def rollout(self, prompt_batches: Sequence[PromptBatch]) -> Rollouts:
         """Samples responses to this rank's prompts (`_generate`), scores them (`_score`) and computes their log-probs
@@ -356,14 +353,9 @@ class PPOTrainer(BaseTrainer):
         """Adds the KL penalty (`kl_coef`) to (B,) or (B, R) rewards; returns `shaped_rewards`, `non_score_rewards` and
         `kl`, (B, R) each.
         """
-        return shape_rewards(
-            rewards,
-            logprobs,
-            ref_logprobs,
-            response_mask,
-            kl_coef=self.kl_controller.value,
-            kl_estimator=self.args.kl_estimator,
-        )._asdict()
+        coef, estimator = self.kl_controller.value, self.args.kl_estimator
+        shaped = shape_rewards(rewards, logprobs, ref_logprobs, response_mask, kl_coef=coef, kl_estimator=estimator)
+        return shaped._asdict()
 
     def _estimate_advantage(
         self, rewards: Tensor, values: Tensor | None, response_mask: Tensor, **extra: Any
@@ -515,10 +507,13 @@ class PPOTrainer(BaseTrainer):
         """
         ids = range(min(self.args.num_inspected_prompts, len(self.train_prompts)))
         batch = self.collector.prompt_batch([self.train_prompts[i] for i in ids], ids)
+        params = replace(self.sampling_params, do_sample=False, num_return_sequences=1)
         rollouts: Any = None
         # A signal ends the block, and `poll` then raises on every rank.
         with kept_random_states(), self.collector.preemption.rollout(can_stop=self.progress.is_current):
-            rollouts = greedy_answers(self.collector, batch, self.sampling_params, self._generate)
+            samples = hook_checks.complete_samples(self._generate(batch, params), batch, params)
+            unscored = {"scores": torch.full((len(ids),), torch.nan)}
+            rollouts = samples | token_statistics(self.collector, samples) | unscored
         self.poll()
         rows = rollout_tables.rollout_rows(rollouts, self.processing_class)
         rollout_tables.add_columns(rows, self.train_prompts, self.args.prompt_column)

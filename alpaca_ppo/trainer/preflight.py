@@ -183,20 +183,19 @@ def evaluation_settings(args: PPOConfig, reward_funcs: Any, metric_funcs: Any, k
     return make_settings(args, sources=sources, metrics=source_names(metric_funcs))
 
 
-def check_reward_columns(
-    train_dataset: Any, eval_dataset: Any, reward_funcs: Any, metric_funcs: Any, kinds: Kinds
-) -> None:
-    """Checks that the datasets have the columns that reward and metric functions require.
+def check_reward_columns(given: Any, kinds: Kinds) -> None:
+    """Checks that the datasets of the `setup.TrainerArguments` have the columns that reward and metric functions
+    require.
 
     Raises:
         ValueError: see `rewards.build.check_columns`.
     """
-    named = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+    named = given.eval_dataset if isinstance(given.eval_dataset, Mapping) else {"": given.eval_dataset}
     eval_sets = {f"eval set {name!r}" if name else "eval set": rows for name, rows in named.items()}
-    for what, rows in {"train set": train_dataset, **eval_sets}.items():
+    for what, rows in {"train set": given.train_dataset, **eval_sets}.items():
         # Anything else is refused by `prepare_prompts`.
         if isinstance(rows, Dataset):
             columns = [*columns_of(rows), *(OF_EPISODES if kinds else ())]
-            check_columns(reward_funcs, what, columns)
+            check_columns(given.reward_funcs, what, columns)
             if what != "train set":
-                check_columns(metric_funcs, what, columns)
+                check_columns(given.metric_funcs, what, columns)

@@ -152,13 +152,17 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
         given = replace(given, reward_funcs=teacher_alone)
     evaluation = preflight.evaluation_settings(args, given.reward_funcs, given.metric_funcs, kinds)
     if not scores_itself:
-        preflight.check_reward_columns(
-            given.train_dataset, given.eval_dataset, given.reward_funcs, given.metric_funcs, kinds
-        )
+        preflight.check_reward_columns(given, kinds)
     accelerator = make_accelerator(args, given.accelerator)
     device = accelerator.device
     processing_class = given.processing_class or load_processing_class(model, trust_remote_code=args.trust_remote_code)
-    train_prompts, eval_prompts = _make_all_prompts(given, processing_class, args, kinds, accelerator)
+    train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
+    for line in introduction(train_prompts, processing_class):
+        accelerator.print(line)
+    eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
+    for name, prompts in eval_prompts.items():
+        if prompts.num_dropped or prompts.num_cut:
+            accelerator.print(f"eval set {name}".strip() + f": {prompts}; raise query_len ({args.query_len})")
     chat = any(prompts.are_messages for prompts in (train_prompts, *eval_prompts.values()))
     scorer = make_scorer(given.reward_funcs, given.reward_processing_classes, args, device, kinds)
     metric_scorer = build_scorer(given.metric_funcs, given.metric_processing_classes, args, device, measures=True)
@@ -171,7 +175,15 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     )
     schedule = PromptSchedule(len(train_prompts), args)
 
-    actor_critic = _make_actor_critic(given, model, value_model, processing_class, args)
+    actor_critic = factory.make_actor_critic(model, value_model, given.reward_funcs, given.peft_config, args)
+    if actor_critic.critic is not None and actor_critic.critic.layout == "separate":
+        from_reward, trust = args.init_value_with_reward, args.trust_remote_code
+        field = "reward_funcs" if from_reward else "value_model"
+        critic_start = factory.first_reward_model(given.reward_funcs) if from_reward else value_model
+        # The tokenizer of a model in memory is not known.
+        if isinstance(critic_start, str):
+            remedy = "start the critic from another model"
+            check_same_tokenizer(field, critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
     args = factory.with_chosen_layout(args, actor_critic)
     trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
     checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
@@ -191,7 +203,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
     identity = start_identity(actor_critic, reference, teacher, scorer, environments)
 
     padding = agree_on_padding(actor_critic, {"reference": reference, "teacher": teacher}, accelerator)
-    updater = make_updater(accelerator, actor_critic, *given.optimizers, args=args, schedule=schedule)
+    updater = make_updater(accelerator, actor_critic, given.optimizers, args, schedule)
     multi_turn = environments is not None and environments.answer
     run_log = RunLog(accelerator, args)
     state = TrainerState(max_steps=schedule.num_steps, is_world_process_zero=accelerator.is_main_process)
@@ -235,35 +247,6 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
             has_own_schedule=given.optimizers[1] is not None,
         ),
     )
-
-
-def _make_all_prompts(
-    given: TrainerArguments, processing_class: Any, args: PPOConfig, kinds: Kinds, accelerator: Accelerator
-) -> tuple[PromptDataset, dict[str, PromptDataset]]:
-    """The prompts of training and of each eval set. Prints how they look, and how many eval prompts are too long."""
-    train_prompts = make_prompts(given.train_dataset, processing_class, args, kinds)
-    for line in introduction(train_prompts, processing_class):
-        accelerator.print(line)
-    eval_prompts = make_eval_prompts(given.eval_dataset, processing_class, args, kinds)
-    for name, prompts in eval_prompts.items():
-        if prompts.num_dropped or prompts.num_cut:
-            accelerator.print(f"eval set {name}".strip() + f": {prompts}; raise query_len ({args.query_len})")
-    return train_prompts, eval_prompts
-
-
-def _make_actor_critic(
-    given: TrainerArguments, model: Any, value_model: Any, processing_class: Any, args: PPOConfig
-) -> ActorCritic:
-    """Policy and critic; raises a ValueError if they do not share the tokenizer."""
-    actor_critic = factory.make_actor_critic(model, value_model, given.reward_funcs, given.peft_config, args)
-    critic_start = factory.first_reward_model(given.reward_funcs) if args.init_value_with_reward else value_model
-    # The tokenizer of a model in memory is not known.
-    is_separate = actor_critic.critic is not None and actor_critic.critic.layout == "separate"
-    if is_separate and isinstance(critic_start, str):
-        field = "reward_funcs" if args.init_value_with_reward else "value_model"
-        remedy, trust = "start the critic from another model", args.trust_remote_code
-        check_same_tokenizer(field, critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
-    return actor_critic
 
 
 def _connect(collector: RolloutCollector, state: TrainerState, run_log: RunLog) -> None:
@@ -446,14 +429,11 @@ def add_reward_adapter(scorer: RewardScorer, actor_critic: ActorCritic, args: PP
     assert adapters is not None, "make_actor_critic rejects a reward adapter without a policy adapter"
     tokenizer = _reward_tokenizer(args)
     check_token_ids(adapters.model, tokenizer, f"the tokenizer of reward_adapter {args.reward_adapter}")
-    model: Any = AdapterClassifier(
-        adapters,
-        args.reward_adapter,
-        pad_token_id=tokenizer.pad_token_id,
-        # Asked now, when the policy's trial has cached the answer: later an engine may shard the layers.
-        padding_free=bool(args.padding_free) and packing_problem(adapters.model) is None,
-    )
     size, padding_free = args.rollout_per_device_batch_size, bool(args.padding_free)
+    # Asked now, when the policy's trial has cached the answer: later an engine may shard the layers.
+    packs = padding_free and packing_problem(adapters.model) is None
+    pad = tokenizer.pad_token_id
+    model: Any = AdapterClassifier(adapters, args.reward_adapter, pad_token_id=pad, padding_free=packs)
     source = ModelReward(model, tokenizer, name=REWARD_ADAPTER, batch_size=size, padding_free=padding_free)
     source.to(device)
     scorer.add(source, 1.0 if args.reward_weights is None else args.reward_weights[-1])
