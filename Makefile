@@ -47,7 +47,8 @@ games: $(INSTALLED)
 memory-table: $(INSTALLED)
 	$(BIN)/python -m examples.memory_table
 
-# Against TRL, which gets .venv-trl, and against the bare model compute, on SmolLM2-135M's shape; BENCH="--quick" takes three minutes.
+# Against TRL, which gets environments of its own, GRPO and the bare model compute, on SmolLM2-135M's shape: an hour.
+# BENCH="--quick" takes three minutes; other flags are those of the first program.
 BENCH ?=
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.tools.benchmarks.step $(BENCH)

@@ -45,12 +45,13 @@ class Backend(ABC):
         takes_stop_strings: whether the token that completes one of `params.stop_strings` ends a response.
         has_own_weights: whether it samples from a copy of the weights, which `sync` updates, instead of from `model`.
         half_precision: whether that copy computes in less than 32 bits; known after the first `sync`.
+        returns_states: whether it returns `Generation.states`. A subclass must set it anew: it may change responses.
         name: the value of `generation_backend` that selects it.
         version: of the weights at the last `sync`.
         poll: to be called now and then where `sync`, `wake` or `sleep` waits; raises if a signal ends the run.
     """
 
-    takes_turns = takes_stop_strings = has_own_weights = half_precision = False
+    takes_turns = takes_stop_strings = has_own_weights = half_precision = returns_states = False
     name = ""
     version: int | None = None
     poll: Callable[[], Any] = staticmethod(lambda: None)

@@ -23,7 +23,7 @@ GENERATION_BACKENDS.implement("vllm")(VLLMBackend)
 class SlotsBackend(Backend):
     """See `slots`."""
 
-    takes_turns = takes_stop_strings = True
+    takes_turns = takes_stop_strings = returns_states = True
 
     def problem(self, model: PreTrainedModel) -> str | None:
         return slot_problem(model)
@@ -41,6 +41,7 @@ class SlotsBackend(Backend):
 class AutoBackend(SlotsBackend):
     """Slots for models that allow them, `model.generate` for the others."""
 
+    returns_states = True
     fallback_reason: str | None = None
 
     def use_fallback(self, problem: str) -> None:

@@ -122,7 +122,7 @@ class SlotCache(Cache):
                 stored[target, :, :columns].copy_(states)
 
     def swap(self, one: int, other: int, columns: int) -> None:
-        """Exchanges the first `columns` columns of two slots."""
+        """Exchanges the first `columns` columns of two slots, whose outputs are invalid until they read on."""
         for stored in (stored for storage in self._storage.values() for stored in storage):
             states = stored[one, :, :columns].clone()
             stored[one, :, :columns].copy_(stored[other, :, :columns])

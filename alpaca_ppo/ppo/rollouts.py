@@ -232,6 +232,13 @@ class RolloutCollector:
     def accelerator(self) -> Accelerator:
         return self.engine.accelerator
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether sampling can keep the states that a cached critic reads. On an accelerator it cannot: those of all
+        responses would fill its memory until the last one ends.
+        """
+        return self.accelerator.device.type == "cpu" and bool(vars(type(self.backend)).get("returns_states"))
+
     def prepare_frozen_models(self) -> None:
         """Lets the engine prepare the reference, the teacher and the reward models."""
         engine = self.engine

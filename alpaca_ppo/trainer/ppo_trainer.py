@@ -203,8 +203,9 @@ class PPOTrainer(BaseTrainer):
         self.sampling_params.check_full_softmax()
         sampling_round = max((batch.get("sampling_round", 0) for batch in prompt_batches), default=0)
         recomputes = self.sampler_check.recomputes(step)
+        keeps_states = not recomputes and self.collector.keeps_states
         # An override may change the responses.
-        keeps_states = not recomputes and type(self)._generate is PPOTrainer._generate
+        keeps_states = keeps_states and type(self)._generate is PPOTrainer._generate
         sampling_params = replace(
             self.sampling_params,
             seed=args.seed,
@@ -277,7 +278,7 @@ class PPOTrainer(BaseTrainer):
         n = sampling_params.num_return_sequences
         rows = self._sample_and_score(prompts, sampling_params, record, measure)
         if options.greedy_baseline:
-            greedy = replace(sampling_params, do_sample=False, num_return_sequences=1)
+            greedy = replace(sampling_params, do_sample=False, num_return_sequences=1, state_layers=())
             baseline = self._sample_and_score(prompts, greedy, record, measure)
             rows["baseline_scores"] = sequence_scores(baseline["rewards"]).repeat_interleave(n)
             if "trained_rows" in rows:

@@ -79,7 +79,7 @@ def asked_of(run: Run) -> Run:
 
 
 def seeds_of(row: str, task: str) -> Sequence[int]:
-    """Returns the seeds of a row: all five where a comparison rests on it, fewer where it takes long and has lost."""
+    """Returns the seeds of a row: fewer where a run takes longest and no claim rests on it."""
     if task == REAL:
         return SEEDS if row in (GROUPED, GRPO) else SEEDS[:3] if row == LARGE else SEEDS[:2]
     return SEEDS[:1] if row == LARGE else SEEDS[:2] if row == SMALL else SEEDS

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.generation.built_in_backends import SlotsBackend
 from alpaca_ppo.models import ActorCritic, Policy, factory, load_critic
 from alpaca_ppo.models.factory import build_actor_critic, make_actor_critic
 from alpaca_ppo.models.state_reader import StateReader
@@ -96,6 +97,10 @@ def test_it_reads_every_family_whose_layers_return_a_state_for_each_token(family
     torch.testing.assert_close(values[1:, :1], alone.values, rtol=1e-4, atol=1e-5)
 
 
+class OfSlots(SlotsBackend):
+    pass
+
+
 class ChangesResponses(PPOTrainer):
     def _generate(self, prompts, sampling_params):
         samples = super()._generate(prompts, sampling_params)
@@ -112,11 +117,17 @@ class ChangesResponses(PPOTrainer):
         ({"old_policy": "recompute"}, [True, True, True]),
         ({"old_policy": "rollout", "generation_backend": "generate"}, [True, True, True]),
         ({"old_policy": "rollout", "mismatch_action": "ignore", "trainer_class": ChangesResponses}, [True, True, True]),
+        # A subclass of the slots may change responses too.
+        ({"old_policy": "rollout", "generation_backend": OfSlots}, [True, True, True]),
     ],
 )
 def test_with_the_samplers_log_probs_come_its_states_and_no_pass(settings, passes, tmp_path, monkeypatch):
     sizes = {"total_episodes": 30, "reference": "none", "kl_coef": 0.0}
-    trainer = tiny_trainer(tmp_path, **{**CACHED, **sizes, **settings})
+    is_own = not isinstance(settings.get("generation_backend", ""), str)
+    backend = {"generation_backend": "slots"} if is_own else {}
+    trainer = tiny_trainer(tmp_path, **{**CACHED, **sizes, **settings, **backend})
+    if is_own:
+        trainer.collector.backend.__class__ = settings["generation_backend"]
     made, rollout, states = [], trainer.rollout, Policy.states
 
     def counted(policy, rows):
