@@ -42,7 +42,7 @@ class GenerateBackend(Backend):
             mask = prompts["query_attn_masks"][chunk // n, -width:]
             _generate(model, queries, mask, out, chunk, options["hooks"])
             options["hooks"].on_finished(chunk.tolist(), out.outputs[chunk])
-        return out.outputs[: len(keys)]
+        return out.complete()
 
 
 def _generate(

@@ -149,8 +149,8 @@ def dense_attention(
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    # Without those of the sinks.
-    weights = weights[..., : key.size(2)]
+    if sinks is not None:
+        weights = weights[..., :-1]
     return weights.to(value.dtype) @ _repeated(value, groups)
 
 

@@ -76,7 +76,10 @@ def _distinct(prompt_ids: Tensor) -> list[int]:
 
 
 def _rows_by_prompt(prompt_ids: Tensor) -> dict[int, list[int]]:
-    return {prompt: (prompt_ids == prompt).nonzero().flatten().tolist() for prompt in _distinct(prompt_ids)}
+    rows: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompt_ids.tolist()):
+        rows.setdefault(prompt, []).append(row)
+    return rows
 
 
 def _replace(rollouts: Rollouts, new: Rollouts, replacements: dict[int, int]) -> tuple[Rollouts, int]:

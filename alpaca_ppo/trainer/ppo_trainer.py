@@ -203,9 +203,8 @@ class PPOTrainer(BaseTrainer):
         self.sampling_params.check_full_softmax()
         sampling_round = max((batch.get("sampling_round", 0) for batch in prompt_batches), default=0)
         recomputes = self.sampler_check.recomputes(step)
-        keeps_states = not recomputes and self.collector.keeps_states
-        # An override may change the responses.
-        keeps_states = keeps_states and type(self)._generate is PPOTrainer._generate
+        # An override of the hook may change the responses.
+        keeps_states = not recomputes and self.collector.keeps_states and type(self)._generate is PPOTrainer._generate
         sampling_params = replace(
             self.sampling_params,
             seed=args.seed,

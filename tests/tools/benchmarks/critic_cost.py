@@ -17,13 +17,13 @@ from typing import Any
 
 from examples.trl_virtualenv import FOLDER, GRPO_FOLDER, GRPO_VERSION, trl_python
 from tests.tools.benchmarks.programs import ROOT, Step, started, take_turns
-from tests.tools.benchmarks.report import Machine, cpu, machine_facts, ratios, spread, write_between_markers
+from tests.tools.benchmarks.report import OWN, TRL, Machine, cpu, machine_facts, ratios, spread, write_between_markers
 from tests.tools.benchmarks.workloads import QUICK, SMOLLM2, Workload
 
 PAGE = ROOT / "examples/performance.md"
 BEGIN = "<!-- tests.tools.benchmarks.critic_cost writes this -->"
 WARM_UP = 2
-OWN, TRL_GRPO, TRL_PPO = "own_steps", "trl_grpo_steps", "trl_steps"
+TRL_GRPO = "trl_grpo_steps"
 ANSWERS = 8
 EIGHT: dict[str, Any] = {"num_return_sequences": ANSWERS, "ppo_epochs": 1, "step_batch_size": 32}
 CACHED = {**EIGHT, "critic_layout": "cached", "critic_epochs": 8}
@@ -36,7 +36,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cached critic, old log-probs recomputed for both": (OWN, CACHED, RECOMPUTE),
     "separate critic, 4 passes": (OWN, SEPARATE, {}),
     "TRL's GRPO, without a reference": (TRL_GRPO, EIGHT, {}),
-    "TRL's PPO, with a prompt for each answer and a reward model": (TRL_PPO, {}, {}),
+    "TRL's PPO, with a prompt for each answer and a reward model": (TRL, {}, {}),
 }
 """For each row its program, its options, and those of both programs."""
 
@@ -60,7 +60,7 @@ def main() -> None:
         parser.add_argument(option, type=Path, default=folder, help="made if it does not exist")
     args = parser.parse_args()
     trl, trl_grpo = trl_python(args.trl_environment), trl_python(args.trl_grpo_environment, GRPO_VERSION)
-    pythons = {OWN: sys.executable, TRL_PPO: trl, TRL_GRPO: trl_grpo}
+    pythons = {OWN: sys.executable, TRL: trl, TRL_GRPO: trl_grpo}
     shape = QUICK if args.quick else SMOLLM2
     base = Workload((12, 16, 20, 28), 32, (40,) * 4, **shape, step_batch_size=4, has_reward_model=False)
     # TRL's PPO has no groups: each answer comes with a prompt of its own.
@@ -78,7 +78,7 @@ def main() -> None:
         if python is None:
             continue
         print(name, flush=True)
-        workload = replace(ungrouped if module == TRL_PPO else base, settings={**sizes, **options, **both})
+        workload = replace(ungrouped if module == TRL else base, settings={**sizes, **options, **both})
         pair = (module, python, workload), (OWN, sys.executable, replace(base, settings={**sizes, **GRPO, **both}))
         with started(pair, args.threads) as programs:
             made, grpo = take_turns(programs, args.rounds, warm_up=WARM_UP)

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from tests.tools.benchmarks import workloads
-from tests.tools.benchmarks.worker import Finished, StepMeter, given_workload, versions
+from tests.tools.benchmarks.worker import StepMeter, given_workload
 from tests.tools.benchmarks.workloads import Workload
 
 MANY_STEPS = 1000
@@ -92,11 +92,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         workload = given_workload()
         trainer = make_trainer(workload, folder, callbacks=[Turns(meter)], **workload.settings)
-        meter.answer(versions=versions(transformers, accelerate))
-        try:
-            trainer.train()
-        except Finished:
-            return
+        meter.train(trainer, transformers, accelerate)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.tools.benchmarks import workloads
-from tests.tools.benchmarks.worker import Finished, StepMeter, given_workload, versions
+from tests.tools.benchmarks.worker import StepMeter, given_workload
 from tests.tools.benchmarks.workloads import Workload
 
 
@@ -74,11 +74,7 @@ def main() -> None:
     meter = StepMeter()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(given_workload(), folder, meter)
-        meter.answer(versions=versions(transformers, trl))
-        try:
-            trainer.train()
-        except Finished:
-            return
+        meter.train(trainer, transformers, trl)
 
 
 if __name__ == "__main__":

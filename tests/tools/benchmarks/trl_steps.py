@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from tests.tools.benchmarks import workloads
-from tests.tools.benchmarks.worker import Finished, StepMeter, given_workload, versions
+from tests.tools.benchmarks.worker import StepMeter, given_workload
 from tests.tools.benchmarks.workloads import Workload
 
 MANY_STEPS = 1000
@@ -116,11 +116,7 @@ def main() -> None:
         trainer = make_trainer(given_workload(), folder, meter)
         turns = next(callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Turns))
         time_stages(trainer, turns, meter)
-        meter.answer(versions=versions(transformers, trl))
-        try:
-            trainer.train()
-        except Finished:
-            return
+        meter.train(trainer, transformers, trl)
 
 
 if __name__ == "__main__":

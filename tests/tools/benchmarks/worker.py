@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,12 @@ class StepMeter:
         self._stages: dict[str, float] = {}
         self._cpu_stages: dict[str, float] = {}
         self._counter: Any = None
+
+    def train(self, trainer: Any, *libraries: Any) -> None:
+        """Says which versions of `libraries` run, and trains until no further step is asked for."""
+        self.answer(versions=versions(*libraries))
+        with suppress(Finished):
+            trainer.train()
 
     def begin(self) -> None:
         """Waits for the parent.
