@@ -9,7 +9,6 @@ looks up the next one on the device, without decoding text.
 
 import copy
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,22 +183,7 @@ def token_bytes(processing_class: PreTrainedTokenizerBase, vocab_size: int) -> l
     rows = _decoded(processing_class, [[*before, token] for token in range(vocab_size)])
     names = {token: name for name, token in processing_class.get_vocab().items()}
     texts = [row[len(start) :] if row.startswith(start) else _UNKNOWN for row in rows]
-    _check_concatenation(processing_class, before, start, texts)
-    return [
-        _part_of_character(names.get(token, "")) if _UNKNOWN in text else text.encode()
-        for token, text in enumerate(texts)
-    ]
-
-
-def _decoded(processing_class: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
-    return processing_class.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _check_concatenation(
-    processing_class: PreTrainedTokenizerBase, before: list[int], start: str, texts: Sequence[str]
-) -> None:
-    """Raises ValueError unless the text of some tokens, forwards and then backwards, is their `texts` joined."""
-    # Without parts of characters, which form characters together.
+    # Some tokens, forwards and then backwards, must be decoded as their texts joined. Parts of characters would not be.
     with_text = [token for token, text in enumerate(texts) if _UNKNOWN not in text]
     checked = with_text[:: max(1, len(with_text) // _CHECKED_TOKENS)]
     checked += checked[::-1]
@@ -208,6 +192,14 @@ def _check_concatenation(
     if decoded != expected:
         kind = type(processing_class).__name__
         raise ValueError(f"stop_strings: {kind} writes {decoded!r} for the tokens {expected!r}; use truncate_tokens")
+    return [
+        _part_of_character(names.get(token, "")) if _UNKNOWN in text else text.encode()
+        for token, text in enumerate(texts)
+    ]
+
+
+def _decoded(processing_class: PreTrainedTokenizerBase, rows: list[list[int]]) -> list[str]:
+    return processing_class.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _part_of_character(name: str) -> bytes:
@@ -220,36 +212,24 @@ def _part_of_character(name: str) -> bytes:
 
 
 def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
-    """Returns (S, 256) int32, the next state for each state and byte. State 0 is the start; the last one, of a
-    completed text, is never left.
+    """Returns (S, 256) int32, the next state for each state and byte. A state is the longest end of the bytes read so
+    far that is the beginning of a text. State 0 is the start; the last one, of a completed text, is never left.
     """
-    children: list[dict[int, int]] = [{}]
-    complete = set[int]()
-    for text in texts:
-        state = 0
-        for byte in text:
-            if byte not in children[state]:
-                children.append({})
-                children[state][byte] = len(children) - 1
-            state = children[state][byte]
-        complete.add(state)
-    steps = np.zeros((len(children) + 1, 256), dtype=np.int32)
-    steps[-1] = len(children)
-    for byte, child in children[0].items():
-        steps[0, byte] = child
-    # The longest proper suffix of each state's text that is also a state; shorter texts come first.
-    suffix = dict.fromkeys(children[0].values(), 0)
-    waiting = deque(suffix)
-    while waiting:
-        state = waiting.popleft()
-        if suffix[state] in complete:
-            complete.add(state)
-        steps[state] = steps[suffix[state]]
-        for byte, child in children[state].items():
-            suffix[child] = int(steps[state, byte])
-            steps[state, byte] = child
-            waiting.append(child)
-    steps[np.isin(steps, list(complete))] = len(children)
+    beginnings = {b"", *(text[:end] for text in texts for end in range(1, len(text) + 1))}
+    # Shorter ones come first.
+    states = {beginning: state for state, beginning in enumerate(sorted(beginnings, key=lambda b: (len(b), b)))}
+    steps = np.zeros((len(states) + 1, 256), dtype=np.int32)
+    steps[-1] = len(states)
+    for beginning, state in states.items():
+        if beginning:
+            # What continues no text is read as after the next longest end.
+            ends = (beginning[start:] for start in range(1, len(beginning) + 1))
+            steps[state] = steps[next(states[end] for end in ends if end in states)]
+        for byte in range(256):
+            if (longer := beginning + bytes([byte])) in states:
+                steps[state, byte] = states[longer]
+    complete = [state for beginning, state in states.items() if beginning.endswith(tuple(texts))]
+    steps[np.isin(steps, complete)] = len(states)
     return steps
 
 
