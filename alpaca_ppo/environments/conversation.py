@@ -149,19 +149,16 @@ class Conversation:
         written = self._written(self._thought(0, schemas) + _ANSWER, replies, tool_calls, schemas)
         if not stopped_by_token:
             return self._ids(written.closing + written.suffix)
-        return self._ids_after_stop(written.closing, written.suffix)
-
-    def _ids_after_stop(self, closing: str, suffix: str) -> list[int]:
-        """The token ids after the one that the sampled stop token replaces."""
+        # What follows the token that the sampled stop token replaces.
         ends = self._stop | self._special
-        if ends.intersection(self._ids(closing)):
-            ids = self._ids(closing + suffix)
+        if ends.intersection(self._ids(written.closing)):
+            ids = self._ids(written.closing + written.suffix)
             end = next(i for i, token in enumerate(ids) if token in ends)
             return ids[end + 1 :]
-        ids = self._ids(suffix)
+        ids = self._ids(written.suffix)
         # A turn may end with the token that begins the next message.
         starts_with_stop = bool(ids) and ids[0] in self._stop
-        return ids[1:] if starts_with_stop and not closing else ids
+        return ids[1:] if starts_with_stop and not written.closing else ids
 
     def _beginning(self, text: str, columns: int) -> str:
         """What determines the first `columns` tokens of a message with `text`."""
@@ -198,13 +195,10 @@ class Conversation:
             return
         if schemas and self._render([_USER], schemas) == self._render([_USER], ()):
             raise self._error("writes nothing about tools")
-        self._check_growth(schemas, min(max(_TURNS, max_turns or 0), _MOST_TURNS), replies=replies)
-
-    def _check_growth(self, schemas: Schemas, turns: int, *, replies: bool) -> None:
-        """Raises ValueError unless the template writes `turns` turns as `reply_ids` appends them."""
         messages = [_USER]
+        # What the template writes must be what `reply_ids` appends.
         appended = self._render([_USER], schemas, add_generation_prompt=True)
-        for turn in range(turns):
+        for turn in range(min(max(_TURNS, max_turns or 0), _MOST_TURNS)):
             thought = self._thought(turn, schemas)
             calls, answers = _replies(turn, schemas, replies=replies)
             written = self._written(thought + _ANSWER, self._control_tokens.protect(answers), calls, schemas)

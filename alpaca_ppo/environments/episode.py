@@ -228,22 +228,18 @@ class Episode:
             return results, message["tool_calls"]
         if not self.kind.has_reply:
             return None
-        text = yield from self._reply(message["content"], len(turn.response) - 1)
-        if text is None:
-            self.ended_by_environment = True
-            return None
-        self.messages.append({"role": "user", "content": text})
-        return self.messages[-1:], []
-
-    def _reply(self, completion: str, column: int) -> Steps[str | None]:
-        """The text that `reply` returns, or None; records the reward of the turn that ends at `column`."""
-        answer = yield from self._call_environment(self.environment.reply, {"completion": completion}, "reply")
+        arguments = {"completion": message["content"]}
+        answer = yield from self._call_environment(self.environment.reply, arguments, "reply")
         text, reward = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
         if text is not None and not isinstance(text, str):
             raise self._failure(f"reply returned {shown(answer)}; it must return text, None, or a pair with a number")
         if reward is not None:
-            self.turn_rewards[column] = self._number(reward, "reply")
-        return None if text is None else encodable(text)
+            self.turn_rewards[len(turn.response) - 1] = self._number(reward, "reply")
+        if text is None:
+            self.ended_by_environment = True
+            return None
+        self.messages.append({"role": "user", "content": encodable(text)})
+        return self.messages[-1:], []
 
     def _number(self, value: Any, method: str) -> float:
         try:

@@ -80,7 +80,9 @@ class VLLMBackend(Backend):
             self._prepare(policy)
         self._publications += 1
         if self._urls:
-            self._keep_common_servers()
+            # Those that some process has removed are removed on all, unless none would be left.
+            left = set.intersection(*gather_list({server.name for server in self.servers}, state))
+            self.servers = [server for server in self.servers if server.name in left] or self.servers
         folder = self._folder / str(number)
         version = f"{self._folder.name}-{number}"
         model = self._folder / "base" if adapted else folder
@@ -105,11 +107,6 @@ class VLLMBackend(Backend):
             shutil.rmtree(self._folder / str(number - 1))
         self.half_precision = any(server.half_precision for server in self.servers)
 
-    def _keep_common_servers(self) -> None:
-        """Removes the servers that some process has removed, unless none would be left. All ranks must call this."""
-        left = set.intersection(*gather_list({server.name for server in self.servers}, PartialState()))
-        self.servers = [server for server in self.servers if server.name in left] or self.servers
-
     def _prepare(self, policy: Policy) -> None:
         """Chooses the dtype, and makes the folder of the weights and the servers. All ranks must call this."""
         files.check_policy(policy)
@@ -123,7 +120,16 @@ class VLLMBackend(Backend):
         remote = not all(map(is_this_machine, self._urls))
         machines = gather_list("" if remote else platform.node(), state)
         peers = [rank for rank, machine in enumerate(machines) if machine == machines[state.process_index]]
-        self._share_folder(policy, writer=peers[0], in_output_dir=remote)
+        self._writer, self._writes = peers[0], state.process_index == peers[0]
+        with raise_on_all_ranks(state):
+            if self._writes:
+                output_dir = Path(self.args.output_dir).absolute()
+                output_dir.mkdir(parents=True, exist_ok=True)
+                shared = output_dir if remote else None
+                self._folder = files.make_folder(shared, files.bytes_of(policy, self._dtype))
+                # A watchdog without a server.
+                self._guard = ServerProcess(command=[], variables={}, log=Path(os.devnull), folders=[self._folder])
+        self._folder = gather_list(self._folder, state)[self._writer]
         if self._urls:
             # The processes of a machine send their first prompts to different servers.
             first = peers.index(state.process_index) % len(self._urls)
@@ -135,21 +141,6 @@ class VLLMBackend(Backend):
         else:
             self._local = LocalServer(self.args, self._folder, self._dtype, self._lora_rank, policy.model.device)
             self.servers = [self._local]
-
-    def _share_folder(self, policy: Policy, *, writer: int, in_output_dir: bool) -> None:
-        """Sets the folder of the weights, which the rank `writer` makes for the processes of its machine."""
-        state = PartialState()
-        self._writer, self._writes = writer, state.process_index == writer
-        with raise_on_all_ranks(state):
-            if self._writes:
-                output_dir = Path(self.args.output_dir).absolute()
-                output_dir.mkdir(parents=True, exist_ok=True)
-                self._folder = files.make_folder(
-                    output_dir if in_output_dir else None, files.bytes_of(policy, self._dtype)
-                )
-                # A watchdog without a server.
-                self._guard = ServerProcess(command=[], variables={}, log=Path(os.devnull), folders=[self._folder])
-        self._folder = gather_list(self._folder, state)[writer]
 
     def _load(self, new: Publication) -> None:
         """Loads weights into the server of this process, or, on the first process of a machine, into `vllm_urls`."""
