@@ -134,7 +134,7 @@ class Episodes:
     def _wait(self, unfinished: Collection[int]) -> None:
         while unfinished:
             self._poll()
-            self._process_calls(_POLL_SECONDS)
+            self.listen(_POLL_SECONDS)
 
     def on_stop(self, turn: Turn) -> Reply | Pending:
         """Begins the work on a turn."""
@@ -143,13 +143,20 @@ class Episodes:
 
     def ready(self, timeout: float) -> Sequence[tuple[int, Reply]]:
         """See `TurnHandler.ready`."""
-        self._process_calls(0.0 if self._answers else timeout)
+        self.listen(0.0 if self._answers else timeout)
         answers, self._answers = self._answers, []
         return answers
 
-    def listen(self) -> None:
-        """Goes on with the rows whose calls have ended, without waiting."""
-        self._process_calls(0.0)
+    def listen(self, timeout: float = 0.0) -> None:
+        """Goes on with the rows whose calls have ended, or end within `timeout` seconds."""
+        for ended in self._calls.finished(timeout):
+            row = ended.row
+            self.episodes[row].seconds += ended.seconds
+            done, value = self._advance(row, self._steps.pop(row), ended)
+            if done and row in self._ending:
+                self._ending.remove(row)
+            elif done:
+                self._answers.append((row, value))
 
     def finish(self, rows: Sequence[int], finished: Generation) -> None:
         """Begins the end of the episodes `rows`, whose responses `finished` are complete."""
@@ -158,9 +165,8 @@ class Episodes:
         for row, length, tokens, mask, stopped in zip(rows, lengths, *parts, strict=True):
             response, episode = tokens[:length], self.episodes[row]
             complete = stopped or length - episode.num_read == self._max_turn_tokens
-            self._ending.add(row)
-            if self._advance(row, episode.end(response, mask[:length], complete=complete))[0]:
-                self._ending.remove(row)
+            if not self._advance(row, episode.end(response, mask[:length], complete=complete))[0]:
+                self._ending.add(row)
 
     def wait(self) -> None:
         """Waits until all episodes that `finish` was called for have ended."""
@@ -198,17 +204,6 @@ class Episodes:
         self._steps[row] = steps
         self._calls.start(row, call)
         return False, None
-
-    def _process_calls(self, timeout: float) -> None:
-        """Goes on with the rows whose calls end within `timeout` seconds."""
-        for ended in self._calls.finished(timeout):
-            row = ended.row
-            self.episodes[row].seconds += ended.seconds
-            done, value = self._advance(row, self._steps.pop(row), ended)
-            if done and row in self._ending:
-                self._ending.remove(row)
-            elif done:
-                self._answers.append((row, value))
 
 
 def _rewards_of(class_name: str, /, episodes: list[Episode], **columns: Any) -> list[Any]:

@@ -6,7 +6,6 @@ position at which its request begins, never on other rows, their order or the se
 
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,18 +47,11 @@ class _Row:
     prompt: list[int]
     server: Server
     tokens: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     turn_start: int = 0
     chosen: int = 0
     stopped: bool = False
     failures: int = 0
     matched: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
-
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float], *, chosen: bool) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.mask += [chosen] * len(tokens)
 
 
 class Sampling:
@@ -191,11 +183,19 @@ class Sampling:
             if row.stopped:
                 kept = first + int(ends.int().argmax()) + 1
                 break
-        row.append(tokens[:kept], logprobs[:kept], chosen=True)
+        self._append(row, tokens[:kept], logprobs[:kept], chosen=True)
         if row.stopped or len(row.tokens) == self._limit(row, row.turn_start):
             self._end_turn(row)
         else:
             self._send(row)
+
+    def _append(self, row: _Row, tokens: list[int], logprobs: list[float], *, chosen: bool) -> None:
+        """Appends tokens to a response, with the log-probs of those that the policy has chosen and zero for others."""
+        columns = slice(len(row.tokens), len(row.tokens) + len(tokens))
+        row.tokens += tokens
+        self._out.responses[row.index, columns] = torch.tensor(tokens, dtype=torch.long)
+        self._out.response_mask[row.index, columns] = chosen
+        self._out.logprobs[row.index, columns] = torch.tensor(logprobs)
 
     def _end_turn(self, row: _Row) -> None:
         """Finishes a row at its limit; asks how others go on."""
@@ -204,7 +204,8 @@ class Sampling:
         if self._turns is None or self._limit(row, position) == position:
             self._finish(row)
             return
-        turn = Turn(row.index, list(row.tokens), list(row.mask), row.turn_start, stopped=row.stopped)
+        mask = self._out.response_mask[row.index, :position].tolist()
+        turn = Turn(row.index, list(row.tokens), mask, row.turn_start, stopped=row.stopped)
         reply = self._turns.handler.on_stop(turn)
         if isinstance(reply, Pending):
             self._pending.add(row.index)
@@ -217,7 +218,7 @@ class Sampling:
         appended = check_reply(reply, row.index, self._vocab_size)
         if appended is not None:
             kept = appended[: width - len(row.tokens)]
-            row.append(kept, [0.0] * len(kept), chosen=False)
+            self._append(row, kept, [0.0] * len(kept), chosen=False)
             if len(row.tokens) < width:
                 row.turn_start, row.matched = len(row.tokens), torch.zeros(1, dtype=torch.long)
                 self._send(row)
@@ -229,9 +230,5 @@ class Sampling:
     def _finish(self, row: _Row) -> None:
         """Reports a row whose response is complete."""
         self._unfinished.remove(row.index)
-        length, out = len(row.tokens), self._out
-        out.responses[row.index, :length] = torch.tensor(row.tokens)
-        out.response_mask[row.index, :length] = torch.tensor(row.mask)
-        out.logprobs[row.index, :length] = torch.tensor(row.logprobs)
-        out.stopped[row.index] = row.stopped
-        self._hooks.on_finished([row.index], out[[row.index]])
+        self._out.stopped[row.index] = row.stopped
+        self._hooks.on_finished([row.index], self._out[[row.index]])
