@@ -35,11 +35,11 @@ class PromptGroup:
         return (len(self.prompts) - 1) * self.common
 
 
-def group_prompts(prompts: Sequence[Sequence[int]]) -> list[PromptGroup]:
+def group_prompts(prompts: Sequence[list[int]]) -> list[PromptGroup]:
     """Returns groups that save many tokens, ordered by their first prompts; each prompt is in one, and has at least one
     token after the common ones.
     """
-    order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
+    order = sorted(range(len(prompts)), key=lambda i: prompts[i])
     # Prompts with a common beginning are neighbours in this order.
     shared = [_common(prompts[a], prompts[b]) for a, b in pairwise(order)]
     # Beginnings form a tree. This is the path to the latest prompt: the length of each beginning, and the groups so far
@@ -58,7 +58,7 @@ def group_prompts(prompts: Sequence[Sequence[int]]) -> list[PromptGroup]:
     return sorted(path[0][1], key=lambda group: group.prompts[0])
 
 
-def _joined(prompts: Sequence[Sequence[int]], common: int, groups: list[PromptGroup]) -> list[PromptGroup]:
+def _joined(prompts: Sequence[list[int]], common: int, groups: list[PromptGroup]) -> list[PromptGroup]:
     """Joins the groups that save fewer than `common` tokens per prompt, if they save more as one group. The prompts of
     all `groups` have `common` tokens in common. Returns the groups that result.
     """
@@ -74,7 +74,7 @@ def _joined(prompts: Sequence[Sequence[int]], common: int, groups: list[PromptGr
     return groups
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(one: list[int], other: list[int]) -> int:
     """How many tokens both begin with, at least one token before the end of each."""
     most = min(len(one), len(other)) - 1
     return next((i for i in range(most) if one[i] != other[i]), most)
