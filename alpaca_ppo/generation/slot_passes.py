@@ -150,8 +150,10 @@ class NewTokens(NamedTuple):
     tokens: Sequence[int]
 
 
-def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -> Tensor:
-    """Returns the logits (k, V) after the last of each row's new tokens. Their states are then in `cache`."""
+def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -> dict[int, Tensor]:
+    """Returns the logits (V,) after the last of each slot's new tokens, whose states are then in `cache`."""
+    if not new:
+        return {}
     device = model.device
     # Sorted, because attention can compute neighbours of equal length together.
     order = sorted(range(len(new)), key=lambda i: len(new[i].tokens))
@@ -178,7 +180,7 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
     with captured_outputs(cache.output_layers) as outputs:
         logits = _forward(model, cache, tokens.unsqueeze(0), columns.unsqueeze(0), attention, **selection)[0]
     cache.keep_outputs(slots[last], [output[0, last] for output in outputs])
-    return logits if selects else logits[last]
+    return {entry.slot: row for entry, row in zip(new, logits if selects else logits[last], strict=True)}
 
 
 def _forward(

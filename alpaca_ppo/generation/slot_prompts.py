@@ -117,9 +117,9 @@ class SlotPrompts:
             if not group.common or prompt == group.prompts[0]:
                 without_past.append(NewTokens(slot, 0, tokens[: group.common or len(tokens)]))
         # In a separate pass, because attention without earlier tokens needs no padding.
-        logits |= self._extend(without_past)
+        logits |= extend(self._model, self._cache, without_past)
         self._share_beginnings(first_slots, next_prompt)
-        logits |= self._extend(with_past)
+        logits |= extend(self._model, self._cache, with_past)
         for prompt, slot in first_slots.items():
             others, length = placed[prompt][1:], len(self._prompts[prompt])
             self._cache.copy(slot, others, length)
@@ -153,9 +153,3 @@ class SlotPrompts:
             group = self._group[next_prompt]
             if group.common and group.prompts[0] in slots:
                 self._cache.copy(slots[group.prompts[0]], [self._beginning_slot], group.common)
-
-    def _extend(self, new: list[NewTokens]) -> dict[int, Tensor]:
-        if not new:
-            return {}
-        logits = extend(self._model, self._cache, new)
-        return {entry.slot: logits[i] for i, entry in enumerate(new)}

@@ -9,7 +9,7 @@ The loop alternates between two passes, `_admit` and `_decode`, and after each c
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -63,7 +63,7 @@ BUCKETED = StepShapes(slot_unit=lambda n: 1 << (n - 1).bit_length(), column_unit
 @dataclass
 class _Row:
     """What the host knows of the row in a slot. `length`, `position`, `turn_start` and `limit` are those of
-    `ResponseRows`; during a turn the first two may be too large, until `SlotLoop._end_turns` corrects them.
+    `ResponseRows`; during a turn the first two may be too large, until `SlotLoop._collect_ended` corrects them.
 
     Attributes:
         chosen: tokens that the policy chose in earlier turns.
@@ -115,7 +115,7 @@ class SlotLoop:
         self._waiting = deque(prompt * n + i for group in groups for prompt in group.prompts for i in range(n))
         self._busy: dict[int, _Row] = {}
         self._between_turns: dict[int, _Row] = {}
-        # Over all rows; their quotient is the mean length of a turn, or a little more: see `_end_turns`.
+        # Over all rows; their quotient is the mean length of a turn, or a little more: see `_collect_ended`.
         self._ended_turns = self._decoded_tokens = 0
         # Steps since the last `_admit` that rows with a reply could have taken part in, summed over these rows.
         self._idle_steps = 0
@@ -249,44 +249,33 @@ class SlotLoop:
                 row.position += 1
 
     def _collect_ended(self) -> None:
-        """Ends the turns of rows that no longer run: finishes these rows, or asks how they go on."""
+        """Ends the turns of rows that no longer run: finishes those at their limit, and asks how the others go on."""
         running = self._out.running.tolist()
         ended = {slot: self._busy.pop(slot) for slot in list(self._busy) if not running[slot]}
         if not ended:
             return
-        if self._turns is not None:
-            self._end_turns(self._turns, ended)
-        else:
-            self._count_turns(ended.values())
-            self._finish(list(ended.values()))
-
-    def _count_turns(self, rows: Collection[_Row]) -> None:
-        self._ended_turns += len(rows)
-        self._decoded_tokens += sum(row.position - row.turn_start for row in rows)
+        turns, width = self._turns, self._params.max_new_tokens
+        asked: dict[int, _Row] = {}
+        if turns is not None:
+            slots = torch.tensor(list(ended), device=self._keys.device)
+            # The host may have counted steps that a row no longer took.
+            lengths, positions = self._out.lengths[slots].tolist(), self._out.positions[slots].tolist()
+            for (slot, row), length, position in zip(ended.items(), lengths, positions, strict=True):
+                row.length, row.position = length, position
+                row.chosen += position - row.turn_start
+                if turns.limit(position=position, chosen=row.chosen, width=width) > position:
+                    asked[slot] = row
+        self._ended_turns += len(ended)
+        self._decoded_tokens += sum(row.position - row.turn_start for row in ended.values())
+        self._finish([row for slot, row in ended.items() if slot not in asked])
+        if turns is not None and asked:
+            self._ask_handler(turns, asked)
 
     def _finish(self, rows: list[_Row]) -> None:
         """Reports rows whose responses are complete."""
         if rows:
             indices = [row.index for row in rows]
             self._hooks.on_finished(indices, self._out.outputs[torch.tensor(indices, device=self._keys.device)])
-
-    def _end_turns(self, turns: Turns, ended: dict[int, _Row]) -> None:
-        """Finishes the rows of `ended` (by slot) that have reached their limit, and asks how the others go on."""
-        slots = torch.tensor(list(ended), device=self._keys.device)
-        # The host may have counted steps that a row no longer took.
-        lengths, positions = self._out.lengths[slots].tolist(), self._out.positions[slots].tolist()
-        complete: list[_Row] = []
-        others: dict[int, _Row] = {}
-        for (slot, row), length, position in zip(ended.items(), lengths, positions, strict=True):
-            row.length, row.position = length, position
-            row.chosen += position - row.turn_start
-            if turns.limit(position=position, chosen=row.chosen, width=self._params.max_new_tokens) == position:
-                complete.append(row)
-            else:
-                others[slot] = row
-        self._count_turns(ended.values())
-        self._finish(complete)
-        self._ask_handler(turns, others)
 
     def _ask_handler(self, turns: Turns, rows: dict[int, _Row]) -> None:
         """Asks how `rows` (by slot) go on, and appends the replies that are not pending."""
@@ -358,14 +347,15 @@ def _compare_slots(model: PreTrainedModel) -> str | None:
     cache = SlotCache(slots=2, columns=8)
     # The prompts have so many tokens; the step reads the next one of each row, the last pass the others.
     lengths = (5, 2)
-    in_slots = [extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(lengths)])]
+    prompts = extend(model, cache, [NewTokens(i, 0, rows[i][:n]) for i, n in enumerate(lengths)])
     tokens = torch.tensor([row[n] for row, n in zip(rows, lengths, strict=True)], device=device)
     filled = torch.tensor(lengths, device=device)
-    in_slots.append(read_next(model, cache, tokens, filled, filled, columns=max(lengths) + 1))
-    in_slots.append(extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(lengths)]))
+    step = read_next(model, cache, tokens, filled, filled, columns=max(lengths) + 1)
+    appended = extend(model, cache, [NewTokens(i, n + 1, rows[i][n + 1 :]) for i, n in enumerate(lengths)])
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
         plain: Tensor = model(input_ids=torch.tensor([row], device=device), use_cache=False).logits[0]
-        if problem := difference(torch.stack([logits[i] for logits in in_slots]), plain[[n - 1, n, -1]], "logits"):
+        in_slots = torch.stack([prompts[i], step[i], appended[i]])
+        if problem := difference(in_slots, plain[[n - 1, n, -1]], "logits"):
             return f"{problem} from those of a pass over the row"
     return None
 
