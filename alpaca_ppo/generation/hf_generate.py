@@ -45,8 +45,9 @@ class GenerateBackend(Backend):
         return out.complete()
 
 
+# `Any`, because the type checker does not know the `generate` that models inherit.
 def _generate(
-    model: PreTrainedModel, queries: Tensor, mask: Tensor, out: ResponseRows, chunk: Tensor, hooks: SamplingHooks
+    model: Any, queries: Tensor, mask: Tensor, out: ResponseRows, chunk: Tensor, hooks: SamplingHooks
 ) -> None:
     """Samples the responses `chunk` (N,) of `out`, to `queries` (N, Q) with the attention mask `mask`."""
 
@@ -61,13 +62,10 @@ def _generate(
 
     width = out.outputs.responses.size(1)
     plain = GenerationConfig(max_new_tokens=width, do_sample=False, num_beams=1, use_cache=True)
-    # `generate` fills fields that are None from the model's own config, so that one must be replaced too. The type
-    # checker does not know the `generate` that models inherit.
-    generating_model: Any = model
-    own_config = model.generation_config
-    generating_model.generation_config = plain
+    # `generate` fills fields that are None from the model's own config, so that one must be replaced too.
+    own_config, model.generation_config = model.generation_config, plain
     try:
-        generating_model.generate(
+        model.generate(
             queries,
             attention_mask=mask,
             generation_config=plain,
@@ -75,4 +73,4 @@ def _generate(
             stopping_criteria=StoppingCriteriaList([ended]),
         )
     finally:
-        generating_model.generation_config = own_config
+        model.generation_config = own_config

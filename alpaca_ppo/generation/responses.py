@@ -64,16 +64,14 @@ class SamplingParams:
         """Returns the key of each response's stream of random numbers, (P * n,) int64, prompt-major, for `prompt_ids`
         (P,) int64. `functional.rng.uniforms(keys, t)` are the numbers that choose the tokens at position t.
         """
-        sample_ids = None
-        if self.sample_ids is not None:
-            sample_ids = torch.tensor(self.sample_ids, dtype=torch.int64, device=prompt_ids.device)
+        ids = self.sample_ids
         return stream_keys(
             seed=self.seed,
             step=self.step,
             sampling_round=self.sampling_round,
             prompt_ids=prompt_ids,
             num_return_sequences=self.num_return_sequences,
-            sample_ids=sample_ids,
+            sample_ids=None if ids is None else torch.tensor(ids, dtype=torch.int64, device=prompt_ids.device),
         )
 
     def check(self) -> None:

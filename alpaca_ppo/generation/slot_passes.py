@@ -60,7 +60,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.slots, self.columns, self.output_layers = slots, columns, output_layers
         self.outputs: Tensor | None = None
-        self._storage: dict[int, tuple[Tensor, Tensor]] = {}
+        self._storage: dict[int, list[Tensor]] = {}
         # `start` sets it.
         self._pass: Pass
         self._indices: dict[int, Tensor] = {}
@@ -77,14 +77,12 @@ class SlotCache(Cache):
         A step's states are (k, kv_heads, 1, d); it reads a view (k, kv_heads, columns, d). Those of packed tokens are
         (1, kv_heads, N, d); they read a copy (k, kv_heads, columns, d), or only themselves.
         """
+        new = (key_states, value_states)
         if layer_idx not in self._storage:
-            heads = key_states.size(1)
-            keys = key_states.new_zeros(self.slots, heads, self.columns, key_states.size(-1))
-            values = value_states.new_zeros(self.slots, heads, self.columns, value_states.size(-1))
-            self._storage[layer_idx] = keys, values
+            self._storage[layer_idx] = [s.new_zeros(self.slots, s.size(1), self.columns, s.size(-1)) for s in new]
         keys, values = self._storage[layer_idx]
         index = self._index(key_states.size(1))
-        for stored, states in ((keys, key_states), (values, value_states)):
+        for stored, states in zip((keys, values), new, strict=True):
             size = states.size(-1)
             stored.view(-1, size).index_copy_(0, index, states.reshape(-1, size).to(stored.dtype))
         read, columns = self._pass.read_slots, self._pass.read_columns

@@ -7,6 +7,7 @@ As samples go into slots at different times, shared states are kept in slots tha
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from os.path import commonprefix
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -76,8 +77,7 @@ def _joined(prompts: Sequence[list[int]], common: int, groups: list[PromptGroup]
 
 def _common(one: list[int], other: list[int]) -> int:
     """How many tokens both begin with, at least one token before the end of each."""
-    most = min(len(one), len(other)) - 1
-    return next((i for i in range(most) if one[i] != other[i]), most)
+    return min(len(commonprefix([one, other])), len(one) - 1, len(other) - 1)
 
 
 class SlotPrompts:

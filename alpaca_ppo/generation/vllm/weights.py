@@ -115,13 +115,10 @@ def check_written(folder: Path, sums: Mapping[str, int], copies: Mapping[str, Te
     sums_written = {name: int(bit_sum(tensor)) for name, tensor in tensors.items()}
     sums_renamed = {name: int(bit_sum(tensor)) for name, tensor in renamed.items()}
     any_written, any_own = {*sums_written.values()}, {*sums.values()}
-    stale = []
-    for name, total in sums.items():
-        found = sums_written.get(name, sums_renamed.get(name))
-        # A tied tensor may be written once, under another name.
-        is_written_elsewhere = found is None and total in any_written
-        if found != total and not is_written_elsewhere:
-            stale.append(name)
+    found = sums_renamed | sums_written
+    # A tied tensor may be written once, under another name.
+    elsewhere = {name for name, total in sums.items() if name not in found and total in any_written}
+    stale = [name for name, total in sums.items() if found.get(name) != total and name not in elsewhere]
     # Of tensors in parts, only the sum of all elements can be compared: which of them is in which part is not known.
     divided = [tensor for name, tensor in renamed.items() if sums_renamed[name] not in any_written]
     parts = {name: tensor for name, tensor in tensors.items() if name not in sums and sums_written[name] not in any_own}
