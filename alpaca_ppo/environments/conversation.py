@@ -72,7 +72,7 @@ class Conversation:
         self._prompts_trusted = control_tokens_from != "template"
         self._control_tokens = ControlTokens(tokenizer, trusting=self.trusting)
         self._keywords = dict(chat_template_kwargs or {})
-        self._stop = frozenset(stop_token_ids)
+        self.stop_token_ids = frozenset(stop_token_ids)
         self._special = frozenset(tokenizer.all_special_ids)
 
     def of_row(self, row: Mapping[str, Any]) -> "Conversation":
@@ -103,12 +103,9 @@ class Conversation:
         turn = _assistant(self._thought(0, schemas) + _ANSWER, self._without_arguments(tool_calls))
         return self.prompt_end([_USER, turn, *self._control_tokens.protect(replies)], schemas)
 
-    def ends_turn(self, token: int) -> bool:
-        return token in self._stop
-
     def turn_text(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of a turn, without the token that ended it and, unless `keep_special`, without special tokens."""
-        kept = list(ids[:-1]) if ids and ids[-1] in self._stop else list(ids)
+        kept = list(ids[:-1]) if ids and ids[-1] in self.stop_token_ids else list(ids)
         skip = not keep_special
         return str(self.tokenizer.decode(kept, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
@@ -150,14 +147,14 @@ class Conversation:
         if not stopped_by_token:
             return self._ids(written.closing + written.suffix)
         # What follows the token that the sampled stop token replaces.
-        ends = self._stop | self._special
+        ends = self.stop_token_ids | self._special
         if ends.intersection(self._ids(written.closing)):
             ids = self._ids(written.closing + written.suffix)
             end = next(i for i, token in enumerate(ids) if token in ends)
             return ids[end + 1 :]
         ids = self._ids(written.suffix)
         # A turn may end with the token that begins the next message.
-        starts_with_stop = bool(ids) and ids[0] in self._stop
+        starts_with_stop = bool(ids) and ids[0] in self.stop_token_ids
         return ids[1:] if starts_with_stop and not written.closing else ids
 
     def _beginning(self, text: str, columns: int) -> str:

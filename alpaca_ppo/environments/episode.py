@@ -178,7 +178,7 @@ class Episode:
         replies, calls = answers
         ids = conversation.reply_ids(
             replies,
-            stopped_by_token=turn.stopped and conversation.ends_turn(turn.response[-1]),
+            stopped_by_token=turn.stopped and turn.response[-1] in conversation.stop_token_ids,
             tool_calls=calls,
             schemas=self.schemas,
             # What does not fit need not be written.

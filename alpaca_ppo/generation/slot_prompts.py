@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from os.path import commonprefix
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend
@@ -81,25 +81,30 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 class SlotPrompts:
-    """Reads prompts, each for n rows, into the slots of `cache`, which has `extra_slots` beyond those of the steps.
+    """Reads prompts, each for n rows, into slots of `columns` tokens: `slots` for the steps, and extra ones.
 
-    Prompts come in the order of their groups, and all samples of a prompt one after the other. So one extra slot is
+    Prompts come in the order of their `groups`, and all samples of a prompt one after the other. So one extra slot is
     enough to keep the beginning of a group, and one to keep a prompt whose samples wait.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: SlotCache, prompts: list[list[int]], groups: list[PromptGroup], n: int
+        self,
+        model: PreTrainedModel,
+        prompts: list[list[int]],
+        n: int,
+        *,
+        slots: int,
+        columns: int,
+        output_layers: Sequence[nn.Module],
     ) -> None:
-        self._model, self._cache, self._prompts = model, cache, prompts
-        self._group = {prompt: group for group in groups for prompt in group.prompts}
-        self._beginning_slot, self._split_slot = cache.slots - 1, cache.slots - self.extra_slots(groups, n)
+        self._model, self._prompts = model, prompts
+        self.groups = group_prompts(prompts)
+        self._group = {prompt: group for group in self.groups for prompt in group.prompts}
+        extra_slots = int(any(group.common for group in self.groups)) + int(n > 1)
+        self.cache = SlotCache(slots + extra_slots, columns, output_layers)
+        self._split_slot, self._beginning_slot = slots, slots + extra_slots - 1
         # A prompt with samples that wait, and the logits (V,) after it.
         self._split: tuple[int, Tensor] | None = None
-
-    @staticmethod
-    def extra_slots(groups: Sequence[PromptGroup], n: int) -> int:
-        """The number of slots beyond those of the steps."""
-        return int(any(group.common for group in groups)) + int(n > 1)
 
     def read(
         self, placed: dict[int, list[int]], appended: Sequence[NewTokens], next_prompt: int | None
@@ -107,7 +112,15 @@ class SlotPrompts:
         """Reads each prompt of `placed` into its slots there, and the tokens `appended` to rows that go on. Returns the
         logits (V,) after the last token of each slot. `next_prompt` is the prompt of the first row that still waits.
         """
-        logits = self._place_split(placed, next_prompt)
+        logits: dict[int, Tensor] = {}
+        if placed and self._split is not None:
+            # Samples that waited, of a prompt that was read earlier.
+            prompt, split_logits = self._split
+            assert next(iter(placed)) == prompt, "rows wait in the order of their prompts"
+            self.cache.copy(self._split_slot, placed[prompt], len(self._prompts[prompt]))
+            logits |= dict.fromkeys(placed[prompt], split_logits)
+            if prompt != next_prompt:
+                self._split = None
         first_slots = {prompt: slots[0] for prompt, slots in placed.items() if slots[0] not in logits}
         without_past, with_past = [], list(appended)
         for prompt, slot in first_slots.items():
@@ -117,28 +130,17 @@ class SlotPrompts:
             if not group.common or prompt == group.prompts[0]:
                 without_past.append(NewTokens(slot, 0, tokens[: group.common or len(tokens)]))
         # In a separate pass, because attention without earlier tokens needs no padding.
-        logits |= extend(self._model, self._cache, without_past)
+        logits |= extend(self._model, self.cache, without_past)
         self._share_beginnings(first_slots, next_prompt)
-        logits |= extend(self._model, self._cache, with_past)
+        logits |= extend(self._model, self.cache, with_past)
         for prompt, slot in first_slots.items():
             others, length = placed[prompt][1:], len(self._prompts[prompt])
-            self._cache.copy(slot, others, length)
+            self.cache.copy(slot, others, length)
             logits |= dict.fromkeys(others, logits[slot])
             if prompt == next_prompt:
-                self._cache.copy(slot, [self._split_slot], length)
+                self.cache.copy(slot, [self._split_slot], length)
                 self._split = prompt, logits[slot].clone()
         return logits
-
-    def _place_split(self, placed: dict[int, list[int]], next_prompt: int | None) -> dict[int, Tensor]:
-        """Copies a prompt that was read earlier to the slots of samples that waited; returns the logits there."""
-        if not placed or self._split is None:
-            return {}
-        prompt, logits = self._split
-        assert next(iter(placed)) == prompt, "rows wait in the order of their prompts"
-        self._cache.copy(self._split_slot, placed[prompt], len(self._prompts[prompt]))
-        if prompt != next_prompt:
-            self._split = None
-        return dict.fromkeys(placed[prompt], logits)
 
     def _share_beginnings(self, slots: dict[int, int], next_prompt: int | None) -> None:
         """Copies the beginning of each group from the slot of its first prompt to those of its other prompts, and keeps
@@ -148,8 +150,8 @@ class SlotPrompts:
             group = self._group[prompt]
             source = slots.get(group.prompts[0], self._beginning_slot)
             if group.common and source != slot:
-                self._cache.copy(source, [slot], group.common)
+                self.cache.copy(source, [slot], group.common)
         if next_prompt is not None:
             group = self._group[next_prompt]
             if group.common and group.prompts[0] in slots:
-                self._cache.copy(slots[group.prompts[0]], [self._beginning_slot], group.common)
+                self.cache.copy(slots[group.prompts[0]], [self._beginning_slot], group.common)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from alpaca_ppo.generation.backends import GenerateOptions
 from alpaca_ppo.generation.responses import Generation, ResponseRows, SamplingParams, unpadded
 from alpaca_ppo.generation.slot_passes import NewTokens, SlotCache, extend, read_next
-from alpaca_ppo.generation.slot_prompts import SlotPrompts, group_prompts
+from alpaca_ppo.generation.slot_prompts import SlotPrompts
 from alpaca_ppo.generation.turns import Pending, Reply, Turn, Turns, check_reply
 from alpaca_ppo.models.packed_attention import is_installed, underlying_attention
 from alpaca_ppo.models.policy import difference
@@ -105,12 +105,11 @@ class SlotLoop:
         self._out = ResponseRows(params, rows=rows, slots=self._slots, dtype=model.dtype, device=self._keys.device)
 
         tokens = unpadded(prompts)
-        groups = group_prompts(tokens)
         self._lengths = [len(prompt) for prompt in tokens]
         columns = shapes.columns(max(self._lengths) + params.max_new_tokens)
-        output_layers = decoder_layers(model, params.state_layers) if params.state_layers else []
-        self._cache = SlotCache(self._slots + SlotPrompts.extra_slots(groups, n), columns, output_layers)
-        self._prompts = SlotPrompts(model, self._cache, tokens, groups, n)
+        layers = decoder_layers(model, params.state_layers) if params.state_layers else []
+        self._prompts = SlotPrompts(model, tokens, n, slots=self._slots, columns=columns, output_layers=layers)
+        self._cache, groups = self._prompts.cache, self._prompts.groups
 
         self._waiting = deque(prompt * n + i for group in groups for prompt in group.prompts for i in range(n))
         self._busy: dict[int, _Row] = {}
