@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.tracking.results import json_line, without_nan
 
 
 def results_text(results: Mapping[str, Any]) -> str:
@@ -40,12 +41,6 @@ def results_text(results: Mapping[str, Any]) -> str:
 def write_results(folder: Path, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
     """Writes results.json and answers.jsonl; metrics and scores that are not finite become null."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**results, "metrics": _without_nan(results["metrics"])}, indent=2, ensure_ascii=False)
+    text = json.dumps(without_nan(results), indent=2, ensure_ascii=False)
     write_text_atomically(folder / "results.json", text + "\n")
-    lines = [json.dumps(_without_nan(answer), ensure_ascii=False) + "\n" for answer in answers]
-    write_text_atomically(folder / "answers.jsonl", "".join(lines))
-
-
-def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `values` with None in place of floats that are not finite, which JSON does not have."""
-    return {k: None if isinstance(value, float) and not math.isfinite(value) else value for k, value in values.items()}
+    write_text_atomically(folder / "answers.jsonl", "".join(map(json_line, answers)))

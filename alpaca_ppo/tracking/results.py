@@ -1,15 +1,16 @@
-"""Results of a run, for the console, the report and the model card: metrics at both ends, tables of answers, and the
-step of saved weights. No torch here, so that reports are made at once.
+"""Results of a run, for the console, the report and the model card: metrics at both ends, tables of answers, the step
+of saved weights, and how numbers are written. No torch here, so that reports are made at once.
 
 A step's metrics vary from batch to batch, so each end is a mean over a tenth of the steps. Evaluations have the same
 prompts every time, and are compared one by one.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 
@@ -100,3 +101,17 @@ def read_weights_step(folder: StrPath) -> WeightsStep | None:
     """Returns what step.json in `folder`, such as a run's final/, says; None without it."""
     path = Path(folder) / STEP_FILE
     return WeightsStep(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """Returns `row` as a line of a .jsonl file."""
+    return json.dumps(without_nan(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def without_nan(value: Any) -> Any:
+    """Returns `value` with None in place of floats that are not finite, also inside mappings and lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: without_nan(entry) for key, entry in value.items()}
+    return [without_nan(entry) for entry in value] if isinstance(value, list | tuple) else value

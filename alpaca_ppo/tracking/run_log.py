@@ -5,7 +5,6 @@ Only the main process writes; on other processes every method does nothing. What
 
 import hashlib
 import json
-import math
 import os
 import sys
 import textwrap
@@ -25,7 +24,7 @@ from alpaca_ppo.atomic_io import explain_disk_full, write_text_atomically
 from alpaca_ppo.config.parser import as_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
-from alpaca_ppo.tracking.results import table_files
+from alpaca_ppo.tracking.results import json_line, table_files
 
 PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
@@ -144,7 +143,7 @@ class RunLog:
         if self.is_main:
             path = self.output_dir / f"{name}.jsonl"
             with explain_disk_full(path), open(path, "ab") as file:
-                file.write(_json_line(row).encode())
+                file.write(json_line(row).encode())
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -162,7 +161,7 @@ class RunLog:
             self.message(f"{path} stays as the run in this folder wrote it; for another choose another output_dir")
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, "".join(map(_json_line, rows)))
+        write_text_atomically(path, "".join(map(json_line, rows)))
         for tracker in self.accelerator.trackers:
             if rows and isinstance(tracker, WandBTracker | ClearMLTracker):
                 columns = [column for column in rows[0] if column != "tokens"]
@@ -236,16 +235,3 @@ def complete_lines(path: Path) -> list[bytes]:
 def _keep_lines(path: Path, count: int) -> None:
     if path.exists():
         write_text_atomically(path, b"".join(complete_lines(path)[:count]).decode())
-
-
-def _json_line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _without_nan(value: Any) -> Any:
-    """Returns `value` with None in place of floats that are not finite, also inside mappings and lists."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    return [_without_nan(entry) for entry in value] if isinstance(value, list | tuple) else value
