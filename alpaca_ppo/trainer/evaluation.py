@@ -47,11 +47,8 @@ class Evaluator:
     """
 
     def __init__(self, parts: RunParts, rollout: Callable[..., Rollouts]) -> None:
-        self.settings, self._rollout, self._run_log = parts.evaluation, rollout, parts.run_log
+        self.settings, self._parts, self._rollout = parts.evaluation, parts, rollout
         self._collector, self._processing_class = parts.collector, parts.processing_class
-        self._prompts = parts.eval_prompts
-        self._sampling_params, self._train_prompts = parts.sampling_params, parts.train_prompts
-        self._has_environments = parts.environments is not None
         # Of each eval set, the opponent's answers with their scores, which stay the same for the whole run.
         self._opponents: dict[str, list[tuple[str, float]]] = {}
         self.answers: list[dict[str, Any]] = []
@@ -59,14 +56,14 @@ class Evaluator:
     def run(self, step: int) -> dict[str, float]:
         """Returns the metrics of all eval sets after `step` steps and writes their tables. Every rank must call it."""
         args, accelerator = self._collector.args, self._collector.accelerator
-        if self._has_environments:
+        if self._parts.environments is not None:
             # So that environments that draw tasks from the global generators draw the same ones each time.
             seed_random_states(args.seed, accelerator.process_index)
         self.answers.clear()
         stats: dict[str, float] = {}
         seconds = 0.0
-        for name in self._prompts:
-            record = make_step_record(self._run_log)
+        for name in self._parts.eval_prompts:
+            record = make_step_record(self._parts.run_log)
             folder = f"eval/{name}" if name else "eval"
             measured = self._evaluate_set(name, folder, step, record) | record.logged_means()
             stats |= {f"{folder}/{metric}": value for metric, value in measured.items()}
@@ -81,9 +78,10 @@ class Evaluator:
         several: list[Any] = [given] if is_one else [*given]
         if not several or any(type(prompt) is not type(several[0]) for prompt in several):
             raise ValueError(f"prompts is {prompts!r:.200}; give one or more texts, or lists of messages")
-        if self._train_prompts.are_messages and isinstance(several[0], str):
+        trained = self._parts.train_prompts
+        if trained.are_messages and isinstance(several[0], str):
             several = [[{"role": "user", "content": text}] for text in several]
-        form = replace(self._train_prompts.form, prompt_column="prompt", prompt_template=None, user_template=None)
+        form = replace(trained.form, prompt_column="prompt", prompt_template=None, user_template=None)
         several = [form.prompt_of({"prompt": prompt}) for prompt in several]
         ids = tokenize_prompts(several, self._processing_class, [form.chat_template_kwargs or {}] * len(several))
         query_len = max(map(len, ids))
@@ -99,13 +97,13 @@ class Evaluator:
 
     def _evaluate_set(self, name: str, folder: str, step: int, record: metrics.StepRecord) -> dict[str, float]:
         """Returns the metrics of the eval set `name`, but for what functions log, and writes its table to `folder`."""
-        collector, args, prompts = self._collector, self._collector.args, self._prompts[name]
+        collector, args, prompts = self._collector, self._collector.args, self._parts.eval_prompts[name]
         # With the same random numbers at every step.
         params = replace(
-            self._sampling_params,
+            self._parts.sampling_params,
             seed=args.seed + 1,
             num_return_sequences=args.eval_num_samples,
-            temperature=args.eval_temperature or self._sampling_params.temperature,
+            temperature=args.eval_temperature or self._parts.sampling_params.temperature,
             do_sample=args.eval_temperature > 0,
             top_k=args.eval_top_k,
             top_p=args.eval_top_p,
@@ -115,7 +113,7 @@ class Evaluator:
         measure = self._measure if collector.metric_scorer.sources else None
         all_rollouts = self._rollout(batches, params, options, record, measure)
         for failure in collector.metric_scorer.pop_failures():
-            self._run_log.message(f"not measured: {failure}")
+            self._parts.run_log.message(f"not measured: {failure}")
         rollouts = with_reward(all_rollouts)
         records = self._records(rollouts)
         if self.settings.compares:
@@ -128,7 +126,7 @@ class Evaluator:
 
     def _log_table(self, name: str, folder: str, step: int, rollouts: Rollouts, records: list[ResponseRecord]) -> None:
         """Writes the table of the eval set `name`, with tokens if it is the first; adds its responses to `answers`."""
-        prompts = self._prompts[name]
+        prompts = self._parts.eval_prompts[name]
         table = rollout_tables.evaluation_rows(rollouts, self._processing_class)
         for entry, response in zip(table, records, strict=True):
             columns = self._columns(response)
@@ -141,9 +139,9 @@ class Evaluator:
             }
             self.answers.append(answer | columns)
         rollout_tables.add_columns(table, prompts, self._collector.args.prompt_column)
-        if name == next(iter(self._prompts)):
+        if name == next(iter(self._parts.eval_prompts)):
             add_tokens(self._collector, self._processing_class, rollouts, table)
-        self._run_log.log_table(folder, table, step)
+        self._parts.run_log.log_table(folder, table, step)
 
     def _measure(self, samples: Mapping[str, Tensor], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         """`metrics` (B, metrics), NaN where a function returned None or failed."""
@@ -199,36 +197,35 @@ class Evaluator:
         """The opponent's answer to each of `prompts`, of which `batches` are this rank's share, and its score by the
         source that decides (NaN without one).
         """
-        rows = [prompts[i]["row"] for i in range(len(prompts))]
         opponent = str(self._collector.args.eval_opponent)
         source = self.settings.judged_by
         if opponent == REFERENCE:
-            answers = self._in_order(self._reference_answers(batches, params), len(rows))
+            answers = self._in_order(self._reference_answers(batches, params), len(prompts))
         else:
-            texts = stored_answers(opponent, rows)
+            texts = stored_answers(opponent, [prompts[i]["row"] for i in range(len(prompts))])
             answers = list(zip(map(continuing(self._processing_class), texts), texts, strict=True))
-        scores = [math.nan] * len(rows) if source is None else self._scores_by(source, rows, answers)
+        scores = [math.nan] * len(prompts) if source is None else self._scores_by(source, batches, answers)
         return [(text, score) for (_, text), score in zip(answers, scores, strict=True)]
 
-    def _scores_by(self, source: str, rows: Sequence[Any], answers: Sequence[tuple[Any, str]]) -> list[float]:
-        """The scores of `answers`, tokens and text, by `source`; NaN where it fails or returns None."""
-        collector, accelerator = self._collector, self._collector.accelerator
-        share = collectives.rank_share(range(len(rows)), accelerator)
-        if collector.engine.synced_forwards:
-            # Equally many forward passes on every rank.
-            share += [0] * (collectives.max_int_over_ranks(len(share), accelerator) - len(share))
+    def _scores_by(
+        self, source: str, batches: Sequence[PromptBatch], answers: Sequence[tuple[Any, str]]
+    ) -> list[float]:
+        """The scores of `answers`, tokens and text, by `source`; NaN where it fails or returns None. `batches` are this
+        rank's share of the prompts.
+        """
+        collector, (prompts,) = self._collector, batches
         is_reward = source == "scores" or source.startswith("scores/")
         scorer = collector.scorer if is_reward else collector.metric_scorer
-        prompts = [rows[i]["prompt"] for i in share]
-        ids, texts = [answers[i][0] for i in share], [answers[i][1] for i in share]
-        result = scorer(prompts, texts, ids, [rows[i] for i in share])
+        own = [answers[i] for i in prompts["prompt_ids"].tolist()]
+        ids, texts = [tokens for tokens, _ in own], [text for _, text in own]
+        result = scorer([row["prompt"] for row in prompts["rows"]], texts, ids, prompts["rows"])
         scorer.pop_failures()
         # What functions log about the opponent does not belong to the next step.
         scorer.logged.pop()
         name = source.removeprefix("scores/")
         values = sequence_scores(result.rewards) if source == "scores" else result.by_source[name]
         scores = [math.nan if i in result.failures else value for i, value in enumerate(values.tolist())]
-        return self._in_order(scores, len(rows))
+        return self._in_order(scores, len(answers))
 
     def _reference_answers(self, batches: Sequence[PromptBatch], params: SamplingParams) -> list[tuple[Any, str]]:
         """The reference's response (tokens and text) to each of this rank's prompts, sampled with the random numbers of
