@@ -30,8 +30,7 @@ from alpaca_ppo.models import ActorCritic, CopiedReference, loading, saved_criti
 from alpaca_ppo.models.factory import make_actor_critic
 from alpaca_ppo.models.policy import use_eval_mode_but_checkpoint
 from alpaca_ppo.models.reference import make_reference
-from alpaca_ppo.models.trial import fit_rows
-from alpaca_ppo.ppo.teacher import TeacherModel
+from alpaca_ppo.ppo.teacher import load_teacher
 from alpaca_ppo.saved_models import remote_code
 
 
@@ -73,13 +72,7 @@ def build(models: Models, args: PPOConfig, *, cast_to_bf16: bool = False) -> tup
         roles = {"policy": actor_critic.policy, "critic": actor_critic.critic, "reference": copied}
         teacher = args.teacher_model_name_or_path
         if teacher is not None and not is_server(teacher):
-            dtype = torch.float32 if args.teacher_dtype == "float32" else torch.bfloat16
-            trust = args.trust_remote_code
-            teacher = model_folder("teacher_model_name_or_path", teacher)
-            model = without_weights(AutoModelForCausalLM, teacher, trust_remote_code=trust, dtype=dtype)
-            reader = TeacherModel(model.eval())
-            fit_rows(reader, model, args, owner="teacher")
-            roles["teacher"] = reader
+            roles["teacher"] = load_teacher(model_folder("teacher_model_name_or_path", teacher), args)
         modules: dict[str, nn.Module] = {name: module for name, module in roles.items() if module is not None}
         if cast_to_bf16:
             # As in `DeepSpeedEngine`, buffers and reward models keep their type.
@@ -132,41 +125,35 @@ def make_fake(roots: Collection[nn.Module], mode: FakeTensorMode) -> None:
 
 @contextmanager
 def fake_runs(model: str) -> Iterator[None]:
-    """Lets `model` run on fake tensors. Raises a ValueError that names it if it cannot."""
-    try:
-        # The run itself will show deprecation warnings of transformers.
-        with warnings.catch_warnings(action="ignore"), fake_values():
-            yield
-    # What models raise that read values of tensors.
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
-        problem = f"model_name_or_path {model!r} cannot run without weights ({str(error)[:200]})"
-        raise ValueError(f"{problem}; start a short run and read memory/peak_gib in its metrics.jsonl") from error
-
-
-@contextmanager
-def fake_values() -> Iterator[None]:
-    """Patches three functions so that the passes take fake tensors. Remove a patch when its library does without.
+    """Patches three functions so that `model` runs on fake tensors. Remove a patch when its library does without.
 
     - Every value that is read is 0. Thus losses are finite, and a batch has padding, so that it keeps its mask.
     - transformers finds packed sequences by the values of position ids. Without values it would take every row for
       packed and build a mask over all pairs of tokens
       (https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py).
     - torch multiplies fake states (S, K) with the experts' weights (experts, K, N) in bfloat16 only
-      (https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py).
+      (https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py). Here one expert gets all tokens,
+      which is as many operations and bytes. Older versions of torch lack the function.
+
+    Raises:
+        ValueError: names `model` if it cannot run.
     """
-
-    def grouped(states: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
-        # One expert gets all tokens, which is as many operations and bytes.
-        return states @ weights[0]
-
     read_value = torch.ops.aten._local_scalar_dense.default
-    with (
-        mock.patch.dict("torch._subclasses.fake_impls.op_implementations_dict", {read_value: lambda *_: 0}),
-        mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
-        # `create`, because older versions of torch lack the function.
-        mock.patch("torch.nn.functional.grouped_mm", grouped, create=True),
-    ):
-        yield
+    try:
+        with (
+            # The run itself will show deprecation warnings of transformers.
+            warnings.catch_warnings(action="ignore"),
+            mock.patch.dict("torch._subclasses.fake_impls.op_implementations_dict", {read_value: lambda *_: 0}),
+            mock.patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None),
+            mock.patch(
+                "torch.nn.functional.grouped_mm", lambda states, weights, offs: states @ weights[0], create=True
+            ),
+        ):
+            yield
+    # What models raise that read values of tensors.
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, LookupError) as error:
+        problem = f"model_name_or_path {model!r} cannot run without weights ({str(error)[:200]})"
+        raise ValueError(f"{problem}; start a short run and read memory/peak_gib in its metrics.jsonl") from error
 
 
 class LiveBytes(TorchDispatchMode):

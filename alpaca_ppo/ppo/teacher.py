@@ -141,15 +141,21 @@ def make_teacher(args: PPOConfig, processing_class: Any, *, vocab_size: int) -> 
     name = model_folder(option, name)
     remedy = "learn from a model with the same one"
     check_same_tokenizer(option, name, processing_class, remedy=remedy, trust_remote_code=trust)
-    four_bit = args.teacher_dtype == "4bit"
-    dtype = torch.bfloat16 if four_bit else getattr(torch, args.teacher_dtype)
-    model = load_causal_lm(name, trust_remote_code=trust, dtype=dtype, load_in_4bit=four_bit)
-    if (rows := model.get_input_embeddings().weight.size(0)) < vocab_size:
+    teacher = load_teacher(name, args)
+    if (rows := teacher.model.get_input_embeddings().weight.size(0)) < vocab_size:
         problem = f"has {rows} embeddings and the policy {vocab_size}, so that it may sample ids that are not read"
         raise ValueError(f"{option} {name!r} {problem}; take a policy with as many, or a larger teacher")
-    teacher = TeacherModel(model.eval())
-    fit_rows(teacher, model, args, owner="teacher")
     if args.teacher_offloaded:
         # bitsandbytes loads onto the GPU.
         teacher.to("cpu")
     return CopiedReference(teacher, offloaded=args.teacher_offloaded)
+
+
+def load_teacher(name: str, args: PPOConfig) -> TeacherModel:
+    """The teacher `name`, a folder or a hub id. Raises a ValueError as `load_causal_lm` and `fit_rows`."""
+    four_bit = args.teacher_dtype == "4bit"
+    dtype = torch.bfloat16 if four_bit else getattr(torch, args.teacher_dtype)
+    model = load_causal_lm(name, trust_remote_code=args.trust_remote_code, dtype=dtype, load_in_4bit=four_bit)
+    teacher = TeacherModel(model.eval())
+    fit_rows(teacher, model, args, owner="teacher")
+    return teacher
