@@ -22,7 +22,7 @@ timed = @start=$$(date +%s); set -x; $(2); { status=$$?; set +x; } 2>/dev/null; 
 quickstart results overopt compare lora: $(INSTALLED)
 	$(BIN)/python -m examples.mini_farm.$@
 
-# A real model in half an hour; REAL="--model HuggingFaceTB/SmolLM2-135M-Instruct" for one from the hub.
+# A real model in 19 minutes; REAL="--model HuggingFaceTB/SmolLM2-135M-Instruct" for one from the hub.
 REAL ?=
 real: $(VENV)/.installed_for_real
 	$(BIN)/python -m examples.sentences.run $(REAL)

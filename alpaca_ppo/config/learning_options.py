@@ -147,16 +147,16 @@ class LearningOptions(RunOptions):
     value_support: list[float] = argument([-10.0, 10.0], min_length=2, max_length=2, needs=_FIXED_SUPPORT)
     """Lowest and highest return of the c51 and hl_gauss critics; returns beyond are clamped to them."""
     critic_learning_rate: float | None = argument(None, ge=0, needs=_CRITIC)
-    """Learning rate of the critic; null = 3e-4 if cached, else learning_rate, three times that with its own steps. If
-    learning_rate is null too, a separate critic has three times the rate of all weights, also beside an adapter."""
+    """Learning rate of the critic; null = 3e-4 if cached, else learning_rate, times three if it has its own steps. If
+    learning_rate is null too, a separate critic starts from the 1e-6 of all weights, also beside an adapter."""
     critic_lr_warmup_steps: WarmupSteps | None = argument(None, needs=(_CRITIC, HAS_WARMUP))
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
     critic_epochs: CriticEpochs | None = argument("auto", needs=_OWN_STEPS)
     """Passes of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
-    does not end them. auto = 8 if cached, otherwise 4; null = ppo_epochs if critic_step_batch_size is set, else none:
-    the critic is trained in the policy's steps, as a shared one always is, and a cached one never."""
+    does not end them. auto = 8 if cached, otherwise 4; null = ppo_epochs if cached or with a critic_step_batch_size,
+    else none: the critic is then trained in the policy's steps, as a shared one always is."""
     critic_step_batch_size: int | None = argument(None, ge=1, needs=_OWN_STEPS)
     """Responses in an optimizer step of the critic, which then always has its own steps; null = step_batch_size."""
     critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)

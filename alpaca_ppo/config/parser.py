@@ -282,8 +282,10 @@ def _help(options: Mapping[str, Option], prog: str | None, epilog: str, common: 
     lines = [f"usage: {prog or Path(sys.argv[0]).name} [--config FILE] [--option VALUE ...]"]
     width = max(60, min(shutil.get_terminal_size().columns, 120))
     indented = textwrap.TextWrapper(width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    presets = [name for name in preset_names() if read_preset(name).keys() <= options.keys()]
     for name, text in _SOURCES.items():
-        lines += [f"  --{name}", *indented.wrap(text.format(", ".join(preset_names())))]
+        if presets or name != "preset":
+            lines += [f"  --{name}", *indented.wrap(text.format(", ".join(presets)))]
     group = ""
     for option in options.values():
         if common and option.name not in common:

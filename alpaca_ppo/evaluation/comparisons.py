@@ -13,6 +13,7 @@ from typing import Any
 
 from alpaca_ppo.config.fields import shown
 from alpaca_ppo.doctor.examination import read_lines
+from alpaca_ppo.tracking.results import without_nan
 
 REFERENCE = "reference"
 _COLUMN = "column:"
@@ -52,7 +53,7 @@ def stored_answers(opponent: str, rows: Sequence[Mapping[str, Any]]) -> list[str
 
 
 def _key(prompt: Any) -> str:
-    return json.dumps(prompt, sort_keys=True)
+    return json.dumps(without_nan(prompt), sort_keys=True)
 
 
 def compare(own: float, other: float) -> float:

@@ -39,7 +39,7 @@ def results_text(results: Mapping[str, Any]) -> str:
 
 
 def write_results(folder: Path, results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> None:
-    """Writes results.json and answers.jsonl; metrics and scores that are not finite become null."""
+    """Writes results.json and answers.jsonl; numbers that are not finite become null."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(without_nan(results), indent=2, ensure_ascii=False)
     write_text_atomically(folder / "results.json", text + "\n")

@@ -178,7 +178,8 @@ def extend(model: PreTrainedModel, cache: SlotCache, new: Sequence[NewTokens]) -
     with captured_outputs(cache.output_layers) as outputs:
         logits = _forward(model, cache, tokens.unsqueeze(0), columns.unsqueeze(0), attention, **selection)[0]
     cache.keep_outputs(slots[last], [output[0, last] for output in outputs])
-    return {entry.slot: row for entry, row in zip(new, logits if selects else logits[last], strict=True)}
+    logits = logits if selects else logits[last]
+    return {entry.slot: logits[i] for i, entry in enumerate(new)}
 
 
 def _forward(

@@ -85,6 +85,10 @@ class SlotPrompts:
 
     Prompts come in the order of their `groups`, and all samples of a prompt one after the other. So one extra slot is
     enough to keep the beginning of a group, and one to keep a prompt whose samples wait.
+
+    Attributes:
+        groups: prompts by their common beginnings, in order.
+        cache: all slots, those for the steps first.
     """
 
     def __init__(

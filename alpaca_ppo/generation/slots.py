@@ -248,7 +248,9 @@ class SlotLoop:
                 row.position += 1
 
     def _collect_ended(self) -> None:
-        """Ends the turns of rows that no longer run: finishes those at their limit, and asks how the others go on."""
+        """Ends the turns of rows that no longer run: finishes those at their limit (without turns, all), and asks how
+        the others go on.
+        """
         running = self._out.running.tolist()
         ended = {slot: self._busy.pop(slot) for slot in list(self._busy) if not running[slot]}
         if not ended:

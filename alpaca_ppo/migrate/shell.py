@@ -112,8 +112,7 @@ def _expanded(word: str, variables: dict[str, str], *, in_quotes: bool = False, 
                 raise LookupError(word)
         elif piece[0] in "'\"" and not in_quotes:
             parts.append(piece[1:-1] if piece[0] == "'" else _expanded(piece[1:-1], variables, in_quotes=True))
-        # After an escaped line break, the word continues.
-        elif piece != "\\\n":
+        elif piece != "\\\n":  # an escaped line break is no part of the word
             parts.append(piece[1:] if len(piece) > 1 and piece[0] == "\\" else piece)
     return "".join(parts)
 

@@ -152,7 +152,9 @@ def make_teacher(args: PPOConfig, processing_class: Any, *, vocab_size: int) -> 
 
 
 def load_teacher(name: str, args: PPOConfig) -> TeacherModel:
-    """The teacher `name`, a folder or a hub id. Raises a ValueError as `load_causal_lm` and `fit_rows`."""
+    """The teacher `name`, a folder or a hub id. Raises a ValueError as `load_causal_lm`, `TeacherModel` and
+    `fit_rows`.
+    """
     four_bit = args.teacher_dtype == "4bit"
     dtype = torch.bfloat16 if four_bit else getattr(torch, args.teacher_dtype)
     model = load_causal_lm(name, trust_remote_code=args.trust_remote_code, dtype=dtype, load_in_4bit=four_bit)

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -63,6 +63,7 @@ class CriticArguments(CompareArguments):
     """Which part to make, where the models lie, and how many runs go at once."""
 
     tasks: list[str] = field(default_factory=lambda: list(TASKS), metadata={"help": "Tasks to make runs of."})
+    jobs: int = argument(4, "Runs of a task and seed at once, each with one thread: what slows one slows all.")
     record: str = argument(str(RECORD), "File of the runs that have ended.")
     report: str = argument(str(PAGE), "File to write.")
 
@@ -82,25 +83,29 @@ def seeds_of(row: str, task: str) -> Sequence[int]:
     """Returns the seeds of a row: fewer where a run takes longest and no claim rests on it."""
     if task == REAL:
         return SEEDS if row in (GROUPED, GRPO) else SEEDS[:3] if row == LARGE else SEEDS[:2]
+    if row in (GROUPED, TRL, TRL_GRPO) or (row, task) == (LARGE, "mini_farm"):
+        return ()
     return SEEDS[:1] if row == LARGE else SEEDS[:2] if row == SMALL else SEEDS
 
 
-def seconds_of(runs: Sequence[Run], row: str, task: str) -> float:
-    """Returns the processor seconds of a run: the least of all seeds, because other work on the machine only adds."""
-    return min(run["processor_seconds"] for run in runs_of(runs, row, task))
+def scores(runs: Sequence[Run], row: str, task: str) -> list[float]:
+    """Returns the scores of the seeds at the end."""
+    return [run["after"] for run in runs_of(runs, row, task)]
 
 
-def score_after(run: Run, share: float) -> float:
-    """Returns the score of `run` after a `share` of its processor time."""
-    return score_at(run["curve"], share * run["curve"][-1][1])
+def times(runs: Sequence[Run], row: str, task: str) -> dict[int, float]:
+    """Returns by seed how many times GRPO's processor time a run took. GRPO's run with this seed went at the same time;
+    where it did not, the run's `grpo_seconds` are what GRPO took then.
+    """
+    seconds = {run["seed"]: run["processor_seconds"] for run in runs_of(runs, GRPO, task)}
+    found = [run for run in runs_of(runs, row, task) if run["seed"] in seconds]
+    return {run["seed"]: run["processor_seconds"] / run.get("grpo_seconds", seconds[run["seed"]]) for run in found}
 
 
-def scores(runs: Sequence[Run], row: str, task: str, *, seconds: float | None = None) -> list[float]:
-    """Returns the scores of the seeds at the end or, with `seconds`, after so much processor time."""
-    if seconds is None:
-        return [run["after"] for run in runs_of(runs, row, task)]
-    found = runs_of(runs, row, task)
-    return [score_after(run, min(1.0, seconds / seconds_of(runs, row, task))) for run in found]
+def scores_after(runs: Sequence[Run], row: str, task: str, shares: Mapping[int, float]) -> list[float]:
+    """Returns the scores of the seeds in `shares` after so much of each run, the last ones after more than 1."""
+    found = [run for run in runs_of(runs, row, task) if run["seed"] in shares]
+    return [score_at(run["curve"], shares[run["seed"]] * run["processor_seconds"]) for run in found]
 
 
 def score_at_kl(run: Run, nats: float) -> float | None:
@@ -144,16 +149,12 @@ def page(runs: Sequence[Run]) -> str:
         lines = [f"| {TASKS[task].title} | {' | '.join(cell(row, task) for row in rows)} |" for task in tasks]
         return head + "\n".join(lines) + "\n"
 
-    def at_the_time_of(other: str, row: str, task: str) -> list[float]:
-        if not runs_of(runs, other, task) or not runs_of(runs, row, task):
-            return []
-        return scores(runs, row, task, seconds=seconds_of(runs, other, task))
+    def at_grpos_end(row: str, task: str) -> list[float]:
+        return scores_after(runs, row, task, {seed: 1 / time for seed, time in times(runs, row, task).items()})
 
     def lead_over_grpo(row: str, task: str) -> str:
-        if row == GRPO or not runs_of(runs, GRPO, task) or not runs_of(runs, row, task):
-            return ""
-        until = min(seconds_of(runs, row, task), seconds_of(runs, GRPO, task))
-        return difference(scores(runs, row, task, seconds=until), scores(runs, GRPO, task, seconds=until))
+        own, other = at_grpos_end(row, task), scores_after(runs, GRPO, task, times(runs, row, task))
+        return difference(own, other) if row != GRPO and own else ""
 
     def lead_over_separate(row: str, task: str) -> str:
         own, other = scores(runs, row, task), scores(runs, SEPARATE, task)
@@ -165,22 +166,23 @@ def page(runs: Sequence[Run]) -> str:
         )
 
     def cost(row: str, task: str) -> str:
-        return f"{seconds_of(runs, row, task):.0f}" if runs_of(runs, row, task) else ""
+        return _cell([*times(runs, row, task).values()])
 
     about = (
         f"means and standard errors over the seeds of the last table, on data of seed {DATA_SEED}, on {machine()}. "
         "`cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2; all three take 8 "
         "passes. With 8 answers a prompt there are as many answers, to an eighth of the prompts, as for GRPO. "
         "Everything else is the default, on the real model with `ppo_epochs: 1` and a constant rate; GRPO has its "
-        "paper's settings, and TRL its own defaults with the same sizes and rate."
+        "paper's settings, and TRL its own defaults with the same sizes and rate. Runs whose times are compared "
+        "went at once, because the speed of such a machine changes from hour to hour."
     )
     parts = {
         "At equal samples": table(lambda row, task: _cell(scores(runs, row, task))),
-        "When GRPO has ended": table(lambda row, task: _cell(at_the_time_of(GRPO, row, task))),
+        "When GRPO has ended": table(lambda row, task: _cell(at_grpos_end(row, task))),
         "Ahead of GRPO at equal processor time, when the faster of the two has ended": table(lead_over_grpo),
         f"Ahead of {SEPARATE} at equal samples": table(lead_over_separate),
         "Explained variance of new answers' returns, on average over the second half of the steps": table(explained),
-        "Processor seconds of a run, the least of all seeds": table(cost),
+        "Processor time of a run, that of GRPO's with the same seed = 1": table(cost),
         "Seeds": table(lambda row, task: ", ".join(str(run["seed"]) for run in runs_of(runs, row, task))),
     }
     if at_kl := at_equal_kl(runs):
@@ -192,13 +194,16 @@ def page(runs: Sequence[Run]) -> str:
 def summary(runs: Sequence[Run]) -> str:
     """Returns the table of the README: the real model alone."""
     responses = TASKS[REAL].sizes["total_episodes"]
-    lines = [f"| SmolLM2-135M | reward of 100 after {responses} answers | processor seconds | runs |", "|---" * 4 + "|"]
+    lines = [
+        f"| SmolLM2-135M | reward of 100 after {responses} answers | processor time, GRPO = 1 | runs |",
+        "|---" * 4 + "|",
+    ]
     before = [run["before"] for run in runs if run["task"] == REAL]
     lines.append(f"| before training | {fmean(before):.0f} | | |")
     names = {LARGE: "PPO, cached critic", GROUPED: "PPO, cached critic, 8 answers a prompt", TRL: f"{TRL}, PPO"}
     for row in (GROUPED, LARGE, GRPO, TRL_GRPO, TRL):
         if found := scores(runs, row, REAL):
-            cells = f"{_cell(found, 1)} | {seconds_of(runs, row, REAL):.0f} | {len(found)}"
+            cells = f"{_cell(found, 1)} | {fmean(times(runs, row, REAL).values()):.1f} | {len(found)}"
             lines.append(f"| {names.get(row, row)} | {cells} |")
     return "\n".join(lines) + "\n"
 
@@ -209,15 +214,15 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(12, 6.8), layout="constrained")
     lines = {}
     for axes, task in zip(figure.subplots(2, 3).flat, tasks, strict=False):
+        shown, ends = ROWS if task == REAL else (SEPARATE, GRPO), [1.0]
         for number, row in enumerate(ROWS):
-            if found := runs_of(runs, row, task):
-                shares = np.linspace(0, 1, 21)
-                means = [fmean(score_after(run, share) for run in found) for share in shares]
-                (lines[row],) = axes.plot(shares * seconds_of(runs, row, task), means, color=f"C{number}")
-        shown = ROWS if task == REAL else (SEPARATE, GRPO)
-        ends = [seconds_of(runs, row, task) for row in shown if runs_of(runs, row, task)]
-        axes.set(title=textwrap.fill(TASKS[task].title, 38), xlabel="processor seconds", ylabel=TASKS[task].unit)
-        axes.set_xlim(0, 1.05 * max(ends, default=1.0))
+            if took := times(runs, row, task):
+                shares, end = np.linspace(0, 1, 21), fmean(took.values())
+                means = [fmean(scores_after(runs, row, task, dict.fromkeys(took, share))) for share in shares]
+                (lines[row],) = axes.plot(shares * end, means, color=f"C{number}")
+                ends += [end] * (row in shown)
+        axes.set(title=textwrap.fill(TASKS[task].title, 38), xlabel="processor time, GRPO = 1", ylabel=TASKS[task].unit)
+        axes.set_xlim(0, 1.05 * max(ends))
         axes.grid(alpha=0.3)
     figure.legend(
         [lines[row] for row in ROWS if row in lines],
@@ -233,17 +238,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     (arguments,) = parse_args([CriticArguments], argv)
     root, record, report = Path(arguments.root).resolve(), Path(arguments.record), Path(arguments.report)
     prepare(arguments.tasks, root)
-    asked = [
-        {"row": row, "task": task, "seed": seed}
-        for seed in SEEDS
-        for task in arguments.tasks
-        for row in ROWS
-        if seed in seeds_of(row, task)
-        and (row, task) != (LARGE, "mini_farm")
-        and (row not in (GROUPED, TRL, TRL_GRPO) or task == REAL)
-    ]
-    asked.sort(key=lambda run: run["task"] == REAL and run["row"] in (SEPARATE, SMALL, TRL))
-    runs = fill(record, asked, partial(make, root=root, asked_of=asked_of), jobs=arguments.jobs)
+    for seed, task in product(SEEDS, arguments.tasks):
+        rows = [row for row in ROWS if seed in seeds_of(row, task)]
+        asked = [{"row": row, "task": task, "seed": seed} for row in rows]
+        runs = fill(record, asked, partial(make, root=root, asked_of=asked_of), jobs=arguments.jobs)
     write_text_atomically(report, page(runs) + notes_of(report))
     plot(runs, report.with_name("critics.png"))
 

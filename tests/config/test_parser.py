@@ -322,6 +322,14 @@ def test_help_shows_the_options_that_people_set_and_help_all_every_one(capsys):
     assert all(f"--{name} " in shown["--help-all"] for name in [*names, "config", "preset"])
 
 
+@pytest.mark.parametrize(("types", "offered"), [([PPOConfig], True), ([SFTArguments], False)])
+def test_help_offers_presets_where_their_options_exist(types, offered, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(types, ["--help"])
+    shown = capsys.readouterr().out
+    assert ("--preset" in shown, "vc_ppo" in shown, "--config" in shown) == (offered, offered, True)
+
+
 def test_a_run_without_a_model_a_dataset_or_a_reward_is_refused():
     given = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["a:b"]}
     for missing in ("model_name_or_path", "dataset_name"):

@@ -80,7 +80,7 @@ def complaints(words: list[str]) -> list[str]:
         elif program == "pip":
             _check_pip(rest)
         else:
-            assert program in ("cd", "git", "tensorboard"), "this test does not know the program"
+            assert program in ("cd", "git", "source", "tensorboard"), "this test does not know the program"
     except (AssertionError, ValueError, SystemExit) as error:
         found.append(f"{shown}: {error}")
     return found

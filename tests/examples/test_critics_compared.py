@@ -28,24 +28,35 @@ def test_critics_are_compared_at_equal_samples_and_at_equal_time():
         ends = {"before": scores[0], "after": scores[-1], "processor_seconds": seconds, "explained_variance": 0.25}
         return {"row": row, "task": "chain", "seed": seed, "curve": curve, **ends}
 
-    # Half as long: the other has the score of its second evaluation then. The second seed's clock was slow.
+    # After 10 seconds the other has the score of its second evaluation, or half of that.
     runs = [run(compare.SEPARATE, 2, 20.0, [0, 4, 8]), run(compare.SEPARATE, 3, 40.0, [0, 6, 10]),
             run(compare.GRPO, 2, 10.0, [0, 3, 5]), run(compare.GRPO, 3, 10.0, [0, 3, 7])]  # fmt: skip
     assert compare.scores(runs, compare.SEPARATE, "chain") == [8, 10]
-    assert compare.scores(runs, compare.SEPARATE, "chain", seconds=10.0) == [4, 6]
+    assert compare.times(runs, compare.SEPARATE, "chain") == {2: 2, 3: 4}
     page = compare.page(runs)
     # The columns: three cached critics, GRPO, separate with a pass, shared, separate with four, TRL's PPO and GRPO.
     title = TASKS["chain"].title
     rows = [line for line in page.splitlines() if line.startswith(f"| {title} |")]
     assert rows == [
         f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 9.00 ± 1.00 |  |  |",
-        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 5.00 ± 1.00 |  |  |",
-        f"| {title} |  |  |  |  |  |  | -1.00 ± 1.41 |  |  |",
+        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 3.50 ± 0.50 |  |  |",
+        f"| {title} |  |  |  |  |  |  | -2.50 ± 1.12 |  |  |",
         f"| {title} |  |  |  | -3.00 ± 1.41 |  |  |  |  |  |",
         f"| {title} |  |  |  |  |  |  | 0.25 ± 0.00 |  |  |",
-        f"| {title} |  |  |  | 10 |  |  | 20 |  |  |",
+        f"| {title} |  |  |  | 1.00 ± 0.00 |  |  | 3.00 ± 1.00 |  |  |",
         f"| {title} |  |  |  | 2, 3 |  |  | 2, 3 |  |  |",
     ]
+
+
+def test_a_run_that_was_made_later_is_compared_with_what_grpo_took_then():
+    def run(row, seconds, **then):
+        curve = [(0, 0, 10, 0), (256, seconds / 2, 50, 1), (512, seconds, 60, 2)]
+        return {"row": row, "task": "chain", "seed": 2, "curve": curve, "processor_seconds": seconds, **then}
+
+    runs = [run(compare.GRPO, 10.0), run(compare.SMALL, 80.0, grpo_seconds=40.0), run(compare.SEPARATE, 5.0)]
+    assert compare.times(runs, compare.SMALL, "chain") == {2: 2.0}
+    assert compare.scores_after(runs, compare.SMALL, "chain", {2: 0.5}) == [50]
+    assert compare.scores_after(runs, compare.GRPO, "chain", compare.times(runs, compare.SEPARATE, "chain")) == [50]
 
 
 def test_scores_at_equal_kl_are_read_off_the_curve():

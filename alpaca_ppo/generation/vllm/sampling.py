@@ -34,7 +34,7 @@ _PIECE = 64
 
 @dataclass
 class _Row:
-    """A response so far.
+    """A response so far; its mask and log-probs are in `Sampling._out`.
 
     Attributes:
         chosen: how many tokens the policy chose in earlier turns.
