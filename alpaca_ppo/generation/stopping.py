@@ -218,6 +218,7 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
     beginnings = {b"", *(text[:end] for text in texts for end in range(1, len(text) + 1))}
     # Shorter ones come first.
     states = {beginning: state for state, beginning in enumerate(sorted(beginnings, key=lambda b: (len(b), b)))}
+    used = set(b"".join(texts))
     steps = np.zeros((len(states) + 1, 256), dtype=np.int32)
     steps[-1] = len(states)
     for beginning, state in states.items():
@@ -225,7 +226,7 @@ def _byte_steps(texts: Sequence[bytes]) -> np.ndarray:
             # What continues no text is read as after the next longest end.
             ends = (beginning[start:] for start in range(1, len(beginning) + 1))
             steps[state] = steps[next(states[end] for end in ends if end in states)]
-        for byte in range(256):
+        for byte in used:
             if (longer := beginning + bytes([byte])) in states:
                 steps[state, byte] = states[longer]
     complete = [state for beginning, state in states.items() if beginning.endswith(tuple(texts))]
