@@ -29,7 +29,7 @@ class Node:
         self._holder = stack.enter_context(subprocess.Popen(hold, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
         assert self._holder.stdout and self._holder.stderr
         if self._holder.stdout.readline() != "made\n":
-            raise NotPermitted(self._holder.stderr.read().strip())
+            raise NotPermitted(f"network namespaces: {self._holder.stderr.read().strip()}")
         self.pid = self._holder.pid
         self._user = ["--user", "--preserve-credentials"] if own_user else []
 
@@ -71,7 +71,7 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
         NotPermitted: when neither this user nor a user namespace of his may make one.
     """
     if sys.platform != "linux":
-        raise NotPermitted(f"{sys.platform} has none")
+        raise NotPermitted(f"network namespaces: {sys.platform} has none")
     with ExitStack() as stack:
         try:
             nodes = _make(stack, own_user=False)

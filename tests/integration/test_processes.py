@@ -42,6 +42,8 @@ TALKING = (
     *("talker=true", "response_len=12", "max_turn_tokens=3", "turn_gamma=0.9", "total_episodes=15"),
     *("num_return_sequences=2", "rollout_batch_size=7", "eval_prompts=3"),
 )
+# Answers that differ from the reference's.
+COMPARED = ("eval_prompts=3", "eval_opponent=reference", "eval_temperature=1.0", "learning_rate=0.3")
 CACHED = ("critic_layout=cached", "critic_width=64", "critic_depth=1", "critic_epochs=2")
 RUNS = {
     # 21 prompts at 4 a step leave one for the last step, and one rank without, in a step that takes the sampler's
@@ -103,8 +105,8 @@ RUNS = {
     # Conversations of one to three turns, of which a rank has other numbers than the other, and in the last step none.
     "talking": TALKING,
     "taught": (*TALKING, "teacher_model_name_or_path=kept"),
-    "compared": ("eval_prompts=3", "eval_named=true", "eval_opponent=reference", "eval_judge=scores/count_even"),
-    "compared_adapter": ("eval_prompts=3", *ADAPTER, "eval_opponent=reference"),
+    "compared": (*COMPARED, "eval_named=true", "eval_judge=scores/count_even"),
+    "compared_adapter": (*COMPARED, *ADAPTER),
 }
 # A frozen base with adapters, and a critic all of whose weights are trained, in bfloat16.
 HALF = (*SPARING, "total_episodes=12", "dtype=float32", "bf16=true", "lora=true", "critic_layout=separate")
@@ -188,6 +190,14 @@ def test_rows_that_one_rank_drops_are_dropped_on_all(runs):
     # The prompts 0 and 4 of the five for the evaluation have one word, and every fourth of all prompts.
     assert dropped[0][0] == dropped[0][-1] == 2.0 and {0.0, 2.0} <= set(dropped[1][1:])
     assert [line["objective/masked_rows"] for line in two[1:]] == dropped[1][1:]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["compared", "compared_adapter"])
+def test_some_of_the_answers_that_two_processes_compare_win_or_lose(name, runs):
+    last = metric_lines(runs / "two" / name)[-1]
+    rates = [value for key, value in last.items() if key.startswith("eval/") and key.endswith("win_rate")]
+    assert rates and all(rate not in (0.5, None) for rate in rates)
 
 
 @pytest.mark.parametrize("name", [case("skipping"), case("skipping_adapters")])

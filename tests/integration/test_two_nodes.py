@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.integration.launching import ENVIRONMENT, HANG, ROOT, start, survivors, write_run
-from tests.integration.nodes import ADDRESSES, INTERFACE, Node, NotPermitted, kill, two_nodes
+from tests.integration.nodes import ADDRESSES, INTERFACE, Node, kill, two_nodes
 from tests.tiny_runs import metric_lines
 from tests.tools.warm_python import warm_python
 
@@ -28,15 +28,8 @@ FROM_SCRATCH = {"ddp"}
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[Node, Node]]:
-    context = two_nodes()
-    try:
-        pair = context.__enter__()
-    except NotPermitted as reason:
-        pytest.skip(f"network namespaces are not permitted: {reason}")
-    try:
+    with two_nodes() as pair:
         yield pair
-    finally:
-        context.__exit__(None, None, None)
 
 
 def warm_commands(folder: Path) -> Path:
