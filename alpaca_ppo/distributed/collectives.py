@@ -4,6 +4,7 @@ import atexit
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 import torch
@@ -125,23 +126,19 @@ def gather_rows(
     gathered = gather_list(None if rows is None else {key: value.cpu() for key, value in rows.items()}, accelerator)
     if any(part is None for part in gathered):
         return None
-    parts = {rank: part for rank, part in enumerate(gathered) if part}
+    parts = [part for part in gathered if part]
     if not parts:
         raise ValueError("prompt_batches is empty on every process; a rollout needs at least one prompt")
-    places = []
-    for rank, part in parts.items():
-        local = torch.arange(len(next(iter(part.values()))))
-        prompt, sample = local // samples_per_prompt, local % samples_per_prompt
-        # `rank_share` gave out prompts in turn.
-        places.append((prompt * len(gathered) + rank) * samples_per_prompt + sample)
-    order = torch.cat(places).argsort()
-    nonempty = list(parts.values())
-    for key, first in nonempty[0].items():
-        if any(part[key].shape[1:] != first.shape[1:] for part in nonempty):
-            shapes = ", ".join(str(tuple(part[key].shape)) for part in nonempty)
+    rows_of_all = {}
+    for key, first in parts[0].items():
+        if any(part[key].shape[1:] != first.shape[1:] for part in parts):
+            shapes = ", ".join(str(tuple(part[key].shape)) for part in parts)
             problem = f"{key} differs in shape between processes: {shapes}"
             raise ValueError(f"{problem}; return per-token values for every row or for none")
-    return {key: torch.cat([part[key] for part in nonempty])[order] for key in nonempty[0]}
+        # `rank_share` gave out prompts in turn; the last ranks may have one fewer.
+        in_turn = zip_longest(*(part[key].split(samples_per_prompt) for part in parts))
+        rows_of_all[key] = torch.cat([rows for turn in in_turn for rows in turn if rows is not None])
+    return rows_of_all
 
 
 def max_over_ranks(values: dict[str, float], accelerator: Accelerator) -> dict[str, float]:
