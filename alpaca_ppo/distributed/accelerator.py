@@ -15,7 +15,6 @@ from transformers.integrations import unset_hf_deepspeed_config
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import drain_at_exit
 from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin
-from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp, check_fsdp, check_launch
 from alpaca_ppo.distributed.fsdp_engine import FSDPEngine
@@ -33,6 +32,9 @@ def make_engine(accelerator: Accelerator, actor_critic: ActorCritic, optimizer: 
     if _shards_by_fsdp(accelerator, args):
         engine = FSDPEngine
     elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Only now, because DeepSpeed is optional.
+        from alpaca_ppo.distributed.deepspeed_engine import DeepSpeedEngine
+
         engine = DeepSpeedEngine
     return engine(accelerator, actor_critic, optimizer, args)
 

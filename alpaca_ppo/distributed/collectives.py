@@ -137,7 +137,7 @@ def gather_rows(
             raise ValueError(f"{problem}; return per-token values for every row or for none")
         # `rank_share` gave out prompts in turn; the last ranks may have one fewer.
         in_turn = zip_longest(*(part[key].split(samples_per_prompt) for part in parts))
-        rows_of_all[key] = torch.cat([rows for turn in in_turn for rows in turn if rows is not None])
+        rows_of_all[key] = torch.cat([prompt for turn in in_turn for prompt in turn if prompt is not None])
     return rows_of_all
 
 

@@ -1,6 +1,6 @@
 """The engine for DeepSpeed ZeRO. Stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also parameters.
 
-The code follows DeepSpeed 0.19.8.
+The code follows DeepSpeed 0.19.8. Without DeepSpeed, which is optional, this module cannot be imported.
 """
 
 import copy
@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -107,8 +109,6 @@ class DeepSpeedEngine(Engine):
                     parameter.data = parameter.data.to(torch.bfloat16)
         if self.stage != 3 or not isinstance(model, Policy | PreTrainedModel):
             return
-        import deepspeed
-
         if isinstance(model, Policy):
             self._samplers[model] = Sampler(model.model, self.accelerator.device)
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
@@ -124,8 +124,6 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _unsharded(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
-        import deepspeed
-
         if self.stage == 3:
             self._drop_prefetched()
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
@@ -141,21 +139,18 @@ class DeepSpeedEngine(Engine):
 
     def _to_save(self, tensor: Tensor) -> Tensor:
         """A parameter as its float32 master copy; a buffer as it is."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return self._on_writer(safe_get_full_fp32_param(tensor)) if isinstance(tensor, nn.Parameter) else tensor
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        return self._on_writer(deepspeed.utils.safe_get_full_fp32_param(tensor))
 
     def _load_tensor(self, target: Tensor, tensor: Tensor) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param
-
         value = tensor.to(self.accelerator.device)
         if not isinstance(target, nn.Parameter):
             target.copy_(value)
             return
         if self.stage == 3:
             self._drop_prefetched()
-        safe_set_full_fp32_param(target, value)
+        deepspeed.utils.safe_set_full_fp32_param(target, value)
         with deepspeed.zero.GatheredParameters(target, modifier_rank=0, enabled=self.stage == 3):
             target.data.copy_(value)
 
@@ -178,20 +173,16 @@ class DeepSpeedEngine(Engine):
 
     def _state_of(self, parameter: nn.Parameter, flat: Tensor) -> dict[str, Any]:
         """The unsharded optimizer state of `parameter`; `flat` is a partition of its group."""
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         state = {}
         for key, value in self.optimizer.state.get(flat, {}).items():
             if torch.is_tensor(value) and value.shape == flat.shape:
-                state[key] = self._on_writer(safe_get_full_optimizer_state(parameter, key))
+                state[key] = self._on_writer(deepspeed.utils.safe_get_full_optimizer_state(parameter, key))
             else:
                 # The step count, copied: a plain optimizer would increment a shared tensor once for each parameter.
                 state[key] = copy.deepcopy(value)
         return state
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         for i, (parameters, saved) in enumerate(zip(self._groups, state["param_groups"], strict=True)):
             self.optimizer.param_groups[i].update({key: value for key, value in saved.items() if key != "params"})
             states = [state["state"].get(number, {}) for number in saved["params"]]
@@ -199,7 +190,7 @@ class DeepSpeedEngine(Engine):
             for parameter, values in zip(parameters, states, strict=True):
                 for key, value in values.items():
                     if torch.is_tensor(value) and value.shape == self._full_shape(parameter):
-                        safe_set_full_optimizer_state(parameter, value.to(self.accelerator.device), key)
+                        deepspeed.utils.safe_set_full_optimizer_state(parameter, value.to(self.accelerator.device), key)
 
     def _allocate_optimizer_state(self, group: int, parameter: nn.Parameter, saved: Mapping[str, Any]) -> None:
         """Allocates the state of a group's flat partitions, as the optimizer itself would in its first step."""
@@ -234,8 +225,6 @@ class DeepSpeedEngine(Engine):
 
 def _register_head_use(module: nn.Module, policy: Policy) -> None:
     """Makes DeepSpeed gather the head's parameters for the forward pass of `module`, which does not call the head."""
-    import deepspeed
-
     for parameter in policy.head.parameters():
         deepspeed.zero.register_external_parameter(module, parameter)
 
@@ -277,8 +266,6 @@ class _Clipping:
         return float(self._scaled_norm(part)) / float(self._zero.loss_scale)
 
     def _scaled_norm(self, part: Part) -> Tensor | float:
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
         norms = [norm for norm, group_part in zip(self._group_norms, self._parts, strict=True) if group_part == part]
         combined: Tensor | float = combine_grad_norm_groups(norms) if norms else 0.0
         return combined
