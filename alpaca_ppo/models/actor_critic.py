@@ -4,7 +4,7 @@ Critic heads, with the critic's losses, are in `critic_heads`; the policy's loss
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,18 +66,13 @@ class Critic(nn.Module):
         self.padding_reason: str | None = "Critic reads padded rows"
 
     @property
-    def layout(self) -> str:
-        """As the option `critic_layout`."""
+    def layout(self) -> Literal["separate", "adapter", "shared", "cached"]:
+        """As the option `critic_layout`. The last two read the policy's states."""
         if self.reader is not None:
             return "cached"
         if self.backbone is not None:
             return "separate"
         return "adapter" if self.has_adapter else "shared"
-
-    @property
-    def reads_policy(self) -> bool:
-        """Whether it needs a pass of the policy for the values of new responses."""
-        return self.layout in ("shared", "cached")
 
 
 class ActorCritic(nn.Module):
@@ -149,7 +144,7 @@ class ActorCritic(nn.Module):
         critic = self.critic if with_critic else None
         reader = None if critic is None else critic.reader
         read = [] if reader is None or policy_states is not None else decoder_layers(self.policy.model, reader.layers)
-        if with_policy or (critic is not None and critic.reads_policy and policy_states is None):
+        if with_policy or (critic is not None and critic.layout in ("shared", "cached") and policy_states is None):
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy), captured_outputs(read) as outputs:
                 states = self.policy.states(rows)
             if read:

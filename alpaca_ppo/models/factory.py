@@ -112,8 +112,7 @@ def with_chosen_layout(args: PPOConfig, model: ActorCritic) -> PPOConfig:
     """Returns `args` with the critic's layout in `model` in the place of `critic_layout: auto`."""
     if model.critic is None or args.critic_layout != "auto":
         return args
-    layout: Any = model.critic.layout
-    return replace(args, critic_layout=layout)
+    return replace(args, critic_layout=model.critic.layout)
 
 
 def _choose_layout(policy: PreTrainedModel, critic_start: ModelSource | None, args: PPOConfig) -> str:
