@@ -233,6 +233,9 @@ class _CategoricalCritic(CriticHead):
     probability; much less would take too many updates to recover from.
     """
 
+    returns_of: Callable[..., Tensor]
+    """Makes the support: the function of `functional` that a subclass names."""
+
     def __init__(self, hidden_size: int, *, num_atoms: int = 51, v_min: float = -10.0, v_max: float = 10.0) -> None:
         super().__init__(hidden_size)
         self.num_atoms, self.v_min, self.v_max = num_atoms, v_min, v_max
@@ -250,9 +253,9 @@ class _CategoricalCritic(CriticHead):
         """The support."""
         return {"num_atoms": self.num_atoms, "v_min": self.v_min, "v_max": self.v_max}
 
-    @abstractmethod
     def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(num_atoms,): the returns that have the predicted probabilities, ascending."""
+        return self.returns_of(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
 
     def read(self, states: Tensor, taus: Tensor | None) -> HeadOutputs:
         """`predictions` (N, num_atoms) are logits."""
@@ -270,10 +273,7 @@ class C51Head(_CategoricalCritic):
     """Probabilities of `num_atoms` returns evenly spaced over [v_min, v_max] (arXiv:1707.06887)."""
 
     kind = "c51"
-
-    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The atoms."""
-        return functional.c51_atoms(self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device)
+    returns_of = staticmethod(functional.c51_atoms)
 
     def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> functional.Loss:
         """The cross-entropy of the projected returns."""
@@ -286,13 +286,8 @@ class HLGaussHead(_CategoricalCritic):
     """
 
     kind = "hl_gauss"
+    returns_of = staticmethod(functional.hl_gauss_centres)
     sigma = 0.75  # the standard deviation of the smoothing, in widths of a bin
-
-    def support(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The centres of the bins."""
-        return functional.hl_gauss_centres(
-            self.num_atoms, v_min=self.v_min, v_max=self.v_max, dtype=dtype, device=device
-        )
 
     def loss(self, predictions: Tensor, batch: Rollouts, args: PPOConfig) -> functional.Loss:
         """The cross-entropy of the smoothed returns."""
