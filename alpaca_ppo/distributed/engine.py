@@ -143,7 +143,6 @@ class Engine:
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """Clips the gradients of `parameters` by their common norm, and returns it."""
-        self.accelerator.unscale_gradients()
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         clip_above(parameters, max_norm, norm)
         return float(norm)
