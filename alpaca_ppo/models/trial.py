@@ -16,7 +16,7 @@ from alpaca_ppo.functional.packing import PackedRows, RowLayout, Span, pack_rows
 from alpaca_ppo.models import packed_attention
 from alpaca_ppo.models.actor_critic import Critic
 from alpaca_ppo.models.loading import check_lengths
-from alpaca_ppo.models.policy import Policy, difference, eval_mode, unchanged
+from alpaca_ppo.models.policy import Policy, difference, eval_mode, response_states, unchanged
 
 _LENGTHS = (6, 5, 3, 3)  # descending, as `pack_rows` orders rows end to end
 _RECORDER = "packing_trial"
@@ -106,21 +106,21 @@ def _try_packing(backbone: PreTrainedModel) -> str | None:
     padded_rows, packed = _trial_rows(backbone)
     if packed_attention.is_installed(backbone):
         packed_attention.uninstall_attention(backbone)
-    padded = _padded_states(backbone, padded_rows)
+    padded = response_states(backbone, padded_rows)
     attention = packed_attention.underlying_attention(backbone)
     if not attention.startswith(_FLASH):
         if not packed_attention.install_attention(backbone):
             return f"its attention ({attention}) cannot be replaced"
-        if not torch.equal(_padded_states(backbone, padded_rows), padded):
+        if not torch.equal(response_states(backbone, padded_rows), padded):
             return "its results depend on the name of its attention"
         if problem := _mask_problem(backbone, padded_rows.input_ids[:1]):
             return problem
-    if problem := difference(_packed_states(backbone, packed), padded, "states"):
+    if problem := difference(response_states(backbone, packed), padded, "states"):
         return f"{problem} from those of rows with padding"
     assert packed.spans is not None
     for row in packed.spans:
         # NaN reaches whatever is computed from the tokens of this row, and nothing else.
-        with_nan = _packed_states(backbone, packed, nan_row=row)
+        with_nan = _states_with_nan(backbone, packed, row)
         for other in packed.spans:
             if other != row and bool(with_nan[other.start : other.start + other.length].isnan().any()):
                 return "what it computes for one row depends on another"
@@ -131,7 +131,9 @@ packing_trial = Trial(_try_packing)
 
 
 def _trial_rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
-    """A few rows of tokens, left-aligned with padding and end to end."""
+    """A few rows of tokens, left-aligned with padding and end to end. Every token predicts one of a response, so
+    `response_states` has the states (T, H) of all tokens, row by row.
+    """
     embeddings: Any = backbone.get_input_embeddings()
     count, width = len(_LENGTHS), max(_LENGTHS)
     queries = torch.arange(count).unsqueeze(1)
@@ -143,25 +145,16 @@ def _trial_rows(backbone: PreTrainedModel) -> tuple[PackedRows, PackedRows]:
     return pack_rows(*rows), pack_rows(*rows, layout=RowLayout(padding_free=True))
 
 
-def _padded_states(backbone: nn.Module, rows: PackedRows) -> Tensor:
-    """(T, H) the states of the real tokens, row by row."""
-    hidden: Tensor = backbone(input_ids=rows.input_ids, use_cache=False).last_hidden_state
-    return torch.cat([row[:length] for row, length in zip(hidden, _LENGTHS, strict=True)])
-
-
-def _packed_states(backbone: PreTrainedModel, packed: PackedRows, nan_row: Span | None = None) -> Tensor:
-    """(T, H) the states of rows end to end; the embeddings of `nan_row` are set to NaN."""
+def _states_with_nan(backbone: PreTrainedModel, packed: PackedRows, nan_row: Span) -> Tensor:
+    """(T, H) the states of rows end to end, where the embeddings of `nan_row` are NaN."""
 
     def set_nan(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         output = output.clone()
-        if nan_row is not None:
-            output[:, nan_row.start : nan_row.start + nan_row.length] = torch.nan
+        output[:, nan_row.start : nan_row.start + nan_row.length] = torch.nan
         return output
 
-    keywords = packed_attention.sequence_keywords(backbone, packed)
     with backbone.get_input_embeddings().register_forward_hook(set_nan):
-        hidden: Tensor = backbone(input_ids=packed.input_ids, use_cache=False, **keywords).last_hidden_state
-    return hidden[0]
+        return response_states(backbone, packed)
 
 
 def _mask_problem(backbone: PreTrainedModel, input_ids: Tensor) -> str | None:
