@@ -86,11 +86,6 @@ class Episode:
     late: tuple[str, Future[Any]] | None = None
 
     @property
-    def schemas(self) -> list[Mapping[str, Any]]:
-        """Of the tools that the policy sees."""
-        return [tool.schema for tool in self.kind.tools]
-
-    @property
     def completion(self) -> list[Message] | None:
         """The messages of both sides after a prompt of messages; None after text."""
         return self.messages if isinstance(self.prompt, list) else None
@@ -130,7 +125,7 @@ class Episode:
         if not self.prompt or silent:
             raise self._failure("reset returned no text, and the row has no prompt; one of them must have it")
         if self.kind.tools:
-            self.prompt_end = self.settings.conversation.prompt_end(self.prompt, self.schemas)
+            self.prompt_end = self.settings.conversation.prompt_end(self.prompt, self.kind.schemas)
 
     @property
     def trusted(self) -> bool:
@@ -158,7 +153,7 @@ class Episode:
         """The token ids of the prompt: `tokenized`, unless there is an observation. Raises ValueError if too many."""
         ids, query_len = tokenized, self.settings.args.query_len
         if self.observation:
-            ids = self.settings.conversation.prompt_ids(self.row["prompt"], self.schemas, self.observation)
+            ids = self.settings.conversation.prompt_ids(self.row["prompt"], self.kind.schemas, self.observation)
         if len(ids) > query_len:
             raise ValueError(
                 f"the prompt of environment {self.kind.name!r} has {len(ids)} tokens after reset, more than "
@@ -180,13 +175,13 @@ class Episode:
             replies,
             stopped_by_token=turn.stopped and turn.response[-1] in conversation.stop_token_ids,
             tool_calls=calls,
-            schemas=self.schemas,
+            schemas=self.kind.schemas,
             # What does not fit need not be written.
             columns=args.response_len - len(turn.response),
         )
         self.num_read = len(turn.response) + len(ids)
         if self.kind.tools:
-            self.prompt_end = conversation.reply_end(replies, calls, self.schemas)
+            self.prompt_end = conversation.reply_end(replies, calls, self.kind.schemas)
         if calls:
             self.tool_spans.append(slice(len(turn.response), self.num_read))
         return ids
@@ -261,7 +256,7 @@ class Episode:
             # ValueError is about the policy's text; anything else is a defect of the parser.
             except Exception as error:
                 raise self._failure(f"tool_call_parser raised {error_text(error)}; let it raise ValueError") from error
-        return conversation.find_calls(text, self.prompt_end, self.schemas)
+        return conversation.find_calls(text, self.prompt_end, self.kind.schemas)
 
     def _call_tool(self, call: ToolCall) -> Steps[str]:
         """The result of a call as text, or what was wrong with it as JSON."""

@@ -44,8 +44,12 @@ class EnvironmentKind:
         routed: whether the column `environment` names the environment of each row; `reset` does not get that column.
 
     Attributes:
+        class_name: of the environments; also the name of their reward source.
         has_reply: whether it answers as a conversation partner.
         has_reward: whether it gives a reward for the whole episode.
+        rewards: whether it gives rewards, for turns or for the whole episode.
+        tools: that the policy can call, with `schemas`.
+        answers: whether an episode can have more than one turn.
         resets_together: whether `reset` is async or takes a seed. Others may draw from global random generators, so
             they are reset one after another, in the rows' order.
 
@@ -64,6 +68,7 @@ class EnvironmentKind:
                 f"environment_factory {name or name_of(factory)!r} raised {error_text(error)}; let it need no arguments"
             ) from error
         self.environment_class = type(instance)
+        self.class_name = self.environment_class.__name__
         self.name = name or self.class_name
         if not callable(getattr(instance, "reset", None)):
             raise ValueError(f"environment {self.name!r} ({self.class_name}) has no method reset(**row); give it one")
@@ -71,32 +76,20 @@ class EnvironmentKind:
         self.has_reward = callable(getattr(instance, "get_reward", None))
         # Another method of this name is a tool, as in TRL.
         self.has_reply = "reply" in methods and parameters_of(methods["reply"]).names[:1] == ["completion"]
+        self.rewards = self.has_reward or self.has_reply
         if self.has_reply:
             del methods["reply"]
         self.tools = list(tools)
         for key, method in methods.items():
             self.tools.append(Tool(key, tool_schema(method, f"the method {key} of environment {self.name!r}")))
+        self.schemas = [tool.schema for tool in self.tools]
+        self.answers = self.has_reply or bool(self.tools)
         names = [tool.name for tool in self.tools]
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"environment {self.name!r} has several tools named {duplicates[0]!r}; rename all but one")
         self._reset_parameters = parameters_of(instance.reset)
         self.resets_together = _SEED in self._reset_parameters.names or inspect.iscoroutinefunction(instance.reset)
         self._free, self._made = [instance], [instance]
-
-    @property
-    def class_name(self) -> str:
-        """Also the name of its reward source."""
-        return self.environment_class.__name__
-
-    @property
-    def rewards(self) -> bool:
-        """Whether it gives rewards."""
-        return self.has_reward or self.has_reply
-
-    @property
-    def answers(self) -> bool:
-        """Whether an episode can have more than one turn."""
-        return self.has_reply or bool(self.tools)
 
     def acquire(self) -> Any:
         """Returns an instance that no other episode uses, or None where one must be made (`add`)."""

@@ -349,7 +349,7 @@ def test_a_column_chooses_the_environment():
     kinds = make_kinds(None, {"talk": Talks, "count": Counter})
     played = Played(kinds, {**ROW, "environment": "count"})
     assert type(played.episode.environment) is Counter
-    assert [schema["function"]["name"] for schema in played.episode.schemas] == ["increment"]
+    assert [schema["function"]["name"] for schema in played.episode.kind.schemas] == ["increment"]
     played.end("x<|im_end|>")
     assert [name for name, _ in played.environments.reward_functions()] == ["Talks", "Counter"]
     with pytest.raises(ValueError, match=r"environment is 'tallk'; write one of environment_factory's \['talk', 'c"):
