@@ -30,20 +30,16 @@ class Environments:
 
     Args:
         kinds: by the value of a row's `environment` column; under None, the kind of every row.
+
+    Attributes:
+        answer: whether a response can have more than one turn.
+        reward_per_token: whether rewards are given per token, because some environments reward turns.
     """
 
     def __init__(self, kinds: Mapping[str | None, EnvironmentKind], settings: EpisodeSettings) -> None:
         self.kinds, self.settings, self.calls = dict(kinds), settings, RowCalls()
-
-    @property
-    def answer(self) -> bool:
-        """Whether a response can have more than one turn."""
-        return any(kind.answers for kind in self.kinds.values())
-
-    @property
-    def reward_per_token(self) -> bool:
-        """Whether rewards are given per token, because some environments reward turns."""
-        return any(kind.has_reply for kind in self.kinds.values())
+        self.answer = any(kind.answers for kind in self.kinds.values())
+        self.reward_per_token = any(kind.has_reply for kind in self.kinds.values())
 
     def reward_functions(self) -> list[tuple[str, Callable[..., list[Any]]]]:
         """A reward source, with its name, for each class that gives rewards."""
