@@ -119,7 +119,6 @@ def make_backend(name: str, args: PPOConfig | None = None) -> Backend:
     Raises:
         ValueError: for an unknown name.
     """
-    GENERATION_BACKENDS.check(name)
     backend: Backend = GENERATION_BACKENDS.get(name)(args)
     backend.name = name
     return backend
