@@ -16,9 +16,8 @@ def rewards_shaped_alike(rows: dict[str, Tensor] | None, accelerator: Accelerato
     """This rank's `rows`, with rewards (B, R) if those of another rank have that shape. A rank on which all rewards
     failed does not know that the sources score tokens. Every rank must call it.
     """
-    per_token_here = rows["rewards"].dim() == 2 if rows else False
-    per_token_anywhere = any_rank(per_token_here, accelerator)
-    if not rows or per_token_here or not per_token_anywhere or bool(rows["trained_rows"].any()):
+    per_token_anywhere = any_rank(bool(rows and rows["rewards"].dim() == 2), accelerator)
+    if not rows or not per_token_anywhere or bool(rows["trained_rows"].any()):
         return rows
     return {**rows, "rewards": per_token(rows["rewards"], rows["response_mask"])}
 
