@@ -85,11 +85,6 @@ class Episode:
     reusable: bool = True
     late: tuple[str, Future[Any]] | None = None
 
-    @property
-    def completion(self) -> list[Message] | None:
-        """The messages of both sides after a prompt of messages; None after text."""
-        return self.messages if isinstance(self.prompt, list) else None
-
     def rewards_of(self, class_name: str) -> list[float] | float | None:
         """The reward of an environment of this class, None of another: one number, or, if turns have rewards, one for
         each token that the policy chose. A turn's reward is on its last token, that of the episode on the last of all.

@@ -104,11 +104,11 @@ def make_reward_batch(
         raise ValueError(f"the dataset columns {clash} have the names of arguments of reward functions; rename them")
     replies: list[Prompt] = []
     # All four, to compare their lengths.
-    for prompt, completion, _, _ in zip(prompts, completions, completion_ids, rows, strict=True):
+    for prompt, completion, _, row in zip(prompts, completions, completion_ids, rows, strict=True):
         if isinstance(prompt, list) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
+        if isinstance(prompt, list) and episodes:
+            completion = row[EPISODE].messages or completion
         replies.append(completion)
-    for i, episode in enumerate(episodes):
-        replies[i] = episode.completion or replies[i]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", EPISODE)}
     return RewardBatch(list(prompts), replies, [list(ids) for ids in completion_ids], columns, episodes)

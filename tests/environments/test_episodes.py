@@ -100,7 +100,7 @@ def test_tools_are_called_and_answered_and_the_reward_is_that_of_the_environment
     assert played.episode.reward == 6.0
     assert played.episode.rewards_of("Counter") == 6.0
     assert played.episode.rewards_of("Another") is None
-    roles = [message["role"] for message in played.episode.completion]
+    roles = [message["role"] for message in played.episode.messages]
     assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
 
 
@@ -239,7 +239,7 @@ def test_a_turn_that_was_cut_off_by_the_width_is_not_heard_and_truncates():
     heard = played.episode.environment.heard
     assert played.end("unfinish", stopped=False)["stopped"] is False
     assert heard == ["a"]
-    assert [m["content"] for m in played.episode.completion] == ["a", "hm", "unfinish"]
+    assert [m["content"] for m in played.episode.messages] == ["a", "hm", "unfinish"]
 
 
 @pytest.mark.parametrize(("last", "stopped"), [("b<|im_end|>", False), ("bye<|im_end|>", True)])
@@ -425,7 +425,7 @@ def test_a_tool_may_change_what_it_is_given():
 
     played = Played(make_kinds([extend], Counter))
     assert result(played.say(call("extend", values=[1]))) == "2"
-    assert played.episode.completion[0]["tool_calls"][0]["function"]["arguments"] == {"values": [1]}
+    assert played.episode.messages[0]["tool_calls"][0]["function"]["arguments"] == {"values": [1]}
     played.end("over<|im_end|>")
 
 

@@ -86,5 +86,5 @@ def test_an_episode_cuts_what_the_policy_reads_and_keeps_the_message():
     played = Played(make_kinds([get], None), response_len=500)
     first = played.say("I get it." + call("get"))
     assert 500 < len(first) < 8000
-    assert played.episode.completion[-1]["content"] == get()
+    assert played.episode.messages[-1]["content"] == get()
     played.end()
