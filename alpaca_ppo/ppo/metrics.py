@@ -294,8 +294,6 @@ class StatsAccumulator:
         Raises:
             ValueError: for a statistic that is not a scalar.
         """
-        if not stats:
-            return
         scalars = {name: torch.as_tensor(value, dtype=torch.float64).detach() for name, value in stats.items()}
         for name, scalar in scalars.items():
             if scalar.dim():
