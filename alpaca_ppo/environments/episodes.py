@@ -67,8 +67,7 @@ class Environments:
             reset_params = replace(sampling_params, num_return_sequences=1, seed=sampling_params.seed + 1)
             keys = reset_params.random_keys(prompts["prompt_ids"])
             episodes.begin([int(key) & 0x7FFFFFFF for key in keys for _ in range(n)])
-            query_len = self.settings.args.query_len
-            episodes.prompts, episodes.sampling_params = _with_prompts(made, prompts, sampling_params, query_len)
+            episodes.set_prompts(prompts, sampling_params)
             yield episodes
         finally:
             # The numbers of the episodes whose call has not returned: it may still write to the environment.
@@ -104,8 +103,8 @@ class Episodes:
 
     def __init__(self, episodes: Sequence[Episode], environments: Environments, poll: Callable[[], Any]) -> None:
         self.episodes, self._calls, self._poll = list(episodes), environments.calls, poll
-        self._max_turn_tokens = environments.settings.args.max_turn_tokens
-        self.turns = Turns(self, max_turn_tokens=self._max_turn_tokens) if environments.answer else None
+        self._args = environments.settings.args
+        self.turns = Turns(self, max_turn_tokens=self._args.max_turn_tokens) if environments.answer else None
         self._steps: dict[int, Steps[Any]] = {}
         self._answers: list[tuple[int, Reply]] = []
         self._ending: set[int] = set()
@@ -126,6 +125,22 @@ class Episodes:
             self._wait(self._steps)
         # The end of a reset is no reply to a turn.
         self._answers.clear()
+
+    def set_prompts(self, prompts: PromptBatch, params: SamplingParams) -> None:
+        """Sets the prompts that the episodes begin with, from those of the dataset, and how to sample them."""
+        n, query_len = params.num_return_sequences, self._args.query_len
+        tokenized = unpadded(prompts)
+        ids = [episode.prompt_ids(tokenized[i // n]) for i, episode in enumerate(self.episodes)]
+        samples_share_prompt = all(ids[i] == ids[i - i % n] for i in range(len(ids)))
+        prompt_rows = range(0, len(ids), n if samples_share_prompt else 1)
+        queries, masks = left_padded([ids[i] for i in prompt_rows], query_len, params.pad_token_id)
+        source = torch.tensor([i // n for i in prompt_rows], dtype=torch.long)
+        batch: Any = {key: value[source] for key, value in prompts.items() if isinstance(value, Tensor)}
+        batch |= {"queries": queries, "query_attn_masks": masks}
+        batch["rows"] = [{**self.episodes[i].row, "prompt": self.episodes[i].prompt} for i in prompt_rows]
+        if not samples_share_prompt:
+            params = replace(params, num_return_sequences=1, sample_ids=tuple(range(n)) * len(prompts["rows"]))
+        self.prompts, self.sampling_params = batch, params
 
     def _wait(self, unfinished: Collection[int]) -> None:
         while unfinished:
@@ -160,7 +175,7 @@ class Episodes:
         parts = (finished.responses.tolist(), finished.response_mask.tolist(), finished.stopped.tolist())
         for row, length, tokens, mask, stopped in zip(rows, lengths, *parts, strict=True):
             response, episode = tokens[:length], self.episodes[row]
-            complete = stopped or length - episode.num_read == self._max_turn_tokens
+            complete = stopped or length - episode.num_read == self._args.max_turn_tokens
             if not self._advance(row, episode.end(response, mask[:length], complete=complete))[0]:
                 self._ending.add(row)
 
@@ -204,22 +219,3 @@ class Episodes:
 
 def _rewards_of(class_name: str, /, episodes: list[Episode], **columns: Any) -> list[Any]:
     return [episode.rewards_of(class_name) for episode in episodes]
-
-
-def _with_prompts(
-    episodes: Sequence[Episode], prompts: PromptBatch, params: SamplingParams, query_len: int
-) -> tuple[PromptBatch, SamplingParams]:
-    """The prompts that the episodes begin with, and how to sample them."""
-    n = params.num_return_sequences
-    tokenized = unpadded(prompts)
-    ids = [episode.prompt_ids(tokenized[i // n]) for i, episode in enumerate(episodes)]
-    samples_share_prompt = all(ids[i] == ids[i - i % n] for i in range(len(ids)))
-    prompt_rows = range(0, len(ids), n if samples_share_prompt else 1)
-    queries, masks = left_padded([ids[i] for i in prompt_rows], query_len, params.pad_token_id)
-    source = torch.tensor([i // n for i in prompt_rows], dtype=torch.long)
-    batch: Any = {key: value[source] for key, value in prompts.items() if isinstance(value, Tensor)}
-    batch |= {"queries": queries, "query_attn_masks": masks}
-    batch["rows"] = [{**episodes[i].row, "prompt": episodes[i].prompt} for i in prompt_rows]
-    if samples_share_prompt:
-        return batch, params
-    return batch, replace(params, num_return_sequences=1, sample_ids=tuple(range(n)) * len(prompts["rows"]))
