@@ -66,7 +66,6 @@ class _Row:
     `ResponseRows`; during a turn the first two may be too large, until `SlotLoop._collect_ended` corrects them.
 
     Attributes:
-        chosen: tokens that the policy chose in earlier turns.
         last: the last token of its last turn.
         unread: tokens that it reads before its next turn; None while the reply is pending.
     """
@@ -76,7 +75,6 @@ class _Row:
     position: int = 0
     turn_start: int = 0
     limit: int = 0
-    chosen: int = 0
     last: int = 0
     unread: list[int] | None = None
 
@@ -193,7 +191,7 @@ class SlotLoop:
             row = self._busy[slot]
             row.turn_start, row.limit = row.position, self._params.max_new_tokens
             if self._turns is not None:
-                row.limit = self._turns.limit(position=row.position, chosen=row.chosen, width=row.limit)
+                row.limit = self._turns.limit(row.position, row.limit)
             numbers.append((slot, row.index, row.length, row.position, row.turn_start, row.limit))
         # One tensor, so that a device is written to once.
         on_device = torch.tensor(numbers, device=self._keys.device)
@@ -255,7 +253,7 @@ class SlotLoop:
         ended = {slot: self._busy.pop(slot) for slot in list(self._busy) if not running[slot]}
         if not ended:
             return
-        turns, width = self._turns, self._params.max_new_tokens
+        turns = self._turns
         asked: dict[int, _Row] = {}
         if turns is not None:
             slots = torch.tensor(list(ended), device=self._keys.device)
@@ -263,8 +261,7 @@ class SlotLoop:
             lengths, positions = self._out.lengths[slots].tolist(), self._out.positions[slots].tolist()
             for (slot, row), length, position in zip(ended.items(), lengths, positions, strict=True):
                 row.length, row.position = length, position
-                row.chosen += position - row.turn_start
-                if turns.limit(position=position, chosen=row.chosen, width=width) > position:
+                if position < self._params.max_new_tokens:
                     asked[slot] = row
         self._ended_turns += len(ended)
         self._decoded_tokens += sum(row.position - row.turn_start for row in ended.values())

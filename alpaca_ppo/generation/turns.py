@@ -52,7 +52,7 @@ class TurnHandler(Protocol):
 
     def on_stop(self, turn: Turn) -> Reply | Pending:
         """Returns the reply to a turn, or `PENDING` if `ready` will return it. All rows wait for this call. It is not
-        made for a response that ends here by its width or by `Turns.max_policy_tokens`.
+        made for a response that ends here by its width.
         """
         ...
 
@@ -69,27 +69,21 @@ class Turns:
 
     Attributes:
         max_turn_tokens: the most tokens of a turn; None sets no limit.
-        max_policy_tokens: the most tokens of a response that the policy chooses, in all turns; None sets no limit.
     """
 
     handler: TurnHandler
     max_turn_tokens: int | None = None
-    max_policy_tokens: int | None = None
 
     def check(self) -> None:
-        """Raises ValueError if a limit is less than 1."""
-        for name in ("max_turn_tokens", "max_policy_tokens"):
-            limit = vars(self)[name]
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} ({limit}) must be at least 1; None sets no limit")
+        """Raises ValueError if the limit is less than 1."""
+        if self.max_turn_tokens is not None and self.max_turn_tokens < 1:
+            raise ValueError(f"max_turn_tokens ({self.max_turn_tokens}) must be at least 1; None sets no limit")
 
-    def limit(self, *, position: int, chosen: int, width: int) -> int:
-        """The response position before which a turn that begins at `position` must end, with `chosen` tokens of the
-        policy in earlier turns and responses of `width` tokens.
+    def limit(self, position: int, width: int) -> int:
+        """The response position before which a turn that begins at `position` must end, in a response of at most
+        `width` tokens.
         """
-        turn_end = width if self.max_turn_tokens is None else position + self.max_turn_tokens
-        policy_end = width if self.max_policy_tokens is None else position + self.max_policy_tokens - chosen
-        return min(width, turn_end, policy_end)
+        return width if self.max_turn_tokens is None else min(width, position + self.max_turn_tokens)
 
     def replies(self, pending: Container[int], timeout: float) -> Iterator[tuple[int, Reply]]:
         """Yields what `handler.ready` returns; the caller removes each row from `pending`. Raises ValueError for a

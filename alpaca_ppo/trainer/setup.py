@@ -300,7 +300,7 @@ def make_prompts(dataset: Any, processing_class: Any, args: PPOConfig, kinds: Ki
         query_len=args.query_len,
         form=PromptForm.of(args),
         overlong=args.overlong_prompts,
-        tools_of=(lambda row: [tool.schema for tool in kind_of(kinds, row).tools]) if kinds else None,
+        tools_of=(lambda row: kind_of(kinds, row).schemas) if kinds else None,
         control_tokens=None if trusted else ControlTokens(processing_class),
     )
 
@@ -464,6 +464,5 @@ def make_environments(
     )
     for kind in kinds.values():
         if kind.answers:
-            schemas = [tool.schema for tool in kind.tools]
-            conversation.check(schemas, replies=kind.has_reply, max_turns=args.max_turns)
+            conversation.check(kind.schemas, replies=kind.has_reply, max_turns=args.max_turns)
     return Environments(kinds, EpisodeSettings(conversation, args, tool_call_parser))

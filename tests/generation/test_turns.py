@@ -67,13 +67,7 @@ class Script:
 
 
 def plain(
-    model: PreTrainedModel,
-    prompt: list[int],
-    key: Tensor,
-    answers: list[list[int]],
-    *,
-    most_in_turn: int = WIDTH,
-    most_in_all: int = WIDTH,
+    model: PreTrainedModel, prompt: list[int], key: Tensor, answers: list[list[int]], *, most_in_turn: int = WIDTH
 ) -> tuple[list[int], list[bool], list[float], bool, list[tuple[int, int, bool]]]:
     """Tokens, mask, log-probs and `stopped` of one row by a pass over the whole row for each token, and of each turn
     that is asked about its first position, its end, and whether a token ended it.
@@ -89,7 +83,7 @@ def plain(
         token = int(choice.tokens)
         tokens, mask, logprobs = [*tokens, token], [*mask, True], [*logprobs, float(choice.logprobs)]
         stopped = token in STOPS or (token in TRUNCATES and len(tokens) - start > 3)
-        if len(tokens) == WIDTH or sum(mask) == most_in_all:
+        if len(tokens) == WIDTH:
             return tokens, mask, logprobs, stopped, asked
         if not stopped and len(tokens) - start < most_in_turn:
             continue
@@ -104,14 +98,16 @@ def plain(
         start = len(tokens)
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_turn_tokens": 4}, {"max_turn_tokens": 5, "max_policy_tokens": 9}])
+@pytest.mark.parametrize("most", [None, 4])
 @torch.no_grad()
-def test_responses_of_several_turns_are_those_of_plain_passes_whenever_answers_come(limits: dict[str, int]) -> None:
+def test_responses_of_several_turns_are_those_of_plain_passes_whenever_answers_come(most: int | None) -> None:
     model = model_of("qwen3", num_hidden_layers=3)
     keys = SamplingParams(**SETTINGS).random_keys(torch.tensor(PROMPT_IDS))
-    cut = {"most_in_turn": limits.get("max_turn_tokens", WIDTH), "most_in_all": limits.get("max_policy_tokens", WIDTH)}
     with InFloat64():
-        wanted = [plain(model, PROMPTS[row // 3], keys[row], ANSWERS[row % 4], **cut) for row in range(12)]
+        wanted = [
+            plain(model, PROMPTS[row // 3], keys[row], ANSWERS[row % 4], most_in_turn=most or WIDTH)
+            for row in range(12)
+        ]
         runs: list[tuple[int | None, StepShapes, random.Random | None]] = [(4, EXACT, None), (None, BUCKETS, None)]
         runs += [(slots, EXACT, random.Random(slots)) for slots in (1, 3, 7)]
         runs += [(5, BUCKETS, random.Random(5))]
@@ -121,7 +117,7 @@ def test_responses_of_several_turns_are_those_of_plain_passes_whenever_answers_c
                 model,
                 slots=slots,
                 shapes=shapes,
-                turns=Turns(script, **limits),
+                turns=Turns(script, most),
                 before_token=lambda polls=polls: polls.append(0),
                 on_finished=lambda rows, _, reported=reported: reported.extend(rows),
                 state_layers=(1, 2),
@@ -148,7 +144,7 @@ def test_responses_of_several_turns_are_those_of_plain_passes_whenever_answers_c
     ends = Counter(stopped for *_, asked in wanted for _, _, stopped in asked)
     # Rows that a token ends, and rows that appended tokens fill; turns that a token ends, and those that a limit ends.
     assert kinds[True, False, True] and ends[True]
-    assert (kinds[False, True, False] and not ends[False]) if not limits else ends[False]
+    assert (kinds[False, True, False] and not ends[False]) if most is None else ends[False]
 
 
 class Late:
@@ -275,8 +271,7 @@ def test_turns_are_passed_to_backends_that_take_them_and_refused_by_others() -> 
         sampled("generate")
 
 
-@pytest.mark.parametrize("limit", ["max_turn_tokens", "max_policy_tokens"])
-def test_a_limit_below_one_is_refused(limit: str) -> None:
-    turns = Turns(Script(), **{limit: 0})
-    with pytest.raises(ValueError, match=rf"{limit} \(0\) must be at least 1"):
+def test_a_limit_below_one_is_refused() -> None:
+    turns = Turns(Script(), max_turn_tokens=0)
+    with pytest.raises(ValueError, match=r"max_turn_tokens \(0\) must be at least 1"):
         generate(tiny_causal_lm("llama"), padded(PROMPTS), SamplingParams(**SETTINGS), turns=turns)

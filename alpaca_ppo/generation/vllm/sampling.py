@@ -37,7 +37,6 @@ class _Row:
     """A response so far; its mask and log-probs are in `Sampling._out`.
 
     Attributes:
-        chosen: how many tokens the policy chose in earlier turns.
         failures: how often the current request has failed.
         server: which was asked last.
         matched: the state of `StopStrings.advance`.
@@ -48,7 +47,6 @@ class _Row:
     server: Server
     tokens: list[int] = field(default_factory=list)
     turn_start: int = 0
-    chosen: int = 0
     stopped: bool = False
     failures: int = 0
     matched: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.long))
@@ -101,15 +99,15 @@ class Sampling:
             self._calls.abandon()
         return self._out
 
-    def _limit(self, row: _Row, start: int) -> int:
-        """The position before which a turn of `row` that begins at `start` must end."""
+    def _limit(self, row: _Row) -> int:
+        """The position before which the current turn of `row` must end."""
         width = self._params.max_new_tokens
-        return width if self._turns is None else self._turns.limit(position=start, chosen=row.chosen, width=width)
+        return width if self._turns is None else self._turns.limit(row.turn_start, width)
 
     def _send(self, row: _Row, delay: float = 0.0) -> None:
         """Asks for the next tokens of `row`."""
         position = len(row.tokens)
-        most = self._limit(row, row.turn_start) - position
+        most = self._limit(row) - position
         if not self._rule.only_stop_ids:
             most = min(most, _PIECE)
         seed = int(uniforms(self._keys[row.index : row.index + 1], position) * 2**52)
@@ -184,7 +182,7 @@ class Sampling:
                 kept = first + int(ends.int().argmax()) + 1
                 break
         self._append(row, tokens[:kept], logprobs[:kept], chosen=True)
-        if row.stopped or len(row.tokens) == self._limit(row, row.turn_start):
+        if row.stopped or len(row.tokens) == self._limit(row):
             self._end_turn(row)
         else:
             self._send(row)
@@ -200,8 +198,7 @@ class Sampling:
     def _end_turn(self, row: _Row) -> None:
         """Finishes a row at its limit; asks how others go on."""
         position = len(row.tokens)
-        row.chosen += position - row.turn_start
-        if self._turns is None or self._limit(row, position) == position:
+        if self._turns is None or position == self._params.max_new_tokens:
             self._finish(row)
             return
         mask = self._out.response_mask[row.index, :position].tolist()
