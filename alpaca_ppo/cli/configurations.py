@@ -5,16 +5,10 @@ import json
 import re
 from collections.abc import Sequence
 
+from alpaca_ppo.config import TRAINING_ARGUMENTS, LoraArguments, PPOConfig
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.parser import parse_args, read_preset
-from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import (
-    DeviceArguments,
-    EstimateArguments,
-    LoraArguments,
-    ScriptArguments,
-    SupervisedLoraArguments,
-)
+from alpaca_ppo.config.script_arguments import DeviceArguments, EstimateArguments, SupervisedLoraArguments
 from alpaca_ppo.config.supervised_arguments import RewardModelArguments, SFTArguments
 from alpaca_ppo.library_output import say_loading
 from alpaca_ppo.migrate import translate
@@ -28,7 +22,7 @@ def presets(argv: Sequence[str]) -> int:
     if (name := parser.parse_args(argv).name) is not None:
         # Raises if there is no such preset.
         read_preset(name)
-        options = {**options_of(ScriptArguments), **options_of(PPOConfig)}
+        options = {name: option for kind in TRAINING_ARGUMENTS for name, option in options_of(kind).items()}
         for line in preset_path(name).read_text(encoding="utf-8").splitlines():
             setting, _, reason = line.partition("  # ")
             option = options.get(setting.split(":")[0])
