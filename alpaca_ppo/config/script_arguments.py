@@ -111,7 +111,17 @@ class ModelArguments(ScriptArguments):
 
 
 @dataclass(frozen=True)
-class EstimateArguments(ModelArguments):
+class DeviceArguments(CheckedArguments):
+    """For which device the memory of a run is estimated, and how the estimate is printed."""
+
+    device_gib: float | None = argument(None, gt=RESERVE_GIB)
+    """Memory of a device in GiB, of which 1 is reserved; the output then shows whether the run fits."""
+    json: bool = False
+    """Print JSON, in bytes, instead of a table."""
+
+
+@dataclass(frozen=True)
+class EstimateArguments(DeviceArguments, ModelArguments):
     """`ScriptArguments` for an estimate of memory, which reads the models and whether there are environments or tools;
     and the devices to estimate for.
     """
@@ -122,10 +132,6 @@ class EstimateArguments(ModelArguments):
     """DeepSpeed ZeRO stage, 1 to 3; 0 = none."""
     accelerate_config: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] | None = None
     """Launch configuration of `alpaca-ppo train`, in place of zero_stage."""
-    device_gib: float | None = argument(None, gt=RESERVE_GIB)
-    """Memory of a device in GiB, of which 1 is reserved; the output then shows whether the run fits."""
-    json: bool = False
-    """Print JSON, in bytes, instead of a table."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +168,3 @@ class SupervisedLoraArguments(LoraArguments):
     """Data type of the frozen base; adapters and a score head stay in float32."""
     load_in_4bit: bool = argument(False, needs=when("use_peft"))
     """Load the frozen base in 4 bits; needs CUDA and bitsandbytes."""
-
-
-@dataclass(frozen=True)
-class DeviceArguments(CheckedArguments):
-    """For which device the memory of `alpaca-ppo sft` or `reward` is estimated."""
-
-    device_gib: float | None = argument(None, gt=RESERVE_GIB)
-    """Memory of a device in GiB, of which 1 is reserved; the output then shows whether the run fits."""
-    json: bool = False
-    """Print JSON, in bytes, instead of a table."""
