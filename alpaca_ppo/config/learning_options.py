@@ -24,7 +24,6 @@ _OWN_STEPS = (_CRITIC, unless("critic_layout", "shared"))
 _KL_IN_REWARD = when("kl_coef") | when("kl_controller", "fixed")
 HAS_WARMUP = unless("lr_scheduler_type", "constant")
 WarmupSteps = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
-CriticEpochs = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 def chosen_rate(given: float | None, *, has_adapter: bool) -> float:
@@ -153,7 +152,7 @@ class LearningOptions(RunOptions):
     """The critic's warmup_steps; null = warmup_steps."""
     critic_max_grad_norm: float | None = argument(None, gt=0, needs=_CRITIC)
     """Maximum norm of the critic's gradient; null = max_grad_norm."""
-    critic_epochs: CriticEpochs | None = argument("auto", needs=_OWN_STEPS)
+    critic_epochs: Annotated[int, Field(ge=1)] | Literal["auto"] | None = argument("auto", needs=_OWN_STEPS)
     """Passes of the critic over each rollout, in its own optimizer steps before those of the policy; target_kl_stop
     does not end them. auto = 8 if cached, otherwise 4; null = ppo_epochs if cached or with a critic_step_batch_size,
     else none: the critic is then trained in the policy's steps, as a shared one always is."""
