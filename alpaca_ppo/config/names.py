@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from alpaca_ppo.library_output import say
 
 # Of a model, or of an adapter.
+_CONFIGS = ("config.json", "adapter_config.json")
 _CLASSIFIER = re.compile(r'"architectures":\s*\[\s*"(\w+ForSequenceClassification)"|"task_type":\s*"SEQ_CLS"')
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 # Names of the loopback interface that not every machine can look up.
@@ -65,15 +66,14 @@ def model_folder(field: str, name: Any, *, part: str | None = "policy", writes_t
     if part is not None and os.path.isdir(final := os.path.join(name, "final", part)):
         say(f"{field} is {name!r}, a run, whose final/{part} is taken")
         folder = final
-    config = Path(folder, "config.json")
-    if not config.is_file() and not Path(folder, "adapter_config.json").is_file():
+    configs = [path for name in _CONFIGS if (path := Path(folder, name)).is_file()]
+    if not configs:
         remedy = "; name one with a config.json, such as alpaca-ppo reward writes"
         if part is not None:
             make = f"make FOLDER/{part} of a checkpoint with alpaca-ppo export {name} --to FOLDER"
             remedy = f" or a run's final/{part}; {make}"
         raise ValueError(f"{field} is {name!r}, a folder without a model{remedy}")
-    described = config if config.is_file() else Path(folder, "adapter_config.json")
-    classifier = _CLASSIFIER.search(described.read_text(errors="replace"))
+    classifier = _CLASSIFIER.search(configs[0].read_text(errors="replace"))
     if writes_text and classifier:
         kind = classifier[1] or "reward adapter"
         raise ValueError(f"{field} is {name!r}, a {kind}, which writes no text; name a causal language model")
@@ -88,11 +88,10 @@ def _ask_hub(field: str, name: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
-    files = ("config.json", "adapter_config.json")
     try:
-        if "/" in name or any(try_to_load_from_cache(name, file) is not None for file in files):
+        if "/" in name or any(try_to_load_from_cache(name, file) is not None for file in _CONFIGS):
             return
-        get_hf_file_metadata(hf_hub_url(name, files[0]))
+        get_hf_file_metadata(hf_hub_url(name, _CONFIGS[0]))
         return
     except GatedRepoError:
         # Loading says how to get access.
