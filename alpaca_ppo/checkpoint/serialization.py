@@ -55,8 +55,7 @@ class Checkpoint:
         """Reads a checkpoint; raises as `verify_files`."""
         verify_files(folder)
         committed = committed_path(folder)
-        with open(committed / _STATE, "rb") as file:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(committed / _STATE, map_location="cpu", weights_only=True)
         return cls(load_file(committed / _WEIGHTS), **state)
 
     def restore(self, engine: Engine, scheduler: Any, rank: int) -> None:
