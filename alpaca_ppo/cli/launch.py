@@ -16,7 +16,6 @@ from alpaca_ppo.doctor.examination import ENDED_BY_ERROR
 from alpaca_ppo.library_output import say_loading
 
 _CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate_configs").glob("*.yaml"))}
-_DEEPSPEED_CONFIGS = Path(__file__).parent / "deepspeed_configs"
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     deepspeed_file = (content.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if deepspeed_file and not os.path.isfile(deepspeed_file):
         # The configurations here name it by its path in a clone of the repository.
-        packaged = _DEEPSPEED_CONFIGS / Path(deepspeed_file).name
+        packaged = Path(__file__).parent / "deepspeed_configs" / Path(deepspeed_file).name
         if packaged.is_file():
             flags += ["--deepspeed_config_file", str(packaged)]
     settings = {**content, **given}

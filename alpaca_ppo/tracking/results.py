@@ -16,12 +16,11 @@ from alpaca_ppo.atomic_io import StrPath, write_text_atomically
 
 Metrics = Mapping[str, float | None]
 STEP_FILE = "step.json"
-TABLES = ("rollouts", "eval", "inspected")
 
 
 def table_files(run: Path) -> Iterator[tuple[str, int, Path]]:
     """Yields the tables of answers of a run: the folder below the run's, such as eval/math, the step, the file."""
-    for top in TABLES:
+    for top in ("rollouts", "eval", "inspected"):
         for path in (run / top).rglob("step_*.jsonl"):
             if (number := path.stem.removeprefix("step_")).isdigit():
                 yield path.parent.relative_to(run).as_posix(), int(number), path
