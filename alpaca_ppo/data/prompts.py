@@ -323,10 +323,8 @@ def tokenize_prompts(
         tokenized = []
         for number, (messages, given) in enumerate(zip(prompts, options, strict=True), start):
             output = rendered(messages, tokenizer, {**keywords, **given}, number)
-            if control_tokens is None:
-                tokenized.append(list(output["input_ids"]))
-            else:
-                tokenized.append(control_tokens.encode(output, add_special_tokens=False))
+            encoded = control_tokens.encode(output, add_special_tokens=False) if control_tokens else output["input_ids"]
+            tokenized.append(list(encoded))
     for number, (prompt, ids) in enumerate(zip(prompts, tokenized, strict=True), start):
         if may_be_blank and not prompt:
             ids.clear()
