@@ -60,7 +60,6 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     data = read_config(run.folder).get("dataset_name") if metrics.exists() else None
     records_of_weights = [record for record in records if record["step"] <= step.step]
     greater = config.get("greater_is_better", True)
-    has_curve = _write_curve(records, folder / _CURVE)
     options = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
     front_matter = ModelCardData(
         library_name="peft" if adapter else "transformers",
@@ -80,7 +79,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         steps=max((record["step"] for record in records), default=0),
         figures=_key_figures(records_of_weights),
         means=means_in_words(records_of_weights),
-        curve=_CURVE if has_curve else None,
+        curve=_write_curve(records, folder),
         adapter=adapter,
         own_code=own_code,
         options=options,
@@ -109,10 +108,10 @@ def _key_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Ends]:
     return figures
 
 
-def _write_curve(records: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """Draws rewards and KL over the steps; returns whether there were enough of them."""
+def _write_curve(records: Sequence[Mapping[str, Any]], folder: Path) -> str | None:
+    """Draws rewards and KL over the steps into `folder`; returns the file's name, None with too few steps."""
     if len(records) < _MIN_CURVE_STEPS:
-        return False
+        return None
     # The import takes half a second.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -132,8 +131,8 @@ def _write_curve(records: Sequence[Mapping[str, Any]], path: Path) -> bool:
     figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize="small")
     # Text remains text, and the file has no date or random ids.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "alpaca_ppo"}):
-        figure.savefig(path, metadata={"Date": None})
-    return True
+        figure.savefig(folder / _CURVE, metadata={"Date": None})
+    return _CURVE
 
 
 def _model_name(name: str | None) -> str | None:
