@@ -43,8 +43,7 @@ class PromptTemplate:
         optional = None if self.optional is None else row.get(self.optional)
         is_blank = optional is None or not str(optional).strip()
         text = self.without_optional if is_blank and self.without_optional is not None else self.text
-        fields = _field_names(text)
-        values = {name: "" if is_blank and name == self.optional else row[name] for name in fields}
+        values = {name: "" if is_blank and name == self.optional else row[name] for name in _field_names(text)}
         for name, value in values.items():
             if value is None:
                 raise ValueError(f"column {name!r} is None; drop such rows, or fill the column")
