@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alpaca_ppo.config import LoraArguments, PPOConfig, ScriptArguments, parse_args
 from alpaca_ppo.config.fields import argument, options_of
 from alpaca_ppo.config.names import model_folder
-from alpaca_ppo.config.parser import parse_args
-from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 from alpaca_ppo.evaluation.results import results_text
 from alpaca_ppo.library_output import say_loading
 

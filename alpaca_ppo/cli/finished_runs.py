@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from alpaca_ppo.config import LoraArguments, PPOConfig, parse_args
 from alpaca_ppo.config.credentials import without_credentials
 from alpaca_ppo.config.names import check_folder
-from alpaca_ppo.config.parser import parse_args
-from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.config.script_arguments import LoraArguments, ModelArguments
+from alpaca_ppo.config.script_arguments import ModelArguments
 from alpaca_ppo.library_output import say_loading
 
 

@@ -20,14 +20,13 @@ from typing import Any, cast
 import torch
 from datasets import Dataset
 
+from alpaca_ppo.config import LoraArguments, PPOConfig, ScriptArguments
 from alpaca_ppo.config.checks import REFERENCES
 from alpaca_ppo.config.credentials import without_credential_arguments, without_credentials
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.git_state import git_commit, package_commit
 from alpaca_ppo.config.parser import ParsedOptions
-from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import IN_MEMORY, OPTIONS_OF_ARGUMENT
-from alpaca_ppo.config.script_arguments import LoraArguments, ScriptArguments
 
 _PACKAGES = (
     "alpaca_ppo", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "numpy",
