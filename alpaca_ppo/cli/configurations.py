@@ -39,11 +39,10 @@ def migrate(argv: Sequence[str]) -> int:
     """Prints another trainer's configuration as options of this package."""
     description = "A TRL script, or a YAML file or command line of verl, as options of alpaca-ppo train."
     parser = argparse.ArgumentParser(prog="alpaca-ppo migrate", description=description, allow_abbrev=False)
-    add = parser.add_argument
     processes = "of the TRL run; it multiplies batch sizes (default: the file's, or 1)"
-    add("--num_processes", type=int, default=0, help=processes)
-    add("file", help="script.py, config.yaml or run.sh; or verl's overrides alone")
-    add("arguments", nargs=argparse.REMAINDER, help="TRL's flags, or verl's overrides (key=value)")
+    parser.add_argument("--num_processes", type=int, default=0, help=processes)
+    parser.add_argument("file", help="script.py, config.yaml or run.sh; or verl's overrides alone")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="TRL's flags, or verl's overrides (key=value)")
     given = parser.parse_args(argv)
     print(translate(given.file, given.arguments, processes=given.num_processes).as_yaml(), end="")
     return 0
