@@ -26,7 +26,6 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import PROVENANCE
 from alpaca_ppo.tracking.results import json_line, table_files
 
-PROJECT = "alpaca_ppo"
 # Each tracker's keyword for the run's name; Accelerate passes only the project's name.
 _RUN_NAME_OPTION = {"mlflow": "run_name", "swanlab": "experiment_name", "trackio": "name", "wandb": "name"}
 MAX_ROWS = 16
@@ -202,7 +201,7 @@ class RunLog:
         run_name = self._args.run_name or self.output_dir.resolve().name
         options = {name: {option: run_name} for name, option in _RUN_NAME_OPTION.items()}
         # Accelerate passes the project on to W&B, where it would win over the variable.
-        self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", PROJECT), init_kwargs=options)
+        self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "alpaca_ppo"), init_kwargs=options)
         for tracker in self.accelerator.trackers:
             # TensorBoardTracker would reject lists, and add a separate run for the hyperparameters.
             if tracker is not board:
