@@ -94,19 +94,15 @@ def verify_files(folder: Path, hashed: Collection[str] = FILES) -> None:
         found = f"{folder}/manifest.json has {shown(written_format)}, not {FORMAT}"
         raise ValueError(f"{found}; install the version that wrote it")
     for name, (size, digest) in files.items():
-        if problem := _file_problem(committed / name, size, digest if name in hashed else None):
+        path, problem = committed / name, ""
+        if not path.is_file():
+            problem = "is missing"
+        elif (size_now := path.stat().st_size) != size:
+            problem = f"is damaged: it has {size_now} bytes instead of {size}"
+        elif name in hashed and _hash(path) != digest:
+            problem = "is damaged: its content has changed"
+        if problem:
             raise ValueError(f"checkpoint file {folder / name} {problem}; {_REMEDY}")
-
-
-def _file_problem(path: Path, size: int, digest: str | None) -> str | None:
-    """What is wrong with a file, or None; without `digest` its content is not read."""
-    if not path.is_file():
-        return "is missing"
-    if (size_now := path.stat().st_size) != size:
-        return f"is damaged: it has {size_now} bytes instead of {size}"
-    if digest is not None and _hash(path) != digest:
-        return "is damaged: its content has changed"
-    return None
 
 
 def _hash(path: Path) -> str:
