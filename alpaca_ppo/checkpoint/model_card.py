@@ -61,14 +61,13 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     records_of_weights = [record for record in records if record["step"] <= step.step]
     greater = config.get("greater_is_better", True)
     options = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
-    front_matter = ModelCardData(
-        library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
-        base_model=base_model if base_model and _is_hub_id(base_model) else None,
-        tags=["alpaca_ppo", "ppo", "rlhf"],
-    )
     card = ModelCard.from_template(
-        front_matter,
+        ModelCardData(
+            library_name="peft" if adapter else "transformers",
+            pipeline_tag="text-generation",
+            base_model=base_model if base_model and _is_hub_id(base_model) else None,
+            tags=["alpaca_ppo", "ppo", "rlhf"],
+        ),
         template_path=str(_TEMPLATES / "policy.md"),
         run=run,
         before=better_before_training(records, step.metric, step.value, greater_is_better=greater),
