@@ -215,7 +215,7 @@ class RowCall:
 
     Attributes:
         outcome: what the function returns or raises, also after a timeout.
-        task: of an async function.
+        task: that awaits what is async, once there is one.
         error: what it raised; `CallTimeout` if it was not done in time.
         seconds: its duration, without the time that it waited to begin.
     """
@@ -224,7 +224,7 @@ class RowCall:
     deadline: float
     began: float = field(default_factory=time.monotonic)
     outcome: Future[Any] = field(default_factory=Future)
-    task: Future[None] | None = None
+    task: Future[Any] | None = None
     value: Any = None
     error: Exception | None = None
     seconds: float = 0.0
@@ -284,7 +284,7 @@ class RowCalls:
             if inspect.iscoroutinefunction(call.function):
                 running.task = asyncio.run_coroutine_threadsafe(_await_call(call, running.outcome), loop)
             else:
-                _daemon(partial(_make_call, call, loop, running.outcome))
+                _daemon(partial(_make_call, call, loop, running))
             self._running[row] = running
 
     def _end(self, call: RowCall, now: float) -> None:
@@ -302,17 +302,18 @@ class RowCalls:
             call.error = error if isinstance(error, Exception) else RuntimeError(f"the call raised {error_text(error)}")
 
 
-def _make_call(call: Call, loop: asyncio.AbstractEventLoop, outcome: Future[Any]) -> None:
+def _make_call(call: Call, loop: asyncio.AbstractEventLoop, running: RowCall) -> None:
     try:
         value = call.function(**call.arguments)
         # Of an object whose __call__ is async, or a function that returns a coroutine.
         if inspect.isawaitable(value):
-            value, error = asyncio.run_coroutine_threadsafe(_outcome(value), loop).result()
+            running.task = asyncio.run_coroutine_threadsafe(_outcome(value), loop)
+            value, error = running.task.result()
             if error is not None:
                 raise error
-        outcome.set_result(call.finish(value))
+        running.outcome.set_result(call.finish(value))
     except BaseException as raised:
-        outcome.set_exception(raised)
+        running.outcome.set_exception(raised)
 
 
 async def _await_call(call: Call, outcome: Future[Any]) -> None:

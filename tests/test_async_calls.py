@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from concurrent.futures import wait
 from functools import partial
 
@@ -107,7 +108,7 @@ def test_a_call_that_was_too_slow_says_when_it_is_over(calls):
     release = threading.Event()
 
     async def async_hang():
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     calls.start(0, Call(release.wait, {"timeout": 60}, timeout=0.01))
     calls.start(1, Call(async_hang, timeout=0.01))
@@ -117,6 +118,24 @@ def test_a_call_that_was_too_slow_says_when_it_is_over(calls):
     assert not ended[0].outcome.done()
     release.set()
     assert ended[0].outcome.result(60)
+
+
+def test_the_call_of_an_object_that_is_async_is_cancelled_as_a_function_is(calls):
+    class Waits:
+        async def __call__(self):
+            try:
+                await asyncio.sleep(600)
+            finally:
+                left.set()
+
+    left = threading.Event()
+    calls.start(0, Call(Waits()))
+    running, latest = calls._running[0], time.monotonic() + 60
+    while running.task is None:
+        assert time.monotonic() < latest
+        time.sleep(0.001)
+    calls.abandon()
+    assert left.wait(60)
 
 
 async def blocks(release):

@@ -53,12 +53,12 @@ def estimate_memory(argv: Sequence[str]) -> int:
     supervised = {"sft": SFTArguments, "reward": RewardModelArguments}
     prog = "alpaca-ppo estimate-memory"
     if argv and argv[0] in supervised:
+        say_loading()
         from transformers import TrainingArguments
 
         types = [DeviceArguments, supervised[argv[0]], SupervisedLoraArguments, TrainingArguments]
         # Or transformers would refuse bf16 on a machine without a GPU, where nothing runs.
         given = parse_args(types, [*argv[1:], "--use_cpu"], prog=f"{prog} {argv[0]}")
-        say_loading()
         from alpaca_ppo.estimate_memory.supervised import estimate_training
 
         result = estimate_training(*given)

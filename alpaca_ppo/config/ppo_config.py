@@ -17,6 +17,7 @@ from alpaca_ppo.config.fields import argument, when
 from alpaca_ppo.config.learning_options import HAS_WARMUP, LearningOptions, WarmupSteps, chosen_rate
 from alpaca_ppo.registry import ADV_ESTIMATORS
 
+_TEACHER = when("teacher_model_name_or_path")
 CRITIC_RATE_RATIO = 3
 """The default learning rate of a critic with its own optimizer steps, divided by the policy's."""
 CACHED_CRITIC_RATE = 3e-4
@@ -42,13 +43,11 @@ class PPOConfig(LearningOptions):
     teacher_model_name_or_path: str | None = None
     """Teacher of an on-policy distillation, with the policy's tokenizer: a folder, a hub id, or the address of a vLLM
     server that has it; null = none."""
-    teacher_coef: float = argument(1.0, gt=0, needs=when("teacher_model_name_or_path"))
+    teacher_coef: float = argument(1.0, gt=0, needs=_TEACHER)
     """Weight, in the reward of each token, of its log-prob under the teacher minus that under the policy."""
-    teacher_dtype: Literal["float32", "bfloat16", "4bit"] = argument(
-        "float32", needs=when("teacher_model_name_or_path")
-    )
+    teacher_dtype: Literal["float32", "bfloat16", "4bit"] = argument("float32", needs=_TEACHER)
     """Data type of the teacher's weights; 4bit needs CUDA and bitsandbytes."""
-    teacher_offloaded: bool = argument(False, needs=when("teacher_model_name_or_path"))
+    teacher_offloaded: bool = argument(False, needs=_TEACHER)
     """Keep the teacher in host memory outside of its own pass."""
     trust_remote_code: bool = False
     """Run code that comes with a model, reward models included."""

@@ -143,6 +143,8 @@ TRAIN = ["train", "--model", "m", "--dataset_name", "d", "--reward_funcs", "my:f
         (["reward", "--model", "m", "--dataset_name", "d"], 7, "loading the libraries ...\n"),
         (["evaluate", "--model", "org/m", "--eval_dataset_name", "d"], 7, "loading the libraries ...\n"),
         (["sample", "org/m", "--prompt", "x"], 7, "loading the libraries ...\n"),
+        (["estimate-memory", "--model", "org/m"], 7, "loading the libraries ...\n"),
+        (["estimate-memory", "sft", "--model", "org/m"], 7, "loading the libraries ...\n"),
         ([*TRAIN, "--eval_steps", "3"], 2, "error: eval_steps is 3, without effect: needs eval set"),
         ([*TRAIN, "--lr_scheduler_type", "zigzag"], 2, "error: lr_scheduler_type is 'zigzag'"),
         ([*TRAIN[:2], "./none", *TRAIN[3:]], 2, "error: model_name_or_path is './none'"),
