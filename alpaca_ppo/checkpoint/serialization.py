@@ -55,7 +55,8 @@ class Checkpoint:
         """Reads a checkpoint; raises as `verify_files`."""
         verify_files(folder)
         committed = committed_path(folder)
-        state = torch.load(committed / _STATE, map_location="cpu", weights_only=True)
+        with open(committed / _STATE, "rb") as file:
+            state = torch.load(file, map_location="cpu", weights_only=True)
         return cls(load_file(committed / _WEIGHTS), **state)
 
     def restore(self, engine: Engine, scheduler: Any, rank: int) -> None:
