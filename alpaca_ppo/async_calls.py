@@ -195,8 +195,8 @@ class Call:
 
     Attributes:
         timeout: in seconds; None sets no limit.
-        finish: turns what the function returns into the value of the call. It runs in the function's thread, and its
-            errors are those of the call.
+        finish: turns what the function returns into the value of the call. It runs in the thread in which the function
+            ends, and its errors are those of the call.
     """
 
     function: Callable[..., Any]
@@ -215,7 +215,7 @@ class RowCall:
 
     Attributes:
         outcome: what the function returns or raises, also after a timeout.
-        task: that awaits what is async, once there is one.
+        task: that awaits what is async, once there is one; cancelled if nothing waits for the call any more (`drop`).
         error: what it raised; `CallTimeout` if it was not done in time.
         seconds: its duration, without the time that it waited to begin.
     """
@@ -228,6 +228,13 @@ class RowCall:
     value: Any = None
     error: Exception | None = None
     seconds: float = 0.0
+    dropped: bool = False
+
+    def drop(self) -> None:
+        """Cancels what is async, also where the function has yet to return it."""
+        self.dropped = True
+        if self.task is not None:
+            self.task.cancel()
 
 
 class RowCalls:
@@ -269,8 +276,7 @@ class RowCalls:
         """Drops all calls; returns the rows whose calls were running."""
         rows = set(self._running)
         for call in self._running.values():
-            if call.task is not None:
-                call.task.cancel()
+            call.drop()
         self._running.clear()
         self._waiting.clear()
         return rows
@@ -282,7 +288,8 @@ class RowCalls:
             loop = _event_loop().loop
             running = RowCall(row, math.inf if call.timeout is None else time.monotonic() + call.timeout)
             if inspect.iscoroutinefunction(call.function):
-                running.task = asyncio.run_coroutine_threadsafe(_await_call(call, running.outcome), loop)
+                made = _finish(partial(call.function, **call.arguments), call.finish, running.outcome)
+                running.task = asyncio.run_coroutine_threadsafe(made, loop)
             else:
                 _daemon(partial(_make_call, call, loop, running))
             self._running[row] = running
@@ -294,8 +301,7 @@ class RowCalls:
         if not call.outcome.done():
             call.error = CallTimeout()
             _loops[0].probe()
-            if call.task is not None:
-                call.task.cancel()
+            call.drop()
         elif (error := call.outcome.exception()) is None:
             call.value = call.outcome.result()
         else:
@@ -306,19 +312,20 @@ def _make_call(call: Call, loop: asyncio.AbstractEventLoop, running: RowCall) ->
     try:
         value = call.function(**call.arguments)
         # Of an object whose __call__ is async, or a function that returns a coroutine.
-        if inspect.isawaitable(value):
-            running.task = asyncio.run_coroutine_threadsafe(_outcome(value), loop)
-            value, error = running.task.result()
-            if error is not None:
-                raise error
-        running.outcome.set_result(call.finish(value))
+        if not inspect.isawaitable(value):
+            running.outcome.set_result(call.finish(value))
+            return
     except BaseException as raised:
         running.outcome.set_exception(raised)
+        return
+    running.task = asyncio.run_coroutine_threadsafe(_finish(lambda: value, call.finish, running.outcome), loop)
+    if running.dropped:
+        running.task.cancel()
 
 
-async def _await_call(call: Call, outcome: Future[Any]) -> None:
+async def _finish(function: Callable[[], Awaitable[Any]], finish: Callable[[Any], Any], outcome: Future[Any]) -> None:
     try:
-        outcome.set_result(call.finish(await call.function(**call.arguments)))
+        outcome.set_result(finish(await function()))
     # As in `_outcome`.
     except BaseException as raised:
         outcome.set_exception(raised)

@@ -1,6 +1,5 @@
 import asyncio
 import threading
-import time
 from concurrent.futures import wait
 from functools import partial
 
@@ -120,22 +119,38 @@ def test_a_call_that_was_too_slow_says_when_it_is_over(calls):
     assert ended[0].outcome.result(60)
 
 
-def test_the_call_of_an_object_that_is_async_is_cancelled_as_a_function_is(calls):
-    class Waits:
-        async def __call__(self):
-            try:
-                await asyncio.sleep(600)
-            finally:
-                left.set()
+class Waits:
+    """Returns something to await once it is released, which cleans up, once more released, when it is cancelled."""
 
-    left = threading.Event()
-    calls.start(0, Call(Waits()))
-    running, latest = calls._running[0], time.monotonic() + 60
-    while running.task is None:
-        assert time.monotonic() < latest
-        time.sleep(0.001)
-    calls.abandon()
-    assert left.wait(60)
+    def __init__(self):
+        self.returns, self.cleaning, self.cleans_up = (threading.Event() for _ in range(3))
+
+    def __call__(self):
+        self.returns.wait(60)
+        return self.wait()
+
+    async def wait(self):
+        try:
+            await asyncio.sleep(600)
+        finally:
+            self.cleaning.set()
+            while not self.cleans_up.is_set():
+                await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("end", ["timeout", "abandoned"])
+def test_what_a_dropped_call_has_yet_to_await_is_cancelled_and_over_when_it_has_cleaned_up(calls, end):
+    function = Waits()
+    calls.start(0, Call(function, timeout=0.01 if end == "timeout" else None))
+    running = calls._running[0]
+    if end == "timeout":
+        assert type(made(calls, 0)[0].error) is CallTimeout
+    else:
+        assert calls.abandon() == {0}
+    function.returns.set()
+    assert function.cleaning.wait(60) and not running.outcome.done()
+    function.cleans_up.set()
+    assert wait([running.outcome], 60).done
 
 
 async def blocks(release):

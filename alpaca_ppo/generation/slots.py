@@ -246,7 +246,7 @@ class SlotLoop:
                 row.position += 1
 
     def _collect_ended(self) -> None:
-        """Ends the turns of rows that no longer run: finishes those at their limit (without turns, all), and asks how
+        """Ends the turns of rows that no longer run: finishes those of full width (without turns, all), and asks how
         the others go on.
         """
         running = self._out.running.tolist()

@@ -289,7 +289,8 @@ class StatsAccumulator:
         self.extremes: dict[str, float] = {}
 
     def add(self, stats: Mapping[str, Tensor | float], tokens: int) -> None:
-        """Adds the statistics of a micro-batch with `tokens` response tokens. If it has none, only `loss/*` count.
+        """Adds the statistics, at least one, of a micro-batch with `tokens` response tokens; of one without tokens only
+        `loss/*`.
 
         Raises:
             ValueError: for a statistic that is not a scalar.

@@ -196,7 +196,7 @@ class Sampling:
         self._out.logprobs[row.index, columns] = torch.tensor(logprobs)
 
     def _end_turn(self, row: _Row) -> None:
-        """Finishes a row at its limit; asks how others go on."""
+        """Finishes a row of full width, and every row if there are no turns; asks how others go on."""
         position = len(row.tokens)
         if self._turns is None or position == self._params.max_new_tokens:
             self._finish(row)
