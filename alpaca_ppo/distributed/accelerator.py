@@ -14,7 +14,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import drain_at_exit
-from alpaca_ppo.distributed.deepspeed_config import deepspeed_plugin
+from alpaca_ppo.distributed.deepspeed_config import check_four_bit, check_stage, deepspeed_plugin
 from alpaca_ppo.distributed.engine import Engine
 from alpaca_ppo.distributed.fsdp_config import asks_for_fsdp, check_fsdp, check_launch
 from alpaca_ppo.distributed.fsdp_engine import FSDPEngine
@@ -49,8 +49,9 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
 
     Raises:
         ValueError: for a precision, of the launcher or the user's accelerator, that is not that of `args.bf16`; for a
-            user's accelerator with `log_with` but no trackers, or beside `args.deepspeed`; when this process already
-            has an Accelerator with other settings; see also `check_fsdp`, `check_launch` and `deepspeed_plugin`.
+            user's accelerator with `log_with` but no trackers, beside `args.deepspeed`, or with a ZeRO stage that
+            `check_stage` or `check_four_bit` refuses; when this process already has an Accelerator with other settings;
+            see also `check_fsdp`, `check_launch` and `deepspeed_plugin`.
     """
     watch_launcher()
     ignore_known_lines()
@@ -69,6 +70,9 @@ def make_accelerator(args: PPOConfig, accelerator: Accelerator | None = None) ->
         raise ValueError(f"the accelerator has log_with {names} without trackers; call init_trackers, or set report_to")
     elif args.deepspeed is not None:
         raise ValueError(f"deepspeed is {args.deepspeed!r}, but you passed your own accelerator; leave one out")
+    elif (plugin := accelerator.deepspeed_plugin) is not None:
+        check_stage(plugin.zero_stage, "your own accelerator")
+        check_four_bit(plugin.zero_stage, args)
     # Otherwise transformers would load parts of models under ZeRO 3 and FSDP. The engine shards them later.
     unset_hf_deepspeed_config()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

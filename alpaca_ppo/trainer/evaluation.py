@@ -118,6 +118,8 @@ class Evaluator:
         records = self._records(rollouts)
         if self.settings.compares:
             if name not in self._opponents:
+                # Batches of its own, since hooks of the rollout may have changed the others.
+                batches = collector.collate(prompts, range(len(prompts)))
                 self._opponents[name] = self._opponent(prompts, batches, params)
             self._compare(prompts, records, self._opponents[name])
         self._log_table(name, folder, step, rollouts, records)

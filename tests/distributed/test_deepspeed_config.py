@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +209,16 @@ def test_the_optimizer_of_zero_1_for_float32_gradients_of_a_bf16_run_is_refused(
 def test_a_file_beside_an_accelerator_of_one_s_own_is_refused(tmp_path):
     with pytest.raises(ValueError, match="deepspeed is 'zero.json', but you passed your own accelerator"):
         make_accelerator(tiny_config(tmp_path, deepspeed="zero.json"), Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize(
+    ("stage", "found"), [(0, "your own accelerator has ZeRO stage 0"), (3, "load_in_4bit is True")]
+)
+def test_the_stage_of_an_accelerator_of_one_s_own_is_checked_before_models_load(stage, found, tmp_path):
+    plugin = SimpleNamespace(zero_stage=stage)
+    given: Any = SimpleNamespace(mixed_precision="no", log_with=[], deepspeed_plugin=plugin)
+    with pytest.raises(ValueError, match=found):
+        make_accelerator(tiny_config(tmp_path, load_in_4bit=True, critic_layout="adapter"), given)
 
 
 def test_a_group_of_both_cannot_be_clipped_in_part(tmp_path):

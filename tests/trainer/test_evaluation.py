@@ -9,7 +9,7 @@ import yaml
 from peft import LoraConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from alpaca_ppo import PPOConfig
+from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.cli.train import run_training
 from alpaca_ppo.trainer.preflight import evaluation_settings
 from tests.tiny_models import tiny_causal_lm, tiny_config
@@ -259,6 +259,20 @@ def test_the_policy_ties_with_its_reference_before_training_and_differs_after(tm
             assert later["win"] == (0.5 if difference == 0 else float(difference > 0))
         assert any(row["response"] != later["response"] for row, later in zip(before, after, strict=True))
         assert last["eval/win_rate"] == pytest.approx(sum(row["win"] for row in after) / 6)
+
+
+class GivesBonus(PPOTrainer):
+    def _generate(self, prompts, sampling_params):
+        for row in prompts["rows"]:
+            row["bonus"] = 10.0
+        return super()._generate(prompts, sampling_params)
+
+
+def test_the_opponent_is_scored_with_the_datasets_rows_whatever_a_hook_has_made_of_the_policys(tmp_path):
+    rows = prompts(3).add_column("bonus", [0.0] * 3)
+    arguments = {"eval_dataset": rows, "train_dataset": rows, "reward_funcs": lambda bonus, **columns: bonus}
+    settings = {"eval_opponent": "reference", "trainer_class": GivesBonus, "trainer_arguments": arguments}
+    assert tiny_trainer(tmp_path, **settings).evaluate()["eval/win_rate"] == 1.0
 
 
 def test_a_function_compares_with_a_column_and_a_metric_with_a_file(tmp_path):
