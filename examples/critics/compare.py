@@ -44,9 +44,11 @@ REAL_EVALUATIONS = 4
 SEPARATE, GRPO, LARGE, GROUPED = "separate, 4 passes", "GRPO", "cached", "cached, 8 answers a prompt"
 SMALL = "cached, small"
 _CACHED = {"critic_layout": "cached", "critic_epochs": 8}
+_IN_GROUPS = {"num_return_sequences": 8}
+"""What all but `LARGE` have on the real model, and GRPO everywhere: passes read a prompt once for its answers."""
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     LARGE: _CACHED,
-    GROUPED: {**_CACHED, "num_return_sequences": 8},
+    GROUPED: {**_CACHED, **_IN_GROUPS},
     SMALL: {**_CACHED, "critic_width": 64, "critic_depth": 2},
     GRPO: {},
     "separate, 1 pass": {"critic_layout": "separate", "critic_epochs": 1},
@@ -74,6 +76,7 @@ def asked_of(run: Run) -> Run:
     settings = {
         "eval_steps": eval_steps(run["task"], evaluations),
         **SETTINGS[run["row"]],
+        **(_IN_GROUPS if run["task"] == REAL and run["row"] != LARGE else {}),
         **(grpo(run["task"]) if run["row"] == GRPO else {}),
     }
     return {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}
@@ -82,7 +85,7 @@ def asked_of(run: Run) -> Run:
 def seeds_of(row: str, task: str) -> Sequence[int]:
     """Returns the seeds of a row: fewer where a run takes longest and no claim rests on it."""
     if task == REAL:
-        return SEEDS if row in (GROUPED, GRPO) else SEEDS[:3] if row == LARGE else SEEDS[:2]
+        return SEEDS[: {GROUPED: 5, GRPO: 5, LARGE: 2, TRL_GRPO: 2}.get(row, 1)]
     if row in (GROUPED, TRL, TRL_GRPO) or (row, task) == (LARGE, "mini_farm"):
         return ()
     return SEEDS[:1] if row == LARGE else SEEDS[:2] if row == SMALL else SEEDS
@@ -171,10 +174,11 @@ def page(runs: Sequence[Run]) -> str:
     about = (
         f"means and standard errors over the seeds of the last table, on data of seed {DATA_SEED}, on {machine()}. "
         "`cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2; all three take 8 "
-        "passes. With 8 answers a prompt there are as many answers, to an eighth of the prompts, as for GRPO. "
-        "Everything else is the default, on the real model with `ppo_epochs: 1` and a constant rate; GRPO has its "
-        "paper's settings, and TRL its own defaults with the same sizes and rate. Runs whose times are compared "
-        "went at once, because the speed of such a machine changes from hour to hour."
+        "passes. All runs have as many answers. GRPO has eight to a prompt, and so has every row on the real model but "
+        "`cached` and TRL's PPO, which have one. Everything else is the default, on the real model with "
+        "`ppo_epochs: 1` and a constant rate; GRPO has its paper's settings, and TRL its own defaults with the same "
+        "sizes and rate. Runs whose times are compared went at once, because the speed of such a machine changes from "
+        "hour to hour."
     )
     parts = {
         "At equal samples": table(lambda row, task: _cell(scores(runs, row, task))),

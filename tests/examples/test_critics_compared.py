@@ -18,6 +18,8 @@ def test_every_critic_samples_as_many_responses(row, task):
     (args,) = parse_args([PPOConfig], flags_of({**TASKS[task].options(asked["settings"]), "output_dir": "unused"}))
     assert args.total_episodes * args.num_return_sequences == TASKS[task].sizes["total_episodes"]
     assert args.uses_critic == (row != compare.GRPO) and row.startswith(args.critic_layout) == args.uses_critic
+    in_groups = row in (compare.GRPO, compare.GROUPED) or (task == compare.REAL and row != compare.LARGE)
+    assert args.num_return_sequences == (8 if in_groups else 1)
     evaluations = compare.REAL_EVALUATIONS if task == compare.REAL else compare.EVALUATIONS
     assert -(-args.total_episodes // args.rollout_batch_size // args.eval_steps) == evaluations
 
