@@ -60,14 +60,16 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     data = read_config(run.folder).get("dataset_name") if metrics.exists() else None
     records_of_weights = [record for record in records if record["step"] <= step.step]
     greater = config.get("greater_is_better", True)
+    curve = _write_curve(records, folder)
     options = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
+    front_matter = ModelCardData(
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base_model if base_model and _is_hub_id(base_model) else None,
+        tags=["alpaca_ppo", "ppo", "rlhf"],
+    )
     card = ModelCard.from_template(
-        ModelCardData(
-            library_name="peft" if adapter else "transformers",
-            pipeline_tag="text-generation",
-            base_model=base_model if base_model and _is_hub_id(base_model) else None,
-            tags=["alpaca_ppo", "ppo", "rlhf"],
-        ),
+        front_matter,
         template_path=str(_TEMPLATES / "policy.md"),
         run=run,
         before=better_before_training(records, step.metric, step.value, greater_is_better=greater),
@@ -78,7 +80,7 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         steps=max((record["step"] for record in records), default=0),
         figures=_key_figures(records_of_weights),
         means=means_in_words(records_of_weights),
-        curve=_write_curve(records, folder),
+        curve=curve,
         adapter=adapter,
         own_code=own_code,
         options=options,

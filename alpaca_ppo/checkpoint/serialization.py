@@ -146,7 +146,8 @@ def checkpoint_bytes(trained: Iterable[Tensor], *, adamw: bool) -> int:
     """The least number of bytes of a checkpoint: the `trained` parameters in float32 or wider and, with `adamw`, two
     moments of each. Without `adamw`, that of the final models.
     """
-    return sum(tensor.numel() * max(4, tensor.element_size()) for tensor in trained) * (3 if adamw else 1)
+    weights = sum(tensor.numel() * max(4, tensor.element_size()) for tensor in trained)
+    return weights * (3 if adamw else 1)
 
 
 def _stored(value: Any, name: str) -> Any:

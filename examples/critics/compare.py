@@ -174,8 +174,8 @@ def page(runs: Sequence[Run]) -> str:
     about = (
         f"means and standard errors over the seeds of the last table, on data of seed {DATA_SEED}, on {machine()}. "
         "`cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2; all three take 8 "
-        "passes. All runs have as many answers. GRPO has eight to a prompt, and so has every row on the real model but "
-        "`cached` and TRL's PPO, which have one. Everything else is the default, on the real model with "
+        "passes. All runs of a task have equally many answers. GRPO has eight to a prompt, and so has every row on the "
+        "real model but `cached` and TRL's PPO, which have one. Everything else is the default, on the real model with "
         "`ppo_epochs: 1` and a constant rate; GRPO has its paper's settings, and TRL its own defaults with the same "
         "sizes and rate. Runs whose times are compared went at once, because the speed of such a machine changes from "
         "hour to hour."
