@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from alpaca_ppo.generation import Generation, SamplingParams, generate
 from alpaca_ppo.models import Policy
 from alpaca_ppo.models.trial import packing_problem
 from alpaca_ppo.ppo.mismatch import BOUNDS
+from alpaca_ppo.ppo.state_cache import StateCache
 from alpaca_ppo.types import PromptBatch
 from examples import gpu_vllm, same_run
 from examples.gpu_checks import (
@@ -143,6 +145,17 @@ def saves_a_pass(machine: Machine) -> str:
     return require(recomputed[0] == 1 and recomputed[-1] == 0, f"recomputed in the steps: {recomputed}")
 
 
+def cached_states(machine: Machine) -> str:
+    """A critic on states that wait in host memory against one whose passes compute them anew."""
+    sizes = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "critic_epochs": 3}
+    kept = train(machine, 2, **sizes)
+    with mock.patch.object(StateCache, "states", lambda *_: None):
+        anew = train(machine, 2, **sizes)
+    errors = [[step["ppo/val/error"] for step in steps] for steps in (kept, anew)]
+    gap = max(abs(ours / theirs - 1) for ours, theirs in zip(*errors, strict=True))
+    return require(gap <= 1e-3, f"the critic's errors differ by {gap:.1e} of themselves, bound 1e-3")
+
+
 ON_GPU: dict[str, Any] = {"use_cpu": False, "environment": {}}
 """For `same_run.launch`."""
 
@@ -232,6 +245,7 @@ CHECKS: dict[str, Check] = {
     "refilled slots = model.generate, float32": slots_are_generate,
     "sampler = trainer in bfloat16": half_precision_mismatch,
     "old_policy: auto saves a pass": saves_a_pass,
+    "a critic's kept states = those computed anew": cached_states,
     "two processes over NCCL = one": lambda machine: same_run_on_gpus(machine, "ddp"),
     "ZeRO 2 = one process": lambda machine: same_run_on_gpus(machine, "zero2"),
     "ZeRO 3 = one process": lambda machine: same_run_on_gpus(machine, "zero3"),

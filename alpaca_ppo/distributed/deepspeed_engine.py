@@ -61,12 +61,12 @@ class DeepSpeedEngine(Engine):
         self._frozen_groups: set[int] = set()
         return engine
 
-    def begin(self) -> None:
+    def begin(self, part: Part) -> None:
         self._zero.zero_grad()
         if self.stage == 3:
             # The first pass overwrites only the gradients it computes; others would remain from the last step.
-            for part in self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
-                part.zero_()
+            for gradient in self._zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.values():
+                gradient.zero_()
         else:
             self._zero.averaged_gradients, self._zero.all_grad_tensors = {}, {}
             # With an offloaded optimizer, gradients are added to the last step's.

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.optimizer import group_parts
+from alpaca_ppo.distributed.optimizer import Part, group_parts
 from alpaca_ppo.distributed.sampler import Sampler
 from alpaca_ppo.models import ActorCritic, Policy
 
@@ -54,7 +55,7 @@ class Engine:
 
     An optimizer step, over any number of micro-batches with one or several passes each:
 
-        engine.begin()
+        engine.begin(part)
         with engine.gradient_sync(last_batch=..., last_pass=...):      # for each pass
             loss = ... engine.model(...) ...
             loss += engine.unused_parameter_loss(...)                  # in the last pass of a micro-batch
@@ -69,6 +70,8 @@ class Engine:
     # Whether all ranks must make the same forward passes, also without gradients, because these gather parameters.
     synced_forwards = False
     weights_version = 0  # how often the weights have changed
+    # Whether the optimizer step in progress trains the critic alone, under DDP: then only its gradients are reduced.
+    _critic_alone = False
 
     def __init__(
         self, accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
@@ -102,15 +105,18 @@ class Engine:
         critic = max((rate for rate, part in groups if part != "policy"), default=0.0)
         return LearningRates(policy, None if self.actor_critic.critic is None else critic)
 
-    def begin(self) -> None:
-        """Starts an optimizer step: drops gradients left by one that was skipped or interrupted."""
+    def begin(self, part: Part) -> None:
+        """Starts an optimizer step of `part`: drops gradients left by one that was skipped or interrupted."""
+        self._critic_alone = part == "critic" and isinstance(self.model, DistributedDataParallel)
         self.model.zero_grad()
 
     def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
         """Wraps one forward and backward pass. Gradients are reduced over the ranks in the last pass of the last batch,
         or in every pass by engines that shard them.
         """
-        return nullcontext() if last_batch and last_pass else self.accelerator.no_sync(self.model)
+        if last_batch and last_pass and not self._critic_alone:
+            return nullcontext()
+        return self.accelerator.no_sync(self.model)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`: the optimizer step's loss is the sum over all ranks and passes."""
@@ -120,7 +126,7 @@ class Engine:
 
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
         """Zero, with a gradient of zero for `parameters`, which the pass does not use: DDP waits for all gradients."""
-        if self.accelerator.num_processes == 1:
+        if self.accelerator.num_processes == 1 or self._critic_alone:
             return 0.0
         return sum((p.flatten()[0] * 0.0 for p in parameters), torch.zeros(()))
 
@@ -131,6 +137,8 @@ class Engine:
         for parameter in frozen:
             # None, not zero: with a zero gradient AdamW would still decay the weights and count a step.
             parameter.grad = None
+        if self._critic_alone:
+            self._average_gradients(self.actor_critic.critic_parameters())
         policy = self._clip(self.actor_critic.policy_parameters(), self.max_grad_norm)
         has_critic = self.actor_critic.critic is not None
         critic = self._clip(self.actor_critic.critic_parameters(), self.critic_max_grad_norm) if has_critic else None
@@ -140,6 +148,14 @@ class Engine:
             self.weights_version += 1
         self._prepared_optimizer.zero_grad()
         return norms
+
+    def _average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Averages the gradients over the ranks, as DDP does."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= self.accelerator.num_processes
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         """Clips the gradients of `parameters` by their common norm, and returns it."""

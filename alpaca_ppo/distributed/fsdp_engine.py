@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.engine import Engine, clip_above
+from alpaca_ppo.distributed.optimizer import Part
 from alpaca_ppo.distributed.sampler import Sampler
 from alpaca_ppo.models import Policy
 
@@ -76,11 +77,11 @@ class FSDPEngine(Engine):
         for module in [*reversed(layers), root]:
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
 
-    def begin(self) -> None:
+    def begin(self, part: Part) -> None:
         # Drops collectives that an exception has left pending; torch before 2.13 cannot.
         if hasattr(self.model, "reset_iter_state"):
             self.model.reset_iter_state()
-        super().begin()
+        super().begin(part)
 
     @contextmanager
     def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> Iterator[None]:

@@ -6,6 +6,7 @@ part of one of the policy.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 
-from alpaca_ppo.functional.packing import PackedRows
+from alpaca_ppo.functional.packing import PackedRows, Span
+from alpaca_ppo.models.packed_attention import install_attention, sequence_keywords
 
 _HEAD_WIDTH = 64
 
@@ -53,6 +55,7 @@ class StateReader(nn.Module):
         self.blocks = LlamaModel(config)
         # It reads no tokens.
         self.blocks.embed_tokens = nn.Identity()
+        install_attention(self.blocks)
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -73,13 +76,17 @@ class StateReader(nn.Module):
     def forward(self, states: Tensor, rows: PackedRows) -> Tensor:
         """Its states (N, width) for those of the policy, (N, layers, H), before the N response tokens of `rows`."""
         dtype = self.input.weight.dtype
-        inputs = self.input(layer_norm(states.to(dtype), states.shape[-1:]).flatten(1))
-        # Rows start at column 0: what is padded lies to the right of what a causal model sees.
-        columns = torch.cat([torch.arange(count) for count in rows.counts]).to(inputs.device)
-        longest = max(1, *rows.counts)
-        padded = inputs.new_zeros(len(rows.counts), longest, inputs.size(1)).index_put((rows.rows, columns), inputs)
-        read: Tensor = self.blocks(inputs_embeds=padded, use_cache=False).last_hidden_state
-        return read[rows.rows, columns]
+        inputs = self.input(layer_norm(states.to(dtype), states.shape[-1:]).flatten(1)).unsqueeze(0)
+        ends = accumulate(rows.counts)
+        spans = tuple(Span(end - count, count) for end, count in zip(ends, rows.counts, strict=True) if count)
+        if not spans:
+            # A dummy, where ranks must make the same number of passes: one token of no row.
+            inputs, keywords = torch.cat([inputs, inputs.new_zeros(1, 1, self.width)], dim=1), {}
+        else:
+            positions = torch.cat([torch.arange(span.length) for span in spans]).to(inputs.device).unsqueeze(0)
+            keywords = sequence_keywords(self.blocks, rows._replace(position_ids=positions, spans=spans))
+        read: Tensor = self.blocks(inputs_embeds=inputs, use_cache=False, **keywords).last_hidden_state
+        return read[0, : len(states)]
 
 
 def decoder_layers(model: Any, numbers: Sequence[int] | None = None) -> list[nn.Module]:

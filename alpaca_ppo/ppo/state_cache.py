@@ -1,6 +1,7 @@
 """The states of the policy that a critic of the layout `cached` reads, from the rollout to the end of its passes."""
 
 from collections.abc import Sequence
+from itertools import count, islice
 
 import torch
 from accelerate import Accelerator
@@ -15,20 +16,21 @@ from alpaca_ppo.ppo.device_rows import upload
 class StateCache:
     """States of this rank's responses of the step in progress, in host memory and the dtype they were computed in.
 
-    A response is found by its key: the rank that has its states, and its number there. Keys travel with the rollouts
-    and states do not, so a critic's step trains each row on the rank that sampled it.
+    A response is found by its key: the rank that has its states, and its number there, which no other one of the run
+    has. Keys travel with the rollouts and states do not, so a critic's step trains each row on the rank that sampled it.
     """
 
     def __init__(self, accelerator: Accelerator, reader: StateReader | None) -> None:
         self._rank, self._num_ranks = accelerator.process_index, accelerator.num_processes
         self._shape = () if reader is None else reader.state_shape
         self._step = -1
-        self._rows: list[Tensor] = []
+        self._numbers = count()
+        self._rows: dict[int, Tensor] = {}
 
     def begin(self, step: int) -> None:
         """Drops the states of other steps than `step`."""
         if step != self._step:
-            self._step, self._rows = step, []
+            self._step, self._rows = step, {}
 
     def add(self, states: Tensor, response_mask: Tensor) -> Tensor:
         """Keeps `states` (N, layers, H), of the N tokens under `response_mask` (B, R); returns the keys (B, 2), int64,
@@ -36,14 +38,23 @@ class StateCache:
         """
         kept = torch.empty(states.shape, dtype=states.dtype, pin_memory=states.device.type == "cuda")
         kept.copy_(states)
-        first = len(self._rows)
-        self._rows += kept.split(response_mask.sum(dim=1).tolist())
-        return torch.tensor([[self._rank, number] for number in range(first, len(self._rows))]).view(-1, 2)
+        rows = kept.split(response_mask.sum(dim=1).tolist())
+        numbers = list(islice(self._numbers, len(rows)))
+        self._rows |= zip(numbers, rows, strict=True)
+        return torch.tensor([[self._rank, number] for number in numbers]).view(-1, 2)
 
     def states(self, keys: Tensor, device: torch.device) -> Tensor:
-        """The states (N, layers, H) of the rows with these `keys`, all of this rank, on `device`."""
+        """The states (N, layers, H) of the rows with these `keys`, all of this rank, on `device`.
+
+        Raises:
+            ValueError: for a row of an earlier step.
+        """
+        numbers = keys[:, 1].tolist()
+        if not self._rows.keys() >= set(numbers):
+            problem = "a cached critic has no states of these rollouts any more, because a later step was sampled"
+            raise ValueError(f"{problem}; update on them before the next rollout, or set critic_layout: separate")
         # Row by row: a copy of them all would not be in pinned memory.
-        rows = [upload(self._rows[number], device) for number in keys[:, 1].tolist()]
+        rows = [upload(self._rows[number], device) for number in numbers]
         return torch.cat(rows) if rows else torch.empty(0, *self._shape, device=device)
 
     def plan(self, keys: Tensor, lengths: Sequence[int], args: PPOConfig) -> Plan:
@@ -53,5 +64,5 @@ class StateCache:
             rows = (keys[:, 0] == rank).nonzero().flatten().tolist()
             (own,) = plan_micro_batches([lengths[row] for row in rows], args, padding_free=True, num_ranks=1)
             plan.append([[rows[i] for i in batch] for batch in own])
-        count = max(map(len, plan))
-        return [own + [[] for _ in range(count - len(own))] for own in plan]
+        most = max(map(len, plan))
+        return [own + [[] for _ in range(most - len(own))] for own in plan]

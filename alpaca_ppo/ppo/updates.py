@@ -108,7 +108,10 @@ class Updater:
             shared["value_taus"] = taus
         shared = {key: upload(value, device) for key, value in shared.items()}
         reads_states = update.part == "critic" and critic is not None and critic.reader is not None
-        keys = rollouts["state_keys"] if reads_states else None
+        keys = rollouts.get("state_keys") if reads_states else None
+        if reads_states and keys is None:
+            problem = "rollouts have no state_keys, by which a cached critic finds the policy's states"
+            raise ValueError(f"{problem}; return those of super().rollout(), or set critic_layout: separate")
         if keys is None:
             all_lengths = row_lengths(rollouts["query_attn_masks"], rollouts["response_mask"])
             lengths = [all_lengths[row] for row in rows.tolist()]
@@ -119,18 +122,23 @@ class Updater:
             lengths = rollouts["response_mask"][rows].sum(dim=1).tolist()
             plans = self.cache.plan(keys[rows], lengths, self.args)
         plan = plans[self.accelerator.process_index]
-        self.engine.begin()
+        self.engine.begin(update.part)
         tensors: Any = rollouts
         batches = device_batches(tensors, [rows[positions].tolist() for positions in plan], device)
         for number, (positions, batch) in enumerate(zip(plan, batches, strict=True)):
+            tokens = int(batch.host["response_mask"].sum())
+            states = None if keys is None else self.cache.states(keys[rows[positions]], device)
+            if states is not None and len(states) != tokens:
+                problem = f"response_mask has {tokens} tokens, but the policy's states are of {len(states)}"
+                raise ValueError(f"{problem}; leave the mask as sampled, or set critic_layout: separate")
             yield MicroBatch(
                 update,
                 rows={**batch.device, **shared},  # type: ignore[typeddict-item]
                 packed=self._packed(batch),
                 lengths=[lengths[position] for position in positions],
-                tokens=int(batch.host["response_mask"].sum()),
+                tokens=tokens,
                 last=number + 1 == len(plan),
-                policy_states=None if keys is None else self.cache.states(keys[rows[positions]], device),
+                policy_states=states,
             )
 
     # The layout depends on whether gradients are on, and hooks may have left them off, on one rank alone.
@@ -155,7 +163,7 @@ class Updater:
         """
         hooks, terms = {"policy": policy_loss, "critic": value_loss}, dict[str, Terms]()
         passes = self._backward_passes(batch.update.part)
-        with _memory_advice(batch, self.accelerator.process_index):
+        with _memory_advice(batch, self.accelerator.process_index, self.args.longest_row):
             for parts in passes:
                 terms |= self._backward_pass(batch, {part: hooks[part] for part in parts}, last=parts == passes[-1])
         # The policy's first, in whatever order the passes ran.
@@ -281,17 +289,19 @@ class Updater:
 
 
 @contextmanager
-def _memory_advice(batch: MicroBatch, process_index: int) -> Iterator[None]:
-    """Adds the options that reduce memory to an out-of-memory error of the block."""
+def _memory_advice(batch: MicroBatch, process_index: int, longest_row: int) -> Iterator[None]:
+    """Adds the options that reduce memory to an out-of-memory error of the block; a micro-batch has room for a row of
+    `longest_row` tokens.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         rows, tokens = len(batch.lengths), sum(batch.lengths)
-        first_line = str(error).partition("\n")[0]
+        first_line, fewer = str(error).partition("\n")[0], max(tokens // 2, longest_row)
+        smaller = f"max_tokens_per_micro_batch: {fewer} or " if fewer < tokens else ""
         raise torch.OutOfMemoryError(
             f"process {process_index} ran out of memory in a micro-batch of {rows} responses ({tokens} tokens); set "
-            f"max_tokens_per_micro_batch: {max(tokens // 2, 1)} or gradient_checkpointing: true (docs/memory.md has "
-            f"more). {first_line}"
+            f"{smaller}gradient_checkpointing: true (docs/memory.md has more). {first_line}"
         ) from error
 
 

@@ -316,7 +316,7 @@ def loss(engine):
 
 
 def step(engine):
-    engine.begin()
+    engine.begin("both")
     engine.backward(loss(engine))
     return engine.step()
 
@@ -330,7 +330,7 @@ def test_a_step_after_an_exception_is_that_of_a_run_without_one(as_torchrun_star
     def fail(gradient):
         raise Fails
 
-    first.begin()
+    first.begin("both")
     wrong = loss(first)
     wrong.register_hook(fail)
     with pytest.raises(Fails):

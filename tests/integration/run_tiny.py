@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -207,6 +207,21 @@ def resident_shares(trainer: PPOTrainer) -> dict[str, float]:
     return shares
 
 
+def watch_policy_gradients(trainer: PPOTrainer) -> list[int]:
+    """A list to which each step of the critic alone adds how many parameters of the policy have a gradient."""
+    engine, counts = trainer.updater.engine, list[int]()
+    step = engine.step
+
+    def watched(*, frozen: Sequence[torch.nn.Parameter] = ()) -> Any:
+        policy = trainer.actor_critic.policy_parameters()
+        if {id(parameter) for parameter in policy} <= {id(parameter) for parameter in frozen}:
+            counts.append(sum(parameter.grad is not None for parameter in policy))
+        return step(frozen=frozen)
+
+    engine.step = watched  # type: ignore[method-assign]
+    return counts
+
+
 def published(trainer: PPOTrainer, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Whether `policy_weights` yields the policy's part of a checkpoint's `weights` on this rank, if it has them; the
     bytes of its largest tensor, padded so that as many rows come from each rank, and how many more than before are in
@@ -305,10 +320,12 @@ def train(trainer: PPOTrainer, output_dir: str, resume: bool | str | None) -> No
         # With gloo it may end the process, rarely.
         mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("gathered by full_tensor")),
     ):
+        policy_gradients = watch_policy_gradients(trainer)
         trainer.train(resume_from_checkpoint=resume)
         weights = trainer.updater.engine.weights()
     state = trainer.state
     reached = {"step": state.global_step, "best": state.best_global_step, "published": published(trainer, weights)}
+    reached["policy_gradients"] = policy_gradients
     (Path(output_dir) / f"reached_{trainer.accelerator.process_index}.json").write_text(json.dumps(reached))
     if trainer.accelerator.is_main_process:
         torch.save(weights, Path(output_dir) / "weights.pt")

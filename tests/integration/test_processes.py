@@ -5,6 +5,7 @@ The runs are made one after the other in the same processes, whose start takes l
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,11 @@ def test_under_ddp_the_policy_s_weights_are_yielded_without_a_copy(runs):
     files = list((runs / "two").glob("*/reached_*.json"))
     published = [json.loads(file.read_text())["published"] for file in files]
     assert len(published) > 2 and all(found["same"] and found["more"] == 0 for found in published)
+
+
+def test_under_ddp_a_step_of_the_critic_alone_reduces_no_gradient_of_the_policy(runs):
+    counts = [json.loads(file.read_text())["policy_gradients"] for file in (runs / "two").glob("cached/reached_*.json")]
+    assert len(counts) == 2 and all(counts) and {*chain(*counts)} == {0}
 
 
 @pytest.mark.proof

@@ -28,6 +28,7 @@ COMMON = (
 )
 KINDS = {
     "full": (*COMMON, "critic_pretraining_steps=1", "weight_decay=0.1"),
+    "cached": (*COMMON, "critic_layout=cached", "critic_width=64", "critic_depth=1", "critic_epochs=2"),
     "lora": (*COMMON, "lora=true", "critic_layout=adapter", "noisy=true", "save_total_limit=2"),
 }
 # Where each setting resumes runs of settings that come before it.

@@ -33,6 +33,7 @@ LAUNCHER = -1
 """Stands for the launcher among the ranks to kill."""
 INTERRUPTED = "SIGTERM@update:15"
 """In the second step: the checkpoint of the first is replaced."""
+CACHED = ("critic_layout=cached", "critic_width=64", "critic_depth=1")
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -80,17 +81,17 @@ def forked(folder: Path, *settings: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def sweep(folder: Path, *, before: str = "", stride: int = 1) -> int:
+def sweep(folder: Path, *settings: str, before: str = "", stride: int = 1) -> int:
     """Kills a run before each access to the disk (each `stride`-th), after the trouble `before`; returns how many."""
-    assert forked(folder / "whole") == 0, _text(folder / "whole.log")
+    assert forked(folder / "whole", *settings) == 0, _text(folder / "whole.log")
     expected, kills = outcome(folder / "whole"), 0
     for number in range(1, 10_000, stride):
         parts = folder / f"parts{number}"
         trouble = ",".join(filter(None, [before, f"SIGKILL@disk:{number}"]))
-        status = forked(parts, f"trouble={trouble}")
+        status = forked(parts, *settings, f"trouble={trouble}")
         assert status in (0, -signal.SIGKILL, 143), f"{parts}: {status}\n{_text(parts.with_suffix('.log'))}"
         check_promises(parts)
-        assert forked(parts) == 0, _text(parts.with_suffix(".log"))
+        assert forked(parts, *settings) == 0, _text(parts.with_suffix(".log"))
         check_outcome(parts, expected)
         if status != -signal.SIGKILL:
             return kills
@@ -181,8 +182,8 @@ def main(folder: Path, *, kills: int, seed: int, stride: int) -> None:
     begun = time.monotonic()
     plain = sweep(folder / "sweep", stride=stride)
     print(f"killed before each of {plain} accesses to the disk (every {stride}.): the same run each time", flush=True)
-    replaced = sweep(folder / "interrupted", before=INTERRUPTED, stride=stride)
-    print(f"likewise {replaced} of a run that a SIGTERM interrupts in an update", flush=True)
+    replaced = sweep(folder / "interrupted", *CACHED, before=INTERRUPTED, stride=stride)
+    print(f"likewise {replaced} of a run with a cached critic that a SIGTERM interrupts in an update", flush=True)
     chance, rows = random.Random(seed), []
     print("kill | processes | ranks | in | s to end | exit | goes on from", flush=True)
     for processes, fsdp in ((1, False), (2, False), (2, True)) if kills > 2 else ():

@@ -5,13 +5,14 @@ import torch
 from peft import LoraConfig
 
 from alpaca_ppo import PPOTrainer
+from alpaca_ppo.functional.packing import PackedRows
 from alpaca_ppo.generation.built_in_backends import SlotsBackend
 from alpaca_ppo.models import ActorCritic, Policy, factory, load_critic
 from alpaca_ppo.models.factory import build_actor_critic, make_actor_critic
 from alpaca_ppo.models.state_reader import StateReader
 from alpaca_ppo.ppo.state_cache import StateCache
 from tests.tiny_models import READ_BY_CRITICS, tiny_causal_lm, tiny_sequence_classifier
-from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer
+from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer, with_advantages
 
 CACHED = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1}
 
@@ -36,6 +37,44 @@ def test_the_run_is_one_that_computes_the_states_in_every_pass(tmp_path, monkeyp
         torch.testing.assert_close(weights, anew[name], rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(metric_lines(tmp_path / "cached"), metric_lines(tmp_path / "anew"), strict=True):
         assert ours["ppo/val/error"] == pytest.approx(theirs["ppo/val/error"], rel=1e-5)
+
+
+def test_it_reads_no_padding_and_a_row_as_if_it_were_alone():
+    reader = StateReader(tiny_causal_lm("qwen2"), width=64, depth=2)
+    linear = reader.blocks.layers[0].mlp.up_proj
+    read = []
+    linear.register_forward_hook(lambda module, inputs, output: read.append(output.shape[:-1]))
+    counts = (2, 0, 9, 1)
+    states = torch.randn(sum(counts), *reader.state_shape)
+    together = reader(states, rows_of(counts))
+    assert read == [(1, sum(counts))]
+    alone = [reader(part, rows_of((len(part),))) for part in states.split(counts) if len(part)]
+    torch.testing.assert_close(together, torch.cat(alone))
+    # A dummy: gradients of zero for all weights.
+    reader(states[:0], rows_of((0, 0))).sum().backward()
+    assert not any(parameter.grad.any() for parameter in reader.parameters())
+
+
+def rows_of(counts):
+    """What the critic reads of rows with so many response tokens."""
+    none = torch.zeros(0, dtype=torch.long)
+    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return PackedRows(torch.zeros(1, 1, dtype=torch.long), rows, none, none, counts=counts)
+
+
+def test_it_never_trains_on_states_of_another_step_or_of_other_tokens(tmp_path):
+    trainer = tiny_trainer(tmp_path, **CACHED)
+    first = with_advantages(trainer, trainer.prompt_batches(0))
+    trainer.state.global_step = 1
+    rollouts = [first, with_advantages(trainer, trainer.prompt_batches(1))]
+    with pytest.raises(ValueError, match="no states of these rollouts any more, because a later step was sampled"):
+        trainer.step_with_rollouts(rollouts[0])
+    mask = rollouts[1]["response_mask"].clone()
+    mask[0, int(mask[0].nonzero()[-1])] = False
+    with pytest.raises(ValueError, match=r"response_mask has \d+ tokens, but the policy's states are of \d+; leave"):
+        trainer.step_with_rollouts({**rollouts[1], "response_mask": mask})
+    with pytest.raises(ValueError, match="no state_keys, by which a cached critic"):
+        trainer.step_with_rollouts({name: value for name, value in rollouts[1].items() if name != "state_keys"})
 
 
 def test_more_passes_of_the_critic_are_no_passes_of_the_policy(tmp_path):

@@ -53,25 +53,23 @@ def test_a_cached_critic_executes_nothing_but_its_small_transformer(epochs, few,
     inputs, block = 2 * layers * 96 * width, 2 * (4 * width**2 + 3 * width * 4 * width)
     more = {stage: flops - getattr(need, stage) for stage, flops in count.by_stage.items()}
     assert more["rollout"] <= 0.02 * need.rollout and more["score"] <= 0.02 * need.score
-    # Its rows are padded to the longest of their pass, and attention is not in the formula. States have no gradient.
-    most = 1.1 * len(few.lengths) * max(few.lengths)
+    # Attention is not in the formula. States have no gradient.
+    most = 1.1 * tokens
     for stage, of_token in {"logprobs": inputs + block, "update": epochs * (2 * inputs + 3 * block)}.items():
         assert tokens * of_token <= more[stage] <= most * of_token
 
 
-def test_without_the_policys_log_probs_a_pass_for_states_costs_the_layers_up_to_the_last_that_is_read(
-    few, tmp_path, monkeypatch
-):
-    logprobs = {}
-    for layers in ([1], [2]):
-        count = CountSteps(monkeypatch)
-        sizes = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "critic_layers": layers}
-        folder = str(tmp_path / str(layers))
-        make_trainer(few, folder, steps=1, callbacks=[count], **sizes, old_policy="rollout").train()
-        logprobs[layers[0]] = count.by_stage["logprobs"]
-    policy_pass = needed(few, critic="none").logprobs - needed(few, critic="none", old_policy_pass=False).logprobs
-    head = 2 * 1024 * 96 * sum(few.lengths)
-    assert logprobs[2] - logprobs[1] == pytest.approx((policy_pass - head) / 2, rel=0.02)
+@pytest.mark.parametrize(("backend", "passes"), [("slots", 0), ("generate", 1)])
+def test_with_the_samplers_log_probs_its_states_spare_a_pass_of_the_policy(backend, passes, few, tmp_path, monkeypatch):
+    count, width = CountSteps(monkeypatch), 64
+    sizes = {"critic_layout": "cached", "critic_width": width, "critic_depth": 1, "critic_layers": [1]}
+    settings = {"old_policy": "rollout", "generation_backend": backend}
+    make_trainer(few, str(tmp_path), steps=1, callbacks=[count], **sizes, **settings).train()
+    without = needed(few, critic="none", old_policy_pass=False).logprobs
+    # All of a pass but the policy's head.
+    policy_pass = needed(few, critic="none").logprobs - without - 2 * 1024 * 96 * sum(few.lengths)
+    own = (2 * 96 * width + 2 * (4 * width**2 + 3 * width * 4 * width)) * sum(few.lengths)
+    assert count.by_stage["logprobs"] == pytest.approx(without + passes * policy_pass + own, rel=0.02)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["fc2", "k_proj", "dense"]])
