@@ -1,11 +1,11 @@
 """The critics compared: `python -m examples.critics.compare` makes what is missing, and writes RESULTS.md.
 
-Six tasks, of which the last has a real model. Data and seeds are those of `examples.defaults.compare`, and so are GRPO
-and, on the real model alone, TRL's PPO and GRPO.
+Seven tasks, of which the last two have a real model. Data and seeds are those of `examples.defaults.compare`, and so
+are GRPO and, on the real model alone, TRL's PPO and GRPO.
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, product
@@ -22,6 +22,7 @@ from alpaca_ppo.config.parser import parse_args
 from examples.defaults.compare import (
     DATA_SEED,
     EVALUATIONS,
+    REAL_EVALUATIONS,
     SEEDS,
     TRL,
     TRL_GRPO,
@@ -33,16 +34,14 @@ from examples.defaults.compare import (
 )
 from examples.defaults.records import Run, fill, runs_of
 from examples.defaults.rows import grpo
-from examples.defaults.tasks import TASKS
+from examples.defaults.tasks import REAL_TASKS, TASKS
 from examples.mini_farm.compare import difference
 from examples.mini_farm.report import machine, notes_of
 
 RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
-REAL = "sentences"
-"""Its runs take longest: fewer evaluations."""
-REAL_EVALUATIONS = 4
+REAL, RLHF = REAL_TASKS
 SEPARATE, GRPO, LARGE, GROUPED = "separate, 4 passes", "GRPO", "cached", "cached, 8 answers a prompt"
-SMALL = "cached, small"
+SMALL, FROM_REWARD = "cached, small", "from the reward model, 1 pass"
 _CACHED = {"critic_layout": "cached", "critic_epochs": 8}
 _IN_GROUPS = {"num_return_sequences": 8}
 """What all but `LARGE` have on the real model, and GRPO everywhere: passes read a prompt once for its answers."""
@@ -54,9 +53,10 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "separate, 1 pass": {"critic_layout": "separate", "critic_epochs": 1},
     "shared": {"critic_layout": "shared"},
     SEPARATE: {"critic_layout": "separate", "critic_epochs": 4},
+    FROM_REWARD: {"critic_layout": "separate", "critic_epochs": 1, "init_value_with_reward": True},
 }
 ROWS = (*SETTINGS, TRL, TRL_GRPO)
-LEVELS = (2, 5, 10)
+LEVELS = (1, 2, 5, 10)
 """Nats per answer at which scores are compared."""
 
 
@@ -72,11 +72,11 @@ class CriticArguments(CompareArguments):
 
 def asked_of(run: Run) -> Run:
     """Returns the arguments of `examples.defaults.run` for `run`."""
-    evaluations = REAL_EVALUATIONS if run["task"] == REAL else EVALUATIONS
+    evaluations = REAL_EVALUATIONS if run["task"] in REAL_TASKS else EVALUATIONS
     settings = {
         "eval_steps": eval_steps(run["task"], evaluations),
         **SETTINGS[run["row"]],
-        **(_IN_GROUPS if run["task"] == REAL and run["row"] != LARGE else {}),
+        **(_IN_GROUPS if run["task"] in REAL_TASKS and run["row"] != LARGE else {}),
         **(grpo(run["task"]) if run["row"] == GRPO else {}),
     }
     return {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}
@@ -84,6 +84,8 @@ def asked_of(run: Run) -> Run:
 
 def seeds_of(row: str, task: str) -> Sequence[int]:
     """Returns the seeds of a row: fewer where a run takes longest and no claim rests on it."""
+    if task == RLHF:
+        return SEEDS[: {GROUPED: 2, GRPO: 2}.get(row, 0)]
     if task == REAL:
         return SEEDS[: {GROUPED: 5, GRPO: 5, LARGE: 2, TRL_GRPO: 2}.get(row, 1)]
     if row in (GROUPED, TRL, TRL_GRPO) or (row, task) == (LARGE, "mini_farm"):
@@ -121,21 +123,6 @@ def score_at_kl(run: Run, nats: float) -> float | None:
     return None
 
 
-def at_equal_kl(runs: Sequence[Run]) -> str:
-    """Returns the table of the rows of which every run on the real task reached the smallest of `LEVELS`, and nothing
-    if there are none. A cell is of all runs of a row: if one has not gone so far, it is empty.
-    """
-    lines = []
-    for row in ROWS:
-        found = [[score_at_kl(run, nats) for run in runs_of(runs, row, REAL)] for nats in LEVELS]
-        whole = [[score for score in of_level if score is not None] for of_level in found]
-        cells = [_cell(scores, 1) if len(scores) == len(of) else "" for scores, of in zip(whole, found, strict=True)]
-        if any(cells):
-            lines.append(f"| {row} | {' | '.join(cells)} |")
-    head = [f"| | {' | '.join(f'{nats} nats' for nats in LEVELS)} |", "|---" * (len(LEVELS) + 1) + "|"]
-    return "\n".join([*head, *lines]) + "\n" if lines else ""
-
-
 def _cell(numbers: Sequence[float], digits: int = 2) -> str:
     if not numbers:
         return ""
@@ -143,56 +130,70 @@ def _cell(numbers: Sequence[float], digits: int = 2) -> str:
     return f"{fmean(numbers):.{digits}f}{error}"
 
 
-def page(runs: Sequence[Run]) -> str:
-    """Returns the tables of all runs."""
-    rows, tasks = ROWS, [task for task in TASKS if any(run["task"] == task for run in runs)]
-    head = f"| | {' | '.join(rows)} |\n{'|---' * (len(rows) + 1)}|\n"
+def table(runs: Sequence[Run], task: str) -> str:
+    """Returns the table of a task: a line for each row that has runs, and the columns that have numbers."""
+    rows = [row for row in ROWS if runs_of(runs, row, task)]
 
-    def table(cell: Any) -> str:
-        lines = [f"| {TASKS[task].title} | {' | '.join(cell(row, task) for row in rows)} |" for task in tasks]
-        return head + "\n".join(lines) + "\n"
-
-    def at_grpos_end(row: str, task: str) -> list[float]:
+    def at_grpos_end(row: str) -> list[float]:
         return scores_after(runs, row, task, {seed: 1 / time for seed, time in times(runs, row, task).items()})
 
-    def lead_over_grpo(row: str, task: str) -> str:
-        own, other = at_grpos_end(row, task), scores_after(runs, GRPO, task, times(runs, row, task))
+    def lead_over_grpo(row: str) -> str:
+        own, other = at_grpos_end(row), scores_after(runs, GRPO, task, times(runs, row, task))
         return difference(own, other) if row != GRPO and own else ""
 
-    def lead_over_separate(row: str, task: str) -> str:
-        own, other = scores(runs, row, task), scores(runs, SEPARATE, task)
-        return difference(own, other) if row != SEPARATE and own and other else ""
+    def lead_over_separate(row: str) -> str:
+        both = [{run["seed"]: run["after"] for run in runs_of(runs, name, task)} for name in (row, SEPARATE)]
+        pairs = [(both[0][seed], both[1][seed]) for seed in both[0] if seed in both[1]]
+        own, other = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        return difference(own, other) if row != SEPARATE and pairs else ""
 
-    def explained(row: str, task: str) -> str:
+    def explained(row: str) -> str:
         return _cell(
-            [run["explained_variance"] for run in runs_of(runs, row, task) if row not in (GRPO, TRL, TRL_GRPO)]
+            [share for run in runs_of(runs, row, task) if (share := run.get("explained_variance")) is not None]
         )
 
-    def cost(row: str, task: str) -> str:
-        return _cell([*times(runs, row, task).values()])
+    def at_kl(nats: float, row: str) -> str:
+        found = [score_at_kl(run, nats) for run in runs_of(runs, row, task)]
+        return "" if None in found else _cell([score for score in found if score is not None])
 
-    about = (
-        f"means and standard errors over the seeds of the last table, on data of seed {DATA_SEED}, on {machine()}. "
-        "`cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2; all three take 8 "
-        "passes. All runs of a task have equally many answers. GRPO has eight to a prompt, and so has every row on the "
-        "real model but `cached` and TRL's PPO, which have one. Everything else is the default, on the real model with "
-        "`ppo_epochs: 1` and a constant rate; GRPO has its paper's settings, and TRL its own defaults with the same "
-        "sizes and rate. Runs whose times are compared went at once, because the speed of such a machine changes from "
-        "hour to hour."
-    )
-    parts = {
-        "At equal samples": table(lambda row, task: _cell(scores(runs, row, task))),
-        "When GRPO has ended": table(lambda row, task: _cell(at_grpos_end(row, task))),
-        "Ahead of GRPO at equal processor time, when the faster of the two has ended": table(lead_over_grpo),
-        f"Ahead of {SEPARATE} at equal samples": table(lead_over_separate),
-        "Explained variance of new answers' returns, on average over the second half of the steps": table(explained),
-        "Processor time of a run, that of GRPO's with the same seed = 1": table(cost),
-        "Seeds": table(lambda row, task: ", ".join(str(run["seed"]) for run in runs_of(runs, row, task))),
+    columns: dict[str, Callable[[str], str]] = {
+        "at equal samples": lambda row: _cell(scores(runs, row, task)),
+        "when GRPO has ended": lambda row: _cell(at_grpos_end(row)),
+        "ahead of GRPO at equal time": lead_over_grpo,
+        f"ahead of {SEPARATE}, at equal samples": lead_over_separate,
+        "explained variance": explained,
+        "processor time, GRPO = 1": lambda row: _cell([*times(runs, row, task).values()]),
+        **{f"at a KL of {nats}": partial(at_kl, nats) for nats in LEVELS},
+        "seeds": lambda row: ", ".join(str(run["seed"]) for run in runs_of(runs, row, task)),
     }
-    if at_kl := at_equal_kl(runs):
-        parts[f"At equal KL: {TASKS[REAL].title}"] = at_kl
-    sections = "".join(f"\n## {title}\n\n{text}" for title, text in parts.items())
-    return f"# Critics compared\n\nWritten by `python -m examples.critics.compare`: {about}\n{sections}"
+    found = {title: [of(row) for row in rows] for title, of in columns.items()}
+    found = {title: cells for title, cells in found.items() if any(cells)}
+    lines = [f"| {' | '.join(cells)} |" for cells in zip(rows, *found.values(), strict=True)]
+    return "\n".join([f"| | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|", *lines]) + "\n"
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Returns the tables of all tasks."""
+    about = (
+        f"Means and standard errors over the seeds, on data of seed {DATA_SEED}, on {machine()}. All runs of a task "
+        "have the same models.\n\n"
+        "- `cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2. Both take 8 "
+        "passes.\n"
+        "- All runs of a task have equally many answers. GRPO has eight to a prompt, and so has every row on the real "
+        "model but `cached` and TRL's PPO, which have one.\n"
+        "- Everything else is the default, on the real model with `ppo_epochs: 1` and a constant rate. GRPO has its "
+        "paper's settings, and TRL its own defaults with the same sizes and rate.\n"
+        "- Runs whose times are compared went at once, because the speed of such a machine changes from hour to hour. "
+        "A lead at equal time is that at the end of the faster one.\n"
+        "- Explained variance is that of new answers' returns, on average over the second half of the steps. A score "
+        "at some KL to the start, in nats, is read off each run's curve, where every run went so far.\n"
+    )
+    parts = [f"# Critics compared\n\nWritten by `python -m examples.critics.compare`. {about}"]
+    for name, task in TASKS.items():
+        if of_task := [run for run in runs if run["task"] == name]:
+            before = f"{task.unit}; before training {fmean(run['before'] for run in of_task):.2f}"
+            parts.append(f"## {task.title}\n\n{before[0].upper()}{before[1:]}.\n\n{table(runs, name)}")
+    return "\n".join(parts)
 
 
 def summary(runs: Sequence[Run]) -> str:
@@ -204,7 +205,11 @@ def summary(runs: Sequence[Run]) -> str:
     ]
     before = [run["before"] for run in runs if run["task"] == REAL]
     lines.append(f"| before training | {fmean(before):.0f} | | |")
-    names = {LARGE: "PPO, cached critic", GROUPED: "PPO, cached critic, 8 answers a prompt", TRL: f"{TRL}, PPO"}
+    names = {
+        LARGE: "PPO, cached critic, 1 answer a prompt",
+        GROUPED: "PPO, cached critic, 8 answers a prompt",
+        TRL: f"{TRL}, PPO",
+    }
     for row in (GROUPED, LARGE, GRPO, TRL_GRPO, TRL):
         if found := scores(runs, row, REAL):
             cells = f"{_cell(found, 1)} | {fmean(times(runs, row, REAL).values()):.1f} | {len(found)}"
@@ -215,10 +220,13 @@ def summary(runs: Sequence[Run]) -> str:
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Writes the mean curves of all tasks by processor time."""
     tasks = [task for task in TASKS if any(run["task"] == task for run in runs)]
-    figure = Figure(figsize=(12, 6.8), layout="constrained")
+    figure = Figure(figsize=(15, 6.8) if len(tasks) > 6 else (12, 6.8), layout="constrained")
     lines = {}
-    for axes, task in zip(figure.subplots(2, 3).flat, tasks, strict=False):
-        shown, ends = ROWS if task == REAL else (SEPARATE, GRPO), [1.0]
+    panels = list(figure.subplots(2, -(-max(6, len(tasks)) // 2)).flat)
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    for axes, task in zip(panels, tasks, strict=False):
+        shown, ends = ROWS if task in REAL_TASKS else (SEPARATE, GRPO), [1.0]
         for number, row in enumerate(ROWS):
             if took := times(runs, row, task):
                 shares, end = np.linspace(0, 1, 21), fmean(took.values())

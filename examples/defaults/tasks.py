@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from alpaca_ppo import PPOConfig
 from alpaca_ppo.supervised.sft import train_sft
 from examples.defaults import chain
 from examples.games import calculator, guessing
@@ -20,7 +21,8 @@ from examples.long_horizon.pipeline import DEMONSTRATIONS, HELD_OUT, PROMPTS, Ho
 from examples.long_horizon.pipeline import Experiment as Horizon
 from examples.mini_farm.base import build_model
 from examples.mini_farm.pipeline import GOLD, KEEP_NOTHING, PRESETS, SUPERVISED, Lab, LabArguments
-from examples.mini_farm.splits import write_rows
+from examples.mini_farm.real import RealArguments, RealLab, in_messages
+from examples.mini_farm.splits import Row, write_rows
 from examples.mini_farm.stages import run_stage
 from examples.sentences import task as sentences
 from examples.sentences.model import fetch_model
@@ -141,6 +143,35 @@ def _sentences(root: Path, seed: int) -> Options:
     return _of_files(model, data) | {"reward_funcs": "examples.sentences.task:share_used"}
 
 
+def _rlhf(root: Path, seed: int) -> Options:
+    fetch_model(model := root.parent / "SmolLM2-135M-Instruct")
+    query_len, response_len = RLHF_LENGTHS
+    args = PPOConfig(
+        output_dir=str(root / "run"),
+        query_len=query_len,
+        response_len=response_len,
+        temperature=SENTENCES["temperature"],
+        max_steps=SENTENCES["total_episodes"] // SENTENCES["rollout_batch_size"],
+        rollout_batch_size=SENTENCES["rollout_batch_size"],
+        rollout_per_device_batch_size=64,
+        step_batch_size=SENTENCES["rollout_batch_size"],
+        use_cpu=True,
+    )
+
+    def as_text(row: Row) -> Row:
+        return (messages := in_messages(row)) | {"prompt": sentences.chat_text(messages)}
+
+    lab = RealLab(RealArguments(model=str(model), data_seed=seed), args, as_text)
+
+    def write_data(folder: Path) -> None:
+        for split, name in ((PROMPTS, "unlabeled"), (HELD_OUT, "val")):
+            write_rows(folder / split, lab.rows[name])
+
+    data = run_stage(root / "data", "rlhf: data", write_data, settings={"seed": seed}, parents=[lab.reward_model])
+    reward = {"reward_model_name_or_path": lab.reward_model, "reward_funcs": GOLD, "reward_weights": [1.0, 0.0]}
+    return _of_files(model, data) | reward
+
+
 def _of_files(model: Path, data: Path) -> Options:
     return {"model_name_or_path": model, "dataset_name": data / PROMPTS, "eval_dataset_name": data / HELD_OUT}
 
@@ -174,6 +205,7 @@ SENTENCES = _sizes(
 """A real model: one pass of the policy over each rollout, because a pass costs something. A run is the first sixteen
 steps of a longer one, so its rate does not fall.
 """
+RLHF_LENGTHS = (96, 40)
 TASKS: Mapping[str, Task] = {
     "mini_farm": Task(
         title="RLHF with a reward model",
@@ -227,6 +259,16 @@ TASKS: Mapping[str, Task] = {
         metric="eval/scores",
         unit="reward of 100",
     ),
+    "rlhf": Task(
+        title="RLHF with a reward model, SmolLM2-135M",
+        width=576,
+        sizes={**SENTENCES, "query_len": RLHF_LENGTHS[0], "response_len": RLHF_LENGTHS[1]},
+        prepare=_rlhf,
+        metric="eval/scores/gold",
+        in_points=lambda score: score,
+        unit="annotators' score",
+    ),
 }
-SMALL_TASKS = [name for name in TASKS if name != "sentences"]
+REAL_TASKS = ("sentences", "rlhf")
+SMALL_TASKS = [name for name in TASKS if name not in REAL_TASKS]
 """Those with a model that is made here."""

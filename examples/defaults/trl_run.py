@@ -55,7 +55,7 @@ def trl_grpo_settings(name: str, *, seed: int) -> dict[str, Any]:
     Raises:
         ValueError: for a task whose reward is not a function.
     """
-    if TASKS[name].plays or name == "mini_farm":
+    if TASKS[name].plays or name in ("mini_farm", "rlhf"):
         raise ValueError(f"{name} has no reward function for TRL's GRPO; choose one of the other tasks")
     task = TASKS[name]
     sizes = task.sizes

@@ -8,7 +8,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -66,10 +66,17 @@ class RealArguments:
     data_seed: int = argument(0, "Of instructions, pairs and reward model.")
 
 
-class RealLab:
-    """The stages before PPO, in folders beside the run."""
+def in_messages(row: Row) -> Row:
+    """The instruction as a user's message, beside what the annotators look for."""
+    text = f"{row['instruction']} {row['input']}".strip()
+    columns = {"instruction": text, "asks": row["asks"], "avoids": row["avoids"]}
+    return {"prompt": [{"role": "user", "content": text}], **columns}
 
-    def __init__(self, run: RealArguments, args: PPOConfig) -> None:
+
+class RealLab:
+    """The stages before PPO, in folders beside the run, of rows with a prompt that `with_prompt` gives them."""
+
+    def __init__(self, run: RealArguments, args: PPOConfig, with_prompt: Callable[[Row], Row] = in_messages) -> None:
         self.args, self.seed, self.root = args, run.data_seed, Path(args.output_dir).parent
         self.model = run.model or str(self.root / "SmolLM2-135M-Instruct")
         if run.model is None:
@@ -77,7 +84,7 @@ class RealLab:
         prompts = (args.max_steps or 0) * args.rollout_batch_size
         sizes = {"sft": 0, "preference": run.pairs, "unlabeled": prompts, "val": run.held_out}
         rows = _split(run.instructions, run.data_seed, sizes) if run.instructions else draw_splits(run.data_seed, sizes)
-        self.rows = {split: [_with_prompt(row) for row in of_split] for split, of_split in rows.items()}
+        self.rows = {split: [with_prompt(row) for row in of_split] for split, of_split in rows.items()}
         settings = {**asdict(run), "model": self.model, **{name: getattr(args, name) for name in _SAMPLING}}
         pairs = run_stage(
             self.root / "pairs",
@@ -157,13 +164,6 @@ def gold(
 ) -> list[float]:
     """The annotators' score of messages, as a reward function of weight 0."""
     return annotators.gold([turns[-1]["content"] for turns in completions], asks, avoids)
-
-
-def _with_prompt(row: Row) -> Row:
-    """The instruction as a user's message, beside what the annotators look for."""
-    text = f"{row['instruction']} {row['input']}".strip()
-    columns = {"instruction": text, "asks": row["asks"], "avoids": row["avoids"]}
-    return {"prompt": [{"role": "user", "content": text}], **columns}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from alpaca_ppo import PPOConfig
 from alpaca_ppo.config.parser import parse_args
 from examples.critics import compare
 from examples.defaults.records import recorded
-from examples.defaults.tasks import TASKS
+from examples.defaults.tasks import REAL_TASKS, TASKS
 from examples.long_horizon.pipeline import flags_of
 from tests.docs.markdown import ROOT
 
@@ -17,17 +17,20 @@ def test_every_critic_samples_as_many_responses(row, task):
     asked = compare.asked_of({"row": row, "task": task, "seed": 1})
     (args,) = parse_args([PPOConfig], flags_of({**TASKS[task].options(asked["settings"]), "output_dir": "unused"}))
     assert args.total_episodes * args.num_return_sequences == TASKS[task].sizes["total_episodes"]
-    assert args.uses_critic == (row != compare.GRPO) and row.startswith(args.critic_layout) == args.uses_critic
-    in_groups = row in (compare.GRPO, compare.GROUPED) or (task == compare.REAL and row != compare.LARGE)
+    assert args.uses_critic == (row != compare.GRPO) and (
+        row in (compare.GRPO, compare.FROM_REWARD) or row.startswith(args.critic_layout)
+    )
+    in_groups = row in (compare.GRPO, compare.GROUPED) or (task in REAL_TASKS and row != compare.LARGE)
     assert args.num_return_sequences == (8 if in_groups else 1)
-    evaluations = compare.REAL_EVALUATIONS if task == compare.REAL else compare.EVALUATIONS
+    evaluations = compare.REAL_EVALUATIONS if task in REAL_TASKS else compare.EVALUATIONS
     assert -(-args.total_episodes // args.rollout_batch_size // args.eval_steps) == evaluations
 
 
 def test_critics_are_compared_at_equal_samples_and_at_equal_time():
     def run(row, seed, seconds, scores):
         curve = [(size * 100, size * seconds / 2, score) for size, score in enumerate(scores)]
-        ends = {"before": scores[0], "after": scores[-1], "processor_seconds": seconds, "explained_variance": 0.25}
+        explained = None if row == compare.GRPO else 0.25
+        ends = {"before": scores[0], "after": scores[-1], "processor_seconds": seconds, "explained_variance": explained}
         return {"row": row, "task": "chain", "seed": seed, "curve": curve, **ends}
 
     # After 10 seconds the other has the score of its second evaluation, or half of that.
@@ -35,19 +38,15 @@ def test_critics_are_compared_at_equal_samples_and_at_equal_time():
             run(compare.GRPO, 2, 10.0, [0, 3, 5]), run(compare.GRPO, 3, 10.0, [0, 3, 7])]  # fmt: skip
     assert compare.scores(runs, compare.SEPARATE, "chain") == [8, 10]
     assert compare.times(runs, compare.SEPARATE, "chain") == {2: 2, 3: 4}
-    page = compare.page(runs)
-    # The columns: three cached critics, GRPO, separate with a pass, shared, separate with four, TRL's PPO and GRPO.
+    separate = "| separate, 4 passes | 9.00 ± 1.00 | 3.50 ± 0.50 | -2.50 ± 1.12 |  | 0.25 ± 0.00 | 3.00 ± 1.00 | 2, 3 |"
+    grpo = "| GRPO | 6.00 ± 1.00 | 6.00 ± 1.00 |  | -3.00 ± 1.41 |  | 1.00 ± 0.00 | 2, 3 |"
+    assert compare.table(runs, "chain").splitlines()[2:] == [grpo, separate]
+    # A row of one seed is compared with the same seed of others.
+    runs.append(run(compare.SMALL, 3, 10.0, [0, 3, 9]))
+    small = "| cached, small | 9.00 | 9.00 | +2.00 | -1.00 | 0.25 | 1.00 | 3 |"
+    assert small in compare.table(runs, "chain").splitlines()
     title = TASKS["chain"].title
-    rows = [line for line in page.splitlines() if line.startswith(f"| {title} |")]
-    assert rows == [
-        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 9.00 ± 1.00 |  |  |",
-        f"| {title} |  |  |  | 6.00 ± 1.00 |  |  | 3.50 ± 0.50 |  |  |",
-        f"| {title} |  |  |  |  |  |  | -2.50 ± 1.12 |  |  |",
-        f"| {title} |  |  |  | -3.00 ± 1.41 |  |  |  |  |  |",
-        f"| {title} |  |  |  |  |  |  | 0.25 ± 0.00 |  |  |",
-        f"| {title} |  |  |  | 1.00 ± 0.00 |  |  | 3.00 ± 1.00 |  |  |",
-        f"| {title} |  |  |  | 2, 3 |  |  | 2, 3 |  |  |",
-    ]
+    assert f"## {title}\n\nRight (%); before training 0.00.\n\n{compare.table(runs, 'chain')}" in compare.page(runs)
 
 
 def test_a_run_that_was_made_later_is_compared_with_what_grpo_took_then():
@@ -65,11 +64,12 @@ def test_scores_at_equal_kl_are_read_off_the_curve():
     run = {"row": compare.GRPO, "task": compare.REAL, "curve": [(0, 0, 30, 0), (256, 10, 50, 1.5), (512, 20, 60, 3.5)]}
     assert [compare.score_at_kl(run, nats) for nats in (0.75, 2.5, 5)] == [40, 55, None]
     further = {**run, "curve": [(0, 0, 32, 0), (256, 10, 52, 1.5), (512, 20, 72, 6)]}
-    table = compare.at_equal_kl([run, further])
+    ends = {"seed": 2, "after": 60, "processor_seconds": 20, "explained_variance": None}
+    table = compare.table([run | ends, further | ends], compare.REAL)
     # One of the two did not go as far as 5 nats.
-    assert table.splitlines()[2:] == ["| GRPO | 53.4 ± 0.9 |  |  |"]
+    assert "| at a KL of 1 | at a KL of 2 | seeds |" in table and "| 44.33 ± 1.00 | 53.36 ± 0.86 | 2, 2 |" in table
     older = {**run, "curve": [point[:3] for point in run["curve"]]}
-    assert compare.score_at_kl(older, 2.5) is None and compare.at_equal_kl([older]) == ""
+    assert compare.score_at_kl(older, 2.5) is None
 
 
 def test_by_default_it_goes_on_with_its_own_record():
