@@ -17,7 +17,7 @@ class StateCache:
     """States of this rank's responses of the step in progress, in host memory and the dtype they were computed in.
 
     A response is found by its key: the rank that has its states, and its number there, which no other one of the run
-    has. Keys travel with the rollouts and states do not, so a critic's step trains each row on the rank that sampled it.
+    has. Keys travel with the rollouts and states do not: a critic's step trains each row on the rank that sampled it.
     """
 
     def __init__(self, accelerator: Accelerator, reader: StateReader | None) -> None:
