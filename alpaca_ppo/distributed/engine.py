@@ -112,7 +112,7 @@ class Engine:
 
     def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
         """Wraps one forward and backward pass. Gradients are reduced over the ranks in the last pass of the last batch,
-        or in every pass by engines that shard them.
+        or in every pass by engines that shard them; those of a critic alone under DDP in `step`.
         """
         if last_batch and last_pass and not self._critic_alone:
             return nullcontext()

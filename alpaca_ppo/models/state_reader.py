@@ -55,7 +55,7 @@ class StateReader(nn.Module):
         self.blocks = LlamaModel(config)
         # It reads no tokens.
         self.blocks.embed_tokens = nn.Identity()
-        install_attention(self.blocks)
+        assert install_attention(self.blocks), "the attention of LlamaModel cannot be replaced"
 
     @property
     def state_shape(self) -> tuple[int, int]:

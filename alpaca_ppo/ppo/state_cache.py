@@ -16,8 +16,8 @@ from alpaca_ppo.ppo.device_rows import upload
 class StateCache:
     """States of this rank's responses of the step in progress, in host memory and the dtype they were computed in.
 
-    A response is found by its key: the rank that has its states, and its number there, which no other one of the run
-    has. Keys travel with the rollouts and states do not: a critic's step trains each row on the rank that sampled it.
+    A response is found by its key: the rank that has its states, and its number, used once in a process. Keys travel
+    with the rollouts and states do not, so a critic's step trains each row on the rank that sampled it.
     """
 
     def __init__(self, accelerator: Accelerator, reader: StateReader | None) -> None:
@@ -43,18 +43,21 @@ class StateCache:
         self._rows |= zip(numbers, rows, strict=True)
         return torch.tensor([[self._rank, number] for number in numbers]).view(-1, 2)
 
-    def states(self, keys: Tensor, device: torch.device) -> Tensor:
+    def states(self, keys: Tensor, device: torch.device, lengths: Sequence[int] | None = None) -> Tensor:
         """The states (N, layers, H) of the rows with these `keys`, all of this rank, on `device`.
 
         Raises:
-            ValueError: for a row of an earlier step.
+            ValueError: for a row of an earlier step, or of another number of tokens than in `lengths`.
         """
-        numbers = keys[:, 1].tolist()
-        if not self._rows.keys() >= set(numbers):
+        if any(number not in self._rows for number in keys[:, 1].tolist()):
             problem = "a cached critic has no states of these rollouts any more, because a later step was sampled"
             raise ValueError(f"{problem}; update on them before the next rollout, or set critic_layout: separate")
+        kept = [self._rows[number] for number in keys[:, 1].tolist()]
+        if lengths is not None and (found := [len(row) for row in kept]) != list(lengths):
+            problem = f"response_mask has {list(lengths)} tokens in rows of which the policy's states have {found}"
+            raise ValueError(f"{problem}; leave the mask as sampled, or set critic_layout: separate")
         # Row by row: a copy of them all would not be in pinned memory.
-        rows = [upload(self._rows[number], device) for number in numbers]
+        rows = [upload(row, device) for row in kept]
         return torch.cat(rows) if rows else torch.empty(0, *self._shape, device=device)
 
     def plan(self, keys: Tensor, lengths: Sequence[int], args: PPOConfig) -> Plan:

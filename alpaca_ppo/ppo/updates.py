@@ -126,17 +126,14 @@ class Updater:
         tensors: Any = rollouts
         batches = device_batches(tensors, [rows[positions].tolist() for positions in plan], device)
         for number, (positions, batch) in enumerate(zip(plan, batches, strict=True)):
-            tokens = int(batch.host["response_mask"].sum())
-            states = None if keys is None else self.cache.states(keys[rows[positions]], device)
-            if states is not None and len(states) != tokens:
-                problem = f"response_mask has {tokens} tokens, but the policy's states are of {len(states)}"
-                raise ValueError(f"{problem}; leave the mask as sampled, or set critic_layout: separate")
+            lengths_here = [lengths[position] for position in positions]
+            states = None if keys is None else self.cache.states(keys[rows[positions]], device, lengths_here)
             yield MicroBatch(
                 update,
                 rows={**batch.device, **shared},  # type: ignore[typeddict-item]
                 packed=self._packed(batch),
-                lengths=[lengths[position] for position in positions],
-                tokens=tokens,
+                lengths=lengths_here,
+                tokens=int(batch.host["response_mask"].sum()),
                 last=number + 1 == len(plan),
                 policy_states=states,
             )
@@ -163,7 +160,7 @@ class Updater:
         """
         hooks, terms = {"policy": policy_loss, "critic": value_loss}, dict[str, Terms]()
         passes = self._backward_passes(batch.update.part)
-        with _memory_advice(batch, self.accelerator.process_index, self.args.longest_row):
+        with _memory_advice(batch, self.accelerator.process_index, self.args):
             for parts in passes:
                 terms |= self._backward_pass(batch, {part: hooks[part] for part in parts}, last=parts == passes[-1])
         # The policy's first, in whatever order the passes ran.
@@ -289,16 +286,15 @@ class Updater:
 
 
 @contextmanager
-def _memory_advice(batch: MicroBatch, process_index: int, longest_row: int) -> Iterator[None]:
-    """Adds the options that reduce memory to an out-of-memory error of the block; a micro-batch has room for a row of
-    `longest_row` tokens.
-    """
+def _memory_advice(batch: MicroBatch, process_index: int, args: PPOConfig) -> Iterator[None]:
+    """Adds the options that reduce memory to an out-of-memory error of the block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         rows, tokens = len(batch.lengths), sum(batch.lengths)
-        first_line, fewer = str(error).partition("\n")[0], max(tokens // 2, longest_row)
-        smaller = f"max_tokens_per_micro_batch: {fewer} or " if fewer < tokens else ""
+        first_line = str(error).partition("\n")[0]
+        fewer = f"max_tokens_per_micro_batch: {max(tokens // 2, args.longest_row)} or "
+        smaller = fewer if args.longest_row < args.micro_batch_tokens else ""
         raise torch.OutOfMemoryError(
             f"process {process_index} ran out of memory in a micro-batch of {rows} responses ({tokens} tokens); set "
             f"{smaller}gradient_checkpointing: true (docs/memory.md has more). {first_line}"

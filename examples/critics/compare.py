@@ -35,13 +35,12 @@ from examples.defaults.compare import (
 from examples.defaults.records import Run, fill, runs_of
 from examples.defaults.rows import grpo
 from examples.defaults.tasks import REAL_TASKS, TASKS
-from examples.mini_farm.compare import difference
 from examples.mini_farm.report import machine, notes_of
 
 RECORD, PAGE = Path(__file__).with_name("results.jsonl"), Path(__file__).with_name("RESULTS.md")
 REAL, RLHF = REAL_TASKS
 SEPARATE, GRPO, LARGE, GROUPED = "separate, 4 passes", "GRPO", "cached", "cached, 8 answers a prompt"
-SMALL, FROM_REWARD = "cached, small", "from the reward model, 1 pass"
+SMALL = "cached, small"
 _CACHED = {"critic_layout": "cached", "critic_epochs": 8}
 _IN_GROUPS = {"num_return_sequences": 8}
 """What all but `LARGE` have on the real model, and GRPO everywhere: passes read a prompt once for its answers."""
@@ -53,7 +52,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "separate, 1 pass": {"critic_layout": "separate", "critic_epochs": 1},
     "shared": {"critic_layout": "shared"},
     SEPARATE: {"critic_layout": "separate", "critic_epochs": 4},
-    FROM_REWARD: {"critic_layout": "separate", "critic_epochs": 1, "init_value_with_reward": True},
 }
 ROWS = (*SETTINGS, TRL, TRL_GRPO)
 LEVELS = (1, 2, 5, 10)
@@ -85,7 +83,7 @@ def asked_of(run: Run) -> Run:
 def seeds_of(row: str, task: str) -> Sequence[int]:
     """Returns the seeds of a row: fewer where a run takes longest and no claim rests on it."""
     if task == RLHF:
-        return SEEDS[: {GROUPED: 2, GRPO: 2}.get(row, 0)]
+        return SEEDS[:1] if row in (GROUPED, GRPO) else ()
     if task == REAL:
         return SEEDS[: {GROUPED: 5, GRPO: 5, LARGE: 2, TRL_GRPO: 2}.get(row, 1)]
     if row in (GROUPED, TRL, TRL_GRPO) or (row, task) == (LARGE, "mini_farm"):
@@ -108,16 +106,16 @@ def times(runs: Sequence[Run], row: str, task: str) -> dict[int, float]:
 
 
 def scores_after(runs: Sequence[Run], row: str, task: str, shares: Mapping[int, float]) -> list[float]:
-    """Returns the scores of the seeds in `shares` after so much of each run, the last ones after more than 1."""
-    found = [run for run in runs_of(runs, row, task) if run["seed"] in shares]
+    """Returns by seed the scores of those in `shares` after so much of each run, the last ones after more than 1."""
+    found = sorted((run for run in runs_of(runs, row, task) if run["seed"] in shares), key=lambda run: run["seed"])
     return [score_at(run["curve"], shares[run["seed"]] * run["processor_seconds"]) for run in found]
 
 
 def score_at_kl(run: Run, nats: float) -> float | None:
     """Returns the score of `run` when its KL first was so large, between two evaluations by a straight line; None if it
-    never was, or the KL was not recorded.
+    never was, or already before the first evaluation after the start, or if the KL was not recorded.
     """
-    for before, after in pairwise(run["curve"]):
+    for before, after in pairwise(run["curve"][1:]):
         if len(after) == 4 and before[3] <= nats <= after[3]:
             return float(np.interp(nats, [before[3], after[3]], [before[2], after[2]]))
     return None
@@ -130,6 +128,12 @@ def _cell(numbers: Sequence[float], digits: int = 2) -> str:
     return f"{fmean(numbers):.{digits}f}{error}"
 
 
+def lead(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Returns the mean difference of runs with the same seeds, with its standard error."""
+    gaps = [own - other for own, other in zip(ours, theirs, strict=True)]
+    return f"+{_cell(gaps)}" if gaps and fmean(gaps) >= 0 else _cell(gaps)
+
+
 def table(runs: Sequence[Run], task: str) -> str:
     """Returns the table of a task: a line for each row that has runs, and the columns that have numbers."""
     rows = [row for row in ROWS if runs_of(runs, row, task)]
@@ -138,14 +142,13 @@ def table(runs: Sequence[Run], task: str) -> str:
         return scores_after(runs, row, task, {seed: 1 / time for seed, time in times(runs, row, task).items()})
 
     def lead_over_grpo(row: str) -> str:
-        own, other = at_grpos_end(row), scores_after(runs, GRPO, task, times(runs, row, task))
-        return difference(own, other) if row != GRPO and own else ""
+        took = times(runs, row, task)
+        return "" if row == GRPO else lead(at_grpos_end(row), scores_after(runs, GRPO, task, took))
 
     def lead_over_separate(row: str) -> str:
-        both = [{run["seed"]: run["after"] for run in runs_of(runs, name, task)} for name in (row, SEPARATE)]
-        pairs = [(both[0][seed], both[1][seed]) for seed in both[0] if seed in both[1]]
-        own, other = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        return difference(own, other) if row != SEPARATE and pairs else ""
+        own, other = ({run["seed"]: run["after"] for run in runs_of(runs, name, task)} for name in (row, SEPARATE))
+        both = own.keys() & other.keys()
+        return "" if row == SEPARATE else lead([own[seed] for seed in both], [other[seed] for seed in both])
 
     def explained(row: str) -> str:
         return _cell(
@@ -175,8 +178,7 @@ def table(runs: Sequence[Run], task: str) -> str:
 def page(runs: Sequence[Run]) -> str:
     """Returns the tables of all tasks."""
     about = (
-        f"Means and standard errors over the seeds, on data of seed {DATA_SEED}, on {machine()}. All runs of a task "
-        "have the same models.\n\n"
+        f"Means and standard errors over the seeds, on data of seed {DATA_SEED}, on {machine()}.\n\n"
         "- `cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2. Both take 8 "
         "passes.\n"
         "- All runs of a task have equally many answers. GRPO has eight to a prompt, and so has every row on the real "
@@ -185,8 +187,11 @@ def page(runs: Sequence[Run]) -> str:
         "paper's settings, and TRL its own defaults with the same sizes and rate.\n"
         "- Runs whose times are compared went at once, because the speed of such a machine changes from hour to hour. "
         "A lead at equal time is that at the end of the faster one.\n"
-        "- Explained variance is that of new answers' returns, on average over the second half of the steps. A score "
-        "at some KL to the start, in nats, is read off each run's curve, where every run went so far.\n"
+        "- A lead is the mean difference of runs with the same seeds, as far as both rows have them, and its standard "
+        "error that of these differences.\n"
+        "- Explained variance is that of new answers' returns, on average over the second half of the steps.\n"
+        "- A score at some KL to the start, in nats, is read off each run's curve between evaluations, where every run "
+        "has it.\n"
     )
     parts = [f"# Critics compared\n\nWritten by `python -m examples.critics.compare`. {about}"]
     for name, task in TASKS.items():
