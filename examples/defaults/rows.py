@@ -93,9 +93,6 @@ RLHF: Mapping[str, Settings] = {
     "1 pass of the policy": {"ppo_epochs": 1},
 }
 """Rows of mini_farm alone, beside today's default, by what other projects set."""
-_REAL: Settings = {"num_return_sequences": 8}
-_REAL_FROM_REWARD: Settings = {**_REAL, "init_value_with_reward": True, "critic_epochs": 1}
-"""A pass of such a critic costs as much as one of the policy."""
 GIVEN_UP = ("+ scaled KL in the reward, 0.1, 4 epochs", "+ scaled KL in the reward, 0.1, 4 epochs, linear schedule")
 """Rows that were given up after their first runs."""
 
@@ -117,23 +114,9 @@ def grpo(task: str) -> Settings:
     }
 
 
-REAL_RLHF: Mapping[str, Settings] = {
-    "GRPO": grpo("rlhf"),
-    "today's default": _REAL,
-    "`kl_coef` 0.02": {**_REAL, "kl_coef": 0.02},
-    "`kl_coef` 0": {**_REAL, "kl_coef": 0.0},
-    "`lam` 1": {**_REAL, "lam": 1.0},
-    "`lam` 1, `kl_coef` 0.02": {**_REAL, "lam": 1.0, "kl_coef": 0.02},
-    "critic from the reward model": _REAL_FROM_REWARD,
-    "critic from the reward model, `kl_coef` 0.02": {**_REAL_FROM_REWARD, "kl_coef": 0.02},
-    "2 passes of the policy": {**_REAL, "ppo_epochs": 2},
-}
-"""Rows of RLHF with the real model, all with eight answers to a prompt, and but for the last one pass of the policy."""
-
-
 def settings_of(row: str, task: str) -> Settings:
     """Returns the options of `row` for `task`."""
-    settings = dict((REAL_RLHF if task == "rlhf" else {**ROWS, **OF_SCALES, **RLHF})[row])
+    settings = dict({**ROWS, **OF_SCALES, **RLHF}[row])
     if CRITIC_RATE in settings:
         settings["critic_learning_rate"] = settings.pop(CRITIC_RATE) * RATE_TIMES_WIDTH / TASKS[task].width
     if CRITIC_BATCH in settings:

@@ -4,7 +4,7 @@ Its data have seed 1 and its runs the seeds 11 and 12, those of the comparison s
 search.jsonl as soon as it has ended, so that an interrupted search goes on where it was.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from statistics import fmean
 from alpaca_ppo.atomic_io import write_text_atomically
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
-from examples.defaults.compare import EVALUATIONS, REAL_EVALUATIONS, eval_steps
+from examples.defaults.compare import EVALUATIONS, eval_steps
 from examples.defaults.records import Run, fill, outcome, runs_of
 from examples.defaults.rows import (
     CHOSEN,
@@ -22,7 +22,6 @@ from examples.defaults.rows import (
     KL_RULES,
     OF_SCALES,
     OLD,
-    REAL_RLHF,
     RLHF,
     ROWS,
     SCALES,
@@ -60,16 +59,13 @@ def asked() -> list[Run]:
     """Returns all runs of the search, seed by seed."""
     rows = [(SEEDS[0], row) for row in ROWS if row not in GIVEN_UP] + [(SEEDS[1], row) for row in TWICE]
     runs = [{"row": row, "task": task, "seed": seed} for seed, row in rows for task in TUNED_ON]
-    alone = [("mini_farm", row) for row in (*OF_SCALES, *RLHF)] + [("rlhf", row) for row in REAL_RLHF]
-    return [*runs, *({"row": row, "task": task, "seed": SEEDS[0]} for task, row in alone)]
+    return [*runs, *({"row": row, "task": "mini_farm", "seed": SEEDS[0]} for row in (*OF_SCALES, *RLHF))]
 
 
 def make(run: Run, root: Path) -> Run:
     """Returns what came of `run`."""
     settings = settings_of(run["row"], run["task"])
-    if run["task"] == "rlhf":
-        settings["eval_steps"] = eval_steps(run["task"], REAL_EVALUATIONS)
-    elif run["row"] in RLHF:
+    if run["row"] in RLHF:
         settings["eval_steps"] = eval_steps(run["task"], EVALUATIONS + 1)
     asked = {"task": run["task"], "settings": settings, "data_seed": DATA_SEED, "seed": run["seed"]}
     return outcome("examples.defaults.run", root, asked)
@@ -79,8 +75,7 @@ def page(runs: Sequence[Run]) -> str:
     """Returns the table of all tries: the mean over the seeds, by task, and the processor seconds of a seed."""
     heads = [f"{task}, {TASKS[task].unit}" for task in TUNED_ON]
     lines = ["| | " + " | ".join(heads) + " | processor seconds a seed |", "|---" * (len(heads) + 2) + "|"]
-    alone = {*OF_SCALES, *RLHF, *REAL_RLHF}
-    for row in dict.fromkeys([*ROWS, *(run["row"] for run in runs if run["row"] not in alone)]):
+    for row in dict.fromkeys([*ROWS, *(run["row"] for run in runs if run["row"] not in {*OF_SCALES, *RLHF})]):
         cells, seconds = [], 0.0
         for task in TUNED_ON:
             if of_task := runs_of(runs, row, task):
@@ -109,7 +104,7 @@ def page(runs: Sequence[Run]) -> str:
         + f'\n\nSo the choice is no better on these tasks than "{CRITIC}". It was made for what the table does not '
         "show: a fixed weight of the KL fails where rewards have another scale (below), and mini_farm ends at "
         f"{_nats(runs, CHOSEN)} nats per response instead of {_nats(runs, CRITIC)}. The linear schedule wins back what "
-        "the scaled KL loses on the games. " + SEEN + "\n\n" + of_scales(runs) + of_rlhf(runs) + of_real_rlhf(runs)
+        "the scaled KL loses on the games. " + SEEN + "\n\n" + of_scales(runs) + of_rlhf(runs)
     )
 
 
@@ -154,35 +149,21 @@ def of_scales(runs: Sequence[Run]) -> str:
 
 def of_rlhf(runs: Sequence[Run]) -> str:
     """Returns the section on what other projects set for RLHF."""
+    lines = ["| | at the end | highest on the way |", "|---|---|---|"]
+    for row in RLHF:
+        for run in runs_of(runs, row, "mini_farm"):
+            points = [f"{score:.2f} at {kl:.1f} nats" for _, _, score, kl in run["curve"]]
+            best = max(run["curve"], key=lambda point: point[2])
+            lines.append(f"| {row} | {points[-1]} | {points[run['curve'].index(best)]} |")
     return (
         "\n## What other projects set for RLHF\n\n"
         "Most published recipes start the critic from the reward model, and weigh the KL less. Gold score and KL on "
         f"mini_farm, one run each with seed {SEEDS[0]}, made when the default had long been chosen:\n\n"
-        + _ends(runs, "mini_farm", RLHF)
+        + "\n".join(lines)
         + "\n\nNone is better than the default, which stays. With this reward model the gold score turns down beyond "
         "two nats, whatever the settings, and a weaker KL goes there. A critic that starts from the reward model is "
         "level.\n"
     )
-
-
-def of_real_rlhf(runs: Sequence[Run]) -> str:
-    """Returns the section on RLHF with a real model."""
-    return (
-        "\n## RLHF with a real model\n\n"
-        "SmolLM2-135M-Instruct and a reward model of pairs of its answers: gold score and KL, one run each with seed "
-        f"{SEEDS[0]}:\n\n" + _ends(runs, "rlhf", REAL_RLHF) + "\n"
-    )
-
-
-def _ends(runs: Sequence[Run], task: str, rows: Iterable[str]) -> str:
-    """The table of the scores at the end of each run, and of the highest on the way."""
-    lines = ["| | at the end | highest on the way |", "|---|---|---|"]
-    for row in rows:
-        for run in runs_of(runs, row, task):
-            points = [f"{score:.2f} at {kl:.1f} nats" for _, _, score, kl in run["curve"]]
-            best = max(run["curve"], key=lambda point: point[2])
-            lines.append(f"| {row} | {points[-1]} | {points[run['curve'].index(best)]} |")
-    return "\n".join(lines)
 
 
 def _ended(runs: Sequence[Run], row: str) -> str:
@@ -196,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     root = Path(arguments.root).resolve()
     root.mkdir(parents=True, exist_ok=True)
     # One after the other, because runs of the same task share them.
-    for task in (*TUNED_ON, "rlhf"):
+    for task in TUNED_ON:
         TASKS[task].prepare(root / task / f"data_{DATA_SEED}", DATA_SEED)
     write_text_atomically(PAGE, page(fill(RECORD, asked(), partial(make, root=root), jobs=arguments.jobs)))
 

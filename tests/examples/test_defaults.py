@@ -9,7 +9,7 @@ from alpaca_ppo import PPOConfig, parse_args
 from examples.defaults import compare, search
 from examples.defaults.chain import QUERY_LEN, RESPONSE_LEN, STEPS, TABLE, Teacher, build_tokenizer, draw_prompt, right
 from examples.defaults.records import fill, outcome, recorded, runs_of
-from examples.defaults.rows import GIVEN_UP, KL_RULES, OF_SCALES, REAL_RLHF, RLHF, ROWS, of_scale, settings_of
+from examples.defaults.rows import GIVEN_UP, KL_RULES, OF_SCALES, RLHF, ROWS, of_scale, settings_of
 from examples.defaults.tasks import SMALL_TASKS, TASKS
 from examples.long_horizon.pipeline import flags_of
 
@@ -43,7 +43,7 @@ def test_the_teacher_writes_chains_that_fill_the_lengths_and_are_seldom_right():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_row_is_a_valid_configuration_with_as_many_responses_as_the_others(task):
-    for row in REAL_RLHF if task == "rlhf" else ROWS:
+    for row in ROWS:
         options = TASKS[task].options(settings_of(row, task))
         (args,) = parse_args([PPOConfig], flags_of({**options, "output_dir": "unused"}))
         assert args.total_episodes * args.num_return_sequences == TASKS[task].sizes["total_episodes"]
@@ -64,8 +64,8 @@ def test_every_compared_program_samples_as_many_responses_and_is_evaluated_five_
 def test_the_search_asks_for_every_row_and_keeps_the_fifth_task():
     asked = search.asked()
     assert len(asked) == len({tuple(run.values()) for run in asked})
-    assert {run["row"] for run in asked} == {*ROWS, *OF_SCALES, *RLHF, *REAL_RLHF} - set(GIVEN_UP)
-    assert {run["task"] for run in asked} == {*SMALL_TASKS, "rlhf"} - {"chain"}
+    assert {run["row"] for run in asked} == {*ROWS, *OF_SCALES, *RLHF} - set(GIVEN_UP)
+    assert {run["task"] for run in asked} == set(SMALL_TASKS) - {"chain"}
 
 
 def test_runs_that_a_record_has_are_not_made_again(tmp_path):
