@@ -128,27 +128,28 @@ def _cell(numbers: Sequence[float], digits: int = 2) -> str:
     return f"{fmean(numbers):.{digits}f}{error}"
 
 
-def lead(ours: Sequence[float], theirs: Sequence[float]) -> str:
+def lead(ours: Sequence[float], theirs: Sequence[float], digits: int = 2) -> str:
     """Returns the mean difference of runs with the same seeds, with its standard error."""
     gaps = [own - other for own, other in zip(ours, theirs, strict=True)]
-    return f"+{_cell(gaps)}" if gaps and fmean(gaps) >= 0 else _cell(gaps)
+    return f"+{_cell(gaps, digits)}" if gaps and fmean(gaps) >= 0 else _cell(gaps, digits)
 
 
 def table(runs: Sequence[Run], task: str) -> str:
     """Returns the table of a task: a line for each row that has runs, and the columns that have numbers."""
     rows = [row for row in ROWS if runs_of(runs, row, task)]
+    digits = 2 if "score" in TASKS[task].unit else 1
 
     def at_grpos_end(row: str) -> list[float]:
         return scores_after(runs, row, task, {seed: 1 / time for seed, time in times(runs, row, task).items()})
 
     def lead_over_grpo(row: str) -> str:
         took = times(runs, row, task)
-        return "" if row == GRPO else lead(at_grpos_end(row), scores_after(runs, GRPO, task, took))
+        return "" if row == GRPO else lead(at_grpos_end(row), scores_after(runs, GRPO, task, took), digits)
 
     def lead_over_separate(row: str) -> str:
         own, other = ({run["seed"]: run["after"] for run in runs_of(runs, name, task)} for name in (row, SEPARATE))
         both = own.keys() & other.keys()
-        return "" if row == SEPARATE else lead([own[seed] for seed in both], [other[seed] for seed in both])
+        return "" if row == SEPARATE else lead([own[seed] for seed in both], [other[seed] for seed in both], digits)
 
     def explained(row: str) -> str:
         return _cell(
@@ -157,17 +158,16 @@ def table(runs: Sequence[Run], task: str) -> str:
 
     def at_kl(nats: float, row: str) -> str:
         found = [score_at_kl(run, nats) for run in runs_of(runs, row, task)]
-        return "" if None in found else _cell([score for score in found if score is not None])
+        return "" if None in found else _cell([score for score in found if score is not None], digits)
 
     columns: dict[str, Callable[[str], str]] = {
-        "at equal samples": lambda row: _cell(scores(runs, row, task)),
-        "when GRPO has ended": lambda row: _cell(at_grpos_end(row)),
-        "ahead of GRPO at equal time": lead_over_grpo,
-        f"ahead of {SEPARATE}, at equal samples": lead_over_separate,
+        "after as many answers": lambda row: _cell(scores(runs, row, task), digits),
+        "ahead of GRPO after as much time": lead_over_grpo,
+        f"ahead of {SEPARATE}": lead_over_separate,
         "explained variance": explained,
-        "processor time, GRPO = 1": lambda row: _cell([*times(runs, row, task).values()]),
+        "time, GRPO = 1": lambda row: "1" if row == GRPO else _cell([*times(runs, row, task).values()]),
         **{f"at a KL of {nats}": partial(at_kl, nats) for nats in LEVELS},
-        "seeds": lambda row: ", ".join(str(run["seed"]) for run in runs_of(runs, row, task)),
+        "runs": lambda row: str(len(runs_of(runs, row, task))),
     }
     found = {title: [of(row) for row in rows] for title, of in columns.items()}
     found = {title: cells for title, cells in found.items() if any(cells)}
@@ -178,17 +178,18 @@ def table(runs: Sequence[Run], task: str) -> str:
 def page(runs: Sequence[Run]) -> str:
     """Returns the tables of all tasks."""
     about = (
-        f"Means and standard errors over the seeds, on data of seed {DATA_SEED}, on {machine()}.\n\n"
+        f"Means and standard errors over runs with the seeds from {SEEDS[0]} on, on data of seed {DATA_SEED}, on "
+        f"{machine()}.\n\n"
         "- `cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2. Both take 8 "
         "passes.\n"
         "- All runs of a task have equally many answers. GRPO has eight to a prompt, and so has every row on the real "
         "model but `cached` and TRL's PPO, which have one.\n"
         "- Everything else is the default, on the real model with `ppo_epochs: 1` and a constant rate. GRPO has its "
         "paper's settings, and TRL its own defaults with the same sizes and rate.\n"
-        "- Runs whose times are compared went at once, because the speed of such a machine changes from hour to hour. "
-        "A lead at equal time is that at the end of the faster one.\n"
+        "- Time is processor time. Runs whose times are compared went at once, because the speed of such a machine "
+        "changes from hour to hour. A lead after as much time is that at the end of the faster run.\n"
         "- A lead is the mean difference of runs with the same seeds, as far as both rows have them, and its standard "
-        "error that of these differences.\n"
+        f"error that of these differences. That over {SEPARATE} is after as many answers.\n"
         "- Explained variance is that of new answers' returns, on average over the second half of the steps.\n"
         "- A score at some KL to the start, in nats, is read off each run's curve between evaluations, where every run "
         "has it.\n"
