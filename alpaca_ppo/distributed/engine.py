@@ -70,8 +70,7 @@ class Engine:
     # Whether all ranks must make the same forward passes, also without gradients, because these gather parameters.
     synced_forwards = False
     weights_version = 0  # how often the weights have changed
-    # Whether the optimizer step in progress trains the critic alone, under DDP: then only its gradients are reduced.
-    _critic_alone = False
+    _part: Part = "both"  # what the optimizer step in progress trains
 
     def __init__(
         self, accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
@@ -107,16 +106,20 @@ class Engine:
 
     def begin(self, part: Part) -> None:
         """Starts an optimizer step of `part`: drops gradients left by one that was skipped or interrupted."""
-        self._critic_alone = part == "critic" and isinstance(self.model, DistributedDataParallel)
+        self._part = part
         self.model.zero_grad()
+
+    @property
+    def _reduces_critic(self) -> bool:
+        """Whether the gradients of a critic alone are reduced in `step`: DDP would reduce zeros for the policy too."""
+        return self._part == "critic" and isinstance(self.model, DistributedDataParallel)
 
     def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
         """Wraps one forward and backward pass. Gradients are reduced over the ranks in the last pass of the last batch,
         or in every pass by engines that shard them; those of a critic alone under DDP in `step`.
         """
-        if last_batch and last_pass and not self._critic_alone:
-            return nullcontext()
-        return self.accelerator.no_sync(self.model)
+        reduces = last_batch and last_pass and not self._reduces_critic
+        return nullcontext() if reduces else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`: the optimizer step's loss is the sum over all ranks and passes."""
@@ -125,8 +128,10 @@ class Engine:
         self.accelerator.backward(loss * divisor)
 
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
-        """Zero, with a gradient of zero for `parameters`, which the pass does not use: DDP waits for all gradients."""
-        if self.accelerator.num_processes == 1 or self._critic_alone:
+        """Zero, with a gradient of zero for `parameters`, which the pass does not use: DDP waits for all gradients, but
+        in a step of the critic alone.
+        """
+        if self.accelerator.num_processes == 1 or self._part == "critic":
             return 0.0
         return sum((p.flatten()[0] * 0.0 for p in parameters), torch.zeros(()))
 
@@ -137,7 +142,7 @@ class Engine:
         for parameter in frozen:
             # None, not zero: with a zero gradient AdamW would still decay the weights and count a step.
             parameter.grad = None
-        if self._critic_alone:
+        if self._reduces_critic:
             self._average_gradients(self.actor_critic.critic_parameters())
         policy = self._clip(self.actor_critic.policy_parameters(), self.max_grad_norm)
         has_critic = self.actor_critic.critic is not None
