@@ -62,7 +62,7 @@ class DeepSpeedEngine(Engine):
         return engine
 
     def begin(self, part: Part) -> None:
-        self._part = part
+        self._step_part = part
         self._zero.zero_grad()
         if self.stage == 3:
             # The first pass overwrites only the gradients it computes; others would remain from the last step.

@@ -70,7 +70,7 @@ class Engine:
     # Whether all ranks must make the same forward passes, also without gradients, because these gather parameters.
     synced_forwards = False
     weights_version = 0  # how often the weights have changed
-    _part: Part = "both"  # what the optimizer step in progress trains
+    _step_part: Part = "both"  # what the optimizer step in progress trains
 
     def __init__(
         self, accelerator: Accelerator, actor_critic: ActorCritic, optimizer: torch.optim.Optimizer, args: PPOConfig
@@ -106,13 +106,13 @@ class Engine:
 
     def begin(self, part: Part) -> None:
         """Starts an optimizer step of `part`: drops gradients left by one that was skipped or interrupted."""
-        self._part = part
+        self._step_part = part
         self.model.zero_grad()
 
     @property
     def _reduces_critic(self) -> bool:
         """Whether the gradients of a critic alone are reduced in `step`: DDP would reduce zeros for the policy too."""
-        return self._part == "critic" and isinstance(self.model, DistributedDataParallel)
+        return self._step_part == "critic" and isinstance(self.model, DistributedDataParallel)
 
     def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
         """Wraps one forward and backward pass. Gradients are reduced over the ranks in the last pass of the last batch,
@@ -131,7 +131,7 @@ class Engine:
         """Zero, with a gradient of zero for `parameters`, which the pass does not use: DDP waits for all gradients, but
         in a step of the critic alone.
         """
-        if self.accelerator.num_processes == 1 or self._part == "critic":
+        if self.accelerator.num_processes == 1 or self._step_part == "critic":
             return 0.0
         return sum((p.flatten()[0] * 0.0 for p in parameters), torch.zeros(()))
 

@@ -49,10 +49,11 @@ class StateCache:
         Raises:
             ValueError: for a row of an earlier step, or of another number of tokens than in `lengths`.
         """
-        if any(number not in self._rows for number in keys[:, 1].tolist()):
+        numbers = keys[:, 1].tolist()
+        if any(number not in self._rows for number in numbers):
             problem = "a cached critic has no states of these rollouts any more, because a later step was sampled"
             raise ValueError(f"{problem}; update on them before the next rollout, or set critic_layout: separate")
-        kept = [self._rows[number] for number in keys[:, 1].tolist()]
+        kept = [self._rows[number] for number in numbers]
         if lengths is not None and (found := [len(row) for row in kept]) != list(lengths):
             problem = f"response_mask has {list(lengths)} tokens in rows of which the policy's states have {found}"
             raise ValueError(f"{problem}; leave the mask as sampled, or set critic_layout: separate")

@@ -128,7 +128,7 @@ def _cell(numbers: Sequence[float], digits: int = 2) -> str:
     return f"{fmean(numbers):.{digits}f}{error}"
 
 
-def lead(ours: Sequence[float], theirs: Sequence[float], digits: int = 2) -> str:
+def lead(ours: Sequence[float], theirs: Sequence[float], digits: int) -> str:
     """Returns the mean difference of runs with the same seeds, with its standard error."""
     gaps = [own - other for own, other in zip(ours, theirs, strict=True)]
     return f"+{_cell(gaps, digits)}" if gaps and fmean(gaps) >= 0 else _cell(gaps, digits)
@@ -137,7 +137,7 @@ def lead(ours: Sequence[float], theirs: Sequence[float], digits: int = 2) -> str
 def table(runs: Sequence[Run], task: str) -> str:
     """Returns the table of a task: a line for each row that has runs, and the columns that have numbers."""
     rows = [row for row in ROWS if runs_of(runs, row, task)]
-    digits = 2 if "score" in TASKS[task].unit else 1
+    digits = TASKS[task].digits
 
     def at_grpos_end(row: str) -> list[float]:
         return scores_after(runs, row, task, {seed: 1 / time for seed, time in times(runs, row, task).items()})
@@ -226,9 +226,9 @@ def summary(runs: Sequence[Run]) -> str:
 def plot(runs: Sequence[Run], path: Path) -> None:
     """Writes the mean curves of all tasks by processor time."""
     tasks = [task for task in TASKS if any(run["task"] == task for run in runs)]
-    figure = Figure(figsize=(15, 6.8) if len(tasks) > 6 else (12, 6.8), layout="constrained")
+    figure = Figure(figsize=(15, 6.8), layout="constrained")
     lines = {}
-    panels = list(figure.subplots(2, -(-max(6, len(tasks)) // 2)).flat)
+    panels = list(figure.subplots(2, -(-len(TASKS) // 2)).flat)
     for axes in panels[len(tasks) :]:
         axes.set_visible(False)
     for axes, task in zip(panels, tasks, strict=False):

@@ -50,6 +50,8 @@ class Task:
     """From the metric to the number in the tables."""
     unit: str = "right (%)"
     """What that number is called."""
+    digits: int = 1
+    """Of that number in the tables of the critics."""
     plays: bool = False
     """Whether an environment answers the policy."""
 
@@ -215,6 +217,7 @@ TASKS: Mapping[str, Task] = {
         metric="eval/scores/gold",
         in_points=lambda score: score,
         unit="annotators' score",
+        digits=2,
     ),
     "long_horizon": Task(
         title="30 decisions, one reward at the end",
@@ -267,6 +270,7 @@ TASKS: Mapping[str, Task] = {
         metric="eval/scores/gold",
         in_points=lambda score: score,
         unit="annotators' score",
+        digits=2,
     ),
 }
 REAL_TASKS = ("sentences", "rlhf")
