@@ -20,7 +20,7 @@ from alpaca_ppo.adapters.adapter_set import POLICY
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.optimizer import Part, group_parts
 from alpaca_ppo.distributed.sampler import Sampler
-from alpaca_ppo.models import ActorCritic, Policy
+from alpaca_ppo.models import ActorCritic, ActorCriticOutputs, Policy
 
 
 class GradNorms(NamedTuple):
@@ -57,7 +57,7 @@ class Engine:
 
         engine.begin(part)
         with engine.gradient_sync(last_batch=..., last_pass=...):      # for each pass
-            loss = ... engine.model(...) ...
+            loss = ... engine.forward(...) ...
             loss += engine.unused_parameter_loss(...)                  # in the last pass of a micro-batch
             engine.backward(loss)
         norms = engine.step()
@@ -111,7 +111,7 @@ class Engine:
 
     @property
     def _reduces_critic(self) -> bool:
-        """Whether the gradients of a critic alone are reduced in `step`: DDP would reduce zeros for the policy too."""
+        """Whether `step` reduces the critic's gradients. In its own steps, DDP would reduce zeros for the policy."""
         return self._step_part == "critic" and isinstance(self.model, DistributedDataParallel)
 
     def gradient_sync(self, *, last_batch: bool, last_pass: bool) -> AbstractContextManager[Any]:
@@ -120,6 +120,11 @@ class Engine:
         """
         reduces = last_batch and last_pass and not self._reduces_critic
         return nullcontext() if reduces else self.accelerator.no_sync(self.model)
+
+    def forward(self, *args: Any, **options: Any) -> ActorCriticOutputs:
+        """A forward pass; see `ActorCritic.forward`."""
+        outputs: ActorCriticOutputs = self.model(*args, **options)
+        return outputs
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss`: the optimizer step's loss is the sum over all ranks and passes."""

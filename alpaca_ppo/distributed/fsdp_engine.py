@@ -2,7 +2,7 @@
 
 Accelerate's FSDP plugin is not used: it prepares one model with its optimizer, and does nothing on a CPU. As in verl
 and prime-rl, every decoder layer and the critic's backbone is gathered by itself; the rest (embeddings, norms, heads,
-tied pairs) belongs to the root.
+tied pairs) belongs to the root. Every rank holds a cached critic, which is small, as under DDP.
 """
 
 import math
@@ -24,7 +24,7 @@ from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.engine import Engine, clip_above
 from alpaca_ppo.distributed.optimizer import Part
 from alpaca_ppo.distributed.sampler import Sampler
-from alpaca_ppo.models import Policy
+from alpaca_ppo.models import ActorCriticOutputs, Policy
 
 # torch before 2.13 has only the second name.
 all_gather: Any = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
@@ -36,11 +36,19 @@ class FSDPEngine(Engine):
     synced_forwards = True
 
     def _wrap(self, args: PPOConfig) -> Any:
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in self.actor_critic.parameters() if p.requires_grad}
+        policy, critic = self.actor_critic.policy, self.actor_critic.critic
+        # What every rank holds.
+        self._whole = set[nn.Parameter]()
+        if critic is not None and critic.reader is not None:
+            self._whole = {*critic.to(self.accelerator.device).parameters()}
+            if "both" in self._parts:
+                problem = "a group of the optimizer has parameters of the policy and of the cached critic"
+                raise ValueError(f"{problem}, of which FSDP2 shards the first alone; give each part groups of its own")
+        trained = [p for p in self.actor_critic.parameters() if p.requires_grad and p not in self._whole]
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in trained}
         if len(dtypes) > 1:
             kinds = " and ".join(sorted(dtypes))
             raise ValueError(f"trained parameters are {kinds}, which FSDP2 cannot shard together; train all in float32")
-        policy, critic = self.actor_critic.policy, self.actor_critic.critic
         self._mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         unsharded = dict(self.actor_critic.named_parameters())
         # Only for autocast: `fully_shard` moves the parameters to the device, one group at a time.
@@ -75,7 +83,7 @@ class FSDPEngine(Engine):
             raise ValueError(f"{type(model).__name__} names no layers (_no_split_modules) to shard; use ZeRO 3")
         # From the inside out, as `fully_shard` must be applied: `modules()` lists a module before those within it.
         for module in [*reversed(layers), root]:
-            fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=True, ignored_params=self._whole)
 
     def begin(self, part: Part) -> None:
         # Drops collectives that an exception has left pending; torch before 2.13 cannot.
@@ -92,10 +100,22 @@ class FSDPEngine(Engine):
         finally:
             self.model.set_reshard_after_forward(True)
 
+    @property
+    def _reduces_critic(self) -> bool:
+        return bool(self._whole) and self._step_part != "policy"
+
+    def forward(self, *args: Any, **options: Any) -> ActorCriticOutputs:
+        whole = bool(self._whole) and not options["with_policy"] and options["policy_states"] is not None
+        # Without the hooks of `__call__`, which would gather the root.
+        outputs: ActorCriticOutputs = (self.model.forward if whole else self.model)(*args, **options)
+        return outputs
+
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
         return 0.0
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+        if self._whole.issuperset(parameters):
+            return super()._clip(parameters, max_norm)
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         shards = [_local(parameter).detach() for parameter in parameters if parameter.grad is not None]
         # For `clip_above`.

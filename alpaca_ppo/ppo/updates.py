@@ -195,7 +195,7 @@ class Updater:
         adapter = nullcontext() if with_policy else engine.actor_critic.critic_active()
         # A reward function or a callback may have left gradients off.
         with torch.enable_grad(), engine.gradient_sync(last_batch=batch.last, last_pass=last), adapter:
-            outputs: ActorCriticOutputs = engine.model(
+            outputs = engine.forward(
                 *row_tensors(batch.rows).values(),
                 value_taus=batch.rows.get("value_taus"),
                 temperature=self.args.temperature,

@@ -31,11 +31,11 @@ def launched(monkeypatch):
     return launch
 
 
-def made(model, **settings):
-    args = tiny_config("unused", **settings)
+def made(model, *, layout="separate", optimizer=make_optimizer):
+    args = tiny_config("unused")
     accelerator = make_accelerator(args)
-    actor_critic = build_actor_critic(model, critic_layout="separate")
-    return FSDPEngine(accelerator, actor_critic, make_optimizer(actor_critic, args, accelerator.device), args)
+    actor_critic = build_actor_critic(model, critic_layout=layout)
+    return FSDPEngine(accelerator, actor_critic, optimizer(actor_critic, args, accelerator.device), args)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +292,15 @@ def test_parameters_of_two_dtypes_and_models_without_named_layers_are_refused(as
     model._no_split_modules = []
     with pytest.raises(ValueError, match="LlamaForCausalLM names no layers .* use ZeRO 3"):
         made(model)
+
+
+def test_a_cached_critic_is_whole_on_every_process(as_torchrun_starts_one_process):
+    engine = made(tiny_causal_lm("llama"), layout="cached")
+    kinds = {name: isinstance(parameter, DTensor) for name, parameter in engine.model.named_parameters()}
+    assert all(sharded == name.startswith("policy.") for name, sharded in kinds.items()) and {*kinds.values()} == {0, 1}
+    problem = "a group of the optimizer has parameters of the policy and of the cached critic, .* groups of its own"
+    with pytest.raises(ValueError, match=problem):
+        made(tiny_causal_lm("llama"), layout="cached", optimizer=lambda model, *_: torch.optim.SGD(model.parameters()))
 
 
 def test_weights_that_do_not_fit_while_sampling_are_named_with_the_remedy(as_torchrun_starts_one_process, monkeypatch):

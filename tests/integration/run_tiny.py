@@ -28,6 +28,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -222,6 +223,23 @@ def watch_policy_gradients(trainer: PPOTrainer) -> list[int]:
     return counts
 
 
+def watch_kept_states(trainer: PPOTrainer) -> list[int]:
+    """A list to which each pass of the critic alone over kept states adds how many collectives it made."""
+    engine, counts = trainer.updater.engine, list[int]()
+    forward = engine.forward
+
+    def watched(*rows: Any, **options: Any) -> Any:
+        if options["policy_states"] is None:
+            return forward(*rows, **options)
+        with CommDebugMode() as collectives:
+            outputs = forward(*rows, **options)
+        counts.append(collectives.get_total_counts())
+        return outputs
+
+    engine.forward = watched  # type: ignore[method-assign]
+    return counts
+
+
 def published(trainer: PPOTrainer, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Whether `policy_weights` yields the policy's part of a checkpoint's `weights` on this rank, if it has them; the
     bytes of its largest tensor, padded so that as many rows come from each rank, and how many more than before are in
@@ -320,12 +338,12 @@ def train(trainer: PPOTrainer, output_dir: str, resume: bool | str | None) -> No
         # With gloo it may end the process, rarely.
         mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("gathered by full_tensor")),
     ):
-        policy_gradients = watch_policy_gradients(trainer)
+        policy_gradients, critic_collectives = watch_policy_gradients(trainer), watch_kept_states(trainer)
         trainer.train(resume_from_checkpoint=resume)
         weights = trainer.updater.engine.weights()
     state = trainer.state
     reached = {"step": state.global_step, "best": state.best_global_step, "published": published(trainer, weights)}
-    reached["policy_gradients"] = policy_gradients
+    reached |= {"policy_gradients": policy_gradients, "critic_collectives": critic_collectives}
     (Path(output_dir) / f"reached_{trainer.accelerator.process_index}.json").write_text(json.dumps(reached))
     if trainer.accelerator.is_main_process:
         torch.save(weights, Path(output_dir) / "weights.pt")

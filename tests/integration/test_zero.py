@@ -6,6 +6,7 @@ The runs of one stage are made one after the other in the same two processes, wh
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,13 @@ def test_a_run_under_zero_is_that_of_one_process(stage, name, runs):
                 rel = 1e-5 if stage.startswith("fsdp") else 5e-5
                 expected = None if value is None else pytest.approx(value, rel=rel, abs=1e-5)
                 assert ours[key] == expected, f"step {ours['step']}: {key}"
+
+
+@pytest.mark.parametrize(("stage", "processes"), [case("fsdp", "cached", 2), case("fsdp-3", "cached", 3)])
+def test_a_cached_critic_s_own_passes_under_fsdp_gather_nothing(stage, processes, runs):
+    files = (runs / stage / "cached").glob("reached_*.json")
+    counts = [json.loads(file.read_text())["critic_collectives"] for file in files]
+    assert len(counts) == processes and all(counts) and {*chain(*counts)} == {0}
 
 
 @pytest.mark.parametrize(
