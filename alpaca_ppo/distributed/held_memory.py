@@ -104,7 +104,8 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     weights = sum(measured.weights.values()) - sum(offloaded)
     # FSDP2 has nothing to shard over one process.
     if sharding.fsdp and sharding.processes > 1:
-        held = _held_by_fsdp(measured, weights, sharding.processes)
+        whole = measured.weights["critic"] if args.critic_layout == "cached" else 0.0
+        held = _held_by_fsdp(measured, weights, sharding.processes, whole)
     elif sharding.stage:
         held = _held_by_zero(measured, weights, sharding, args)
     else:
@@ -134,11 +135,13 @@ def _held_by_ddp(measured: Measured, weights: float, processes: int) -> _Held:
     return _Held(weights, 8 * measured.elements, gradients=buckets, backward_gradients=total, step_gradients=total)
 
 
-def _held_by_fsdp(measured: Measured, weights: float, processes: int) -> _Held:
-    # The whole gradients of a layer take no more memory than its activations, which are freed before.
-    share = measured.gradients / processes
-    optimizer = 8 * measured.elements / processes
-    held = _Held(weights / processes, optimizer, gradients=0.0, backward_gradients=share, step_gradients=share)
+def _held_by_fsdp(measured: Measured, weights: float, processes: int, whole: float) -> _Held:
+    # `whole` bytes are those of a cached critic, on every process, which has no gradients when the policy has some. The
+    # whole gradients of a layer take no more memory than its activations, which are freed before.
+    share = max((measured.gradients - whole) / processes, whole)
+    more = whole * (1 - 1 / processes)
+    optimizer = 8 * measured.elements / processes + 2 * more
+    held = _Held(weights / processes + more, optimizer, gradients=0.0, backward_gradients=share, step_gradients=share)
     held.gathered = held.backward_gathered = measured.layer
     held.sampling_gathered = measured.weights["policy"]
     return held

@@ -200,7 +200,7 @@ class _Passes:
         # A stand-in: the memory that a real engine holds is calculated in `distributed.held_memory`.
         engine: Any = SimpleNamespace(
             actor_critic=self._actor_critic,
-            model=self._autocast(self._actor_critic.forward),
+            forward=self._autocast(self._actor_critic.forward),
             accelerator=SimpleNamespace(process_index=0, num_processes=1),
             learning_rates=None,
             gradient_sync=lambda **last: nullcontext(),

@@ -454,6 +454,18 @@ def test_fsdp_shards_nothing_over_one_process():
     assert by_hand(Sharding(fsdp=True)) == by_hand(Sharding())
 
 
+def test_fsdp_shards_all_but_a_cached_critic():
+    # All of it trains, in float32.
+    measured = Measured({"policy": 800.0, "critic": 80.0}, gradients=880.0, elements=220.0, layer=0.0)
+    for critic, gradients, options in (
+        (20, 220, {"critic_layout": "separate"}),
+        # In its steps, the policy has no gradients.
+        (80, 200, {"critic_layout": "cached"}),
+    ):
+        step = phases(measured, settings(**options), Sharding(4, fsdp=True))[0][-1]
+        assert (step.weights, step.gradients, step.optimizer) == (200 + critic, gradients, 400 + 2 * critic)
+
+
 @pytest.mark.parametrize("kind", [proved("mixtral"), "qwen3_moe", proved("gemma2")])
 def test_other_architectures_can_be_measured(kind):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

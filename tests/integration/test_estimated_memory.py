@@ -24,6 +24,7 @@ ADAPTERS = {"critic_layout": "adapter", "dtype": "bfloat16"}
         ("fsdp", 0, False, FULL),
         ("fsdp", 0, True, ADAPTERS),
         ("fsdp", 0, False, {**FULL, "bf16": True, "gradient_checkpointing": True}),
+        ("fsdp", 0, False, {**FULL, "critic_layout": "cached"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
