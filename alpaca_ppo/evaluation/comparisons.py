@@ -7,7 +7,6 @@ reference. Leaves out ratings of more than two models (Elo, Bradley-Terry).
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +62,6 @@ def compare(own: float, other: float) -> float:
     return 0.5 if math.isclose(own, other, rel_tol=1e-5, abs_tol=1e-6) else float(own > other)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The answers of the policy and of its opponent to a prompt, which is text or messages."""
-
-    prompt: Any
-    own: str
-    other: str
-    columns: dict[str, Any] = field(default_factory=dict)
-
-
 class FunctionJudge:
     """Asks `f(prompts, completions, others, **columns)` for a verdict on each completion: 1 = a win, 0.5 = a tie, 0 = a
     loss, anything between for a probability, None = undecided.
@@ -81,36 +70,35 @@ class FunctionJudge:
     def __init__(self, function: Callable[..., Any], *, name: str) -> None:
         self._function, self._name = function, name
 
-    def __call__(self, comparisons: Sequence[Comparison]) -> list[float | None]:
-        """Returns the verdict on each pair's own answer, averaged over both orders, so that a judge that always prefers
-        the answer shown first makes a tie; None if one of the two verdicts is None.
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], own: Sequence[str], others: Sequence[str]
+    ) -> list[float | None]:
+        """Returns the verdict on each of the answers `own` to the prompts in `rows`, against that of `others`, averaged
+        over both orders, so that a judge that always prefers the answer shown first makes a tie; None if one of the two
+        verdicts is None.
 
         Raises:
             ValueError: for a column with the name of an argument; if the function returns something else than one
                 verdict for each pair.
         """
-        own_first = self._verdicts(comparisons)
-        other_first = self._verdicts([replace(pair, own=pair.other, other=pair.own) for pair in comparisons])
-        both_orders = zip(own_first, other_first, strict=True)
-        return [None if own is None or other is None else (own + (1 - other)) / 2 for own, other in both_orders]
+        both_orders = zip(self._verdicts(rows, own, others), self._verdicts(rows, others, own), strict=True)
+        return [None if one is None or other is None else (one + (1 - other)) / 2 for one, other in both_orders]
 
-    def _verdicts(self, comparisons: Sequence[Comparison]) -> list[float | None]:
-        """Returns the function's verdict on each pair's own answer, checked."""
-        columns = {name: [pair.columns[name] for pair in comparisons] for name in comparisons[0].columns}
+    def _verdicts(
+        self, rows: Sequence[Mapping[str, Any]], completions: Sequence[str], others: Sequence[str]
+    ) -> list[float | None]:
+        """Returns the function's verdict on each completion, checked."""
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         if taken := columns.keys() & {"prompts", "completions", "others"}:
             raise ValueError(
                 f"the dataset's column {min(taken)!r} is an argument of eval_judge {self._name}; rename it"
             )
-        verdicts = self._function(
-            prompts=[pair.prompt for pair in comparisons],
-            completions=[pair.own for pair in comparisons],
-            others=[pair.other for pair in comparisons],
-            **columns,
-        )
-        is_complete = isinstance(verdicts, list | tuple) and len(verdicts) == len(comparisons)
+        prompts = [row["prompt"] for row in rows]
+        verdicts = self._function(prompts=prompts, completions=list(completions), others=list(others), **columns)
+        is_complete = isinstance(verdicts, list | tuple) and len(verdicts) == len(rows)
         if not is_complete or not all(v is None or (isinstance(v, int | float) and 0 <= v <= 1) for v in verdicts):
             raise ValueError(
-                f"eval_judge {self._name} returned {shown(verdicts)} for {len(comparisons)} pairs; return for each a "
+                f"eval_judge {self._name} returned {shown(verdicts)} for {len(rows)} pairs; return for each a "
                 "number from 0 (the opponent's is better) to 1, or None"
             )
         return [None if verdict is None else float(verdict) for verdict in verdicts]

@@ -46,17 +46,6 @@ class RewardBatch:
             self.prompts[one], self.completions[one], self.completion_ids[one], columns, self.episodes[one]
         )
 
-    def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of a reward function by name, uncopied."""
-        responses = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
-        return responses | self.columns
-
-    def objects(self) -> dict[str, list[Any]]:
-        """Returns the arguments that belong to the run and are never copied (`OF_EPISODES`)."""
-        if not self.episodes:
-            return {}
-        return {"environments": [episode.environment for episode in self.episodes], "episodes": list(self.episodes)}
-
 
 class RewardError(ValueError):
     """The reward source `source` raised an exception or returned unusable scores. `row` is the index in the scored

@@ -50,10 +50,14 @@ class FunctionReward:
 
     def keywords(self, batch: RewardBatch) -> dict[str, Any]:
         """Returns the function's arguments for `batch`, with copies (`copied`) of prompts, completions and columns."""
-        shared = batch.arguments()
+        names = ("prompts", "completions", "completion_ids")
+        shared = {name: getattr(batch, name) for name in names} | batch.columns
+        of_run = dict(self.context)
+        if episodes := batch.episodes:
+            of_run |= {"environments": [episode.environment for episode in episodes], "episodes": list(episodes)}
         accepted, _, takes_any = self.parameters
         wanted = {*accepted, "environments", *shared} if takes_any else {*accepted}
-        uncopied = {name: value for name, value in (self.context | batch.objects()).items() if name in wanted}
+        uncopied = {name: value for name, value in of_run.items() if name in wanted}
         return uncopied | {name: [copied(v) for v in values] for name, values in shared.items() if name in wanted}
 
 

@@ -16,7 +16,7 @@ from alpaca_ppo.data import PromptDataset, collate_prompts
 from alpaca_ppo.data.prompts import tokenize_prompts
 from alpaca_ppo.distributed import collectives
 from alpaca_ppo.distributed.random_states import seed_random_states
-from alpaca_ppo.evaluation.comparisons import REFERENCE, Comparison, compare, stored_answers
+from alpaca_ppo.evaluation.comparisons import REFERENCE, compare, stored_answers
 from alpaca_ppo.evaluation.summary import ResponseRecord, correctness, summarize
 from alpaca_ppo.functional.shaping import sequence_scores
 from alpaca_ppo.generation.responses import SamplingParams
@@ -178,18 +178,17 @@ class Evaluator:
     ) -> None:
         """Sets the win, the opponent's answer and the difference in length of each of the `records`."""
         judge, source = self.settings.judge, self.settings.judged_by
-        pairs = []
         for record in records:
             record.opponent, opponent_score = opponent[record.prompt_id]
             record.length_difference = float(len(record.response) - len(record.opponent))
             if source is not None:
                 score = record.values[source]
                 record.win = None if math.isnan(score + opponent_score) else compare(score, opponent_score)
-            else:
-                columns = dict(prompts[record.prompt_id]["row"])
-                pairs.append(Comparison(columns.pop("prompt"), record.response, record.opponent, columns))
-        if judge is not None and pairs:
-            wins = collectives.on_main_process(lambda: judge(pairs), self._collector.accelerator)
+        if judge is not None and records:
+            rows = [prompts[record.prompt_id]["row"] for record in records]
+            own = [record.response for record in records]
+            others = [opponent[record.prompt_id][0] for record in records]
+            wins = collectives.on_main_process(lambda: judge(rows, own, others), self._collector.accelerator)
             for record, win in zip(records, wins, strict=True):
                 record.win = win
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from alpaca_ppo.evaluation.comparisons import Comparison, FunctionJudge, compare, stored_answers
+from alpaca_ppo.evaluation.comparisons import FunctionJudge, compare, stored_answers
 
 LONG, SHORT = "a much longer answer", "short"
-PAIRS = [Comparison("p", LONG, SHORT, {"answer": "7"}), Comparison("q", SHORT, LONG, {"answer": "8"})]
+PAIRS = [{"prompt": "p", "answer": "7"}, {"prompt": "q", "answer": "8"}], [LONG, SHORT], [SHORT, LONG]
 
 
 def test_a_function_sees_both_orders_and_the_columns():
@@ -17,19 +17,18 @@ def test_a_function_sees_both_orders_and_the_columns():
         calls.append((prompts, completions, answer))
         return [float(len(own) > len(other)) for own, other in zip(completions, others, strict=True)]
 
-    assert FunctionJudge(longer, name="longer")(PAIRS) == [1.0, 0.0]
+    assert FunctionJudge(longer, name="longer")(*PAIRS) == [1.0, 0.0]
     assert calls == [(["p", "q"], [LONG, SHORT], ["7", "8"]), (["p", "q"], [SHORT, LONG], ["7", "8"])]
     first = FunctionJudge(lambda prompts, completions, others, **columns: [1.0, None], name="first")
-    assert first(PAIRS) == [0.5, None]
+    assert first(*PAIRS) == [0.5, None]
     # A judge that gives the longer answer 1, and the shorter one 0.5 for its place: 1 and 1 - 0.5.
     unsure = iter([[1.0, None], [0.5, 1.0]])
-    assert FunctionJudge(lambda **arguments: next(unsure), name="unsure")(PAIRS) == [0.75, None]
+    assert FunctionJudge(lambda **arguments: next(unsure), name="unsure")(*PAIRS) == [0.75, None]
 
 
 def test_a_column_cannot_have_the_name_of_an_argument():
-    pair = Comparison("p", LONG, SHORT, {"others": "7"})
     with pytest.raises(ValueError, match="the dataset's column 'others' is an argument of eval_judge f; rename it"):
-        FunctionJudge(lambda **arguments: [1.0], name="f")([pair])
+        FunctionJudge(lambda **arguments: [1.0], name="f")([{"prompt": "p", "others": "7"}], [LONG], [SHORT])
 
 
 def test_equal_scores_are_half_a_win():
@@ -43,7 +42,7 @@ def test_equal_scores_are_half_a_win():
 )
 def test_a_function_must_return_a_verdict_for_each_pair(verdicts, message):
     with pytest.raises(ValueError, match=message):
-        FunctionJudge(lambda **arguments: verdicts, name="f")(PAIRS)
+        FunctionJudge(lambda **arguments: verdicts, name="f")(*PAIRS)
 
 
 def test_stored_answers_come_from_a_column_or_a_file(tmp_path):
