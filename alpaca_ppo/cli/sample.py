@@ -15,9 +15,9 @@ from typing import Any
 from alpaca_ppo.cli.evaluate import evaluation_options
 from alpaca_ppo.config.fields import options_of
 from alpaca_ppo.config.names import check_model_name, model_folder
+from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.config.run_file import IN_MEMORY, PROVENANCE
-from alpaca_ppo.doctor.examination import read_config
 from alpaca_ppo.library_output import say_loading
 
 # The options that name a Python object on which answers depend, and the arguments of `PPOTrainer` that are one.
@@ -58,7 +58,8 @@ def sample(argv: Sequence[str]) -> int:
         if (count := getattr(given, name)) is not None and count < 1:
             raise ValueError(f"--{name} is {count}; give at least 1")
     policy = model_folder("model", given.model)
-    run = read_config(Path(given.model))
+    record = Path(given.model) / "run.yaml"
+    run: dict[str, Any] = read_yaml(str(record), option="the record") if record.is_file() else {}
     check_model_name("--reference", None if given.reference == "none" else given.reference)
     # Standard output is for the answers; what the trainer prints goes to standard error.
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):

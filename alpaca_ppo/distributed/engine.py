@@ -4,6 +4,7 @@ The base class is the engine for one process and for DDP; those that shard are i
 `accelerator.make_engine` chooses. What an optimizer step consists of is in `ppo.updates`.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -160,8 +161,11 @@ class Engine:
         return norms
 
     def _average_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Averages the gradients over the ranks, as DDP does."""
-        for parameter in parameters:
+        """Averages the gradients over the ranks, as DDP does. A parameter that no rank has used keeps none."""
+        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        used = used.to(self.accelerator.device)
+        torch.distributed.all_reduce(used)
+        for parameter in itertools.compress(parameters, used.tolist()):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             torch.distributed.all_reduce(parameter.grad)

@@ -2,7 +2,8 @@
 
 Accelerate's FSDP plugin is not used: it prepares one model with its optimizer, and does nothing on a CPU. As in verl
 and prime-rl, every decoder layer and the critic's backbone is gathered by itself; the rest (embeddings, norms, heads,
-tied pairs) belongs to the root. Every rank holds a cached critic, which is small, as under DDP.
+tied pairs) belongs to the root. Every rank holds a cached critic, which is small, unless a group of the user's
+optimizer has parameters of both.
 """
 
 import math
@@ -39,11 +40,12 @@ class FSDPEngine(Engine):
         policy, critic = self.actor_critic.policy, self.actor_critic.critic
         # What every rank holds.
         self._whole = set[nn.Parameter]()
-        if critic is not None and critic.reader is not None:
+        # An optimizer cannot step sharded and whole parameters of one group together.
+        if critic is not None and critic.reader is not None and "both" not in self._parts:
             self._whole = {*critic.to(self.accelerator.device).parameters()}
-            if "both" in self._parts:
-                problem = "a group of the optimizer has parameters of the policy and of the cached critic"
-                raise ValueError(f"{problem}, of which FSDP2 shards the first alone; give each part groups of its own")
+            # As DDP does: a critic of the user's may have begun otherwise on each rank.
+            for tensor in (*critic.parameters(), *critic.buffers()):
+                torch.distributed.broadcast(tensor.detach(), 0)
         trained = [p for p in self.actor_critic.parameters() if p.requires_grad and p not in self._whole]
         dtypes = {str(p.dtype).removeprefix("torch.") for p in trained}
         if len(dtypes) > 1:
@@ -105,9 +107,10 @@ class FSDPEngine(Engine):
         return bool(self._whole) and self._step_part != "policy"
 
     def forward(self, *args: Any, **options: Any) -> ActorCriticOutputs:
-        whole = bool(self._whole) and not options["with_policy"] and options["policy_states"] is not None
+        reads_kept_states = not options.get("with_policy", True) and options.get("policy_states") is not None
         # Without the hooks of `__call__`, which would gather the root.
-        outputs: ActorCriticOutputs = (self.model.forward if whole else self.model)(*args, **options)
+        model = self.model.forward if self._whole and reads_kept_states else self.model
+        outputs: ActorCriticOutputs = model(*args, **options)
         return outputs
 
     def unused_parameter_loss(self, parameters: Sequence[nn.Parameter]) -> Tensor | float:
@@ -150,7 +153,7 @@ class FSDPEngine(Engine):
 
     @contextmanager
     def gathered_parameters(self, module: nn.Module) -> Iterator[None]:
-        """Puts whole copies of the parameters in host memory into `module`; the shards are put back at the end, so
+        """Puts whole copies of sharded parameters in host memory into `module`; the shards are put back at the end, so
         changes to the copies are lost.
         """
         # A tied parameter has several places.
@@ -158,6 +161,7 @@ class FSDPEngine(Engine):
             (part, name, parameter)
             for part in module.modules()
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+            if isinstance(parameter, DTensor)
         ]
         sharded = {id(parameter): parameter for _, _, parameter in places}
         whole = {key: nn.Parameter(_full(p).cpu(), p.requires_grad) for key, p in sharded.items()}

@@ -104,7 +104,7 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     weights = sum(measured.weights.values()) - sum(offloaded)
     # FSDP2 has nothing to shard over one process.
     if sharding.fsdp and sharding.processes > 1:
-        whole = measured.weights["critic"] if args.critic_layout == "cached" else 0.0
+        whole = measured.weights.get("critic", 0.0) if args.critic_layout == "cached" else 0.0
         held = _held_by_fsdp(measured, weights, sharding.processes, whole)
     elif sharding.stage:
         held = _held_by_zero(measured, weights, sharding, args)

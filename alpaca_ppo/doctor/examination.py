@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
+
 from alpaca_ppo.atomic_io import StrPath
 from alpaca_ppo.config.fields import shown
-from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.doctor.rules import RULES, History
 from alpaca_ppo.registry import DoctorSeverity
 
@@ -102,9 +103,19 @@ def read_findings(folder: StrPath) -> list[Finding]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the options in run.yaml; none without it. Raises a ValueError if it is not a mapping in YAML."""
+    """Returns the options in run.yaml; none without it.
+
+    Raises:
+        ValueError: if it is not a mapping in YAML.
+    """
     path = folder / "run.yaml"
-    return read_yaml(str(path), option="the record") if path.exists() else {}
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}; restore or remove the file") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__} instead of options; restore or remove the file")
+    return config
 
 
 def read_lines(path: Path, *, key: str = "step") -> Iterator[dict[str, Any]]:

@@ -55,10 +55,10 @@ FINDING = {"step": 1, "rule": "kl_runaway", "severity": "error", "sentence": "s"
         ("metrics.jsonl", None, r"metrics.jsonl does not exist; give the folder \(output_dir\) of a run"),
         ("metrics.jsonl", "[]\n", "metrics.jsonl line 1 is no JSON object with a step: b'\\[\\]'"),
         ("metrics.jsonl", "{]\n", "metrics.jsonl line 1 is no JSON object"),
-        ("run.yaml", "a: [", "the record .*run.yaml cannot be read as YAML"),
+        ("run.yaml", "a: [", "run.yaml is not YAML"),
         ("findings.jsonl", json.dumps({**FINDING, "severity": "fatal"}), "findings.jsonl holds .*'fatal'.* no finding"),
         ("findings.jsonl", '{"step": 1, "severity": "error"}', "findings.jsonl holds .* no finding; remove the line"),
-        ("run.yaml", "- a", "the record .*run.yaml holds a list; it must map option names"),
+        ("run.yaml", "- a", "run.yaml holds a list instead of options"),
     ],
 )
 def test_a_folder_that_is_no_run_is_refused(tmp_path, name, text, message):

@@ -36,8 +36,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from alpaca_ppo import PPOTrainer  # noqa: E402
 from alpaca_ppo.checkpoint.directory import HOLDER_FILE, LOCK_FILE  # noqa: E402
 from alpaca_ppo.distributed.collectives import drain_collectives  # noqa: E402
+from alpaca_ppo.distributed.fsdp_engine import FSDPEngine  # noqa: E402
 from alpaca_ppo.estimate_memory.fake_models import LiveBytes  # noqa: E402
-from alpaca_ppo.models import packed_attention, trial  # noqa: E402
+from alpaca_ppo.models import build_actor_critic, packed_attention, trial  # noqa: E402
+from alpaca_ppo.models.state_reader import StateReader  # noqa: E402
 from tests.tiny_models import tiny_causal_lm, tiny_sequence_classifier, tiny_tokenizer  # noqa: E402
 from tests.tiny_runs import FillDisk, LargestFile, Steep, count_even, poisoned, prompts, tiny_trainer, track_all  # noqa: E402
 
@@ -123,6 +125,7 @@ def made_trainer(
     eval_prompts: int = 0,
     eval_named: bool = False,
     talker: bool = False,
+    own_critic: bool = False,
     poison: Any = (),
     steep: bool = False,
     largest_file: Any = (),
@@ -147,6 +150,7 @@ def made_trainer(
         eval_named: evaluate on them as a named set beside one of a single prompt, and measure with a function and a
             random sequence classifier.
         talker: let a `Talker` answer and reward beside `count_even`.
+        own_critic: give the policy with a cached critic whose random weights are other ones on each rank.
         poison: [[step, update], ...] in which the loss of one row is NaN.
         steep: train a loss whose gradient is infinite.
         largest_file: [step, bytes], the limit of files from the end of that step on.
@@ -187,6 +191,9 @@ def made_trainer(
         model = get_peft_model(model, LoraConfig(**LORA))
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
             parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
+    if own_critic:
+        reader = partial(StateReader, width=overrides["critic_width"], depth=overrides["critic_depth"])
+        model = build_actor_critic(model, critic_layout="cached", reader=reader)
     return tiny_trainer(output_dir, model=model, trainer_arguments=arguments, **overrides)
 
 
@@ -224,19 +231,28 @@ def watch_policy_gradients(trainer: PPOTrainer) -> list[int]:
 
 
 def watch_kept_states(trainer: PPOTrainer) -> list[int]:
-    """A list to which each pass of the critic alone over kept states adds how many collectives it made."""
-    engine, counts = trainer.updater.engine, list[int]()
-    forward = engine.forward
+    """A list to which, under FSDP2, each update pass of the critic alone over kept states adds how many collectives it
+    made, forward and backward.
+    """
+    engine, counts, reads = trainer.updater.engine, list[int](), [False]
+    if not isinstance(engine, FSDPEngine):
+        return counts
+    forward, backward = engine.forward, engine.backward
+
+    def counted(method: Any, *given: Any, **options: Any) -> Any:
+        if not reads[0]:
+            return method(*given, **options)
+        with CommDebugMode() as collectives:
+            found = method(*given, **options)
+        counts.append(collectives.get_total_counts())
+        return found
 
     def watched(*rows: Any, **options: Any) -> Any:
-        if options["policy_states"] is None:
-            return forward(*rows, **options)
-        with CommDebugMode() as collectives:
-            outputs = forward(*rows, **options)
-        counts.append(collectives.get_total_counts())
-        return outputs
+        reads[0] = options["policy_states"] is not None
+        return counted(forward, *rows, **options)
 
     engine.forward = watched  # type: ignore[method-assign]
+    engine.backward = partial(counted, backward)  # type: ignore[method-assign]
     return counts
 
 

@@ -80,6 +80,7 @@ RUNS: dict[str, dict[str, Any]] = {
         **{"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "critic_epochs": 2, "weight_decay": 0.1},
         **{"rollout_batch_size": 4, "total_episodes": 13, "critic": "quantile", "critic_pretraining_steps": 1},
     },
+    "cached_given": {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "own_critic": True},
     "reward_model": {"reward_model": True, "reference": "copy", "target_kl_stop": 0.01},
     "offloaded": {"reference": "copy_offloaded"},
     # Up to five micro-batches, where DeepSpeed's configuration has one. The critic steps alone, then the policy, then
