@@ -161,7 +161,8 @@ class LearningOptions(RunOptions):
     critic_pretraining_steps: int = argument(0, ge=0, needs=_CRITIC)
     """First steps, in which the critic alone learns, with lam_critic 1; the policy's schedule begins after them."""
     init_value_with_reward: bool = argument(False, needs=(_CRITIC, when("critic_layout", "auto", "separate")))
-    """Initialize the critic from the reward model (a distributional one from its backbone), not from the policy."""
+    """Start the critic from the reward model (a distributional one from its backbone), which makes it separate.
+    Otherwise a separate one starts from the policy, a cached one from random weights."""
     quantile_huber_kappa: float = argument(1.0, gt=0, needs=when("critic", "quantile", "iqn"))
     """Error at which the loss of the quantile and iqn critics turns from quadratic to linear."""
     num_atoms: int | None = argument(None, ge=2, needs=unless("critic", "scalar"))

@@ -421,13 +421,16 @@ def logprobs_disagree(history: History) -> Found | None:
 
 @_rule(
     "the critic does not learn: its explained variance is {mean:.3g} on average in twenty steps",
-    "raise critic_learning_rate threefold or critic_epochs, set critic_pretraining_steps: 10 to 50, or use no critic ("
+    "raise critic_epochs, set critic_learning_rate: {rate} or critic_pretraining_steps: 10 to 50, or use no critic ("
     "adv_estimator: grpo, num_return_sequences: 8); see docs/troubleshooting.md#the-critic-does-not-learn",
 )
 def critic_useless(history: History) -> Found | None:
     """For twenty steps, the critic predicts the returns worse than a constant."""
     recent = history.last("ppo/val/explained_variance", 20)
-    return _error_if(fmean(recent) < -1, mean=fmean(recent)) if recent and max(recent) < 0 else None
+    if not recent or max(recent) >= 0:
+        return None
+    rate = max((rate for _, rate in history.series("objective/critic_lr")), default=0.0)
+    return _error_if(fmean(recent) < -1, mean=fmean(recent), rate=f"{3 * rate:.1g}" if rate else "three times its rate")
 
 
 def _at_start(history: History, ending: str, *, last_step: int) -> tuple[float, str]:

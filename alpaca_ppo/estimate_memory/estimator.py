@@ -207,7 +207,9 @@ class _Run:
         quarters = [{name: max(1, getattr(args, name) // 4)} for name in names]
         changes: list[dict[str, Any]] = [shared_base, {"gradient_checkpointing": True}, one_row, *quarters]
         if own_backbone:
-            changes.append({"critic_layout": "cached", **from_policy})
+            # A rate and epochs that were chosen for a whole backbone are none for such a critic.
+            own_steps = {"critic_learning_rate": None, "critic_epochs": "auto", "critic_step_batch_size": None}
+            changes.append({"critic_layout": "cached", **from_policy, **own_steps})
         if not (args.use_cpu or self.sharding.fsdp or self.sharding.stage == 3):
             changes.append({"load_in_4bit": True})
         current = {**vars(self.script), **vars(self.lora), **vars(args)}

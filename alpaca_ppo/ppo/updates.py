@@ -295,9 +295,11 @@ def _memory_advice(batch: MicroBatch, process_index: int, args: PPOConfig) -> It
         first_line = str(error).partition("\n")[0]
         fewer = f"max_tokens_per_micro_batch: {max(tokens // 2, args.longest_row)} or "
         smaller = fewer if args.longest_row < args.micro_batch_tokens else ""
+        # A critic that reads kept states recomputes nothing.
+        other = "gradient_checkpointing: true" if batch.policy_states is None else "a smaller critic_width"
         raise torch.OutOfMemoryError(
             f"process {process_index} ran out of memory in a micro-batch of {rows} responses ({tokens} tokens); set "
-            f"{smaller}gradient_checkpointing: true (docs/memory.md has more). {first_line}"
+            f"{smaller}{other} (docs/memory.md has more). {first_line}"
         ) from error
 
 

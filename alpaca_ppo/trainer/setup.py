@@ -185,7 +185,11 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
             remedy = "start the critic from another model"
             check_same_tokenizer(field, critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
     args = factory.with_chosen_layout(args, actor_critic)
-    trained = (parameter for parameter in actor_critic.parameters() if parameter.requires_grad)
+    saved = [*actor_critic.parameters()]
+    if args.save_steps == 0 and actor_critic.critic is not None and actor_critic.critic.layout in ("shared", "cached"):
+        # In final/value, the critic lies beside what it reads of the policy.
+        saved += actor_critic.policy.model.base_model.parameters()
+    trained = (parameter for parameter in saved if parameter.requires_grad)
     checkpoint_size = checkpoint_bytes(trained, adamw=args.save_steps > 0 and given.optimizers[0] is None)
     sampling_params = make_sampling_params(actor_critic, processing_class, args, chat=chat)
     # A model that is saved cannot wait with truncate tokens until `truncate_after`.

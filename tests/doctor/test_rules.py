@@ -146,6 +146,12 @@ def test_updates_that_are_too_large_name_the_rate_to_try(metrics, config, rate):
     assert finding.rule == "update_too_large" and finding.remedy.startswith(f"try learning_rate: {rate}, ")
 
 
+@pytest.mark.parametrize(("metrics", "rate"), [({"objective/critic_lr": 3e-4}, "0.0009"), ({}, "three times its rate")])
+def test_a_critic_that_does_not_learn_gets_three_times_its_rate(metrics, rate):
+    found = examined(lambda t: {"ppo/val/explained_variance": -0.3, **metrics})
+    assert f" set critic_learning_rate: {rate} or " in found["critic_useless"].remedy
+
+
 def test_every_rule_has_a_fault_and_a_row_on_the_page_that_links_the_section_of_its_remedy():
     rows = table_rows((ROOT / "docs/doctor.md").read_text(), "rule")
     assert {named.split()[0] for named in FAULTS} == set(RULES)

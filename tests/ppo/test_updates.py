@@ -28,6 +28,16 @@ def test_an_out_of_memory_error_says_what_would_fit(tmp_path):
     assert str(caught.value).endswith("Tried to allocate 2.00 GiB.")
 
 
+def test_a_critic_that_reads_kept_states_is_not_advised_to_recompute_them(tmp_path):
+    class Crowded(PPOTrainer):
+        def compute_value_loss(self, batch, outputs):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer = tiny_trainer(tmp_path, trainer_class=Crowded, critic_layout="cached", critic_width=64, critic_depth=1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"\d+ tokens\); set .*a smaller critic_width"):
+        trainer.step(trainer.prompt_batches(0))
+
+
 def test_in_a_micro_batch_that_cannot_be_smaller_it_advises_no_smaller_ones(tmp_path):
     class Crowded(PPOTrainer):
         def compute_policy_loss(self, batch, outputs):

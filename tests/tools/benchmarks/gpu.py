@@ -92,7 +92,7 @@ def measured_update(
             num_logged_rollouts=0,
             report_to=["none"],
             **{"bf16": not lora, "use_cpu": device.type == "cpu", **settings},
-            **({"critic_layout": "adapter", "reference": "adapter_off"} if lora else {}),
+            **({"critic_layout": "adapter", "reference": "adapter_off"} if lora else {"critic_layout": "separate"}),
         )
         prompt = " ".join(f"w{i % 96}" for i in range(tokens // 2))
         trainer = PPOTrainer(
