@@ -237,9 +237,9 @@ def test_a_run_under_zero_is_that_of_one_process(stage, name, runs):
                 assert ours[key] == expected, f"step {ours['step']}: {key}"
 
 
-@pytest.mark.parametrize(("stage", "processes"), [case("fsdp", "cached", 2), case("fsdp-3", "cached", 3)])
-def test_a_cached_critic_s_own_passes_under_fsdp_gather_nothing(stage, processes, runs):
-    files = (runs / stage / "cached").glob("reached_*.json")
+@pytest.mark.parametrize(("stage", "name", "processes"), [case("fsdp", "cached", 2), case("fsdp-3", "cached", 3)])
+def test_updates_of_a_cached_critic_under_fsdp_gather_nothing(stage, name, processes, runs):
+    files = (runs / stage / name).glob("reached_*.json")
     counts = [json.loads(file.read_text())["critic_collectives"] for file in files]
     assert len(counts) == processes and all(counts) and {*chain(*counts)} == {0}
 
