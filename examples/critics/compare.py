@@ -85,7 +85,7 @@ def seeds_of(row: str, task: str) -> Sequence[int]:
     if task == RLHF:
         return SEEDS[:1] if row in (GROUPED, GRPO) else ()
     if task == REAL:
-        return SEEDS[: {GROUPED: 5, GRPO: 5, LARGE: 2, TRL_GRPO: 2}.get(row, 1)]
+        return SEEDS[: {LARGE: 2, TRL_GRPO: 2, TRL: 1}.get(row)]
     if row in (GROUPED, TRL, TRL_GRPO) or (row, task) == (LARGE, "mini_farm"):
         return ()
     return SEEDS[:1] if row == LARGE else SEEDS[:2] if row == SMALL else SEEDS
@@ -186,8 +186,8 @@ def page(runs: Sequence[Run]) -> str:
         "model but `cached` and TRL's PPO, which have one.\n"
         "- Everything else is the default, on the real model with `ppo_epochs: 1` and a constant rate. GRPO has its "
         "paper's settings, and TRL its own defaults with the same sizes and rate.\n"
-        "- Time is processor time. Runs whose times are compared went at once, because the speed of such a machine "
-        "changes from hour to hour. A lead after as much time is that at the end of the faster run.\n"
+        "- Time is processor time. Runs whose times are compared went at once, or within an hour on the same machine, "
+        "because speeds change from hour to hour. A lead after as much time is that at the end of the faster run.\n"
         "- A lead is the mean difference of runs with the same seeds, as far as both rows have them, and its standard "
         f"error that of these differences. That over {SEPARATE} is after as many answers.\n"
         "- Explained variance is that of new answers' returns, on average over the second half of the steps.\n"
