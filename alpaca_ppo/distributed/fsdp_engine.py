@@ -118,6 +118,7 @@ class FSDPEngine(Engine):
 
     def _clip(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
         if self._whole.issuperset(parameters):
+            # Every rank has the whole gradients, and so their norm.
             return super()._clip(parameters, max_norm)
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         shards = [_local(parameter).detach() for parameter in parameters if parameter.grad is not None]

@@ -67,12 +67,17 @@ class Critic(nn.Module):
 
     @property
     def layout(self) -> Literal["separate", "adapter", "shared", "cached"]:
-        """As the option `critic_layout`. The last two read the policy's states."""
+        """As the option `critic_layout`."""
         if self.reader is not None:
             return "cached"
         if self.backbone is not None:
             return "separate"
         return "adapter" if self.has_adapter else "shared"
+
+    @property
+    def reads_policy(self) -> bool:
+        """Whether it reads states of the policy in training."""
+        return self.layout in ("shared", "cached")
 
 
 class ActorCritic(nn.Module):
@@ -144,7 +149,7 @@ class ActorCritic(nn.Module):
         critic = self.critic if with_critic else None
         reader = None if critic is None else critic.reader
         read = [] if reader is None or policy_states is not None else decoder_layers(self.policy.model, reader.layers)
-        if with_policy or (critic is not None and critic.layout in ("shared", "cached") and policy_states is None):
+        if with_policy or (critic is not None and critic.reads_policy and policy_states is None):
             with torch.set_grad_enabled(torch.is_grad_enabled() and with_policy), captured_outputs(read) as outputs:
                 states = self.policy.states(rows)
             if read:

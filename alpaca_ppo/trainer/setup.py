@@ -186,7 +186,7 @@ def make_parts(given: TrainerArguments, trainer_class: type, *, samples_itself: 
             check_same_tokenizer(field, critic_start, processing_class, remedy=remedy, trust_remote_code=trust)
     args = factory.with_chosen_layout(args, actor_critic)
     saved = [*actor_critic.parameters()]
-    if args.save_steps == 0 and actor_critic.critic is not None and actor_critic.critic.layout in ("shared", "cached"):
+    if args.save_steps == 0 and actor_critic.critic is not None and actor_critic.critic.reads_policy:
         # In final/value, the critic lies beside what it reads of the policy.
         saved += actor_critic.policy.model.base_model.parameters()
     trained = (parameter for parameter in saved if parameter.requires_grad)
