@@ -63,6 +63,7 @@ class Measured:
     score: float = 0.0
     logprobs: float = 0.0
     backward: float = 0.0
+    kept_states: float = 0.0  # of the policy, for a cached critic
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class _Held:
 
 
 def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[list[PhaseMemory], float]:
-    """The peak of each phase on one device, in the order of PHASES; and the bytes offloaded to host memory."""
+    """The peak of each phase on one device, in the order of PHASES; and the bytes that wait in host memory."""
     moves = {"reference": args.reference == "copy_offloaded", "teacher": args.teacher_offloaded}
     offloaded = [measured.weights.get(name, 0.0) for name in moves if moves[name] and not args.use_cpu]
     weights = sum(measured.weights.values()) - sum(offloaded)
@@ -116,14 +117,16 @@ def phases(measured: Measured, args: PPOConfig, sharding: Sharding) -> tuple[lis
     # Each offloaded model is on the device only during its own pass.
     log_probs = replace(forward, weights=forward.weights + max(offloaded, default=0.0))
     backward = replace(between, weights=held.weights + held.backward_gathered, gradients=held.backward_gradients)
+    kept = measured.kept_states if args.use_cpu else 0.0
     # ZeRO 3 shards offloaded models too.
     on_host = held.on_host + sum(offloaded) / (sharding.processes if sharding.stage == 3 else 1)
+    on_host += measured.kept_states - kept
     return [
         replace(sampling, phase="prefill", activations=measured.prefill),
-        replace(sampling, phase="sampling", activations=measured.sampling),
-        replace(forward, phase="score", activations=measured.score),
-        replace(log_probs, phase="log-probs", activations=measured.logprobs),
-        replace(backward, phase="backward", activations=measured.backward),
+        replace(sampling, phase="sampling", activations=measured.sampling + kept),
+        replace(forward, phase="score", activations=measured.score + kept),
+        replace(log_probs, phase="log-probs", activations=measured.logprobs + kept),
+        replace(backward, phase="backward", activations=measured.backward + kept),
         replace(between, phase="optimizer step", gradients=held.step_gradients),
     ], on_host
 

@@ -27,10 +27,10 @@ GIB = 2**30
 
 
 class Prediction(NamedTuple):
-    """The memory of one process: of the device in each phase, and the bytes that are offloaded to the host."""
+    """The memory of one process: of the device in each phase, and the bytes that wait in host memory."""
 
     phases: list[PhaseMemory]
-    offloaded: float
+    on_host: float
 
     @property
     def peak(self) -> PhaseMemory:
@@ -63,9 +63,9 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
 
     Returns:
         `model`, `processes`, `zero_stage` (0 = DDP, or FSDP2 if `fsdp`), `phases` (bytes by cause), `peak`,
-        `peak_phase`; with several processes `peak_by_zero_stage`; with offloading `offloaded`. With `device_gib` that
-        number, `limit` and `fits`, and if the run does not fit `changes`: the peak after each of up to three changes
-        that save most, and after all of them.
+        `peak_phase`; with several processes `peak_by_zero_stage`; `on_host`, if something waits in host memory. With
+        `device_gib` that number, `limit` and `fits`, and if the run does not fit `changes`: the peak after each of up
+        to three changes that save most, and after all of them.
     """
     run = _Run.of(script, lora, args)
     # The run's own is last: it replaces the one of its stage with default settings.
@@ -83,8 +83,8 @@ def estimate(script: EstimateArguments, lora: LoraArguments, args: PPOConfig) ->
     }
     if len(predictions) > 1:
         result["peak_by_zero_stage"] = {name: prediction.peak.total for name, prediction in predictions.items()}
-    if own.offloaded:
-        result["offloaded"] = own.offloaded
+    if own.on_host:
+        result["on_host"] = own.on_host
     result |= on_device(own.peak.total, script.device_gib, use_cpu=args.use_cpu)
     if not result.get("fits", True):
         result["changes"] = [
@@ -236,8 +236,8 @@ def table(result: dict[str, Any]) -> str:
         names = {"0": "DDP", "fsdp": "FSDP2"}
         peaks = [f"{value / GIB:.2f} ({names.get(stage, f'ZeRO {stage}')})" for stage, value in stages]
         lines.append(f"on {result['processes']} processes: {', '.join(peaks)}")
-    if "offloaded" in result:
-        lines.append(f"offloaded: another {result['offloaded'] / GIB:.2f} GiB of host memory per process")
+    if "on_host" in result:
+        lines.append(f"host memory: another {result['on_host'] / GIB:.2f} GiB per process")
     if "fits" in result:
         available = f"{result['limit'] / GIB:.2f} of {result['device_gib']:g} GiB are available for tensors"
         lines.append(f"{'fits' if result['fits'] else 'does not fit'}: {available}")

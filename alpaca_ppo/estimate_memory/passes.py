@@ -84,7 +84,8 @@ class _Passes:
         self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
         prompts = math.ceil(args.rollout_batch_size / processes)
         # Responses sampled, scored or evaluated at once.
-        self._rows_at_once = min(prompts * args.num_return_sequences, args.rollout_per_device_batch_size)
+        self._responses = prompts * args.num_return_sequences
+        self._rows_at_once = min(self._responses, args.rollout_per_device_batch_size)
         full_rows = self._full_rows(self._rows_at_once, args.longest_row)
         self._forward_rows = ForwardRows(full_rows, torch.device("cpu"), per_device_batch_size=self._rows_at_once)
         # Packs the batches, which `ForwardRows` then keeps for `_log_probs`, where tensors are fake.
@@ -135,7 +136,12 @@ class _Passes:
             teacher: Any = modules["teacher"]
             weights["teacher"] -= bytes_saved_by_four_bit(teacher, teacher.head)
         elements = float(sum(parameter.numel() for parameter in trained))
-        return Measured(weights=weights, gradients=size_of(trained), elements=elements, layer=layer)
+        measured = Measured(weights=weights, gradients=size_of(trained), elements=elements, layer=layer)
+        critic = self._actor_critic.critic
+        if critic is not None and critic.reader is not None:
+            of_token = math.prod(critic.reader.state_shape) * policy.model.get_input_embeddings().weight.element_size()
+            measured.kept_states = float(self._responses * self._args.response_len * of_token)
+        return measured
 
     def _peak(self, work: Callable[[], Any]) -> float:
         """The most bytes alive during `work`, without those of the models."""

@@ -466,6 +466,16 @@ def test_fsdp_shards_all_but_a_cached_critic():
         assert (step.weights, step.gradients, step.optimizer) == (200 + critic, gradients, 400 + 2 * critic)
 
 
+def test_the_states_that_a_cached_critic_reads_wait_in_host_memory():
+    models, cached = Models(saved(llama())), {"critic_layout": "cached", "critic_width": 64}
+    [on_cpu] = predict(models, settings(**cached), [Sharding()])
+    [on_device] = predict(models, settings(**cached, **ON_A_DEVICE), [Sharding()])
+    states = ROWS * RESPONSE * WIDE["hidden_size"] * 4
+    assert (on_cpu.on_host, on_device.on_host) == (0, states)
+    for phase, other in zip(on_cpu.phases, on_device.phases, strict=True):
+        assert phase.activations - other.activations == (0 if phase.phase in ("prefill", "optimizer step") else states)
+
+
 @pytest.mark.parametrize("kind", [proved("mixtral"), "qwen3_moe", proved("gemma2")])
 def test_other_architectures_can_be_measured(kind):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

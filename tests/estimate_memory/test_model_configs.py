@@ -32,8 +32,8 @@ def test_a_deepspeed_file_says_stage_and_offloading(folder, tmp_path):
     elements = plain["phases"][-1]["gradients"]
     assert elements > 0 and [phase["optimizer"] for phase in offloaded["phases"]] == [0.0] * 6
     # Per element of this process's half: master weight, two moments and the gradient, 4 bytes each.
-    assert offloaded["offloaded"] == pytest.approx(16 * plain["phases"][0]["optimizer"] / 12)
-    assert "GiB of host memory" in table(offloaded) and "host memory" not in table(plain)
+    assert offloaded["on_host"] == pytest.approx(16 * plain["phases"][0]["optimizer"] / 12)
+    assert "host memory: another" in table(offloaded) and "host memory" not in table(plain)
 
 
 def test_the_buckets_of_a_deepspeed_file_are_counted(folder, tmp_path):
