@@ -36,12 +36,13 @@ class StateCache:
         """Keeps `states` (N, layers, H), of the N tokens under `response_mask` (B, R); returns the keys (B, 2), int64,
         of the rows.
         """
-        kept = torch.empty(states.shape, dtype=states.dtype, pin_memory=states.device.type == "cuda")
-        kept.copy_(states)
+        kept = states
+        if states.device.type != "cpu":
+            kept = torch.empty(states.shape, dtype=states.dtype, pin_memory=states.device.type == "cuda").copy_(states)
         rows = kept.split(response_mask.sum(dim=1).tolist())
         numbers = list(islice(self._numbers, len(rows)))
         self._rows |= zip(numbers, rows, strict=True)
-        return torch.tensor([[self._rank, number] for number in numbers]).view(-1, 2)
+        return torch.tensor([[self._rank, number] for number in numbers], dtype=torch.long).view(-1, 2)
 
     def states(self, keys: Tensor, device: torch.device, lengths: Sequence[int] | None = None) -> Tensor:
         """The states (N, layers, H) of the rows with these `keys`, all of this rank, on `device`.

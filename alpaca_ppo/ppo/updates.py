@@ -173,7 +173,9 @@ class Updater:
         fault = non_finite(total, stats)
         if fault is not None:
             fault += f" on rank {self.accelerator.process_index} (prompts {batch.rows['prompt_ids'].tolist()})"
-        return BatchStats(stats, batch.tokens, batch.lengths, not self.engine.actor_critic.padding_free, fault)
+        # What a cached critic reads is never padded.
+        padded = batch.policy_states is None and not self.engine.actor_critic.padding_free
+        return BatchStats(stats, batch.tokens, batch.lengths, padded, fault)
 
     def _backward_passes(self, part: Part) -> list[tuple[Part, ...]]:
         """The parts that each backward pass of a micro-batch trains.

@@ -220,7 +220,6 @@ class PPOTrainer(BaseTrainer):
             compares_group=ADV_ESTIMATORS.trait(args.adv_estimator, "needs_group"),
             may_fail=sampling_round > 0,
         )
-        self.updater.cache.begin(step)
         rollouts = self.collect_rollouts(prompt_batches, sampling_params, options, self.step_record)
         self.sampler_check.check_rollouts(rollouts)
         return rollouts
@@ -240,6 +239,7 @@ class PPOTrainer(BaseTrainer):
         n = sampling_params.num_return_sequences
         num_prompts = sum(len(batch["rows"]) - batch.get("num_dummies", 0) for batch in prompt_batches)
         self.collector.sync(can_stop=self.progress.is_current)
+        self.updater.cache.begin(self.state.global_step)
         local: dict[str, Tensor] | None = None
         failures: list[RowFailure] = []
         phase = self.run_log.bar.phase("sampling", num_prompts * (n + int(options.greedy_baseline)))

@@ -122,6 +122,12 @@ def score_at_kl(run: Run, nats: float) -> float | None:
     return None
 
 
+def from_one_start(runs: Sequence[Run], row: str, other: str, task: str) -> list[int]:
+    """Returns the seeds whose runs of both rows began with the same score: on one machine, with the same models."""
+    starts = [{run["seed"]: run["before"] for run in runs_of(runs, name, task)} for name in (row, other)]
+    return sorted(seed for seed, before in starts[0].items() if starts[1].get(seed) == before)
+
+
 def _cell(numbers: Sequence[float], digits: int = 2) -> str:
     if not numbers:
         return ""
@@ -140,16 +146,15 @@ def table(runs: Sequence[Run], task: str) -> str:
     rows = [row for row in ROWS if runs_of(runs, row, task)]
     digits = TASKS[task].digits
 
-    def at_grpos_end(row: str) -> list[float]:
-        return scores_after(runs, row, task, {seed: 1 / time for seed, time in times(runs, row, task).items()})
-
     def lead_over_grpo(row: str) -> str:
         took = times(runs, row, task)
-        return "" if row == GRPO else lead(at_grpos_end(row), scores_after(runs, GRPO, task, took), digits)
+        took = {seed: took[seed] for seed in from_one_start(runs, row, GRPO, task)}
+        at_its_end = scores_after(runs, row, task, {seed: 1 / time for seed, time in took.items()})
+        return "" if row == GRPO else lead(at_its_end, scores_after(runs, GRPO, task, took), digits)
 
     def lead_over_separate(row: str) -> str:
         own, other = ({run["seed"]: run["after"] for run in runs_of(runs, name, task)} for name in (row, SEPARATE))
-        both = own.keys() & other.keys()
+        both = from_one_start(runs, row, SEPARATE, task)
         return "" if row == SEPARATE else lead([own[seed] for seed in both], [other[seed] for seed in both], digits)
 
     def explained(row: str) -> str:
@@ -181,16 +186,17 @@ def page(runs: Sequence[Run]) -> str:
     about = (
         f"Means and standard errors over runs with the seeds from {SEEDS[0]} on, on data of seed {DATA_SEED}, on "
         f"{machine()}.\n\n"
-        "- `cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2. Both take 8 "
-        "passes.\n"
+        "- `cached` has the default size (width 256, depth 3), `cached, small` width 64 and depth 2, `cached, "
+        "smallest` depth 1. All take 8 passes.\n"
         "- All runs of a task have equally many answers. GRPO has eight to a prompt, and so has every row on the real "
         "model but `cached` and TRL's PPO, which have one.\n"
         "- Everything else is the default, on the real model with `ppo_epochs: 1` and a constant rate. GRPO has its "
         "paper's settings, and TRL its own defaults with the same sizes and rate.\n"
         "- Time is processor time. Runs whose times are compared went at once, or within an hour on the same machine, "
         "because speeds change from hour to hour. A lead after as much time is that at the end of the faster run.\n"
-        "- A lead is the mean difference of runs with the same seeds, as far as both rows have them, and its standard "
-        f"error that of these differences. That over {SEPARATE} is after as many answers.\n"
+        "- A lead is the mean difference of runs with the same seeds, as far as both rows have them and began with the "
+        "same score, which they do on one machine; and its standard error is that of these differences. That over "
+        f"{SEPARATE} is after as many answers.\n"
         "- Explained variance is that of new answers' returns, on average over the second half of the steps.\n"
         "- A score at some KL to the start, in nats, is read off each run's curve between evaluations, where every run "
         "has it.\n"

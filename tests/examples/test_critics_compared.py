@@ -49,6 +49,10 @@ def test_critics_are_compared_at_equal_samples_and_at_equal_time():
     runs.append(run(compare.SMALL, 3, 10.0, [0, 3, 9]))
     small = "| cached, small | 9.0 | +2.0 | -1.0 | 0.25 | 1.00 | 1 |"
     assert small in compare.table(runs, "chain").splitlines()
+    # One that began elsewhere has no lead.
+    runs.append(run("shared", 3, 10.0, [1, 3, 9]))
+    assert "| shared | 9.0 |  |  | 0.25 | 1.00 | 1 |" in compare.table(runs, "chain").splitlines()
+    runs.pop()
     title = TASKS["chain"].title
     assert f"## {title}\n\nRight (%); before training 0.00.\n\n{compare.table(runs, 'chain')}" in compare.page(runs)
 
@@ -68,7 +72,7 @@ def test_scores_at_equal_kl_are_read_off_the_curve():
     run = {"row": compare.GRPO, "task": compare.REAL, "curve": [(0, 0, 30, 0), (256, 10, 50, 1.5), (512, 20, 60, 3.5)]}
     assert [compare.score_at_kl(run, nats) for nats in (0.75, 2.5, 5)] == [None, 55, None]
     further = {**run, "curve": [(0, 0, 32, 0), (256, 10, 52, 1.5), (512, 20, 72, 6)]}
-    ends = {"seed": 2, "after": 60, "processor_seconds": 20, "explained_variance": None}
+    ends = {"seed": 2, "before": 30, "after": 60, "processor_seconds": 20, "explained_variance": None}
     table = compare.table([run | ends, further | ends], compare.REAL)
     # One of the two did not go as far as 5 nats.
     assert "GRPO = 1 | at a KL of 2 | runs |" in table and "| 53.4 ± 0.9 | 2 |" in table

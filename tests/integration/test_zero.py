@@ -106,6 +106,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "skipped": {"total_episodes": 30, "poison": [[0, 1], [1, 0], [2, 2]], "max_skipped_updates": 3},
     "skipped_adapters": {"lora": True, "critic_layout": "shared", "poison": [[0, 1]], "max_skipped_updates": 3},
     "half": {**HALF, "critic": "c51"},
+    "half_cached": {**HALF, "critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "critic_epochs": 2},
     "half_steep": {"bf16": True, "steep": True, "max_skipped_updates": 3, "total_episodes": 10},
     "half_adapters": {**ADAPTERS, **HALF},
     "half_copied_start": {
@@ -137,11 +138,12 @@ STAGES = {
         *CLIPPED_RUNS,
         *HEAVY,
         "half",
+        "half_cached",
         "half_steep",
     ],
     "zero3": list(RUNS),
     # DDP in bfloat16, which computes what FSDP2 does.
-    "ddp": ["half", "half_adapters", "half_base"],
+    "ddp": ["half", "half_cached", "half_adapters", "half_base"],
     "fsdp": [name for name, run in RUNS.items() if "offloaded" not in f"{name} {run.get('reference')}"] + [*HEAVY],
     "fsdp-3": [
         *("adapters", "cached", "uneven", "ragged", "reward_model", "one_row_each", "tied", "clipped"),

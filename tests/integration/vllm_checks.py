@@ -232,6 +232,15 @@ def test_an_adapter_is_published_alone(served: tuple[str, str], tmp_path: Path) 
     check_mismatch(metric_lines(tmp_path))
 
 
+def test_a_cached_critic_reads_the_states_of_a_pass(served: tuple[str, str], tmp_path: Path) -> None:
+    critic = {"critic_layout": "cached", "critic_width": 64, "critic_depth": 1, "critic_epochs": 2}
+    trained(tmp_path, served[0], vllm_urls=[served[1]], **critic)
+    lines = metric_lines(tmp_path)
+    check_mismatch(lines)
+    assert all(line["ppo/val/error"] > 0 for line in lines if "ppo/val/error" in line)
+    assert any("ppo/val/error" in line for line in lines)
+
+
 def test_an_environment_answers_between_the_turns(served: tuple[str, str], tmp_path: Path) -> None:
     arguments = {"environment_factory": Talker, "reward_funcs": None}
     trained(tmp_path, served[0], arguments=arguments, vllm_urls=[served[1]], response_len=12, max_turn_tokens=3)

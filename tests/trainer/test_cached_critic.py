@@ -10,6 +10,7 @@ from alpaca_ppo.generation.built_in_backends import SlotsBackend
 from alpaca_ppo.models import ActorCritic, Policy, factory, load_critic
 from alpaca_ppo.models.factory import build_actor_critic, make_actor_critic
 from alpaca_ppo.models.state_reader import StateReader
+from alpaca_ppo.ppo.rollouts import RolloutOptions
 from alpaca_ppo.ppo.state_cache import StateCache
 from tests.tiny_models import READ_BY_CRITICS, tiny_causal_lm, tiny_sequence_classifier
 from tests.tiny_runs import metric_lines, tiny_config, tiny_trainer, with_advantages
@@ -37,6 +38,28 @@ def test_the_run_is_one_that_computes_the_states_in_every_pass(tmp_path, monkeyp
         torch.testing.assert_close(weights, anew[name], rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(metric_lines(tmp_path / "cached"), metric_lines(tmp_path / "anew"), strict=True):
         assert ours["ppo/val/error"] == pytest.approx(theirs["ppo/val/error"], rel=1e-5)
+
+
+def test_the_run_is_the_same_in_smaller_micro_batches(tmp_path):
+    whole, _ = run(tmp_path / "whole")
+    parts, _ = run(tmp_path / "parts", step_per_device_batch_size=1)
+    for name, weights in whole.items():
+        torch.testing.assert_close(weights, parts[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_kept_in_the_models_dtype_and_dropped_at_the_next_step(dtype, tmp_path):
+    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+    trainer = tiny_trainer(tmp_path, dtype=dtype, trainer_arguments=lora, **CACHED)
+    for step in range(2):
+        trainer.state.global_step = step
+        # A loop of one's own that does not call `rollout`.
+        rollouts = trainer.collect_rollouts(
+            trainer.prompt_batches(step), trainer.sampling_params, RolloutOptions(), trainer.step_record
+        )
+        kept = trainer.updater.cache.states(rollouts["state_keys"], torch.device("cpu"))
+        assert kept.dtype == dtype and len(kept) == rollouts["response_mask"].sum()
+        assert len(trainer.updater.cache._rows) == len(rollouts["responses"])
 
 
 def test_it_reads_no_padding_and_a_row_as_if_it_were_alone():

@@ -164,6 +164,7 @@ LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAU
     "settings",
     [
         {"critic_layout": "shared"},
+        {"critic_layout": "cached", "critic_width": 64},
         {"adv_estimator": "grpo", "num_return_sequences": 2},
         {"critic_layout": "adapter", "reference": "adapter_off", "trainer_arguments": LORA},
         {"reference": "none", "kl_coef": 0.0, "critic_pretraining_steps": 1},

@@ -11,6 +11,7 @@ package: more of such models at once would not fit into memory. It is the second
 import argparse
 import os
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def main() -> None:
         step_batch_size=32,
     )
     sizes = {"rollout_per_device_batch_size": 32, "step_per_device_batch_size": 32}
-    machine, lines, versions = Machine.begin(args.threads), [], {}
+    machine, lines, versions = Machine.begin(args.threads), [], defaultdict[str, set[str]](set)
     for name, (module, options, both) in PROGRAMS.items():
         python = pythons[module]
         if python is None:
@@ -83,12 +84,13 @@ def main() -> None:
         with started(pair, args.threads) as programs:
             made, grpo = take_turns(programs, args.rounds, warm_up=WARM_UP)
             counted = [program.step(count_flops=True) for program in programs]
-            versions |= {k: v for program in programs for k, v in program.versions.items()}
+            for package, version in (pair for program in programs for pair in program.versions.items()):
+                versions[package].add(version)
         if counted[0].response_tokens != counted[1].response_tokens:
             raise RuntimeError(f"{name} sampled {counted[0].response_tokens} tokens, not {counted[1].response_tokens}")
         lines.append(row(name, made, grpo, counted))
     head = ["a step", "processor seconds", "of GRPO here", "ratio", "peak memory, ratio", "FLOPs, ratio"]
-    text = f"""{machine_facts(machine.end(), versions)}
+    text = f"""{machine_facts(machine.end(), {package: " and ".join(sorted(of)) for package, of in versions.items()})}
 
 Eight answers, 19 tokens each on average, to each of 4 prompts of 40 tokens; one pass of the policy, in one optimizer
 step; median, smallest and largest of {args.rounds} rounds.
