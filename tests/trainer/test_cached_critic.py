@@ -47,6 +47,21 @@ def test_the_run_is_the_same_in_smaller_micro_batches(tmp_path):
         torch.testing.assert_close(weights, parts[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("reference", ["copy", "copy_offloaded", "path"])
+def test_every_reference_leaves_the_critic_the_same_states(reference, tmp_path):
+    def trained(name, reference):
+        lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+        return run(tmp_path / name, reference=reference, trainer_arguments=lora)[0]
+
+    if reference == "path":
+        tiny_causal_lm("llama").save_pretrained(tmp_path / "base")
+        reference = str(tmp_path / "base")
+    adapter_off, other = trained("adapter_off", "adapter_off"), trained("other", reference)
+    assert any(name.startswith("critic.") for name in other)
+    for name, weights in adapter_off.items():
+        torch.testing.assert_close(weights, other[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_are_kept_in_the_models_dtype_and_dropped_at_the_next_step(dtype, tmp_path):
     lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
