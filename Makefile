@@ -112,8 +112,8 @@ VLLM_TEST ?= -m "proof or not proof"
 vllm-test: $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
 	$(call timed,vllm-test,VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/python -m pytest $(VLLM_TEST) --durations 5 tests/integration/vllm_checks.py)
 
-# The model of `make real`, which is fetched unless it is there (93 MB): samplers, layouts, resuming, export. Checkpoints
-# of such a size do not belong into memory. REAL_TEST='-m "not proof"' for less than half of the minutes.
+# The model of `make real`, which is fetched unless it is there (93 MB): samplers, layouts, resuming, export. Its
+# checkpoints are too large for a folder in memory. REAL_TEST='-m "not proof"' for less than half of the minutes.
 REAL_TEST ?= -m "proof or not proof"
 real-test: $(VENV)/.installed_for_real $(INSTALLED_FOR_TESTS) $(VENV)-vllm/.installed
 	$(BIN)/python -m examples.sentences.model outputs/sentences/SmolLM2-135M-Instruct

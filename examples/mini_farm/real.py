@@ -20,6 +20,7 @@ from datasets import Dataset
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.atomic_io import write_text_atomically
+from alpaca_ppo.cli.commands import exit_status
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
 from alpaca_ppo.data.loading import load_prompt_dataset
@@ -32,7 +33,7 @@ from examples.mini_farm.splits import Row, draw_splits, read_rows, write_rows
 from examples.mini_farm.stages import run_stage
 from examples.sentences.model import fetch_model
 from examples.sentences.plots import Panel, plot_panels
-from examples.sentences.run import BEST_OF, SHOWN, continues, several_answers
+from examples.sentences.run import BEST_OF, RESULTS, SHOWN, continues, several_answers
 
 CONFIG = Path(__file__).parents[1] / "configs/real_rlhf.yaml"
 _SAMPLING = ("query_len", "response_len", "temperature")
@@ -218,10 +219,9 @@ def _judged(table: Sequence[Row]) -> Judged:
     return Judged(scores, liked, fmean(row["kl"] for row in table))
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Judged]:
+def main(argv: Sequence[str]) -> dict[str, Judged]:
     """Trains as the command line says, writes results.txt and results.png, and returns the lines of the table."""
-    given = sys.argv[1:] if argv is None else argv
-    run, args = parse_args([RealArguments, PPOConfig], ["--config", str(CONFIG), *given])
+    run, args = parse_args([RealArguments, PPOConfig], ["--config", str(CONFIG), *argv])
     start, folder = time.perf_counter(), Path(args.output_dir)
     resumes = continues(args)
     lab = RealLab(run, args)
@@ -239,11 +239,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Judged]:
         Panel("Distance from the start", "KL, nats per answer", "objective/kl_sum_seq", "eval/kl_sum_seq"),
     ]
     plot_panels(read_rows(folder / "metrics.jsonl"), panels, folder / "results.png")
-    write_text_atomically(folder / "results.txt", text)
+    write_text_atomically(folder / RESULTS, text)
     print(f"\n{text}\nFigure: {folder / 'results.png'}\nReport: {folder / 'report.html'} (open it in a browser)")
     print(f"Total time: {(time.perf_counter() - start) / 60:.1f} minutes")
     return results
 
 
+def command(argv: Sequence[str]) -> int:
+    """Calls `main`, and returns an exit status."""
+    main(argv)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(command, sys.argv[1:]))

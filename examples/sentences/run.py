@@ -15,7 +15,8 @@ from datasets import Dataset
 
 from alpaca_ppo import PPOConfig, PPOTrainer
 from alpaca_ppo.atomic_io import write_text_atomically
-from alpaca_ppo.checkpoint.directory import newest_checkpoint
+from alpaca_ppo.checkpoint.directory import check_no_earlier_run, newest_checkpoint
+from alpaca_ppo.cli.commands import exit_status
 from alpaca_ppo.config.fields import argument
 from alpaca_ppo.config.parser import parse_args
 from examples.mini_farm.splits import read_rows
@@ -26,6 +27,7 @@ from examples.sentences.task import HELD_OUT, TRAINING, all_used, draw_prompts, 
 CONFIG = Path(__file__).parents[1] / "configs/sentences.yaml"
 BEST_OF = 8
 SHOWN = 10
+RESULTS = "results.txt"
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,25 @@ def continues(args: PPOConfig) -> bool:
     """Whether the run of `args` was interrupted after a checkpoint, at which it goes on.
 
     Raises:
-        ValueError: if it has ended, or steps are not what sets its length.
+        ValueError: if it has ended, or was interrupted before a checkpoint, or steps are not what sets its length.
     """
     folder = Path(args.output_dir)
     if args.max_steps is None:
         raise ValueError("the length of the run is set by max_steps alone; leave out total_episodes and total_epochs")
-    if (folder / "final").exists() and not args.overwrite_output_dir:
-        raise ValueError(f"output_dir {str(folder)!r} holds a run that has ended; choose another, or delete it")
-    return not args.overwrite_output_dir and newest_checkpoint(folder) is not None
+    if args.overwrite_output_dir:
+        return False
+    if (folder / RESULTS).exists():
+        remedy = 'append REAL="--overwrite_output_dir true", or REAL="--output_dir" with another folder'
+        raise ValueError(f"output_dir {str(folder)!r} holds a run that has ended; {remedy}")
+    if newest_checkpoint(folder) is None:
+        check_no_earlier_run(folder)
+        return False
+    return True
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
+def main(argv: Sequence[str]) -> dict[str, Result]:
     """Trains as the command line says, writes results.txt and results.png, and returns the lines of the table."""
-    given = sys.argv[1:] if argv is None else argv
-    run, args = parse_args([SentencesArguments, PPOConfig], ["--config", str(CONFIG), *given])
+    run, args = parse_args([SentencesArguments, PPOConfig], ["--config", str(CONFIG), *argv])
     start, folder = time.perf_counter(), Path(args.output_dir)
     resumes = continues(args)
     model = run.model or str(folder.parent / "SmolLM2-135M-Instruct")
@@ -100,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Result]:
     critic = Panel("Critic: explained variance of the returns", "share (1 = perfect)", explained)
     plot_panels(metrics, [reward, kl, critic], folder / "results.png")
     text = report(results, *tables)
-    write_text_atomically(folder / "results.txt", text)
+    write_text_atomically(folder / RESULTS, text)
     print(f"\n{text}\nFigure: {folder / 'results.png'}\nReport: {folder / 'report.html'} (open it in a browser)")
     print(f"Total time: {(time.perf_counter() - start) / 60:.1f} minutes")
     return results
@@ -148,5 +155,11 @@ def _result(table: Sequence[Mapping[str, Any]]) -> Result:
     return Result(columns["score"], columns["all_used"], fmean(columns["kl"]))
 
 
+def command(argv: Sequence[str]) -> int:
+    """Calls `main`, and returns an exit status."""
+    main(argv)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(command, sys.argv[1:]))

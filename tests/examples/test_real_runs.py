@@ -60,17 +60,28 @@ def test_rlhf_writes_pairs_and_a_reward_model_once_and_shows_both_scores(model, 
     assert 0 < len(pairs) <= 6 and all(pair["chosen"] != pair["rejected"] for pair in pairs)
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {"eval/scores", "eval/scores/gold", "eval/kl_sum_seq"} <= steps[0].keys()
-    with pytest.raises(ValueError, match="holds a run that has ended; choose another, or delete it"):
+    with pytest.raises(ValueError, match="holds a run that has ended; append REAL="):
         real.main([*given, "--output_dir", str(folder)])
     # Interrupted after its first step.
     again = [*given, "--output_dir", str(tmp_path / "again"), "--save_steps", "1"]
     real.main(again)
+    (tmp_path / "again/results.txt").unlink()
     shutil.rmtree(tmp_path / "again/final")
     shutil.rmtree(tmp_path / "again/checkpoint-2")
     capsys.readouterr()
     assert real.main(again).keys() == results.keys()
     said = capsys.readouterr().out
     assert said.count("kept from an earlier run") == 2 and "checkpoint-1" in said
+    # Interrupted after its last step, before the table.
+    (tmp_path / "again/results.txt").unlink()
+    assert real.main(again).keys() == results.keys()
+    # Interrupted before a checkpoint: refused before anything is sampled.
+    for name in ("results.txt", "final", "checkpoint-1", "checkpoint-2"):
+        shutil.move(tmp_path / "again" / name, tmp_path / name)
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="holds the records of an earlier run"):
+        real.main(again)
+    assert not capsys.readouterr().out
 
 
 def test_instructions_of_ones_own_are_held_out_or_trained_on(tmp_path):
