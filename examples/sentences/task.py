@@ -51,20 +51,33 @@ def words_of(prompt: Any) -> list[str]:
     return _text(prompt).rpartition("these words: ")[2].partition(".")[0].split(", ")
 
 
+def _forms(word: str) -> str:
+    """Returns a regular expression of `word`, plural, past, participle and person."""
+    if re.fullmatch("[^aeiou]*[aeiou][^aeiouwxy]", word):
+        # A short vowel, as in "stop": "staring" is no form of "star".
+        regular = rf"{word}(e?s|{word[-1]}(ed|er|ers|ing))?"
+    else:
+        short = re.sub("(e|(?<![aeiou])y)$", "", word)
+        regular = rf"{word}(e?s|ing|{word[-1]}?(ed|er|ers|ing))?|{short}(es|ed|er|ers|ies|ied|ier|ing)"
+    return rf"\b({regular}|{_FORMS.get(word, word).replace(',', '|')})\b"
+
+
 def used(word: str, text: str) -> bool:
-    """Whether `text` has `word` or a form of it: plural, past, participle, person."""
-    short = re.sub("(e|(?<![aeiou])y)$", "", word)
-    regular = rf"{word}(e?s|ing|{word[-1]}?(ed|er|ers|ing))?|{short}(es|ed|er|ers|ies|ied|ier|ing)"
-    return re.search(rf"\b({regular}|{_FORMS.get(word, word).replace(',', '|')})\b", text.lower()) is not None
+    """Whether `text` has `word` or a form of it."""
+    return re.search(_forms(word), text.lower()) is not None
 
 
 def is_sentence(text: str, words: Sequence[str]) -> bool:
-    """Whether `text` is one whole sentence of at most `LONGEST` characters, with more words than the given `words`
-    twice, and no list of them.
+    """Whether `text` is one whole sentence of at most `LONGEST` characters that has at least two more words than
+    `words`, and no list of these: with commas, dashes or "and" between them, or as they were given.
     """
     text = text.strip()
     whole = re.fullmatch(r"[A-Z\"'][^.!?\n]*[.!?][\"']?", text) is not None and len(text) <= LONGEST
-    return whole and len(text.split()) > len(words) + 1 and text.count(",") < len(words) - 1
+    word = f"({'|'.join(map(_forms, words))})"
+    joint = r"(\s*[,;:/&-]+\s*(and\s+|or\s+)?|\s+(and|or)\s+)((an?|the)\s+)?"
+    patterns = rf"{word}({joint}{word}){{{len(words) - 1}}}", r"\W+".join(words) + r"\b"
+    listed = text.count(",") >= len(words) - 1 or re.search("|".join(patterns), text.lower()) is not None
+    return whole and len(text.split()) > len(words) + 1 and not listed
 
 
 def share_used(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
