@@ -1,1 +1,1 @@
-"""LoRA: several adapters on one base model, the checks on them, their files on disk, and merging."""
+"""LoRA: several adapters on one base model, the checks on them, and their files on disk."""

@@ -13,7 +13,6 @@ from huggingface_hub import HfApi
 from torch import nn
 
 from alpaca_ppo.adapters.adapter_set import POLICY
-from alpaca_ppo.adapters.merging import merged_weights
 from alpaca_ppo.atomic_io import StrPath, write_folder_atomically
 from alpaca_ppo.checkpoint.model_card import TrainedRun, write_model_card, write_value_card
 from alpaca_ppo.generation.stopping import write_stop_tokens
@@ -61,21 +60,21 @@ def _write_stop_tokens(folder: Path, policy: Policy) -> None:
 
 
 def save_merged(folder: StrPath, policy: Policy, processing_class: Any) -> None:
-    """Writes the policy with its adapter merged into the base, atomically and at least in float32; of a base in half
-    precision see `merged_weights`.
+    """Writes the policy with its adapter merged into a copy of the base, atomically and at least in float32. Of a base
+    in half precision, the rounded weights are merged; load it in float32 to merge those of its files.
     """
-    adapters, model = policy.adapters, policy.model
-    assert adapters is not None
-    config: Any = copy.deepcopy(model.config)
+    assert policy.adapters is not None
+    # In half precision, in which DeepSpeed may hold the adapter, its product would be rounded.
+    dtype = torch.promote_types(policy.model.dtype, torch.float32)
+    peft: Any = copy.deepcopy(policy.adapters.peft).to("cpu", dtype)
+    model = peft.get_base_model()
     if not isinstance(model.get_input_embeddings(), nn.Embedding):
-        # The adapter replaces the embedding, which loading must not tie to the head.
-        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
+        # The adapter changes the embedding, but not the head that the base ties to it.
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        model.config.get_text_config().tie_word_embeddings = model.config.tie_word_embeddings = False
     with write_folder_atomically(folder) as tmp_dir, transformers_bars(shown=False):
-        model.save_pretrained(tmp_dir, state_dict=merged_weights(adapters))
-        # Replaces the base's configuration, which the line above wrote.
-        config.architectures = [type(model).__name__]
-        config.dtype = torch.promote_types(model.dtype, torch.float32)
-        config.save_pretrained(tmp_dir)
+        peft.merge_and_unload(adapter_names=[POLICY]).save_pretrained(tmp_dir)
         _write_stop_tokens(tmp_dir, policy)
         processing_class.save_pretrained(tmp_dir)
 

@@ -22,8 +22,6 @@ from alpaca_ppo.tracking.results import Ends, WeightsStep, better_before_trainin
 _TEMPLATES = Path(__file__).with_name("cards")
 # The last two may also be hub ids, or words such as `copy`.
 _PATH_OPTIONS = ("output_dir", "deepspeed", "reference", "reward_adapter")
-_CURVE = "training_curve.svg"
-_MIN_CURVE_STEPS = 5
 _KEY_FIGURES = {
     "Reward on held-out prompts": ("eval/scores",),
     "Reward on training prompts": ("objective/scores",),
@@ -47,7 +45,7 @@ class TrainedRun:
 
 
 def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, own_code: bool = False) -> None:
-    """Writes the policy's README.md and, of a run with enough steps, training_curve.svg.
+    """Writes the policy's README.md.
 
     Args:
         base_model: hub id or folder that training started from; the front matter names only a hub id.
@@ -60,7 +58,6 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
     data = read_config(run.folder).get("dataset_name") if metrics.exists() else None
     records_of_weights = [record for record in records if record["step"] <= step.step]
     greater = config.get("greater_is_better", True)
-    curve = _write_curve(records, folder)
     options = as_yaml({name: _without_folders(name, value) for name, value in config.items()}).strip()
     front_matter = ModelCardData(
         library_name="peft" if adapter else "transformers",
@@ -80,7 +77,6 @@ def write_model_card(folder: Path, run: TrainedRun, *, base_model: str | None, o
         steps=max((record["step"] for record in records), default=0),
         figures=_key_figures(records_of_weights),
         means=means_in_words(records_of_weights),
-        curve=curve,
         adapter=adapter,
         own_code=own_code,
         options=options,
@@ -107,33 +103,6 @@ def _key_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Ends]:
             # Which of the two entropies is measured in every step depends on old_policy.
             figures[meaning] = max(measured, key=lambda ends: ends.measured)
     return figures
-
-
-def _write_curve(records: Sequence[Mapping[str, Any]], folder: Path) -> str | None:
-    """Draws rewards and KL over the steps into `folder`; returns the file's name, None with too few steps."""
-    if len(records) < _MIN_CURVE_STEPS:
-        return None
-    # The import takes half a second.
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 2.6), layout="constrained")
-    rewards = figure.add_subplot(xlabel="step", ylabel="reward")
-    kl = rewards.twinx()
-    kl.set_ylabel("KL to the reference, nats")
-    for axis, name, label, color in (
-        (rewards, "objective/scores", "reward, training prompts", "#1f5fa8"),
-        (rewards, "eval/scores", "reward, held-out prompts", "#c2570c"),
-        (kl, "objective/kl_sum_seq", "KL (right)", "#6b7280"),
-    ):
-        points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), label=label, color=color)
-    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize="small")
-    # Text remains text, and the file has no date or random ids.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "alpaca_ppo"}):
-        figure.savefig(folder / _CURVE, metadata={"Date": None})
-    return _CURVE
 
 
 def _model_name(name: str | None) -> str | None:

@@ -134,9 +134,6 @@ class PPOConfig(LearningOptions):
         automatic = 8 if self.critic_layout == "cached" else 4
         return automatic if self.critic_epochs == "auto" else self.critic_epochs
 
-    def policy_rate(self, *, has_adapter: bool) -> float:
-        return chosen_rate(self.learning_rate, has_adapter=has_adapter)
-
     def critic_rate(self, *, has_adapter: bool) -> float:
         """The learning rate of the critic of a policy that has an adapter or not."""
         if self.critic_learning_rate is not None:
@@ -144,7 +141,7 @@ class PPOConfig(LearningOptions):
         if self.critic_layout == "cached":
             return CACHED_CRITIC_RATE
         # All weights of a separate critic are trained, whatever those of the policy.
-        rate = self.policy_rate(has_adapter=has_adapter and self.critic_layout != "separate")
+        rate = chosen_rate(self.learning_rate, has_adapter=has_adapter and self.critic_layout != "separate")
         return rate * (CRITIC_RATE_RATIO if self.separate_critic_steps else 1)
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import get_scheduler
 
+from alpaca_ppo.config.learning_options import chosen_rate
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.launcher import launched_rank
 from alpaca_ppo.models import ActorCritic
@@ -39,7 +40,8 @@ def make_optimizer(model: ActorCritic, args: PPOConfig, device: torch.device) ->
     learning rate if it is ten times the default because an adapter is trained.
     """
     has_adapter = model.policy.adapters is not None
-    rate, critic_rate = args.policy_rate(has_adapter=has_adapter), args.critic_rate(has_adapter=has_adapter)
+    rate = chosen_rate(args.learning_rate, has_adapter=has_adapter)
+    critic_rate = args.critic_rate(has_adapter=has_adapter)
     if args.learning_rate is None and has_adapter and launched_rank() == 0:
         print(f"learning_rate: {rate:g}, ten times the default, because an adapter is trained")
     common = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}

@@ -2,7 +2,7 @@
 report is made at once.
 """
 
-from alpaca_ppo.doctor.examination import Doctor, Finding, check_run, read_findings, stops
+from alpaca_ppo.doctor.examination import Doctor, Finding, check_run, read_findings
 from alpaca_ppo.doctor.rules import RULES, History, Rule
 
-__all__ = ["RULES", "Doctor", "Finding", "History", "Rule", "check_run", "read_findings", "stops"]
+__all__ = ["RULES", "Doctor", "Finding", "History", "Rule", "check_run", "read_findings"]

@@ -55,11 +55,6 @@ class Doctor:
         return new
 
 
-def stops(finding: Finding, stop_on: Collection[str]) -> bool:
-    """Whether `finding` ends a run, given rules and severities in `stop_on`."""
-    return finding.rule in stop_on or finding.severity in stop_on
-
-
 def check_run(folder: StrPath) -> list[Finding]:
     """Returns the findings in the folder of a run, those in its metrics and in findings.jsonl, as `examined` does.
 

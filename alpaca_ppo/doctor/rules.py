@@ -18,7 +18,7 @@ WINDOW = 5
 """Steps that are averaged, so that one unusual batch decides nothing."""
 _KL, _SCORES, _SPREAD = "objective/kl_avg_seq", "objective/scores", "objective/scores_std"
 # Their clip fraction means something else than PPO's, or their range is hundreds of times narrower.
-_LOSSES_WITH_OTHER_CLIPPING = ("sapo", "cispo", "dppo", "gspo")
+_LOSSES_WITH_OTHER_CLIPPING = ("sapo", "cispo", "dppo", "dppo_kl", "gspo")
 
 
 class History:

@@ -162,10 +162,6 @@ def generate(
         backend = make_backend(backend)
     hooks = hooks or SamplingHooks()
     params.check()
-    if rows_at_once is not None and rows_at_once < 1:
-        raise ValueError(f"rows_at_once ({rows_at_once}) must be at least 1; None samples all rows at once")
-    if turns is not None:
-        turns.check()
     for option, given, taken in (
         ("environments or tools", turns, backend.takes_turns),
         ("stop_strings", params.stop_strings, backend.takes_stop_strings),

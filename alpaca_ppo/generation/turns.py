@@ -74,11 +74,6 @@ class Turns:
     handler: TurnHandler
     max_turn_tokens: int | None = None
 
-    def check(self) -> None:
-        """Raises ValueError if the limit is less than 1."""
-        if self.max_turn_tokens is not None and self.max_turn_tokens < 1:
-            raise ValueError(f"max_turn_tokens ({self.max_turn_tokens}) must be at least 1; None sets no limit")
-
     def limit(self, position: int, width: int) -> int:
         """The response position before which a turn that begins at `position` must end, in a response of at most
         `width` tokens.

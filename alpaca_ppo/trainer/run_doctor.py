@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from alpaca_ppo.config.ppo_config import PPOConfig
 from alpaca_ppo.distributed.collectives import gather_list
-from alpaca_ppo.doctor import Doctor, Finding, History, read_findings, stops
+from alpaca_ppo.doctor import Doctor, Finding, History, read_findings
 from alpaca_ppo.doctor.examination import read_lines
 from alpaca_ppo.tracking.run_log import RunLog
 
@@ -56,7 +56,7 @@ class RunDoctor(TrainerCallback):
         for finding in findings:
             self._log.message(str(finding))
             self._log.append("findings", asdict(finding))
-            if stops(finding, stop_on):
+            if finding.rule in stop_on or finding.severity in stop_on:
                 control.should_save = control.should_training_stop = True
                 self.ended_by.append(finding)
                 self._log.message(

@@ -164,8 +164,8 @@ def of_rlhf(runs: Sequence[Run]) -> str:
         "alone.\n\n"
         + "\n".join(lines)
         + "\n\nIn this one seed none is better than the default, which stays. With this reward model the gold score "
-        "turns down beyond two nats in all these runs, and a weaker KL goes there. A critic that starts from the reward "
-        "model is level.\n"
+        "turns down beyond two nats in all these runs, and a weaker KL goes there. A critic that starts from the "
+        "reward model is level.\n"
     )
 
 

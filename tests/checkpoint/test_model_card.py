@@ -1,8 +1,7 @@
-"""What the policy's card says of a run: base model, data, reward, recipe, figures from start to end, a curve."""
+"""What the policy's card says of a run: base model, data, reward, recipe, figures from start to end."""
 
 import json
 import re
-import xml.etree.ElementTree as ET
 from dataclasses import asdict
 
 import yaml
@@ -48,17 +47,11 @@ def test_the_card_tells_what_was_trained_how_and_with_which_result(tmp_path):
     ) in text
     assert "| Reward on held-out prompts | -1 | 1 |\n| Reward on training prompts | -0.5 | 0.5 |\n" in text
     assert "| Response length, tokens | 11 | 17.5 |" in text
-    assert "![Reward and KL over the run](training_curve.svg)" in text
     assert text.index("## Key figures") < text.index("## Use") < text.index("## Metrics")
     assert "secret" not in text and "/models" not in text
-    picture = (tmp_path / "training_curve.svg").read_text()
-    assert {"reward, training prompts", "reward, held-out prompts", "KL (right)"} <= set(
-        ET.fromstring(picture).itertext()
-    )
     # The figures of an earlier checkpoint end with it.
     best = WeightsStep(3, 4, "eval/scores", 0.5)
     write_model_card(tmp_path, TrainedRun(run, best, metrics, config), base_model=None)
-    assert (tmp_path / "training_curve.svg").read_text() == picture
     text = (tmp_path / "README.md").read_text()
     assert "; the weights are those of step 3 of 4, the best evaluation by eval/scores (0.5)." in text
     # They were evaluated once up to then, before training.
@@ -107,8 +100,8 @@ def test_console_report_and_card_agree_on_both_ends_of_a_run(tmp_path):
     assert start_and_end(history, "nothing") is None
 
 
-def test_weights_that_are_all_one_are_not_named_and_a_card_without_a_run_has_no_curve(tmp_path):
+def test_weights_that_are_all_one_are_not_named_and_a_card_without_a_run_says_so(tmp_path):
     write_model_card(tmp_path, TrainedRun(tmp_path, STEP, {}, {}, {"z": 1.0, "a": 1.0}), base_model=None)
     text = (tmp_path / "README.md").read_text()
-    assert "- **Reward**: `z`, `a`\n" in text and "training_curve" not in text and "No metrics were logged." in text
+    assert "- **Reward**: `z`, `a`\n" in text and "No metrics were logged." in text
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from alpaca_ppo import PPOConfig
-from alpaca_ppo.doctor import RULES, Doctor, Finding, History, stops
+from alpaca_ppo.doctor import RULES, Doctor, Finding, History
 from tests.docs.markdown import ROOT, table_rows
 
 DEFAULTS = {field: None for field in PPOConfig.__dataclass_fields__} | {
@@ -365,12 +365,6 @@ def test_a_finding_comes_once_and_again_if_it_is_worse_and_what_is_known_not_at_
     findings = found()
     assert [(f.rule, f.severity) for f in findings] == [("kl_runaway", "warning"), ("kl_runaway", "error")]
     assert found(findings[1:]) == [] and found(findings[:1]) == findings[1:]
-
-
-def test_stop_on_names_rules_or_severities():
-    finding = examined(FAULTS["kl_runaway error"])["kl_runaway"]
-    assert stops(finding, ["error"]) and stops(finding, ["constant_reward", "kl_runaway"])
-    assert not stops(finding, ["warning", "constant_reward"]) and not stops(finding, [])
 
 
 def test_a_step_that_is_added_twice_counts_once_and_numbers_that_are_not_finite_are_left_out():

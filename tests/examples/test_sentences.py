@@ -28,7 +28,9 @@ def test_a_word_counts_in_each_of_its_forms(word, form):
     assert used(word, f"He said {form}, twice.")
 
 
-@pytest.mark.parametrize(("word", "other"), [("car", "carpet"), ("toy", "to"), ("win", "window"), ("ice", "icy"), ("star", "staring")])
+@pytest.mark.parametrize(
+    ("word", "other"), [("car", "carpet"), ("toy", "to"), ("win", "window"), ("ice", "icy"), ("star", "staring")]
+)
 def test_another_word_with_the_same_beginning_does_not_count(word, other):
     assert not used(word, f"It was {other}, then.")
 

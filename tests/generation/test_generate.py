@@ -261,7 +261,6 @@ def test_an_exception_restores_the_models_modes_and_config(backend: str) -> None
         ({"top_p": 0.0}, r"top_p \(0.0\)"),
         ({"top_p": 1.5}, r"top_p \(1.5\)"),
         ({"backend": "vlm"}, "generation_backend is 'vlm'; choose one of auto, slots, generate, vllm"),
-        ({"rows_at_once": 0}, r"rows_at_once \(0\) must be at least 1"),
     ],
 )
 def test_an_argument_out_of_range_is_an_error(argument: dict[str, Any], message: str) -> None:

@@ -269,9 +269,3 @@ def test_turns_are_passed_to_backends_that_take_them_and_refused_by_others() -> 
     assert (found[0].responses.ne(PAD) & ~found[0].response_mask).any()
     with pytest.raises(ValueError, match="generation_backend is 'generate', which does not take environments"):
         sampled("generate")
-
-
-def test_a_limit_below_one_is_refused() -> None:
-    turns = Turns(Script(), max_turn_tokens=0)
-    with pytest.raises(ValueError, match=r"max_turn_tokens \(0\) must be at least 1"):
-        generate(tiny_causal_lm("llama"), padded(PROMPTS), SamplingParams(**SETTINGS), turns=turns)
