@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import ClusterConfig, default_config_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, parse_flag_from_env
 
-from alpaca_ppo.config.parser import read_yaml
 from alpaca_ppo.config.ppo_config import PPOConfig
-from alpaca_ppo.distributed.launcher import launcher_command
 from alpaca_ppo.library_output import say
 
 # The variables as which `accelerate launch` hands its configuration on, as far as it or this package reads them, by
@@ -35,10 +32,6 @@ _READ = {
 _READ_BY_DEEPSPEED = {"ACCELERATE_(DEEPSPEED_(?!ZERO3_).*|GRADIENT_.*)": (".*", "")}
 # What a run does where the launcher's default is another.
 _IN_EFFECT = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": "false"}
-# Keys of a configuration's file that the launcher needs for itself, or hands on by another name.
-_OF_LAUNCHER = r"""(?x)compute_environment|distributed_type|fp16|debug|enable_cpu_affinity|gpu_ids|machine_rank
-|num_machines|main_process_\w+|same_network|rdzv_backend|deepspeed_config\.deepspeed_(multi\w+|hostfile|\w+_filter)
-|deepspeed_config\.zero3_init_flag|mpirun_config\.mpirun_\w+|fsdp_config\.(fsdp_)?transformer_layer_cls_to_wrap"""
 
 
 def asks_for_fsdp(args: PPOConfig) -> bool:
@@ -65,24 +58,19 @@ def check_fsdp(args: PPOConfig, accelerator: Accelerator | None = None) -> None:
 
 
 def check_launch(args: PPOConfig) -> None:
-    """Checks the launch configuration, and prints in one line what it asks for that has no effect on the run, if
+    """Checks what the launcher hands on of its configuration, and prints in one line what has no effect on the run, if
     anything: what is not read, and is neither the launcher's default nor what a run does.
 
     Raises:
         ValueError: for an entry that the run cannot have.
     """
-    file = _launch_file()
-    content = read_yaml(file) if os.path.isfile(file) else {}
-    on_cpu, processes = args.use_cpu or not torch.cuda.is_available(), os.environ.get("WORLD_SIZE")
-    in_effect = vars(launch_command_parser().parse_args(["script"])) | vars(ClusterConfig) | _IN_EFFECT
-    in_effect |= {"use_cpu": content.get("use_cpu") and on_cpu, "parallelism_config_dp_shard_size": processes}
-    # Flags may ask for other numbers of several; distributed_type NO starts one process, whatever its file says.
-    in_effect["num_processes"] = content.get("num_processes") if processes or "mpirun_config" in content else 1
+    on_cpu = args.use_cpu or not torch.cuda.is_available()
+    in_effect = vars(launch_command_parser().parse_args(["script"])) | _IN_EFFECT
+    in_effect["parallelism_config_dp_shard_size"] = os.environ.get("WORLD_SIZE")
     given = {k: v for k, v in os.environ.items() if re.match("(ACCELERATE|FSDP|PARALLELISM_CONFIG|MEGATRON_LM)_", k)}
     read = _READ | ({} if args.deepspeed or not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") else _READ_BY_DEEPSPEED)
     read["ACCELERATE_USE_CPU"] = (".*" if on_cpu else "no?|f(alse)?|off|0", "set use_cpu: true in the run's file too")
-    unread = [*_unread_variables(given, read, in_effect), *_unread_keys(content, given, in_effect)]
-    if unread:
+    if unread := _unread_variables(given, read, in_effect):
         say(f"settings of the launch configuration without effect on this run: {', '.join(unread)}")
 
 
@@ -100,34 +88,8 @@ def _unread_variables(
     return unread
 
 
-def _unread_keys(content: Mapping[str, Any], given: Mapping[str, str], in_effect: Mapping[str, Any]) -> list[str]:
-    """The keys of the launcher's file that no variable in `given` hands on and that differ from what is `in_effect`."""
-    unread = []
-    for name, section in content.items():
-        # As in `accelerate launch`, which adds a missing beginning in these three.
-        prefix = name.removesuffix("config") if name in ("fsdp_config", "fp8_config", "dynamo_config") else ""
-        for key, value in (section if isinstance(section, dict) else {name: section}).items():
-            shown = name if key == name else f"{name}.{key}"
-            flag = key if key.startswith(prefix) else prefix + key
-            asks = str(value).lower() not in ("none", "no", "[]", _text(in_effect.get(flag, "none")))
-            variables = {f"{start}{flag.upper()}" for start in ("", "ACCELERATE_", "ACCELERATE_DEEPSPEED_")}
-            if asks and not variables & given.keys() and not re.fullmatch(_OF_LAUNCHER, shown):
-                unread.append(shown)
-    return unread
-
-
 def _text(value: Any) -> str:
     return str(value or False).lower()
-
-
-def _launch_file() -> str:
-    """The file that the launcher of this process has read; empty if it has read none."""
-    command = "\0".join(launcher_command() or ())
-    flags = re.search(r"(?s)\baccelerate\W(?:commands\W)?(?:accelerate_cli(?:\.py)?\0)?launch(?:\.py)?\0(.*)", command)
-    if flags is None:
-        return "".join(re.findall(r"--accelerate.config[=\0]([^\0]+)", command)[:1])
-    parsed = launch_command_parser().parse_args(flags[1].split("\0"))
-    return parsed.config_file or ("" if parsed.cpu else default_config_file)
 
 
 def _refuse_if(excluded: bool, name: str, value: object, remedy: str) -> None:

@@ -136,14 +136,13 @@ def test_a_launch_configuration_is_honoured_refused_or_listed(run, alone):
     """By processes that the launcher itself starts, whose command names the file."""
     settings = yaml.safe_load(LAUNCH["fsdp"].read_text())
     settings["fsdp_config"] |= {"fsdp_reshard_after_forward": False, "fsdp_state_dict_type": "FULL_STATE_DICT"}
-    settings["fsdp_config"]["fsdp_mixed_precision_policy"] = "bf16"
     file = run / "asking.yaml"
     file.write_text(yaml.safe_dump(settings))
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0"]
     words += ["examples/train_ppo.py", "--config", str(run / "run.yaml"), "--output_dir", str(run / "asking")]
     outcome = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    line = "without effect on this run: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT, fsdp_config.fsdp_mixed_precision_policy\n"
+    line = "without effect on this run: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT\n"
     assert outcome.stderr.count(line) == 1, outcome.stderr
     assert_same(metric_lines(run / "asking"), alone, tolerance=1e-4)
     words[5:5] = ["--mixed_precision", "bf16"]
